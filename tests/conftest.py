@@ -2,7 +2,10 @@
 
 import atexit
 import gc
+import os
 import signal
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -17,6 +20,14 @@ annotations.install("flowalign", "reward_models", "pipelines")
 gc.disable()
 
 
+def _refuse_to_fork() -> NoReturn:
+    raise RuntimeError("a forked process with threads may deadlock: use tests.fixtures.ranks")
+
+
+os.fork = _refuse_to_fork
+_FILE = pytest.StashKey[Path]()
+
+
 def pytest_collection_finish(session):
     """What was imported is no garbage: looking through it again and again takes a tenth of all."""
     gc.enable()
@@ -25,4 +36,6 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup(item):
-    annotations.begin_test()
+    if item.path != item.config.stash.get(_FILE, None):
+        item.config.stash[_FILE] = item.path
+        annotations.begin_file()

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.types import MediaBatch
-from reward_models.sheet import read_sheet
-from reward_models.yes_no import QwenYesNo
+from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.questions.question_set import read_question_set
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.fixtures.tiny_qwen import WORDS, build_judge
@@ -44,7 +44,7 @@ def main(side: int = 560, repetitions: int = 3) -> dict[str, float]:
     """Return seconds of both ways, the largest difference of answers, and numbers of tokens."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        questions = read_sheet("vision_reward_image").questions[2:]
+        questions = read_question_set("vision_reward_image").questions[2:]
         # One token a word, as in a real vocabulary: bytes would make the questions too long.
         words = {f" {word}" for question in questions for word in question.strip("?").split()}
         source = build_judge(

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from assets.bench.gpu_sizes import SIZES, Size, clips, inputs, network, pictures
 from flowalign.runs import Run, load
-from flowalign.runs.bench import measure, started
+from flowalign.runs.bench.stage_times import measure, start_temporarily
 from flowalign.types import Speed
-from pipelines.base import DiffusersPolicy
-from pipelines.speed import check_attention, set_attention, usable_attention
+from pipelines.network.speed import check_attention, set_attention, speed_up, usable_attention
+from pipelines.policy import DiffusersPolicy
 
 Figures = dict[str, float | str]
 """Figures by name; "failed" is the message of what could not be measured."""
@@ -47,7 +47,7 @@ def parity(size: Size, _: Path) -> Iterator[tuple[str, Figures]]:
 
 def trained_on(device: str) -> tuple[Tensor, Tensor]:
     """Return the embedded model's adapter before and after two updates by a smooth reward."""
-    reward = "{class_path: reward_models.trained.TrainedReward, init_args: {path: "
+    reward = "{class_path: reward_models.TrainedReward, init_args: {path: "
     run, _ = load(
         "configs/shapes.yaml",
         [
@@ -57,7 +57,7 @@ def trained_on(device: str) -> tuple[Tensor, Tensor]:
             *("optimizer.decay=constant", "optimizer.eps=1e-3"),  # small gradients: no sign
         ],
     )
-    with started(run) as session:
+    with start_temporarily(run) as session:
         before = _flat(session.learner.parameters)
         for _ in session.loop.run(range(2)):
             pass
@@ -79,7 +79,7 @@ def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
     exact = _velocity(policy, *given)
 
     def timed(name: str) -> Figures:
-        check_attention(name, policy.denoiser)
+        check_attention(name, lambda: policy.denoiser)
         set_attention(name, policy.denoiser)
         return _off(exact, policy, given) | evaluation_seconds(policy, *given)
 
@@ -92,7 +92,7 @@ def compiling(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
     policy, given = network(pictures(size, folder, [], None, []), size)
     exact, before = _velocity(policy, *given), evaluation_seconds(policy, *given)
     yield "eager", before
-    policy.speed_up(Speed(compile=True))
+    speed_up(policy.denoiser, Speed(compile=True))
 
     def compiled() -> Figures:
         first = _seconds(size.device, lambda: _backward(policy, *given))
@@ -204,7 +204,7 @@ def attempt(work: Callable[[], Figures]) -> Figures:
 
 def _drift(run: Run) -> Figures:
     """Return the largest |ratio - 1| of a step's transitions, and what the check allows."""
-    with started(run) as session:
+    with start_temporarily(run) as session:
         metrics = next(iter(session.loop.run(range(1))))
     worst = max(v for name, v in metrics.items() if name.startswith("check/ratio_drift"))
     recipe: Any = run.recipe

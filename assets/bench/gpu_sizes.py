@@ -14,9 +14,9 @@ from torch import Tensor
 
 from assets import random_sd3, random_wan
 from flowalign.runs import Run, load
-from flowalign.sampling.completion import take
+from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Request
-from pipelines.base import DiffusersPolicy
+from pipelines.policy import DiffusersPolicy
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def clips(size: Size, folder: Path) -> Run:
             *(f"policy.video.height={height}", f"policy.video.width={width}"),
             *(f"policy.video.num_frames={frames}", "policy.guidance=1.0"),
             *(f"policy.max_sequence_length={size.tokens}", f"policy.lora.rank={size.rank}"),
-            *("recipe.thresholds=null", "recipe.rollout_batch_prompts=null"),
+            *("recipe.advantages.thresholds=null", "recipe.rollout_batch_prompts=null"),
             f"recipe.sampling.samples_per_prompt={size.clips}",
         ],
     )
@@ -135,7 +135,7 @@ def clips(size: Size, folder: Path) -> Run:
 def _common(size: Size, path: Path, precision: str, data: str) -> list[str]:
     return [
         *(f"policy.path={path}", f"policy.precision={precision}", f"device={size.device}"),
-        *("rewards=[{class_path: reward_models.jpeg.JpegSize}]", "trackers=[]"),
+        *("rewards=[{class_path: reward_models.JpegSize}]", "trackers=[]"),
         *("reward_weights={compressibility: 1.0}", "evaluation=null", "num_steps=9"),
         *(f"{data}.prompts_per_step=1", f"{data}.sampling.num_steps={size.num_steps}"),
         *("recipe.updates_per_step=1", "recipe.on_failed_check=warn"),
@@ -156,4 +156,4 @@ def inputs(policy: DiffusersPolicy, size: Size, rows: int) -> tuple[Tensor, Tens
     x = policy.noise(rows, torch.Generator().manual_seed(0))
     cond = policy.encode([Request("a red circle")])
     row = torch.zeros(rows, dtype=torch.long, device=x.device)
-    return x, policy.schedule(size.num_steps)[1], take(cond, row)
+    return x, policy.schedule(size.num_steps)[1], take_rows(cond, row)

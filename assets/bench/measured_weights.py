@@ -13,18 +13,14 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from flowalign.data.requests import Requests, read_requests
 from flowalign.runs.config import load
-from flowalign.runs.opening import opened
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.runs.session.opening import open_run
 
 
 def seconds(config: str, weight: str, steps: int) -> Iterator[float]:
     """Yield the processor time of each step after the first, which is not counted."""
     run, _ = load(config, ["--recipe.step_weight", weight])
-    recipe, learner, rewards, _ = opened(run)
-    requests = Requests(read_requests(recipe.prompts), run.seed)
-    loop = PolicyGradientLoop(recipe, learner, rewards, requests, run.seed).run(range(steps + 1))
+    loop = open_run(run).build_loop(run).run(range(steps + 1))
     next(loop)
     yield 0.0
     for _ in range(steps):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.prefetch import prefetched
+from flowalign.data.media.media import Media
+from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
-from flowalign.media.media import Media
 from flowalign.types import Request, plain_requests
 from tests.fixtures.pixel import PixelPolicy
 
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         batch(step)
     alone = (time.perf_counter() - start) / args.steps
     waits, start = [], time.perf_counter()
-    for _, seconds in prefetched(batch, range(args.steps), ahead=2):
+    for _, seconds in prefetch(batch, range(args.steps), ahead=2):
         waits.append(seconds)
         compute(args.step, args.busy)
     total = time.perf_counter() - start

@@ -35,7 +35,7 @@ def main() -> None:
     """Print the seconds of each part of each step."""
     reward = {"class_path": "assets.bench.scorer_overlap.Slow"}
     scorer = {"reward": reward, "device": "cpu"}
-    entry = {"class_path": "reward_models.scorer_process.ScorerProcess", "init_args": scorer}
+    entry = {"class_path": "reward_models.ScorerProcess", "init_args": scorer}
     for at_once in ("null", "4"):
         with tempfile.TemporaryDirectory() as folder:
             command = [

@@ -115,10 +115,10 @@ def main() -> None:
         bare(model, args.batch_size, args.batch_size, args.side)
         for repeat in range(args.repeats):
             alone.append(bare(model, args.pictures, args.batch_size, args.side))
-            speed = scoring.Speed()
+            speed = scoring.ScoringSpeed()
             out = Path(folder) / f"out{repeat}"
             scoring.run(
-                scoring.Job(data, [model], out, args.batch_size, args.workers),
+                scoring.ScoringJob(data, [model], out, args.batch_size, args.workers),
                 lambda *_: None,
                 speed,
             )

@@ -15,7 +15,7 @@ import time
 import torch
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.remote import RemoteReward
+from reward_models.wrappers.remote import RemoteReward
 
 
 class Nothing(RewardModel):
@@ -33,9 +33,8 @@ SERVE = """
 import sys, uvicorn
 sys.path.insert(0, {folder!r})
 from serving import Nothing
-from flowalign.rewards.http import application
-from flowalign.rewards.limits import Limits
-from flowalign.rewards.server import Service
+from flowalign.rewards.batching import Limits
+from flowalign.rewards.server import Service, application
 app = application(Service([Nothing()], Limits(max_wait_ms={wait})))
 uvicorn.run(app, port={port}, log_level="error")
 """

@@ -21,7 +21,7 @@ import torch
 from tests.fixtures.served import Hostile, memory_mb, serving, well_behaved
 
 LIMITS = (
-    *("--max_request_mb=8", "--max_picture_mp=1", "--max_request_mp=2"),
+    *("--max_request_mb=8", "--max_image_mp=1", "--max_request_mp=2"),
     *("--max_held_mb=256", "--read_timeout=5"),
 )
 

@@ -2,8 +2,8 @@
 
     python assets/figures/demo.py runs/demo-seed0 runs/demo-seed1 runs/demo-seed2
 
-Writes `demo.png` (curves of all seeds, pictures of the first run before and after) and `demo.json`
-beside this script.
+Writes `demo.png` (accuracy of all seeds, and images of the first run before and after) and
+`demo.json` next to this script.
 """
 
 import json
@@ -15,90 +15,82 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 from PIL import Image
 
-from flowalign.utils.tracking import read_metrics
-
 HERE = Path(__file__).parent
-SPLITS = {"seen": "#2166ac", "unseen": "#d6604d"}
-NUM_PICTURES = 6
+BEFORE, AFTER = "#9aa0a6", "#1a73e8"
+NUM_IMAGES = 6
+MIN_CHANGE = 4
+"""Mean absolute difference of pixel values above which an image counts as changed."""
+METRIC = "exact_match"
 
 
-def figure(folders: list[Path]) -> dict:
+def draw(folders: list[Path]) -> dict:
     """Draw the figure, and return the numbers of all seeds."""
     summaries = [json.loads((f / "summary.json").read_text()) for f in folders]
-    fig = plt.figure(figsize=(12, 3.7), dpi=100, layout="constrained")
-    curves, strip = fig.subfigures(1, 2, width_ratios=(1, 1.25))
-    left, right = curves.subplots(1, 2, width_ratios=(1.3, 1))
-    _training(left, folders)
-    _held_out(right, summaries)
-    _pictures(strip, folders[0])
+    fig = plt.figure(figsize=(12, 4.4), dpi=110, layout="constrained", facecolor="white")
+    accuracy, images = fig.subfigures(1, 2, width_ratios=(1, 2.6))
+    _draw_accuracy(accuracy.subplots(), summaries)
+    _draw_images(images, folders[0])
     fig.savefig(HERE / "demo.png")
     keys = ("seed", "before", "after", "seconds", "steps", "network_evaluations", "reward_calls")
     return {"runs": [{k: s[k] for k in keys} for s in summaries]}
 
 
-def _training(axes, folders: list[Path]) -> None:
-    for folder in folders:
-        rows = [r for r in read_metrics(folder) if "reward/strict" in r]
-        y = np.array([r["reward/strict"] for r in rows])
-        width = min(4, len(y))
-        smooth = np.convolve(y, np.ones(width) / width, mode="valid")
-        axes.plot(range(width - 1, len(y)), smooth, lw=1.4, alpha=0.9)
-    axes.set(xlabel="step", title="training: strict, mean of 4 steps")
-    axes.grid(alpha=0.3)
+def _draw_accuracy(axes: Axes, summaries: list[dict]) -> None:
+    values = [[100 * s[when][METRIC] for s in summaries] for when in ("before", "after")]
+    means = [float(np.mean(v)) for v in values]
+    axes.bar([0, 1], means, color=[BEFORE, AFTER], width=0.62)
+    for x, (each, mean) in enumerate(zip(values, means, strict=True)):
+        axes.plot([x] * len(each), each, "o", ms=4, color="black", alpha=0.6)
+        axes.annotate(f"{mean:.0f} %", (x, mean / 2), ha="center", color="white", fontsize=20)
+    axes.set(ylim=(0, 100), yticks=[], title="Images that match the prompt exactly")
+    axes.title.set_fontsize(12)
+    axes.set_xticks([0, 1], ["before", "after"], fontsize=13)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _held_out(axes, summaries: list[dict]) -> None:
-    for split, colour in SPLITS.items():
-        for i, s in enumerate(summaries):
-            ends = [s["before"][f"{split}/strict"], s["after"][f"{split}/strict"]]
-            axes.plot(
-                [0, 1], ends, "o-", color=colour, lw=1.4, ms=4, label=split if i == 0 else None
-            )
-    axes.set(xticks=[0, 1], xlim=(-0.25, 1.25), title="held out: strict")
-    axes.set_xticklabels(["before", "after"])
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="upper left")
-
-
-def _pictures(strip, folder: Path) -> None:
+def _draw_images(panel: SubFigure, folder: Path) -> None:
     index = json.loads((folder / "samples" / "index.json").read_text())
-    grids = [
-        Image.open(folder / "samples" / f"step-{s:06d}.png")
-        for s in (index["steps"][0], index["steps"][-1])
-    ]
-    columns = index["columns"]
-    rows = -(-len(index["prompts"]) // columns)
-    side = (grids[0].width - 2) // columns, (grids[0].height - 2) // rows
-    cut = [[_cell(g, i, columns, side) for i in range(len(index["prompts"]))] for g in grids]
-    changed = [
-        i
-        for i in range(len(cut[0]))
-        if np.abs(np.subtract(cut[0][i], cut[1][i], dtype=float)).mean() > 4
-    ]
-    chosen = (changed + [i for i in range(len(cut[0])) if i not in changed])[
-        :: max(1, len(changed) // NUM_PICTURES)
-    ]
-    chosen = chosen[:NUM_PICTURES]
-    axes = strip.subplots(2, len(chosen))
+    before, after = (_cells(folder, index, index["steps"][i]) for i in (0, -1))
+    chosen = _choose(before, after)
+    axes = panel.subplots(2, len(chosen))
     for column, i in enumerate(chosen):
-        for row in range(2):
-            axes[row, column].imshow(cut[row][i], interpolation="nearest")
+        for row, cells in enumerate((before, after)):
+            axes[row, column].imshow(cells[i], interpolation="nearest")
             axes[row, column].set(xticks=[], yticks=[])
-        words = index["prompts"][i].split()
-        half = -(-len(words) // 3)
-        text = "\n".join(" ".join(words[j : j + half]) for j in range(0, len(words), half))
-        axes[1, column].set_xlabel(text, fontsize=9)
-    axes[0, 0].set_ylabel("before")
-    axes[1, 0].set_ylabel("after")
+        axes[1, column].set_xlabel(_wrap(index["prompts"][i]), fontsize=11)
+    axes[0, 0].set_ylabel("before", fontsize=13)
+    axes[1, 0].set_ylabel("after", fontsize=13)
 
 
-def _cell(grid: Image.Image, i: int, columns: int, side: tuple[int, int]) -> np.ndarray:
-    x, y = 2 + (i % columns) * side[0], 2 + (i // columns) * side[1]
-    return np.asarray(grid.crop((x, y, x + side[0] - 2, y + side[1] - 2)))
+def _choose(before: list[np.ndarray], after: list[np.ndarray]) -> list[int]:
+    """Return the images to show: those that changed, evenly spaced, then others."""
+    change = [
+        np.abs(np.subtract(a, b, dtype=float)).mean() for a, b in zip(before, after, strict=True)
+    ]
+    changed = [i for i, value in enumerate(change) if value > MIN_CHANGE]
+    rest = [i for i in range(len(change)) if i not in changed]
+    return (changed + rest)[:: max(1, len(changed) // NUM_IMAGES)][:NUM_IMAGES]
+
+
+def _cells(folder: Path, index: dict, step: int) -> list[np.ndarray]:
+    """Cut the grid of samples of one step into images."""
+    grid = Image.open(folder / "samples" / f"step-{step:06d}.png")
+    columns, count = index["columns"], len(index["prompts"])
+    width, height = (grid.width - 2) // columns, (grid.height - 2) // -(-count // columns)
+    corners = [(2 + (i % columns) * width, 2 + (i // columns) * height) for i in range(count)]
+    return [np.asarray(grid.crop((x, y, x + width - 2, y + height - 2))) for x, y in corners]
+
+
+def _wrap(prompt: str) -> str:
+    words = prompt.split()
+    size = -(-len(words) // 3)
+    return "\n".join(" ".join(words[i : i + size]) for i in range(0, len(words), size))
 
 
 if __name__ == "__main__":
-    result = figure([Path(p) for p in sys.argv[1:]])
+    result = draw([Path(p) for p in sys.argv[1:]])
     (HERE / "demo.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -20,7 +20,7 @@ import yaml
 from flowalign.reports.comparison import Comparison, Method, compare
 from flowalign.reports.comparison_chart import look
 from flowalign.reports.comparison_page import write_comparison
-from flowalign.runs.compare import Request, Single, curve, held_out, read
+from flowalign.studies.compare import ComparisonRequest, Single, curve, held_out, read
 from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ class Study:
     """Returns the steps of a budget, from run files and a folder for trials."""
     evaluations: int = 5
     """Evaluations of a run after its first."""
-    metric: str = "strict"
+    metric: str = "exact_match"
     """Dimension by which rates are chosen and runs are compared."""
     prompts: str = PROMPTS
     """Folder of the prompts."""
@@ -150,7 +150,7 @@ def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
     known = [name for name in study.methods if (folder / f"{name}.yaml").exists()]
     configs = [[*study.methods[name], str(folder / f"{name}.yaml")] for name in known]
     found = {}
-    for entry in read(Request(configs, [], [0], folder)):
+    for entry in read(ComparisonRequest(configs, [], [0], folder)):
         places = (folder / entry.name).glob("seed*/summary.json")
         done = [p.parent for p in places if json.loads(p.read_text())["status"] == "finished"]
         runs = [Single(entry, int(p.name.removeprefix("seed")), p, "keep") for p in done]
@@ -159,7 +159,7 @@ def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
     return found
 
 
-def comparison(runs: Mapping[str, Sequence[Single]], metric: str = "strict") -> Comparison:
+def comparison(runs: Mapping[str, Sequence[Single]], metric: str = "exact_match") -> Comparison:
     """Compare finished runs."""
     methods = [
         Method(name, tuple(curve(one, metric) for one in some)) for name, some in runs.items()

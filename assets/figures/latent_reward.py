@@ -24,21 +24,21 @@ from torch import Tensor
 from flowalign.credit import Gain, LatentGain
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
-from flowalign.functional.agreement import pairs_within, pearson
+from flowalign.functional.agreement import list_pairs, pearson
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling import Fixed, FlowNRG, Sampling
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.policy_gradient.settings import Settings
-from flowalign.training.rollouts.advantages import compute_credit
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import collect_rollouts
+from flowalign.training.rollouts.credited import compute_credit
 from flowalign.types import MediaBatch, Request, RewardModel
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
-from pipelines.sd3 import SD3
-from reward_models.latent import TrainedLatentReward
-from reward_models.shapes import ShapesVerifier
-from reward_models.trained import TrainedReward
+from pipelines.families.sd3 import SD3
+from reward_models.verifiers.shapes import ShapesVerifier
+from reward_models.wrappers.latent import TrainedLatentReward
+from reward_models.wrappers.trained import TrainedReward
 
 HERE = Path(__file__).parent
 DIMS = ("colour", "shape", "count", "position", "clean")
@@ -82,7 +82,7 @@ class Agreement:
     """Orders pairs of pictures of a prompt by a truth, and says how often scores order alike."""
 
     def __init__(self, truth: Tensor, group: Tensor):
-        self.i, self.j = pairs_within(group)
+        self.i, self.j = list_pairs(group)
         lead = truth[self.i] - truth[self.j]
         kept = lead.abs() > 1e-6
         self.i, self.j, self.sign = self.i[kept], self.j[kept], lead[kept].sign()
@@ -126,12 +126,14 @@ def by_level(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
     }
 
 
-def settings(credit: Gain | LatentGain) -> Settings:
+def settings(credit: Gain | LatentGain) -> PolicyGradientSettings:
     """Return the rollouts of configs/shapes.yaml, with fewer prompts."""
     sampling = Sampling(
         num_steps=STEPS, samples_per_prompt=GROUP, eta=1.0, sde_window=Fixed(*WINDOW)
     )
-    return Settings(sampling=sampling, credit=credit, prompts_per_step=CREDITED)
+    return PolicyGradientSettings(
+        prompts="", sampling=sampling, credit=credit, prompts_per_step=CREDITED
+    )
 
 
 def credited(policy: SD3, credit: Gain | LatentGain, reward: RewardModel) -> dict[str, Any]:
@@ -142,8 +144,8 @@ def credited(policy: SD3, credit: Gain | LatentGain, reward: RewardModel) -> dic
     costs.count(policy.denoiser)
     learner = Learner(policy, Optimizer(), Processes(0, 1, torch.device("cpu")), 1)
     before = time.process_time()
-    values = collect_rollouts(cfg, learner, rewards, held_out(CREDITED), 0, 0)
-    given = compute_credit(cfg, values).value.nan_to_num() @ rewards.weights
+    values = collect_rollouts(cfg.rollouts, learner, rewards, held_out(CREDITED), 0, 0)
+    given = compute_credit(cfg.rollouts, values).value.nan_to_num() @ rewards.weights
     seconds = time.process_time() - before
     each = given[:, slice(*WINDOW)].unflatten(0, (CREDITED, GROUP))
     return {
@@ -189,7 +191,7 @@ def by_scale(policy: SD3, latent: TrainedLatentReward) -> list[dict[str, Any]]:
         values = verifier.score(MediaBatch(media, prompts)).values
         column = {
             "mean": values[:, : len(DIMS)].mean(1).double(),
-            "strict": values[:, verifier.spec.dims.index("strict")].double(),
+            "exact_match": values[:, verifier.spec.dims.index("exact_match")].double(),
         }
         rows.append(
             {"scale": scale}
@@ -227,7 +229,7 @@ def draw(found: dict[str, Any]) -> None:
     for axes in (left, middle):
         axes.axhline(0.5, color="#999999", lw=0.8)
     rows = found["guidance"]
-    for name, text in (("mean", "mean of five dimensions"), ("strict", "strict")):
+    for name, text in (("mean", "mean of five dimensions"), ("exact_match", "exact_match")):
         _curve(right, [row["scale"] for row in rows], [row[name] for row in rows], text)
     right.set(xlabel="scale of Flow-NRG", ylabel="verifier, held-out prompts")
     for axes in (left, middle, right):

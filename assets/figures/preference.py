@@ -42,10 +42,10 @@ def read(root: Path) -> dict[str, list[dict]]:
 
 
 def figure(runs: dict[str, list[dict]]) -> None:
-    """Draw held-out strict and the diversity that it left: a row per method, a dot per seed."""
+    """Draw held-out exact_match and diversity: a row per method, a dot per seed."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), dpi=100, layout="constrained", sharey=True)
-    order = sorted(runs, key=lambda m: mean(s["after"]["strict"] for s in runs[m]))
-    for panel, name in zip(axes, ("strict", "diversity"), strict=True):
+    order = sorted(runs, key=lambda m: mean(s["after"]["exact_match"] for s in runs[m]))
+    for panel, name in zip(axes, ("exact_match", "diversity"), strict=True):
         before = next(iter(runs.values()))[0]["before"][name]
         panel.axvline(before, color="#888888", lw=1, ls="--")
         for row, method in enumerate(order):
@@ -62,15 +62,15 @@ def figure(runs: dict[str, list[dict]]) -> None:
 def table(runs: dict[str, list[dict]]) -> str:
     """Tabulate every seed, mean and standard deviation, and what it cost."""
     lines = [
-        "| method | strict, each seed | gain | diversity | pairs in order "
+        "| method | exact_match, each seed | gain | diversity | pairs in order "
         "| error of chosen, rejected | evaluations, seconds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for method, some in sorted(runs.items(), key=lambda run: -mean(_after(run[1], "strict"))):
-        gains = [s["after"]["strict"] - s["before"]["strict"] for s in some]
+    for method, some in sorted(runs.items(), key=lambda run: -mean(_after(run[1], "exact_match"))):
+        gains = [s["after"]["exact_match"] - s["before"]["exact_match"] for s in some]
         cells = [
             NAMES[method],
-            " / ".join(f"{value:.3f}" for value in _after(some, "strict")),
+            " / ".join(f"{value:.3f}" for value in _after(some, "exact_match")),
             f"{mean(gains):+.3f}" + (f" ± {stdev(gains):.3f}" if len(gains) > 1 else ""),
             f"{mean(_after(some, 'diversity')):.2f}",
             *_pairs(some),

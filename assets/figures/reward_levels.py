@@ -18,17 +18,17 @@ import torch
 from equal_cost import HERE, splits, trained
 
 from flowalign.distributed.processes import join
-from flowalign.dressing import RewardLevels
 from flowalign.runs.config import load
 from flowalign.training import checkpoint
 from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.types import PromptConditioning
 
 CONFIG = "configs/shapes_levels.yaml"
 SEEDS = (0, 1, 2)
 
 
 def asked(folder: Path, images: int) -> dict[str, Any]:
-    """Return strict and diversity of a trained run, asked in three ways, and of the base model."""
+    """Return exact_match and diversity of a run, asked in three ways, and of the base model."""
     run, _ = load(CONFIG)
     torch.set_num_threads(run.threads or 1)
     rewards, processes = run.build_rewards(), join("cpu")
@@ -36,12 +36,11 @@ def asked(folder: Path, images: int) -> dict[str, Any]:
     run.load_policy(processes)
     cfg = Evaluation(prompts=splits(), num_prompts=images, num_steps=8, micro_batch=256)
 
-    def measured(dressing: RewardLevels | None) -> dict[str, float]:
-        found = evaluate(run.policy, rewards, cfg, processes, dressing).metrics
-        return {name: found[f"eval/{name}"] for name in ("strict", "clean", "diversity")}
+    def measured(conditioning: PromptConditioning | None) -> dict[str, float]:
+        found = evaluate(run.policy, rewards, cfg, processes, conditioning).metrics
+        return {name: found[f"eval/{name}"] for name in ("exact_match", "clean", "diversity")}
 
-    best = run.dressing
-    assert isinstance(best, RewardLevels)
+    best: Any = run.conditioning  # flowalign.conditioning.RewardLevels
     before = measured(None)
     newest = checkpoint.latest(folder / "checkpoints")
     run.policy.load_weights(str(newest / "ema"))
@@ -62,10 +61,10 @@ def studied(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return strict of each seed and way as lines of Markdown."""
+    """Return exact_match of each seed and way as lines of Markdown."""
     ways = ("before", "best", "none", "worst")
     lines = [f"| seed | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
-    values = [[row[way]["strict"] for way in ways] for row in rows]
+    values = [[row[way]["exact_match"] for way in ways] for row in rows]
     named = [*(str(row["seed"]) for row in rows), "mean"]
     means = [sum(column) / len(column) for column in zip(*values, strict=True)]
     for name, some in zip(named, [*values, means], strict=True):

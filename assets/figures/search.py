@@ -4,8 +4,8 @@
 
 Samples the held-out prompts of configs/shapes.yaml with three seeds of noise, by trees of several
 sizes and by up to 13 independent samples. States and samples are valued by the reward of that file,
-whose dimension `strict` is also what is drawn. Writes `search.png` and `search.json` beside this
-script; five minutes on one core.
+whose dimension `exact_match` is also what is drawn. Writes `search.png` and `search.json` beside
+this script; five minutes on one core.
 """
 
 import json
@@ -39,14 +39,14 @@ class Scorer:
 
     def __init__(self, policy, rewards):
         self.policy, self.rewards = policy, rewards
-        self.strict = rewards.dims.index("strict")
+        self.exact_match = rewards.dims.index("exact_match")
         self.last = torch.empty(0)
 
     def __call__(self, x: torch.Tensor, requests) -> torch.Tensor:
         """Return the weighted reward of each latent."""
         media = torch.cat([self.policy.decode(part).cpu() for part in x.split(256)])
         values = self.rewards.score(self.rewards.batch(media, requests)).values
-        self.last = values[:, self.strict]
+        self.last = values[:, self.exact_match]
         return (values.nan_to_num() * self.rewards.weights).sum(1)
 
 
@@ -57,7 +57,7 @@ def held_out(run) -> list[Request]:
 
 
 def of_trees(policy, scorer: Scorer, requests: list[Request], seed: int) -> list[float]:
-    """Return the share of strict pictures that each tree finds."""
+    """Return the share of exactly matching pictures that each tree finds."""
     found = []
     for tree in TREES:
         draws = [generator(seed, "search", i) for i in range(len(requests))]
@@ -68,14 +68,14 @@ def of_trees(policy, scorer: Scorer, requests: list[Request], seed: int) -> list
 
 
 def of_samples(policy, scorer: Scorer, requests: list[Request], seed: int) -> list[float]:
-    """Return the share of strict pictures among the best of 1, 2, ... samples."""
-    totals, strict = [], []
+    """Return the share of exactly matching pictures among the best of 1, 2, ... samples."""
+    totals, exact_match = [], []
     for number in range(MOST):
         draws = [generator(seed, "sample", number, i) for i in range(len(requests))]
         latents = search(policy, scorer, requests, Search(width=1), STEPS, draws, 256)
         totals.append(scorer(latents, requests))
-        strict.append(scorer.last)
-    total, known = torch.stack(totals), torch.stack(strict)
+        exact_match.append(scorer.last)
+    total, known = torch.stack(totals), torch.stack(exact_match)
     best = [total[: n + 1].argmax(0) for n in range(MOST)]
     return [float(known.gather(0, one[None]).mean()) for one in best]
 
@@ -84,11 +84,11 @@ def figure(found: dict) -> None:
     """Draw both curves with a point for each seed."""
     fig, axes = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
     for name, colour in (("best of N", "#777777"), ("search", "#2166ac")):
-        x, rows = found[name]["evaluations"], torch.tensor(found[name]["strict"])
+        x, rows = found[name]["evaluations"], torch.tensor(found[name]["exact_match"])
         axes.plot(x, rows.mean(0), "o-", color=colour, ms=4, label=name)
         for row in rows:
             axes.plot(x, row, ".", color=colour, ms=3, alpha=0.5)
-    axes.set(xlabel="network evaluations per picture", ylabel="strict, held-out prompts")
+    axes.set(xlabel="network evaluations per picture", ylabel="exact_match, held-out prompts")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
     fig.savefig(HERE / "search.png", dpi=110)
@@ -103,12 +103,12 @@ def main() -> None:
     run.load_rewards(rewards)
     scorer, requests = Scorer(run.policy, rewards), held_out(run)
     found = {
-        "best of N": {"evaluations": [STEPS * (n + 1) for n in range(MOST)], "strict": []},
-        "search": {"evaluations": [t.cost(STEPS, 1).evaluations for t in TREES], "strict": []},
+        "best of N": {"evaluations": [STEPS * (n + 1) for n in range(MOST)], "exact_match": []},
+        "search": {"evaluations": [t.cost(STEPS, 1).evaluations for t in TREES], "exact_match": []},
     }
     for seed in SEEDS:
-        found["search"]["strict"].append(of_trees(run.policy, scorer, requests, seed))
-        found["best of N"]["strict"].append(of_samples(run.policy, scorer, requests, seed))
+        found["search"]["exact_match"].append(of_trees(run.policy, scorer, requests, seed))
+        found["best of N"]["exact_match"].append(of_samples(run.policy, scorer, requests, seed))
     found["prompts"], found["scored"] = PROMPTS, [t.cost(STEPS, 1).scored for t in TREES]
     (HERE / "search.json").write_text(json.dumps(found, indent=1) + "\n")
     figure(found)

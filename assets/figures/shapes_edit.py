@@ -24,7 +24,7 @@ from train import TOKENS
 
 from flowalign.training.checkpoint import latest
 from flowalign.types import MediaBatch
-from reward_models.shapes_edit import ShapesEditVerifier
+from reward_models.verifiers.shapes_edit import ShapesEditVerifier
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "shapes_edit" / "kontext"

@@ -21,11 +21,11 @@ from step_signal import ALL, ONE, window
 
 SHAPES = ("configs/shapes.yaml",)
 BRANCH = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
-VERIFIER = ("strict", "colour", "shape", "count", "position", "clean")
+VERIFIER = ("exact_match", "colour", "shape", "count", "position", "clean")
 JPEG = {
     "rewards": [
-        {"class_path": "reward_models.jpeg.JpegSize"},
-        {"class_path": "reward_models.shapes.ShapesVerifier"},
+        {"class_path": "reward_models.JpegSize"},
+        {"class_path": "reward_models.ShapesVerifier"},
     ],
     "reward_weights": {"compressibility": 1.0} | dict.fromkeys(VERIFIER, 0.0),
 }
@@ -86,7 +86,7 @@ STUDIES = {
         recipes(8, 5, 7, 8),
         more=JPEG,
         metric="compressibility",
-        guards=("strict",),
+        guards=("exact_match",),
         budget=10_560,
         evaluations=2,
     ),

@@ -100,8 +100,8 @@ def measured(folder: Path) -> list[dict[str, Any]]:
                 "signal_to_noise": given["value"],
                 "error": given["error"],
                 "evaluations_of_a_batch": evaluations,
-                "before": summary["before"]["strict"],
-                "after": summary["after"]["strict"],
+                "before": summary["before"]["exact_match"],
+                "after": summary["after"]["exact_match"],
                 "steps": summary["steps"],
                 "network_evaluations": summary["network_evaluations"],
                 "reward_calls": summary["reward_calls"],
@@ -145,7 +145,7 @@ def draw(rows: list[dict[str, Any]]) -> float:
         )
     axes.set(
         xlabel="signal to noise per 1000 network evaluations, before training",
-        ylabel=f"gain of strict after {BUDGET:,} network evaluations",
+        ylabel=f"gain of exact_match after {BUDGET:,} network evaluations",
     )
     axes.axhline(0, color="#999999", lw=0.8)
     axes.grid(alpha=0.3)

@@ -37,7 +37,7 @@ CONFIGS = {
     "sft": "configs/preference/shapes/sft_pictures.yaml",
 }
 NEEDED = {"opd": list(TEACHERS), "mixed": [*TEACHERS, "opd"]}
-METRICS = [*TEACHERS.values(), "strict"]
+METRICS = [*TEACHERS.values(), "exact_match"]
 
 
 def draw(folder: Path, count: int) -> None:

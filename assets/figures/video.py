@@ -25,7 +25,7 @@ NAMES = {
     "dpo": "DPO, own clips",
     "dense_dpo": "DenseDPO, real clips redrawn",
 }
-PANELS = ("strict", "amount", "diversity")
+PANELS = ("exact_match", "amount", "diversity")
 SHOWN = 5
 """Number of film strips in the figure."""
 
@@ -84,15 +84,15 @@ def _strips(part, samples: Path) -> None:
 def table(runs: dict[str, list[dict]]) -> str:
     """Tabulate every seed, and what it cost."""
     lines = [
-        "| method | strict, each seed | gain | amount of motion | diversity | evaluations, "
+        "| method | exact_match, each seed | gain | amount of motion | diversity | evaluations, "
         "reward calls | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for method, some in runs.items():
-        gains = [s["after"]["strict"] - s["before"]["strict"] for s in some]
+        gains = [s["after"]["exact_match"] - s["before"]["exact_match"] for s in some]
         cells = [
             NAMES[method],
-            " / ".join(f"{s['after']['strict']:.3f}" for s in some),
+            " / ".join(f"{s['after']['exact_match']:.3f}" for s in some),
             f"{mean(gains):+.3f}" + (f" ± {stdev(gains):.3f}" if len(gains) > 1 else ""),
             " / ".join(f"{s['after']['amount']:.3f}" for s in some),
             f"{mean([s['after']['diversity'] for s in some]):.2f}",

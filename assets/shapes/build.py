@@ -36,7 +36,7 @@ from transformers import (
 from world import COLOURS, COUNTS, RELATIONS, SHAPES, phrase, render, splits
 
 from flowalign.types import MediaBatch
-from reward_models.shapes import ShapesVerifier
+from reward_models.verifiers.shapes import ShapesVerifier
 
 HERE = Path(__file__).parent
 T5_LENGTHS = (1, 256)
@@ -255,7 +255,7 @@ def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
 
 @torch.no_grad()
 def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
-    """Return strict accuracy of the EMA weights on training prompts: 8 Euler steps, unguided."""
+    """Return exact-match accuracy of the EMA weights on training prompts: 8 steps, unguided."""
     live = (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
     pipe.transformer, pipe.text_encoder, pipe.text_encoder_2 = average
     prompts = splits()["train"][::4]
@@ -277,9 +277,9 @@ def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
     config = pipe.vae.config
     pictures = pipe.vae.decode(x / config.scaling_factor + config.shift_factor).sample
     media = (pictures / 2 + 0.5).clamp(0, 1)[:, None]
-    strict = float(ShapesVerifier().score(MediaBatch(media, prompts)).values[:, -1].mean())
-    print(f"strict {strict:.3f}", flush=True)  # noqa: T201
-    return strict
+    exact_match = float(ShapesVerifier().score(MediaBatch(media, prompts)).values[:, -1].mean())
+    print(f"exact_match {exact_match:.3f}", flush=True)  # noqa: T201
+    return exact_match
 
 
 def embed(pipe: StableDiffusion3Pipeline, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--long-share", type=float, default=0.02)
     parser.add_argument(
-        "--headroom", type=float, default=0.5, help="stop once this strict accuracy is reached"
+        "--headroom", type=float, default=0.5, help="stop once this exact-match accuracy is reached"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torchvision.utils import save_image
 from world import splits
 
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.types import MediaBatch, plain_requests
 from flowalign.utils.seeds import generator
-from pipelines.sd3 import SD3
-from reward_models.shapes import ShapesVerifier
+from pipelines.families.sd3 import SD3
+from reward_models.verifiers.shapes import ShapesVerifier
 
 DIMS = ("colour", "shape", "count", "position", "clean")
 HERE = Path(__file__).parent

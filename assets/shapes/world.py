@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reward_models.shapes import BACKGROUND, COLOURS, COUNTS, RELATIONS, SHAPES, Scene, parse
+from reward_models.verifiers.shapes import (
+    BACKGROUND,
+    COLOURS,
+    COUNTS,
+    RELATIONS,
+    SHAPES,
+    Scene,
+    parse_prompt,
+)
 
 SIZE = 32
 _SUPERSAMPLE = 4
@@ -56,7 +64,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
 def render(prompt: str, generator: torch.Generator) -> Tensor:
     """Render a random image [3, 32, 32] in [0, 1] that shows exactly what the prompt says."""
-    scene = parse(prompt)
+    scene = parse_prompt(prompt)
     while (placed := _place(scene, generator)) is None:
         pass
     paint = [_uniform(0.95, 1.05, generator) for _ in placed]
@@ -113,7 +121,7 @@ def taught(prompts: Sequence[str]) -> dict[str, list[str]]:
     """Return the prompts that say where objects are, and those that say how many there are."""
     found: dict[str, list[str]] = {"relations": [], "counts": []}
     for prompt in prompts:
-        found["counts" if parse(prompt).relation is None else "relations"].append(prompt)
+        found["counts" if parse_prompt(prompt).relation is None else "relations"].append(prompt)
     return found
 
 

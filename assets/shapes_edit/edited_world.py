@@ -15,8 +15,8 @@ from torch import Tensor
 from torchvision.utils import save_image
 from world import OBJECTS, SIZE, draw
 
-from reward_models.shapes import COLOURS, RELATIONS
-from reward_models.shapes_edit import Change, Thing
+from reward_models.verifiers.shapes import COLOURS, RELATIONS
+from reward_models.verifiers.shapes_edit import EditChange, ShapeObject
 
 WAYS = {"left of": "to the left", "right of": "to the right", "above": "up", "below": "down"}
 """How an instruction to move says where the new place lies from the old one."""
@@ -43,7 +43,7 @@ class Edit:
     instruction: str
     combination: tuple[str, ...]
     """The verb and one of its combinations in `EDITS`."""
-    change: Change
+    change: EditChange
 
 
 def combinations(seed: int = 0) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
@@ -70,7 +70,7 @@ def splits() -> dict[str, list[Edit]]:
     return {name: edits(of[name], NUMBERS[name], seed=i + 1) for i, name in enumerate(of)}
 
 
-def picture(things: Sequence[Thing]) -> Tensor:
+def picture(things: Sequence[ShapeObject]) -> Tensor:
     """Draw objects as an image [3, 32, 32] in [0, 1]."""
     placed = [(thing.x, thing.y, thing.radius) for thing in things]
     return draw([thing.kind for thing in things], placed, [1.0] * len(things))
@@ -94,15 +94,15 @@ def _others(verb: str, rng: random.Random) -> int:
     return rng.choice({"make": (0, 1, 2), "move": (0, 1, 2), "remove": (1, 2), "add": (1, 2)}[verb])
 
 
-def _anywhere(kind: tuple[str, str], base: float, rng: random.Random) -> Thing:
+def _anywhere(kind: tuple[str, str], base: float, rng: random.Random) -> ShapeObject:
     radius = base * rng.uniform(0.92, 1.08)
     x, y = (rng.uniform(radius + 1, SIZE - radius - 1) for _ in range(2))
-    return Thing(*kind, round(x, 2), round(y, 2), round(radius, 2))
+    return ShapeObject(*kind, round(x, 2), round(y, 2), round(radius, 2))
 
 
 def _change(
-    verb: str, subject: Thing, rest: list[Thing], what: list[str], rng: random.Random
-) -> Change | None:
+    verb: str, subject: ShapeObject, rest: list[ShapeObject], what: list[str], rng: random.Random
+) -> EditChange | None:
     """Return the scenes before and after, objects in random order; None if this draw fails."""
     if verb == "add":
         anchor = rng.randrange(len(rest))
@@ -111,7 +111,7 @@ def _change(
         along, across = dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
         if along < 8 or across > 0.6 * along:
             return None
-        return Change(tuple(rest), (*rest, subject), what[0], anchor)
+        return EditChange(tuple(rest), (*rest, subject), what[0], anchor)
     place = rng.randint(0, len(rest))
     source, target = [list(rest) for _ in range(2)]
     source.insert(place, subject)
@@ -121,11 +121,11 @@ def _change(
         step_x, step_y = RELATIONS[what[0]]
         x, y = subject.x + _STEP * step_x, subject.y + _STEP * step_y
         target.insert(place, replace(subject, x=round(x, 2), y=round(y, 2)))
-        return Change(tuple(source), tuple(target), what[0], place)
-    return Change(tuple(source), tuple(target))
+        return EditChange(tuple(source), tuple(target), what[0], place)
+    return EditChange(tuple(source), tuple(target))
 
 
-def _fits(scene: Sequence[Thing]) -> bool:
+def _fits(scene: Sequence[ShapeObject]) -> bool:
     low = [min(one.x, one.y) - one.radius for one in scene]
     high = [max(one.x, one.y) + one.radius for one in scene]
     inside = min(low) >= 1 and max(high) <= SIZE - 1
@@ -138,9 +138,9 @@ def _fits(scene: Sequence[Thing]) -> bool:
 
 
 def _instruction(
-    verb: str, subject: Thing, change: Change, what: list[str], rng: random.Random
+    verb: str, subject: ShapeObject, change: EditChange, what: list[str], rng: random.Random
 ) -> str:
-    def name(thing: Thing) -> str:
+    def name(thing: ShapeObject) -> str:
         """Name an object of the source: by its shape alone, where that is enough, half the time."""
         alone = sum(one.shape == thing.shape for one in change.source) == 1
         return thing.shape if alone and rng.random() < 0.5 else f"{thing.colour} {thing.shape}"

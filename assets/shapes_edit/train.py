@@ -37,8 +37,8 @@ from transformers import (
 )
 
 from flowalign.types import MediaBatch
-from reward_models.shapes import COLOURS, RELATIONS, SHAPES
-from reward_models.shapes_edit import ShapesEditVerifier, Thing
+from reward_models.verifiers.shapes import COLOURS, RELATIONS, SHAPES
+from reward_models.verifiers.shapes_edit import ShapeObject, ShapesEditVerifier
 
 HERE = Path(__file__).parent
 TOKENS = 13
@@ -114,7 +114,7 @@ def new_pipeline(args: argparse.Namespace) -> FluxKontextPipeline:
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKL, scenes: Sequence[Sequence[Thing]]) -> Tensor:
+def encode(vae: AutoencoderKL, scenes: Sequence[Sequence[ShapeObject]]) -> Tensor:
     """Return the normalised latents of pictures, packed into tokens of 2 x 2."""
     parts = []
     for i in range(0, len(scenes), 256):
@@ -202,7 +202,7 @@ def words_of(pipe: FluxKontextPipeline, some: list[Edit]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(pipe: FluxKontextPipeline, editor: Editor, split: str, steps: int = 8) -> float:
-    """Print every dimension of the verifier, mean over requests and by verb; return strict."""
+    """Print every dimension of the verifier, mean over requests and by verb; return exact_match."""
     some = splits()[split]
     source = encode(pipe.vae, [edit.change.source for edit in some])
     text = editor.embed(words_of(pipe, some))
@@ -226,7 +226,7 @@ def accuracy(pipe: FluxKontextPipeline, editor: Editor, split: str, steps: int =
     verbs = {verb: float(values[i :: len(EDITS), -1].mean()) for i, verb in enumerate(EDITS)}
     parts = " ".join(f"{name} {value:.3f}" for name, value in (means | verbs).items())
     print(f"{split}: {parts}", flush=True)  # noqa: T201
-    return means["strict"]
+    return means["exact_match"]
 
 
 def main() -> None:

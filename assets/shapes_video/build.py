@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from flowalign.types import MediaBatch
-from reward_models.moving_shapes import COUNTS, MovingShapesVerifier, clause_of
+from reward_models.verifiers.moving_shapes import COUNTS, MovingShapesVerifier, write_clause
 
 HERE = Path(__file__).parent
 TOKENS = 16
@@ -50,7 +50,7 @@ noisy end, where few of a plain logit-normal's times lie: one in 25 above .85.""
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a whole-word tokenizer; <eos> ends every prompt, as T5 has it."""
-    clauses = [clause_of(c, *o, m) for c in COUNTS for o in OBJECTS for m in MOTIONS]
+    clauses = [write_clause(c, *o, m) for c in COUNTS for o in OBJECTS for m in MOTIONS]
     words = sorted({"and", *(word for clause in clauses for word in clause.split())})
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -190,7 +190,7 @@ def decoded(vae: AutoencoderKLWan, x: Tensor) -> Tensor:
     return ((vae.decode(z).sample + 1) / 2).clamp(0, 1).transpose(1, 2)
 
 
-def strict(clips: Tensor, prompts: list[str]) -> float:
+def exact_match(clips: Tensor, prompts: list[str]) -> float:
     """Return the share of clips that show exactly what the prompt says."""
     return float(MovingShapesVerifier().score(MediaBatch(clips, prompts)).values[:, -1].mean())
 
@@ -302,7 +302,7 @@ def embed(encoder: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(pipe: WanPipeline, average: nn.ModuleList) -> float:
-    """Return strict accuracy of the EMA weights on training prompts: 10 Euler steps, unguided."""
+    """Return exact-match accuracy of the EMA weights on training prompts: 10 steps, unguided."""
     prompts = splits()["train"][::3]
     text = embed(average[1], *tokens(pipe, prompts))
     generator = torch.Generator().manual_seed(3)
@@ -315,8 +315,8 @@ def accuracy(pipe: WanPipeline, average: nn.ModuleList) -> float:
             return_dict=False,
         )[0]
         x = x + (following - sigma) * velocity
-    found = strict(decoded(pipe.vae, x), prompts)
-    print(f"strict {found:.3f}", flush=True)  # noqa: T201
+    found = exact_match(decoded(pipe.vae, x), prompts)
+    print(f"exact_match {found:.3f}", flush=True)  # noqa: T201
     return found
 
 
@@ -356,7 +356,7 @@ def main() -> None:
     parser.add_argument("--long-share", type=float, default=0.04)
     parser.add_argument("--keep", action="store_true", help="also keep what is judged on the way")
     parser.add_argument(
-        "--headroom", type=float, default=0.4, help="stop once this strict accuracy is reached"
+        "--headroom", type=float, default=0.4, help="stop once this exact-match accuracy is reached"
     )
     args = parser.parse_args()
     start = time.time()
@@ -372,14 +372,14 @@ def main() -> None:
     decoder.start()
     train_flow(pipe, latents, prompts, args, decoder)
     finish(decoder)
-    print(f"decoded truth: strict {truth(pipe.vae, latents, prompts):.3f}", flush=True)  # noqa: T201
+    print(f"decoded truth: exact_match {truth(pipe.vae, latents, prompts):.3f}", flush=True)  # noqa: T201
     save(pipe, args.out)
     print(f"{time.time() - start:.0f}s in all", flush=True)  # noqa: T201
 
 
 def truth(vae: AutoencoderKLWan, latents: Tensor, prompts: list[str]) -> float:
-    """Return strict accuracy of real clips through the autoencoder, a model's upper bound."""
-    return strict(decoded(vae, latents[:200]), prompts[:200])
+    """Return exact-match accuracy of real clips through the autoencoder, a model's upper bound."""
+    return exact_match(decoded(vae, latents[:200]), prompts[:200])
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.media.encode import write_clip
-from reward_models.moving_shapes import MOTIONS, Actor, clause_of, parse
-from reward_models.shapes import BACKGROUND, COLOURS, SHAPES
+from flowalign.data.media.encode import write_clip
+from reward_models.verifiers.moving_shapes import MOTIONS, Actor, parse_prompt, write_clause
+from reward_models.verifiers.shapes import BACKGROUND, COLOURS, SHAPES
 
 SIZE, FRAMES, FPS = 32, 9, 8.0
 _SUPERSAMPLE = 4
@@ -32,8 +32,8 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
     Every single object is shown.
     """
     rng = random.Random(seed)
-    singles = [clause_of("a", *o, m) for o in OBJECTS for m in MOTIONS]
-    doubles = [clause_of("two", *o, m) for o in OBJECTS for m in MOTIONS]
+    singles = [write_clause("a", *o, m) for o in OBJECTS for m in MOTIONS]
+    doubles = [write_clause("two", *o, m) for o in OBJECTS for m in MOTIONS]
     pairs = list(combinations(OBJECTS, 2))
     for some in (singles, doubles, pairs):
         rng.shuffle(some)
@@ -41,7 +41,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
     def joined(some: list) -> list[str]:
         ordered = [o for pair in some for o in permutations(pair)]
         texts = [
-            f"{clause_of('a', *a, m)} and {clause_of('a', *b, n)}"
+            f"{write_clause('a', *a, m)} and {write_clause('a', *b, n)}"
             for a, b in ordered
             for m, n in product(MOTIONS, repeat=2)
         ]
@@ -59,7 +59,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
 def render(prompt: str, generator: torch.Generator) -> Float[Tensor, "F 3 H W"]:
     """Render a random clip in [0, 1] that shows exactly what the prompt says."""
-    actors = parse(prompt)
+    actors = parse_prompt(prompt)
     while (paths := _place(actors, generator)) is None:
         pass
     n = SIZE * _SUPERSAMPLE

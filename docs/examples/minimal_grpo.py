@@ -12,9 +12,8 @@ What `flowalign train configs/models/shapes.yaml` adds, and why it is left out h
 - Run files, checkpoints, resuming and reports: they change no number.
 - Several processes: one process holds all samples of a step, so nothing has to be gathered.
 - Checks, and rewards that fail: the ratio is printed and must be 1; the verifier always answers.
-- Several updates per rollout, and a KL term: with one update the ratio is 1, the clip never acts,
-  and the loss is a policy gradient with a baseline per group; no reference is evaluated.
-- Averaged weights: instead the learning rate falls to 0, which calms the last steps as well.
+- Several updates per rollout, and a KL term: with one update the ratio is 1 and no clip acts.
+- Averaged weights: the learning rate falls to 0 instead.
 
 Step-level credit is one line away: replace `Outcome()` by `Gain()`.
 """
@@ -28,20 +27,19 @@ import torch
 from flowalign.credit import Outcome
 from flowalign.data import Requests, read_requests
 from flowalign.distributed.processes import join
-from flowalign.functional import Completion
 from flowalign.functional.advantage import advantages
 from flowalign.losses import GRPO, PPOClip
 from flowalign.rewards import Rewards
 from flowalign.sampling import Fixed, Sampling, complete, sample
-from flowalign.training import Evaluation
-from flowalign.training.evaluate import evaluate
+from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
 from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.types import Completion
 from flowalign.utils.files import bundled
 from flowalign.utils.seeds import generator
-from pipelines.sd3 import SD3
-from pipelines.weights import Lora
-from reward_models.shapes import ShapesVerifier
+from pipelines.families.sd3 import SD3
+from pipelines.network.weights import Lora
+from reward_models.verifiers.shapes import ShapesVerifier
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=60, help="steps of the loop, one update each")
@@ -58,7 +56,14 @@ parameters = [p for p in policy.denoiser.parameters() if p.requires_grad]
 optimizer = torch.optim.AdamW(parameters, weight_decay=1e-4)
 
 # The reward is a rule that knows the truth: it finds the objects of an image.
-weights = {"strict": 0.5, "colour": 0.1, "shape": 0.1, "count": 0.1, "position": 0.1, "clean": 0.1}
+weights = {
+    "exact_match": 0.5,
+    "colour": 0.1,
+    "shape": 0.1,
+    "count": 0.1,
+    "position": 0.1,
+    "clean": 0.1,
+}
 rewards = Rewards([ShapesVerifier()], weights)
 
 # Of six denoising steps the first three are stochastic, and these are trained.
@@ -76,7 +81,7 @@ def measure() -> dict[str, float]:
     how = Evaluation(prompts=splits, num_prompts=args.held_out, num_steps=8, micro_batch=256)
     metrics = evaluate(policy, rewards, how, join("cpu")).metrics
     reward = sum(weight * metrics[f"eval/{dim}"] for dim, weight in weights.items())
-    return {"reward": reward, "strict": metrics["eval/strict"]}
+    return {"reward": reward, "exact_match": metrics["eval/exact_match"]}
 
 
 before, start = measure(), time.perf_counter()
@@ -87,8 +92,7 @@ for step in range(args.steps):
     noise = [generator(args.seed, "noise", step, i) for i in range(len(asked))]
     trajectory = sample(policy, asked, sampling, window, noise)
 
-    # trajectory -> values -> credit. `Outcome` asks for the value of the last state alone, which
-    # is the reward of the finished image; earlier states would be completed by `complete`.
+    # trajectory -> values -> credit. `Outcome` asks for the reward of the finished image alone.
     finish = partial(complete, policy, trajectory, micro_batch=96)
     values = CompletionValues(policy, rewards, trajectory, finish, Completion(), micro_batch=96)
     credit = credit_method(trajectory, values)  # value [B, T, R], group [B, T], mask [B, T]

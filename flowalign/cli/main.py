@@ -4,6 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 from flowalign import __version__
@@ -12,7 +13,6 @@ from flowalign.cli import (
     check,
     clip_pairs,
     compare,
-    convert,
     demo,
     doctor,
     evaluate,
@@ -29,10 +29,9 @@ from flowalign.cli import (
     users,
     view,
 )
-from flowalign.cli.messages import UsageError, complain, quiet_libraries
-from flowalign.cli.ranges import Parser
+from flowalign.cli.options import Parser
 from flowalign.distributed.failures import leave_crashes
-from flowalign.utils.lifeline import end_with_starter
+from flowalign.utils.parent_watchdog import end_with_parent
 
 EXAMPLES = """examples:
   flowalign demo                                   align the embedded model on the CPU, minutes
@@ -43,7 +42,7 @@ EXAMPLES = """examples:
   flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
   flowalign compare configs/methods/{flow_grpo,dense_grpo}.yaml --base configs/models/shapes.yaml
   flowalign view                                   follow all runs of runs/ in a browser
-  flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
+  flowalign score pictures/ --rewards reward_models.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
 
@@ -66,24 +65,10 @@ VERBS: dict[str, ModuleType] = {
     "reward": reward,
     "users": users,
     "export": export,
-    "convert": convert,
     "doctor": doctor,
 }
-"""Modules of the verbs, each with HELP, `add_arguments(parser)` and `run(args)`, which returns the
-exit code."""
-TAKES_OVERRIDES = (
-    "train",
-    "eval",
-    "sample",
-    "check",
-    "bench",
-    "probe",
-    "compare",
-    "reward train",
-    "clip-pairs",
-    "users",
-)
-"""Verbs that accept `--a.b VALUE` for settings of their run file."""
+"""Modules of the verbs: each has HELP and `add_arguments(parser)`. The module of the same name in
+`flowalign.cli.commands` has `run(args)`, which returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -92,15 +77,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C, 143 for
     SIGTERM.
     """
-    end_with_starter()
+    end_with_parent()
     leave_crashes()
-    args, rest = build_parser().parse_known_args(argv)
-    verb = " ".join([args.verb, *([args.action] if args.verb == "reward" else [])])
-    if rest and verb not in TAKES_OVERRIDES:
-        build_parser().error(f"{verb} does not understand {' '.join(rest)}")
-    args.overrides, args.words = rest, list(sys.argv[1:] if argv is None else argv)
-    args.command = shlex.join(["flowalign", *args.words])
-    sys.exit(run(args))
+    args = parse(list(sys.argv[1:] if argv is None else argv))
+    # The second stage imports torch, which takes seconds; help and wrong options need none of it.
+    sys.exit(import_module("flowalign.cli.dispatch").run_verb(args))
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command; `overrides` of the result are the options that only its run file knows."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(words)
+    if rest and not args.takes_overrides:
+        verb = " ".join([args.verb, *([args.action] if args.verb == "reward" else [])])
+        parser.error(f"{verb} does not understand {' '.join(rest)}")
+    args.overrides, args.words = rest, list(words)
+    args.command = shlex.join(["flowalign", *words])
+    return args
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -115,35 +108,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flowalign {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in VERBS.items():
-        module.add_arguments(
-            verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        )
+        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        verb.set_defaults(takes_overrides=False, module=module.__name__.rpartition(".")[2])
+        module.add_arguments(verb)
     return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run a verb, and turn what the user can correct into a short message."""
-    import torch
-
-    from flowalign.rewards.checked import RewardFailure
-    from flowalign.training.learner import TrainingFailure
-    from flowalign.utils.errors import ConfigError
-    from flowalign.utils.interrupts import exit_code, sigterm_stops
-
-    quiet_libraries()
-    try:
-        with sigterm_stops():
-            return VERBS[args.verb].run(args)
-    except (ConfigError, UsageError) as error:
-        return complain(error, 2)
-    except torch.OutOfMemoryError as error:  # of a verb that has no plan
-        told = f"out of memory on the GPU: {str(error).splitlines()[0]}\nlower micro_batch settings"
-        return complain(RuntimeError(told), 1)
-    except (TrainingFailure, RewardFailure, OSError) as error:  # OSError: a full disk, say
-        return complain(error, 1)
-    except KeyboardInterrupt as stop:
-        told = RuntimeError("stopped; what was saved is intact, go on with --resume")
-        return complain(told, exit_code(stop))
 
 
 if __name__ == "__main__":

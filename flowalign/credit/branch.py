@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.credit.groups import per_prompt_and_step, siblings
+from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.functional.advantage import group_mean
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 
-def fused(
+def fuse_branches(
     outcome: Float[Tensor, "B R"],
     source_row: Int[Tensor, "B S"],
     logp: Float[Tensor, "B T"],
@@ -38,6 +38,7 @@ def fused(
             continue
         own = source_row[:, k + 1] == torch.arange(len(source_row))
         weight = torch.where(own, beta * logp[:, k].double(), -torch.inf)
+        # Less the largest one, a softmax of log-probabilities neither over- nor underflows.
         highest = torch.full_like(weight, -torch.inf)
         highest = highest.scatter_reduce(0, state, weight, "amax")[state]
         weight = (weight - highest).exp()[:, None]
@@ -48,17 +49,17 @@ def fused(
     return torch.stack(reached[::-1], 1)
 
 
-def extremes(
+def mask_extremes(
     value: Float[Tensor, "B T R"], group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], width: int
 ) -> Bool[Tensor, "B T"]:
     """Return the part of mask among the `width` best or worst of its group in some dimension."""
-    kept = torch.zeros_like(mask)
+    part = torch.zeros_like(mask)
     for label in group[mask].unique():
         members = (mask & (group == label)).nonzero()
         order = value[members[:, 0], members[:, 1]].argsort(dim=0, stable=True)
         chosen = members[torch.cat([order[:width], order[-width:]]).flatten()]
-        kept[chosen[:, 0], chosen[:, 1]] = True
-    return kept
+        part[chosen[:, 0], chosen[:, 1]] = True
+    return part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class Branch(CreditEstimator):
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Fuse the outcomes; raise ValueError where no samples share states."""
-        group, mask = siblings(trajectory), trajectory.trained
+        group, mask = sibling_ids(trajectory), trajectory.trained
         if not (trajectory.group_size > 1 and _branches(group, mask)):
             raise ValueError(
                 "credit by branches needs samples that share states: set recipe.sampling.branching "
@@ -96,13 +97,13 @@ class Branch(CreditEstimator):
                 "or recipe.sampling.seeds_per_prompt to 1"
             )
         if self.compare == "depth":
-            group = per_prompt_and_step(trajectory)
+            group = prompt_step_ids(trajectory)
         if self.depths is not None:
             mask = mask & torch.isin(torch.arange(trajectory.num_steps), torch.tensor(self.depths))
         outcome = values([trajectory.num_steps])[:, 0]
-        value = fused(outcome, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta)
+        value = fuse_branches(outcome, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta)
         if self.width is not None:
-            mask = extremes(value, group, mask, self.width)
+            mask = mask_extremes(value, group, mask, self.width)
         return StepCredit(value, group, mask)
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.credit.groups import per_prompt_and_step
+from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.types import StepCredit, Trajectory
 
 
@@ -41,4 +41,4 @@ def step_credit(
     if marked is not None:
         everywhere = torch.zeros(value.shape[:2], dtype=torch.bool)
         everywhere[:, list(steps)] = marked
-    return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained, marked=everywhere)
+    return StepCredit(value, prompt_step_ids(trajectory), trajectory.trained, marked=everywhere)

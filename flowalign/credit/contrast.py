@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.credit.groups import per_prompt_and_step
-from flowalign.functional.advantage import compared
+from flowalign.credit.group_ids import prompt_step_ids
+from flowalign.functional.advantage import compare_in_groups
 from flowalign.types import (
     CreditEstimator,
     PastOutcomes,
@@ -18,7 +18,7 @@ from flowalign.types import (
     Trajectory,
     ValueFunction,
 )
-from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt
+from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt
 
 
 def contrast(
@@ -28,20 +28,21 @@ def contrast(
 
     Everything else is 0, and so are missing scores. Of equal scores the first counts.
     """
-    kept = torch.zeros_like(score)
+    extremes = torch.zeros_like(score)
     for label in group.unique():
         members = (group == label).nonzero().flatten()
+        # An unknown score is 0, never an extreme; argmax would return the NaN.
         for dim, column in enumerate(score[members].nan_to_num().unbind(1)):
             for i, stands_out in (
                 (column.argmax(), column.max() >= threshold),
                 (column.argmin(), column.min() <= -threshold),
             ):
                 if stands_out:
-                    kept[members[i], dim] = column[i]
-    return kept
+                    extremes[members[i], dim] = column[i]
+    return extremes
 
 
-def scores(
+def compare_outcomes(
     outcome: Float[Tensor, "n R"],
     group: Int[Tensor, "n"],
     known: PastOutcomes | None,
@@ -49,9 +50,11 @@ def scores(
 ) -> Float[Tensor, "n R"]:
     """Compare outcomes with those of their prompt, present and past."""
     if known is None:
-        return compared(outcome, group)
+        return compare_in_groups(outcome, group)
     everything = torch.cat([outcome, known.value])
-    return compared(everything, torch.cat([group, group[known.prompt * group_size]]))[: len(group)]
+    return compare_in_groups(everything, torch.cat([group, group[known.prompt * group_size]]))[
+        : len(group)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class Contrast(CreditEstimator):
     """All steps of a sample earn its score if it is the best or worst of its initial noise.
 
     Scores are outcomes compared within the prompt. It requires siblings, by a `seeds_per_prompt`
-    below samples_per_prompt or by trees, and advantage_scale given.
+    below samples_per_prompt or by trees, and advantages.scale given.
     """
 
     threshold: NonNegativeFloat = 0.5
@@ -75,7 +78,7 @@ class Contrast(CreditEstimator):
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Compare the outcomes and keep the extremes; raise ValueError if there are no siblings."""
-        family, prompt = trajectory.rows.source_row[:, 0], per_prompt_and_step(trajectory)
+        family, prompt = trajectory.rows.source_row[:, 0], prompt_step_ids(trajectory)
         if len(family.unique()) == len(family):
             raise ValueError(
                 "credit by contrast needs samples that share their initial noise: "
@@ -83,7 +86,7 @@ class Contrast(CreditEstimator):
             )
         outcome = values([trajectory.num_steps])[:, 0]
         known = values.past(self.history) if self.history else None
-        score = scores(outcome, prompt[:, -1], known, trajectory.group_size)
-        kept = contrast(score, family, self.threshold)
-        value = kept[:, None].expand(-1, trajectory.num_steps, -1)
+        score = compare_outcomes(outcome, prompt[:, -1], known, trajectory.group_size)
+        score = contrast(score, family, self.threshold)
+        value = score[:, None].expand(-1, trajectory.num_steps, -1)
         return StepCredit(value, prompt, trajectory.trained & (value != 0).any(-1), normalised=True)

@@ -14,13 +14,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.credit.groups import per_prompt_and_step
+from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.advantage import group_mean
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import NonNegativeInt
+from flowalign.types.ranges import NonNegativeInt
 
 
-def explained(
+def estimate_slope(
     before: Float[Tensor, "n R"], after: Float[Tensor, "n R"], group: Int[Tensor, "n"]
 ) -> Float[Tensor, "R"]:
     """Return the slope of `after` on `before` within groups, clamped to [0, 1].
@@ -55,11 +55,11 @@ class ControlVariate(CreditEstimator):
             )
         bought = steps if self.steps is None else [k for k in steps if k in self.steps]
         v = values([*bought, trajectory.num_steps])
-        group, credit = per_prompt_and_step(trajectory)[:, 0], []
+        group, credit = prompt_step_ids(trajectory)[:, 0], []
         for k in steps:
             after = v[:, sum(state <= k for state in bought)]
             if k in bought:
                 before = v[:, bought.index(k)]
-                after = after - explained(before, after, group) * before
+                after = after - estimate_slope(before, after, group) * before
             credit.append(after)
         return step_credit(trajectory, steps, torch.stack(credit, 1))

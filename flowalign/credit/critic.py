@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign.functional.advantage import group_mean
 from flowalign.functional.regression import Regression
-from flowalign.utils.ranges import Decay, PositiveFloat, PositiveInt, require_ranges
+from flowalign.types.ranges import Decay, PositiveFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,49 +38,49 @@ class Critic:
         """Reject numbers that no critic can use."""
         require_ranges(self, "critic")
 
-    def start(self) -> "Learned":
+    def start(self) -> "FittedCritic":
         """Return what the critic knows before the first step."""
-        return Learned(self)
+        return FittedCritic(self)
 
 
 @dataclass(frozen=True)
-class Learned:
+class FittedCritic:
     """Holds what a critic has learned so far; it is the same on all processes."""
 
     critic: Critic
     steps: Mapping[int, Regression] = field(default_factory=dict)
     """Regression of each denoising step that has outcomes."""
 
-    def predicted(
+    def predict(
         self, k: int, features: Float[Tensor, "B D"], group: Int[Tensor, "B"], num_rewards: int
     ) -> Float[Tensor, "B R"]:
         """Predict the outcomes of states k from their features, less the mean of the group."""
         if k not in self.steps:
             return torch.zeros(len(features), num_rewards)
-        x = centred(self._narrow(features), group)
+        x = centre(self._narrow(features), group)
         return (x @ self.steps[k].weights(self.critic.penalty)).float()
 
-    def after(
+    def update(
         self,
         features: Mapping[int, Float[Tensor, "B D"]],
         outcome: Float[Tensor, "B R"],
         group: Int[Tensor, "B"],
-    ) -> "Learned":
+    ) -> "FittedCritic":
         """Return the critic after a step of the loop: features by denoising step, and outcomes."""
-        y, steps = centred(outcome.double(), group), dict(self.steps)
-        for k, found in features.items():
-            x = centred(self._narrow(found), group)
+        y, steps = centre(outcome.double(), group), dict(self.steps)
+        for k, observed in features.items():
+            x = centre(self._narrow(observed), group)
             known = steps.get(k, Regression.start(x.shape[1], y.shape[1]))
-            steps[k] = known.after(x, y, self.critic.memory)
+            steps[k] = known.update(x, y, self.critic.memory)
         return replace(self, steps=steps)
 
     def state(self) -> dict[str, list]:
         """Return the state that a checkpoint stores."""
         return {str(k): known.state() for k, known in self.steps.items()}
 
-    def restored(self, state: Mapping[str, list]) -> "Learned":
+    def restore(self, state: Mapping[str, list]) -> "FittedCritic":
         """Return this critic with the state of a checkpoint."""
-        return replace(self, steps={int(k): Regression.restored(v) for k, v in state.items()})
+        return replace(self, steps={int(k): Regression.restore(v) for k, v in state.items()})
 
     def _narrow(self, features: Float[Tensor, "B D"]) -> Float[Tensor, "B d"]:
         """Return the features in float64 on the CPU, projected if there are more than `width`."""
@@ -99,11 +99,11 @@ def explained_variance(
     It is at most 1, 0 for predictions that say nothing, below 0 for those that mislead, and NaN
     where outcomes do not vary.
     """
-    found, wanted = (centred(v[:, None].double(), group) for v in (predicted, outcome))
-    variance = wanted.square().sum()
-    return float(1 - (wanted - found).square().sum() / variance) if variance else float("nan")
+    prediction, target = (centre(v[:, None].double(), group) for v in (predicted, outcome))
+    variance = target.square().sum()
+    return float(1 - (target - prediction).square().sum() / variance) if variance else float("nan")
 
 
-def centred(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
+def centre(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
     """Return values less the mean of their group."""
     return value - group_mean(value, group.unique(return_inverse=True)[1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import UnitInterval
+from flowalign.types.ranges import UnitInterval
 
 
 def discounted_sums(next_values: Float[Tensor, "B n R"], gamma: float) -> Float[Tensor, "B n R"]:
@@ -31,7 +31,7 @@ class Discounted(CreditEstimator):
     """Each stochastic step earns the discounted sum of the values reached by it and later ones.
 
     Sums run over stochastic steps: an ODE step decides nothing and changes no value. Earlier steps
-    have longer sums, so compare equal steps: not with advantage_scale joint.
+    have longer sums, so compare equal steps: not with advantages.scale joint.
     """
 
     gamma: UnitInterval

@@ -19,7 +19,7 @@ def gains(values: Float[Tensor, "B S R"]) -> Float[Tensor, "B S-1 R"]:
 
 @dataclass(frozen=True)
 class Gain(CreditEstimator):
-    """Each stochastic step earns its gain; compared per step, or with advantage_scale joint.
+    """Each stochastic step earns its gain; compared per step, or with advantages.scale joint.
 
     Source: DenseGRPO compares per step; Stepwise-Flow-GRPO, arXiv:2603.28718, over all steps of a
     prompt at once.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.functional.advantage import compared
-from flowalign.functional.completion import Completion
+from flowalign.functional.advantage import compare_in_groups
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import PositiveInt
+from flowalign.types.completion import Completion
+from flowalign.types.ranges import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Granular(CreditEstimator):
     """Each step earns the sum over granularities of its advantage under that completion.
 
     G2RPO takes one stochastic step at a time, from an initial noise that the prompt shares: window
-    Random(size=1), seeds_per_prompt 1. Credit by granularity needs advantage_scale given.
+    Random(size=1), seeds_per_prompt 1. Credit by granularity needs advantages.scale given.
     """
 
     strides: Sequence[PositiveInt] = (1, 2, 3)
@@ -44,7 +44,7 @@ class Granular(CreditEstimator):
             reached = [*steps[1:], trajectory.num_steps] if stride == 1 else [k + 1 for k in steps]
             value = values(reached, how)
             prompt = torch.arange(len(value)) // trajectory.group_size
-            advantage = torch.stack([compared(v, prompt) for v in value.unbind(1)], 1)
+            advantage = torch.stack([compare_in_groups(v, prompt) for v in value.unbind(1)], 1)
             total = advantage if stride == self.strides[0] else total + advantage
         credit = step_credit(trajectory, steps, total)
         return StepCredit(credit.value, credit.group, credit.mask, normalised=True)

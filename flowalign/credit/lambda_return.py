@@ -14,7 +14,7 @@ from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.credit.discounted import discounted_sums
 from flowalign.credit.gain import gains
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import UnitInterval, require_ranges
+from flowalign.types.ranges import UnitInterval, require_ranges
 
 
 def lambda_returns(values: Float[Tensor, "B S R"], decay: float) -> Float[Tensor, "B S-1 R"]:

@@ -5,7 +5,7 @@ Source: Flow-GRPO, arXiv:2505.05470v5.
 
 from dataclasses import dataclass
 
-from flowalign.credit.groups import per_prompt_and_step
+from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
@@ -18,6 +18,6 @@ class Outcome(CreditEstimator):
         final = values([trajectory.num_steps])
         return StepCredit(
             value=final.expand(-1, trajectory.num_steps, -1),
-            group=per_prompt_and_step(trajectory),
+            group=prompt_step_ids(trajectory),
             mask=trajectory.trained,
         )

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.credit.groups import per_prompt_and_step
-from flowalign.functional.advantage import compared
+from flowalign.credit.group_ids import prompt_step_ids
+from flowalign.functional.advantage import compare_in_groups
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
@@ -36,12 +36,12 @@ def shares(
 
 
 class Redistribute(CreditEstimator):
-    """Each step earns its share of the advantage of the outcome. It needs advantage_scale given."""
+    """Each step earns its share of the outcome's advantage. It needs advantages.scale given."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Compare the outcomes, then distribute their advantages over the steps."""
-        outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
-        advantage = compared(outcome, prompt[:, -1])
+        outcome, prompt = values([trajectory.num_steps])[:, 0], prompt_step_ids(trajectory)
+        advantage = compare_in_groups(outcome, prompt[:, -1])
         trained = trajectory.trained
         share = shares(nearness(trajectory), trained.float())
         return StepCredit(share[..., None] * advantage[:, None], prompt, trained, normalised=True)

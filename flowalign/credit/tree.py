@@ -6,11 +6,11 @@ arXiv:2509.23352v3, whose equations are not public: the plain mean is our recons
 
 from dataclasses import dataclass
 
-from flowalign.credit.branch import fused
-from flowalign.credit.groups import per_prompt_and_step
-from flowalign.functional.advantage import compared
+from flowalign.credit.branch import fuse_branches
+from flowalign.credit.group_ids import prompt_step_ids
+from flowalign.functional.advantage import compare_in_groups
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class LeafAdvantage(CreditEstimator):
     """Each transition earns the mean advantage of the leaves below it, compared per prompt.
 
     Branch compares transitions of equal depth instead. Credit by trees needs a `sampling.branching`
-    of flowalign.sampling.Tree, and advantage_scale given.
+    of flowalign.sampling.Tree, and advantages.scale given.
     """
 
     beta: PositiveFloat | None = None
@@ -32,7 +32,9 @@ class LeafAdvantage(CreditEstimator):
                 "credit by trees needs samples that share transitions: set "
                 "recipe.sampling.branching to flowalign.sampling.Tree"
             )
-        outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
-        advantage = compared(outcome, prompt[:, -1])
-        value = fused(advantage, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta)
+        outcome, prompt = values([trajectory.num_steps])[:, 0], prompt_step_ids(trajectory)
+        advantage = compare_in_groups(outcome, prompt[:, -1])
+        value = fuse_branches(
+            advantage, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta
+        )
         return StepCredit(value, prompt, trajectory.trained, normalised=True)

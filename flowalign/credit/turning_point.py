@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import NonNegativeFloat
+from flowalign.types.ranges import NonNegativeFloat
 
 Constraint = Literal["consistent", "none"]
 
@@ -42,7 +42,7 @@ def turning_points(
     return torch.cat([first if first_step else torch.zeros_like(first), turns], dim=1)
 
 
-def balanced(
+def balance_turning_points(
     turning: Float[Tensor, "B n R"], values: Float[Tensor, "B S R"], group_size: int
 ) -> Float[Tensor, "B n R"]:
     """Keep as many turning points in rising as in falling trajectories of a group, zero the rest.
@@ -56,11 +56,11 @@ def balanced(
     turns = (turning > 0).view_as(size)
     kinds = turns & (size > 0), turns & (size < 0)
     limit = torch.minimum(*(kind.sum(1, keepdim=True) for kind in kinds))
-    kept = turns & (limit == 0)
+    balanced = turns & (limit == 0)
     for kind in kinds:
         largest = size.abs().masked_fill(~kind, -1.0).argsort(dim=1, descending=True, stable=True)
-        kept |= kind & (largest.argsort(1) < limit)
-    return turning.masked_fill((turns & ~kept).view_as(turning), 0.0)
+        balanced |= kind & (largest.argsort(1) < limit)
+    return turning.masked_fill((turns & ~balanced).view_as(turning), 0.0)
 
 
 def turning_point_credit(
@@ -101,7 +101,7 @@ class TurningPoint(CreditEstimator):
         v = values([*steps, trajectory.num_steps])
         turning = turning_points(v, self.constraint, self.first_step, self.dead_zone)
         if self.balance:
-            turning = balanced(turning, v, trajectory.group_size)
+            turning = balance_turning_points(turning, v, trajectory.group_size)
         marked = (turning > 0).any(-1)
         return step_credit(trajectory, steps, turning_point_credit(v, turning), marked)
 

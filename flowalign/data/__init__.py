@@ -1,9 +1,9 @@
 """Data: requests, readers of published datasets, latents encoded once, preference data."""
 
+from flowalign.data.media_record import Record
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap, Rule
 from flowalign.data.preference.pairs import Pair, Sample, Segment
 from flowalign.data.preference.weighting import GapWeights
-from flowalign.data.records import Record
 from flowalign.data.requests import Requests, read_requests
 
 __all__ = [

@@ -15,11 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flowalign.data.media.frame_sampling import MediaProblem
+from flowalign.data.media.media import Media
+from flowalign.data.media_references import read_reference
 from flowalign.data.readers.fields import REQUEST_MASK
-from flowalign.media.frame_sampling import MediaProblem
-from flowalign.media.media import Media
-from flowalign.media.references import reference
-from flowalign.types import Dressing, Reference, Request
+from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
 
 _REFERENCES = ("image", "images", "references")
@@ -34,7 +34,7 @@ class Requests:
 
     all: Sequence[Request]
     seed: int = 0
-    dressing: Dressing | None = None
+    conditioning: PromptConditioning | None = None
     """How the policy is asked for them. None: by their prompts."""
 
     def batch(self, step: int, size: int) -> list[Request]:
@@ -43,12 +43,12 @@ class Requests:
 
     def _at(self, position: int) -> Request:
         epoch, offset = divmod(position, len(self.all))
-        request = self.all[_order(self.seed, epoch, len(self.all))[offset]]
-        return self.dressing.at_rollout(request, position) if self.dressing else request
+        request = self.all[_shuffle(self.seed, epoch, len(self.all))[offset]]
+        return self.conditioning.for_rollout(request, position) if self.conditioning else request
 
 
 @lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, num_requests: int) -> list[int]:
+def _shuffle(seed: int, epoch: int, num_requests: int) -> list[int]:
     order = list(range(num_requests))
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
@@ -60,10 +60,10 @@ def read_requests(path: str) -> list[Request]:
     Raises:
         ValueError: The file is missing, empty, or a line holds no prompt or names missing files.
     """
-    return [request for _, request in located_requests(path)]
+    return [request for _, request in read_located_requests(path)]
 
 
-def located_requests(path: str) -> list[tuple[str, Request]]:
+def read_located_requests(path: str) -> list[tuple[str, Request]]:
     """Read requests like `read_requests`, each with its file and line, for messages.
 
     Raises:
@@ -74,8 +74,8 @@ def located_requests(path: str) -> list[tuple[str, Request]]:
         raise ValueError(f"prompts file {path!r} is a pipe, which can be read once only")
     if not file.is_file():
         raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
-    lines = _lines(_decoded(file.read_bytes(), path), path)
-    return _requests(lines, path, file.parent, is_jsonl=file.suffix == ".jsonl")
+    lines = _split_lines(_decode_text(file.read_bytes(), path), path)
+    return _parse_requests(lines, path, file.parent, is_jsonl=file.suffix == ".jsonl")
 
 
 def read_requests_once(source: str) -> list[Request]:
@@ -87,10 +87,10 @@ def read_requests_once(source: str) -> list[Request]:
     Raises:
         ValueError: `read_requests` would raise.
     """
-    return [request for _, request in located_requests_once(source)]
+    return [request for _, request in read_located_requests_once(source)]
 
 
-def located_requests_once(source: str) -> list[tuple[str, Request]]:
+def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
     """Read requests like `read_requests_once`, each with its source and line.
 
     Raises:
@@ -99,21 +99,21 @@ def located_requests_once(source: str) -> list[tuple[str, Request]]:
     path = Path(source)
     device = source.startswith("/dev/") and path.exists()
     if not (source == "-" or device or path.is_fifo()):
-        return located_requests(source)
+        return read_located_requests(source)
     with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else path.open("rb") as stream:
-        text = _decoded(stream.read(), source)
-    lines = _lines(text, source)
-    return _requests(lines, source, Path(), is_jsonl=_is_row(lines[0][1]))
+        text = _decode_text(stream.read(), source)
+    lines = _split_lines(text, source)
+    return _parse_requests(lines, source, Path(), is_jsonl=_is_row(lines[0][1]))
 
 
-def _decoded(content: bytes, path: str) -> str:
+def _decode_text(content: bytes, path: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
 
 
-def _lines(text: str, path: str) -> list[tuple[int, str]]:
+def _split_lines(text: str, path: str) -> list[tuple[int, str]]:
     """Return the lines that are not blank, with their numbers."""
     lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
     if not (lines := [(n, line) for n, line in lines if line]):
@@ -121,25 +121,25 @@ def _lines(text: str, path: str) -> list[tuple[int, str]]:
     return lines
 
 
-def _requests(
+def _parse_requests(
     lines: Sequence[tuple[int, str]], path: str, folder: Path, is_jsonl: bool
 ) -> list[tuple[str, Request]]:
     if not is_jsonl:
         return [(f"{path}:{n}", Request(line)) for n, line in lines]
     rows = [(f"{path}:{n}", line) for n, line in lines]
-    return [(where, _request(_row(line, where), folder, where)) for where, line in rows]
+    return [(where, _parse_request(_parse_row(line, where), folder, where)) for where, line in rows]
 
 
-def _request(row: dict[str, Any], folder: Path, where: str) -> Request:
+def _parse_request(row: dict[str, Any], folder: Path, where: str) -> Request:
     named = [name for name in _REFERENCES if name in row]
     if len(named) > 1:
         raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")
-    references = _paths(row[named[0]], named[0], where) if named else []
+    references = _parse_paths(row[named[0]], named[0], where) if named else []
     masked = [name for name in _MASKS if name in row]
-    masks = _paths(row[masked[0]], masked[0], where) if masked else []
+    masks = _parse_paths(row[masked[0]], masked[0], where) if masked else []
     if len(masks) > 1 or len(masked) > 1:
         raise ValueError(f"{where}: mask must be one path, got {max(len(masks), len(masked))}")
-    found = [_reference(folder / path, where) for path in (*references, *masks)]
+    found = [_open_reference(folder / path, where) for path in (*references, *masks)]
     return Request(
         row["prompt"],
         tuple(found[: len(references)]),
@@ -148,7 +148,7 @@ def _request(row: dict[str, Any], folder: Path, where: str) -> Request:
     )
 
 
-def _paths(value: object, name: str, where: str) -> list[str]:
+def _parse_paths(value: object, name: str, where: str) -> list[str]:
     paths: list[Any] = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path for path in paths):
         given = json.dumps(value)[:60]
@@ -156,22 +156,22 @@ def _paths(value: object, name: str, where: str) -> list[str]:
     return paths
 
 
-def _reference(path: Path, where: str) -> Reference:
+def _open_reference(path: Path, where: str) -> Reference:
     try:
-        return reference(Media(str(path)))
+        return read_reference(Media(str(path)))
     except (MediaProblem, OSError) as problem:
         raise ValueError(f"{where}: {problem}") from problem
 
 
 def _is_row(line: str) -> bool:
     try:
-        _row(line, "")
+        _parse_row(line, "")
     except ValueError:
         return False
     return True
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _parse_row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

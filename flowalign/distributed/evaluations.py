@@ -19,7 +19,7 @@ class Evaluations:
         self._last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         network.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
 
-    def spare(self) -> Tensor:
+    def repeat_last(self) -> Tensor:
         """Return a zero whose backward pass is that of an evaluation, and adds zeros.
 
         Raises:
@@ -38,17 +38,17 @@ class Evaluations:
     def _note(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._last = tree_map(_detached, (args, kwargs))
+        self._last = tree_map(_detach, (args, kwargs))
         if not torch.is_grad_enabled():
             return args, kwargs
         self.count += 1
-        return tree_map(_with_gradient, (args, kwargs))
+        return tree_map(_require_gradient, (args, kwargs))
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _with_gradient(value: Any) -> Any:
+def _require_gradient(value: Any) -> Any:
     records = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
     return value.detach().requires_grad_() if records else value

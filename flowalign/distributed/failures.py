@@ -14,7 +14,7 @@ FOLDER = "FLOWALIGN_LAUNCH"
 _PATTERN = "failure-*.json"
 
 
-def leave(code: int, text: str) -> bool:
+def leave_failure(code: int, text: str) -> bool:
     """Leave an exit code and its message; return whether there is a launcher that tells it."""
     folder = os.environ.get(FOLDER)
     if folder is None:
@@ -30,7 +30,7 @@ def leave_crashes() -> None:
         sys.excepthook = _leave_crash
 
 
-def first_failure(folder: Path) -> tuple[int, str] | None:
+def read_first_failure(folder: Path) -> tuple[int, str] | None:
     """Return the exit code and the message of the process that failed first."""
     found = sorted(folder.glob(_PATTERN), key=lambda path: path.stat().st_mtime_ns)
     if not found:
@@ -43,4 +43,4 @@ def _leave_crash(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     if not isinstance(error, KeyboardInterrupt):
-        leave(1, "".join(traceback.format_exception(kind, error, trace)))
+        leave_failure(1, "".join(traceback.format_exception(kind, error, trace)))

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from flowalign.distributed.failures import leave
+from flowalign.distributed.failures import leave_failure
 
 BEAT_S = 5.0
 """Seconds between two beats."""
@@ -35,7 +35,7 @@ class Silence:
         self.last: dict[int, bytes] = {}
         self.silent: dict[int, int] = {}
 
-    def lost(self, found: Mapping[int, bytes]) -> list[int]:
+    def find_lost(self, found: Mapping[int, bytes]) -> list[int]:
         """Take the numbers of a beat, and return the ranks of those that are lost by now."""
         for rank, number in found.items():
             goes_on = number == _LEFT or number != self.last.get(rank)
@@ -56,7 +56,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begin; a process that ends by itself says so, because it will not beat any more."""
-        self.store.set(_key(self.rank), "0")
+        self.store.set(_store_key(self.rank), "0")
         self.thread.start()
         atexit.register(self._leave)
 
@@ -69,31 +69,35 @@ class Heartbeat:
             except RuntimeError as error:
                 if time.monotonic() - began < _STORE.total_seconds():
                     return  # it closed, as it does where a process ends, which the others notice
-                _end(f"the store of the run cannot be reached: {str(error).splitlines()[0]}")
+                _end_process(
+                    f"the store of the run cannot be reached: {str(error).splitlines()[0]}"
+                )
             else:
                 if lost:
-                    _end(f"process {lost[0]} has not answered for {BEAT_S * MISSED:g} seconds")
+                    _end_process(
+                        f"process {lost[0]} has not answered for {BEAT_S * MISSED:g} seconds"
+                    )
 
     def _look(self, number: str) -> list[int]:
-        self.store.set(_key(self.rank), number)
-        found = self.store.multi_get([_key(other) for other in self.others])
-        return self.silence.lost(dict(zip(self.others, found, strict=True)))
+        self.store.set(_store_key(self.rank), number)
+        found = self.store.multi_get([_store_key(other) for other in self.others])
+        return self.silence.find_lost(dict(zip(self.others, found, strict=True)))
 
     def _leave(self) -> None:
         self.stopped.set()
         self.thread.join(BEAT_S)
         with suppress(RuntimeError):
-            self.store.set(_key(self.rank), _LEFT.decode())
+            self.store.set(_store_key(self.rank), _LEFT.decode())
 
 
-def _key(rank: int) -> str:
+def _store_key(rank: int) -> str:
     return f"heartbeat/{rank}"
 
 
-def _end(why: str, end: Callable[[int], None] = os._exit) -> None:
+def _end_process(why: str, end: Callable[[int], None] = os._exit) -> None:
     """End at once: the thread that trains waits in a call that nothing else ends."""
     text = f"flowalign: {why}, so this process ends, too; go on with --resume\n"
-    if not leave(1, text):
+    if not leave_failure(1, text):
         sys.stderr.write(text)
         sys.stderr.flush()
     end(1)

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from flowalign.distributed.failures import FOLDER, first_failure
-from flowalign.utils.lifeline import tied
+from flowalign.distributed.failures import FOLDER, read_first_failure
+from flowalign.utils.parent_watchdog import tie_to_parent
 
 STOPPED = 130, 143
 """Exit codes of a process that Ctrl-C or SIGTERM asked to stop, which is no failure."""
@@ -39,53 +39,58 @@ def run_together(processes: int, command: Sequence[str]) -> int:
     workers: list[subprocess.Popen] = []
     with (
         tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder,
-        _signals_to(workers) as asked,
+        _forward_signals(workers) as asked,
     ):
         try:
             for rank in range(processes):
                 workers.append(_start(command, rank, processes, folder))
             codes = _wait(workers)
         finally:
-            _end(workers)
+            _end_all(workers)
         if asked.count(signal.SIGINT) > 1:
             sys.stderr.write("flowalign: stopped; what was saved is intact, go on with --resume\n")
             return 128 + signal.SIGINT
-        code, text = _outcome(codes, Path(folder))
+        code, text = _describe_outcome(codes, Path(folder))
         sys.stderr.write(text)
         return code
 
 
 def _start(command: Sequence[str], rank: int, world: int, folder: str) -> subprocess.Popen:
-    """Start a process in its own group: the terminal's Ctrl-C reaches it through us alone."""
+    """Start a process in its own process group."""
+    # The terminal sends Ctrl-C to its foreground group. A worker in that group would get it twice,
+    # from the terminal and from `_forward_signals`, and stop at once instead of after its step.
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | {FOLDER: folder}
     environment |= {name: str(value) for name, value in place.items()}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, **tied(environment))
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, process_group=0, **tie_to_parent(environment)
+    )
 
 
 def _wait(workers: Sequence[subprocess.Popen]) -> list[int | None]:
     """Wait until all have ended or one has failed; return their exit codes."""
     while True:
-        codes = [_code(worker) for worker in workers]
-        if _failed(codes):
-            return [_code(worker) for worker in workers]  # whoever failed first is among them now
+        codes = [_exit_code(worker) for worker in workers]
+        if _failures(codes):
+            # Polled again: the process that failed first may have ended between two polls.
+            return [_exit_code(worker) for worker in workers]
         if None not in codes:
             return codes
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _code(worker: subprocess.Popen) -> int | None:
+def _exit_code(worker: subprocess.Popen) -> int | None:
     """Return an exit code; a process that was asked to stop while it was starting has stopped."""
     code = worker.poll()
     return 128 - code if code in (-signal.SIGINT, -signal.SIGTERM) else code
 
 
-def _failed(codes: Sequence[int | None]) -> dict[int, int]:
+def _failures(codes: Sequence[int | None]) -> dict[int, int]:
     """Return the exit codes of those that have failed, by rank."""
     return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, *STOPPED)}
 
 
-def _end(workers: Sequence[subprocess.Popen]) -> None:
+def _end_all(workers: Sequence[subprocess.Popen]) -> None:
     """End those that are still running, at last by SIGKILL."""
     for worker in workers:
         worker.terminate()
@@ -98,9 +103,9 @@ def _end(workers: Sequence[subprocess.Popen]) -> None:
             worker.wait()
 
 
-def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, str]:
+def _describe_outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, str]:
     """Return the exit code of all, and what to tell of the process that failed first."""
-    failed, left = _failed(codes), first_failure(folder)
+    failed, left = _failures(codes), read_first_failure(folder)
     killed = [rank for rank, code in failed.items() if code < 0]
     if killed:
         name = signal.Signals(-failed[killed[0]]).name
@@ -114,7 +119,7 @@ def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _signals_to(workers: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
+def _forward_signals(workers: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
     """Hand Ctrl-C and SIGTERM on to the processes; yield a list that grows with each signal."""
     asked: list[int] = []
 

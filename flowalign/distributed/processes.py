@@ -1,8 +1,8 @@
 """Coordinate processes: ranks and devices, gathering small tensors, summing gradients.
 
-Ranks that compute the same samples together (`flowalign.distributed.context`) are one process to
-whoever shares out samples and gathers results: `rank` and `world` count such groups, and what a
-group has to say is said by its first rank.
+Ranks that compute the same samples together (`flowalign.distributed.context_parallel`) are one
+process to the code that divides samples and gathers results: `rank` and `world` count such groups,
+and the first rank of a group contributes for all of them.
 """
 
 import os
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.context import Context, check_degree, context_of
+from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
+from flowalign.distributed.context_parallel import Context, check_degree, form_context
 from flowalign.distributed.failures import FOLDER
 from flowalign.distributed.heartbeat import Heartbeat
-from flowalign.distributed.rendezvous import SOON, Rendezvous
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -36,18 +36,18 @@ class Processes:
     world: int
     """Number of those that hold different samples."""
     device: torch.device
-    rendezvous: Rendezvous | None = None
-    """Where ranks wait for one another before a collective call; None: only in the call itself."""
+    scheduler: CollectiveScheduler | None = None
+    """Order of collective calls between ranks; None for a single process."""
     context: Context | None = None
     """Ranks that compute the same samples together; None: each computes its own."""
 
     @property
     def is_main(self) -> bool:
         """Return whether this process writes files and reports progress."""
-        return self.rank == 0 and self.leads
+        return self.rank == 0 and self.is_leader
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Return whether this rank is the first of those that compute the same samples."""
         return self.context is None or self.context.place == 0
 
@@ -57,8 +57,8 @@ class Processes:
         return self.world * (self.context.degree if self.context else 1)
 
     @property
-    def apart(self) -> "Processes":
-        """Return this rank among all ranks, for work that each does by itself."""
+    def ungrouped(self) -> "Processes":
+        """This rank among all ranks, for work that ranks do not share with their group."""
         if self.context is None:
             return self
         rank = self.rank * self.context.degree + self.context.place
@@ -73,29 +73,29 @@ class Processes:
         """Concatenate over ranks on the CPU, along the first axis, which may differ in length."""
         if self.ranks == 1:
             return tensor.cpu()
-        return torch.cat(self._parts("gather", tensor.detach().cpu()))
+        return torch.cat(self._gather_objects("gather", tensor.detach().cpu()))
 
-    def total(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Sum over ranks by name; a rank with nothing to add under a name still takes part."""
-        parts = self._parts("total", dict(mine))
+    def sum_by_name(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Sum over ranks by name; every rank must call this, also one without any value."""
+        parts = self._gather_objects("sum_by_name", dict(mine))
         names = sorted({name for part in parts for name in part})
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
-    def merged(self, mine: Mapping[K, T]) -> dict[K, T]:
+    def merge(self, mine: Mapping[K, T]) -> dict[K, T]:
         """Return the union over ranks, the same on all; the lowest rank with a key sets it."""
-        parts = self._parts("merged", dict(mine))
+        parts = self._gather_objects("merge", dict(mine))
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
-    def of_first(self, value: T) -> T:
+    def broadcast_first(self, value: T) -> T:
         """Return the value of the first of the ranks that compute the same samples."""
         if self.context is None:
             return value
-        assert self.rendezvous is not None, "ranks that compute together meet"
-        return self.rendezvous.of_first(value)
+        assert self.scheduler is not None, "ranks that compute together have a scheduler"
+        return self.scheduler.broadcast_first(value)
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return the loss to go backward from, once all ranks that share trained weights begin."""
-        return self.rendezvous.before_backward(loss) if self.rendezvous else loss
+        return self.scheduler.before_backward(loss) if self.scheduler else loss
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0.
@@ -106,13 +106,15 @@ class Processes:
         if self.ranks == 1:
             return
         parameters = list(parameters)
-        self._meet("sum_gradients")  # first, because this rank may still add to others' passes
-        group = self.rendezvous.replicas if self.rendezvous else None
+        # First, because while this rank waits it may still take part in backward passes of others,
+        # which add to its gradients.
+        self._wait_for_all("sum_gradients")
+        group = self.scheduler.replicas if self.scheduler else None
         if group and dist.get_world_size(group) == 1:
             return
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat, group=group)
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
@@ -121,44 +123,44 @@ class Processes:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor of gradients over all ranks in place, and return it."""
         if self.ranks > 1:
-            self._meet("sum")
+            self._wait_for_all("sum")
             dist.all_reduce(tensor)
         return tensor
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
         if self.ranks > 1:
-            self._meet("max_rank_difference")
-        sums = torch.stack([whole(p.detach()).double().sum().cpu() for p in parameters])
-        gathered = self.apart.gather(sums[None])
+            self._wait_for_all("max_rank_difference")
+        sums = torch.stack([gather_whole(p.detach()).double().sum().cpu() for p in parameters])
+        gathered = self.ungrouped.gather(sums[None])
         return float((gathered.amax(0) - gathered.amin(0)).max())
 
     def barrier(self) -> None:
         """Wait for all other processes."""
         if self.ranks > 1:
-            self._meet("barrier")
+            self._wait_for_all("barrier")
             dist.barrier()
 
-    def _parts(self, call: str, mine: T) -> list[T]:
-        """Return what every rank has, the first of each group speaking for it, in rank order."""
+    def _gather_objects(self, call: str, mine: T) -> list[T]:
+        """Return the objects of all groups of ranks, in rank order; the first rank's of each."""
         if self.ranks == 1:
             return [mine]
         parts: list[Any] = [None] * self.ranks
-        self._meet(call)
-        dist.all_gather_object(parts, mine if self.leads else None)
+        self._wait_for_all(call)
+        dist.all_gather_object(parts, mine if self.is_leader else None)
         return parts[:: self.ranks // self.world]
 
-    def _meet(self, call: str) -> None:
-        if self.rendezvous:
-            self.rendezvous.meet(call)
+    def _wait_for_all(self, call: str) -> None:
+        if self.scheduler:
+            self.scheduler.wait_for_all(call)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, which shares its memory; else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from the ranks that share it, all of which must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -169,7 +171,7 @@ ALONE = Processes(0, 1, torch.device("cpu"))
 
 def check_fits(processes: int, device: str = "auto") -> None:
     """Refuse more processes than this machine has GPUs, or cores where it computes on the CPU."""
-    on_gpu = _kind(device) == "cuda"
+    on_gpu = _device_type(device) == "cuda"
     most = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
     if processes > most:
         raise ValueError(
@@ -179,7 +181,7 @@ def check_fits(processes: int, device: str = "auto") -> None:
 
 
 def join(device: str = "auto", context_degree: int = 1) -> Processes:
-    """Join the processes that the launcher or torchrun started with this one, or run alone.
+    """Join the processes that the launcher or torchrun started, or run as a single process.
 
     `context_degree` consecutive ranks compute the same samples together.
 
@@ -187,8 +189,8 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
         ValueError: The device is not there, or ranks would be left over.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local, kind = int(os.environ.get("LOCAL_RANK", 0)), _kind(device)
-    chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    local_rank, kind = int(os.environ.get("LOCAL_RANK", 0)), _device_type(device)
+    chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     check_degree(context_degree, world)
     if kind == "cuda":
         torch.cuda.set_device(chosen)
@@ -198,20 +200,20 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)
         Heartbeat(distributed_c10d._get_default_store(), rank, world).start()
-    rendezvous = _rendezvous() if world > 1 else None
-    if rendezvous is None or context_degree == 1:
-        return Processes(rank, world, chosen, rendezvous)
-    context = context_of(context_degree, kind, rendezvous)
+    scheduler = _shared_scheduler() if world > 1 else None
+    if scheduler is None or context_degree == 1:
+        return Processes(rank, world, chosen, scheduler)
+    context = form_context(context_degree, kind, scheduler)
     groups = rank // context_degree, world // context_degree
-    return Processes(*groups, chosen, rendezvous, context)
+    return Processes(*groups, chosen, scheduler, context)
 
 
 @cache
-def _rendezvous() -> Rendezvous:
-    return Rendezvous()
+def _shared_scheduler() -> CollectiveScheduler:
+    return CollectiveScheduler()
 
 
-def _kind(device: str) -> str:
+def _device_type(device: str) -> str:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(

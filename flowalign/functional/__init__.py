@@ -1,6 +1,5 @@
 """The mathematics of the field as pure functions of torch tensors."""
 
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import (
     CPS,
     DDIM,
@@ -14,18 +13,3 @@ from flowalign.functional.transition import (
     log_density,
     sample_next,
 )
-
-__all__ = [
-    "CPS",
-    "Coefficients",
-    "Completion",
-    "DDIM",
-    "DanceSDE",
-    "FlowSDE",
-    "Gaussian",
-    "Kernel",
-    "Precise",
-    "StepwiseDDIM",
-    "log_density",
-    "sample_next",
-]

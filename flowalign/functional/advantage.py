@@ -47,7 +47,7 @@ def group_center(
     return (centred / (spread + eps)).masked_fill(flat, 0.0)
 
 
-def compared(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
+def compare_in_groups(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
     """Apply `group_center` by group for credit methods; NaN stays NaN and affects no others."""
     out = torch.full_like(value, torch.nan)
     for dim, column in enumerate(value.unbind(1)):

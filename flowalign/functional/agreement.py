@@ -76,14 +76,14 @@ def held_out_accuracy(
         return math.nan
     right = torch.zeros(len(lead), dtype=torch.float64)
     for part in parts:
-        mine = fold == part
-        threshold = best_tie_threshold(lead[~mine], human[~mine]).threshold
-        said = torch.where(lead[mine].abs() <= threshold, 0.0, lead[mine].sign())
-        right[mine] = (said == human[mine]).double()
+        in_fold = fold == part
+        threshold = best_tie_threshold(lead[~in_fold], human[~in_fold]).threshold
+        prediction = torch.where(lead[in_fold].abs() <= threshold, 0.0, lead[in_fold].sign())
+        right[in_fold] = (prediction == human[in_fold]).double()
     return _mean(right)
 
 
-def whole_sets(
+def score_whole_sets(
     lead: Float[Tensor, "n"],
     human: Int[Tensor, "n"],
     group: Int[Tensor, "n"],
@@ -124,14 +124,14 @@ def kendall(
 ) -> Float[Tensor, "g"]:
     """Return Kendall's tau-b of each group, in the order of the ids; NaN if x or y is constant."""
     ids, index = group.unique(return_inverse=True)
-    i, j = pairs_within(group)
+    i, j = list_pairs(group)
     dx, dy = (x[i] - x[j]).sign().double(), (y[i] - y[j]).sign().double()
     sums = torch.zeros(3, len(ids), dtype=torch.float64)
     sums.index_add_(1, index[i], torch.stack([dx * dy, dx**2, dy**2]))
     return sums[0] / (sums[1] * sums[2]).sqrt()
 
 
-def pairs_within(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "p"]]:
+def list_pairs(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "p"]]:
     """Return every pair of rows of one group once, as two lists; the earlier row comes first."""
     order = group.argsort(stable=True)
     ids = group[order]
@@ -204,7 +204,7 @@ def temperature(lead: Float[Tensor, "n"], share: Float[Tensor, "n"]) -> float:
     return 2 / (low + high)
 
 
-def cooled(
+def calibrate_leads(
     lead: Float[Tensor, "n"], share: Float[Tensor, "n"], fold: Int[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
     """Divide leads by the temperature of the other folds, so that no row calibrates itself.
@@ -213,9 +213,9 @@ def cooled(
     """
     out, parts = torch.full_like(lead, math.nan, dtype=torch.float64), fold.unique()
     for part in parts if len(parts) > 1 else ():
-        mine = fold == part
-        cold = lead[mine].double() / temperature(lead[~mine], share[~mine])
-        out[mine] = torch.where(lead[mine] == 0, 0.0, cold)
+        in_fold = fold == part
+        cold = lead[in_fold].double() / temperature(lead[~in_fold], share[~in_fold])
+        out[in_fold] = torch.where(lead[in_fold] == 0, 0.0, cold)
     return out
 
 

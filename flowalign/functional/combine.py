@@ -25,7 +25,7 @@ def valid_mean(value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"]) -> Float
 # Log-sigmoid-centred ------------------------------------------------------------------------------
 
 
-def log_sigmoid_centred(
+def centre_log_sigmoid(
     reward: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], reference: Float[Tensor, "n R"]
 ) -> Float[Tensor, "n R"]:
     """Return log sigmoid(reward - reference), the log-probability of beating the reference.
@@ -149,7 +149,7 @@ class Multipliers:
         """Return the state that a checkpoint stores."""
         return [self.raw.tolist(), self.velocity.tolist()]
 
-    def restored(self, state: list[list[float]]) -> "Multipliers":
+    def restore(self, state: list[list[float]]) -> "Multipliers":
         """Return these multipliers with the state of a checkpoint."""
         raw, velocity = (torch.tensor(part) for part in state)
         return replace(self, raw=raw, velocity=velocity)

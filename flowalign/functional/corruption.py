@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.matching import noised
+from flowalign.functional.noise_matching import add_noise
 
 
 def step_at_level(sigmas: Float[Tensor, "S"], level: float) -> int:
@@ -25,7 +25,7 @@ def step_at_share(num_steps: int, share: float) -> int:
     return num_steps - max(1, round(share * num_steps))
 
 
-def restored(
+def restore_unmasked(
     x: Float[Tensor, "n *latent"],
     clean: Float[Tensor, "n *latent"],
     noise: Float[Tensor, "n *latent"],
@@ -38,7 +38,7 @@ def restored(
     outside is the real clip.
     Source: Local-DPO, arXiv:2601.04068, and its code.
     """
-    return torch.lerp(noised(clean, noise, sigma.expand(len(clean))), x, mask.expand_as(x))
+    return torch.lerp(add_noise(clean, noise, sigma.expand(len(clean))), x, mask.expand_as(x))
 
 
 def moving_mask(

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.matching import per_row
+from flowalign.functional.transition import per_row
 
 Prediction = Literal["epsilon", "v_prediction", "sample"]
 """Quantity that a network predicts: the noise, v = alpha noise - s data, or the data."""

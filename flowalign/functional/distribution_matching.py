@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.functional.matching import per_row
+from flowalign.functional.transition import per_row
 
 _LEAST = 1e-6
 """Lower bound of a mean distance by which a loss is divided."""
@@ -29,7 +29,7 @@ def boundary(
     return x - sigma * v, x + (1 - sigma) * v
 
 
-def renoised_noise(
+def renoise_boundary(
     noise: Float[Tensor, "n *latent"],
     fresh: Float[Tensor, "n *latent"],
     m: Float[Tensor, ""],
@@ -40,9 +40,9 @@ def renoised_noise(
     With rho = (1 - t) / (1 - m) it is (rho m n + sqrt(t^2 - (rho m)^2) f) / t, so that (1 - t)
     x0_hat + t times it is rho x_m and fresh noise f. At t = m it is n itself, at m = 0 it is f.
     """
-    kept = (1 - t) / (1 - m) * m
-    added = (t.square() - kept.square()).clamp(min=0).sqrt()
-    return per_row(kept / t, noise) * noise + per_row(added / t, noise) * fresh
+    remaining = (1 - t) / (1 - m) * m
+    added = (t.square() - remaining.square()).clamp(min=0).sqrt()
+    return per_row(remaining / t, noise) * noise + per_row(added / t, noise) * fresh
 
 
 def importance(
@@ -79,7 +79,7 @@ def moved_data_loss(
     return each.flatten(1).mean(1) / distance
 
 
-def ran_away(
+def mask_runaways(
     error: Float[Tensor, "n"],
     reference: Float[Tensor, "n"],
     advantage: Float[Tensor, "n"],

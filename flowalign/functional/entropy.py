@@ -16,7 +16,7 @@ def step_entropy(std: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     return std.log() + 0.5 * math.log(2 * math.pi * math.e)
 
 
-def merged_schedule(
+def merge_steps(
     kernel: Kernel,
     sigmas: Float[Tensor, "S"],
     k: int,

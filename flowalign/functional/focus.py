@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, normalize
 
-from flowalign.functional.maps import mean_one
+from flowalign.functional.maps import normalise_mean
+from flowalign.functional.transition import per_row
 
 
 def correspondence(
@@ -53,5 +54,5 @@ def focus_weights(
     pictures = field.flatten(0, -3)[:, None]
     coarse = avg_pool2d(pictures, window, 1, window // 2, count_include_pad=False)
     coarse = coarse.reshape(field.shape)
-    noise = sigma.reshape(-1, *[1] * (field.ndim - 1))
-    return mean_one(floor + (1 - floor) * torch.lerp(field, coarse, noise))
+    noise = per_row(sigma, field)
+    return normalise_mean(floor + (1 - floor) * torch.lerp(field, coarse, noise))

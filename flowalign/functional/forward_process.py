@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from flowalign.functional.matching import per_row, sample_error
+from flowalign.functional.noise_matching import sample_error
+from flowalign.functional.transition import per_row
 
 _LEAST_SCALE = 1e-5
 """Lower bound of the scales of residuals by which errors are divided, from DiffusionNFT's code."""
@@ -98,7 +99,7 @@ def soft_clip(advantage: Float[Tensor, "n"], largest: float) -> Float[Tensor, "n
     return largest * (advantage / largest).tanh()
 
 
-def reward_adjusted(
+def reward_adjusted_matching(
     policy: Float[Tensor, "n *latent"],
     reference: Float[Tensor, "n *latent"],
     advantage: Float[Tensor, "n"],
@@ -183,7 +184,7 @@ def dgpo(
     return preference.detach().sigmoid() * advantage * matched
 
 
-def moved_too_far(
+def mask_outside_clip(
     error: Float[Tensor, "n"],
     old: Float[Tensor, "n"],
     advantage: Float[Tensor, "n"],

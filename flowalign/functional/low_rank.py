@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def merged_factors(
+def merge_factors(
     down: Sequence[Float[Tensor, "r i"]], up: Sequence[Float[Tensor, "o r"]]
 ) -> tuple[Float[Tensor, "r i"], Float[Tensor, "o r"]]:
     """Return factors of rank r whose product is nearest to the mean of the products up @ down.
@@ -18,6 +18,7 @@ def merged_factors(
     rank = len(down[0])
     wide = torch.cat(list(down)).double()
     tall = torch.cat(list(up), dim=1).double() / len(up)
+    # The product is as large as the weight; its SVD follows from that of a small matrix.
     inner, mix = torch.linalg.qr(tall)
     u, s, v = torch.linalg.svd(mix @ wide, full_matrices=False)
     root = s[:rank].sqrt()

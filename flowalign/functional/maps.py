@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 
-def on_grid(maps: Float[Tensor, "n *place"], grid: tuple[int, ...]) -> Float[Tensor, "n 1 *grid"]:
+def average_on_grid(
+    maps: Float[Tensor, "n *place"], grid: tuple[int, ...]
+) -> Float[Tensor, "n 1 *grid"]:
     """Average maps onto a grid with as many axes, one channel each."""
     return interpolate(maps[:, None].float(), size=grid, mode="area")
 
 
-def mean_one(maps: Float[Tensor, "n *map"]) -> Float[Tensor, "n *map"]:
+def normalise_mean(maps: Float[Tensor, "n *map"]) -> Float[Tensor, "n *map"]:
     """Scale each map to mean 1; one that is 0 everywhere, or unknown somewhere, becomes ones."""
     flat = maps.flatten(1)
     known = flat.isfinite().all(1) & (flat.sum(1) > 0)
@@ -24,7 +26,7 @@ def mean_one(maps: Float[Tensor, "n *map"]) -> Float[Tensor, "n *map"]:
     return torch.where(known.reshape(row), maps / mean, 1.0)
 
 
-def painted(
+def paint_boxes(
     boxes: Float[Tensor, "m 4"],
     values: Float[Tensor, "m"],
     height: int,

@@ -2,8 +2,8 @@
 
 Rules take the scores of one prompt's K media (higher is better) and return positions of winners and
 of losers; a pair's gap is total[winner] - total[loser]. Media with a NaN never take part, and equal
-scores make no pair. `over_gap` and `dominating` order pairs by the position of the earlier medium,
-then by that of the later one.
+scores make no pair. `pair_over_gap` and `pair_dominating` order pairs by the position of the
+earlier medium, then by that of the later one.
 """
 
 import math
@@ -22,7 +22,7 @@ def check_margin(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value:g}; it must be at least 0")
 
 
-def extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.0) -> Positions:
+def pair_extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.0) -> Positions:
     """Pair the best with the worst, the second best with the second worst, and so on.
 
     At most `count` pairs are returned, none of a medium with itself, of equal totals, or of totals
@@ -37,12 +37,12 @@ def extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.0) ->
     return best[apart], worst[apart]
 
 
-def over_gap(total: Float[Tensor, "K"], min_gap: float = 0.0) -> Positions:
+def pair_over_gap(total: Float[Tensor, "K"], min_gap: float = 0.0) -> Positions:
     """Return all pairs whose totals are at least min_gap apart."""
     return _pairs(_leads(total, min_gap))
 
 
-def dominating(
+def pair_dominating(
     scores: Float[Tensor, "K R"],
     total: Float[Tensor, "K"],
     tolerance: float = 0.0,
@@ -60,7 +60,7 @@ def dominating(
     return _pairs(no_worse & _leads(total, min_gap))
 
 
-def widest(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "k"]:
+def select_widest(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "k"]:
     """Return the positions of the `count` largest gaps, in rising order; ties keep the first."""
     return gap.argsort(descending=True, stable=True)[:count].sort().values
 

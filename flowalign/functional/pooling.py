@@ -22,7 +22,7 @@ def soft_min(scores: Float[Tensor, "n F R"], temperature: float) -> Float[Tensor
     return temperature * (math.log(frames) - (-scores / temperature).logsumexp(1))
 
 
-def pooled(
+def pool_frames(
     scores: Float[Tensor, "n F R"], over: Pool, temperature: float | None = None
 ) -> Float[Tensor, "n R"]:
     """Return one score from those of F frames; only `soft_min` needs a temperature."""
@@ -48,7 +48,7 @@ def token_grid(num_tokens: int, places: Sequence[int]) -> tuple[int, ...]:
     return grid
 
 
-def pooled_regions(
+def pool_regions(
     tokens: Float[Tensor, "n L D"], grid: Sequence[int], regions: Sequence[int]
 ) -> Float[Tensor, "n K D"]:
     """Return the mean of the tokens of each region, if the grid is divided into so many.

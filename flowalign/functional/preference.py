@@ -25,6 +25,7 @@ def best_and_worst(
 
     Groups whose values are all equal are left out.
     """
+    # Two stable sorts: by group, and within a group by value.
     order = value.argsort(stable=True)
     order = order[group[order].argsort(stable=True)]
     last = group.unique(return_counts=True)[1].cumsum(0)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from flowalign.functional.matching import per_row
+from flowalign.functional.transition import per_row
 
 # Pairs with a reference ---------------------------------------------------------------------------
 
@@ -117,11 +117,12 @@ def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[T
     return (0.2 * beta * gap + 0.5).clamp(floor, 1 - floor)
 
 
-def with_gradient_scaled(
+def scale_row_gradients(
     x: Float[Tensor, "n *latent"], scale: Float[Tensor, "n"]
 ) -> Float[Tensor, "n *latent"]:
     """Return x itself, through which `scale` times the gradient of each row flows back."""
     value = x.detach()
+    # The difference is exactly 0, so the value is that of x to the bit.
     return value + per_row(scale, x) * (x - value)
 
 
@@ -176,6 +177,7 @@ def mapo_margin(policy: Float[Tensor, "n"], scale: float, s: float) -> Float[Ten
 
 def mapo_likelihood(error: Float[Tensor, "n"], s: float) -> Float[Tensor, "n"]:
     """Return s l / (exp(s l) - 1): 1 at an error l of 0, falling to 0."""
+    # x / (e^x - 1) without overflow: both parts are multiplied by e^-x. It is 0 / 0 at x = 0.
     x = (s * error).clamp(min=1e-12)
     return x * (-x).exp() / -torch.expm1(-x)
 

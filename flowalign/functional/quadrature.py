@@ -28,6 +28,7 @@ def lagrange_weights(
     The weighted sum of values at the points integrates every polynomial of degree below m exactly.
     Computed in double precision, returned in that of the points.
     """
+    # A Vandermonde matrix is ill-conditioned: float32 would lose several digits.
     x, m = points.double(), len(points)
     powers = torch.arange(m, dtype=torch.float64, device=x.device)
     moments = (stop.double() ** (powers + 1) - start.double() ** (powers + 1)) / (powers + 1)

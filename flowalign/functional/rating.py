@@ -44,7 +44,7 @@ class Ratings:
         return Ratings(self.score.to(device), None if spread is None else spread.to(device))
 
 
-class Standardise(nn.Module):
+class Standardiser(nn.Module):
     """Subtracts the mean of the training features and divides by their standard deviation.
 
     A feature that never varied is centred and not scaled.
@@ -87,17 +87,17 @@ class Rater(nn.Module):
     def __init__(self, head: nn.Module, joint: int, prompt: int, num_dims: int):
         super().__init__()
         self.head = head
-        self.joint, self.prompt = Standardise(joint), Standardise(prompt)
+        self.joint, self.prompt = Standardiser(joint), Standardiser(prompt)
         for name, value in (("factor", 1.0), ("shift", 0.0), ("mean", 0.0), ("std", 1.0)):
             self.register_buffer(name, torch.full((num_dims,), value))
 
-    def standardised(self, features: Features) -> Features:
+    def standardise(self, features: Features) -> Features:
         """Return the standardised features that the head receives."""
         return Features(self.joint(features.joint), self.prompt(features.prompt))
 
     def forward(self, features: Features) -> Ratings:
         """Return the head's own scores, on which its losses are defined."""
-        return self.head(self.standardised(features))
+        return self.head(self.standardise(features))
 
     def in_units(self, ratings: Ratings, z_score: bool) -> tuple[Tensor, Tensor | None]:
         """Return scores [n, R], calibrated or as z-scores, and their standard deviations."""

@@ -24,7 +24,7 @@ class Regression:
         gram = torch.zeros(num_features, num_features, dtype=torch.float64)
         return Regression(gram, gram.new_zeros(num_features, num_targets), 0.0)
 
-    def after(
+    def update(
         self, x: Float[Tensor, "n D"], y: Float[Tensor, "n R"], memory: float = 1.0
     ) -> "Regression":
         """Return the regression with these samples; those it has seen count `memory` times."""
@@ -54,7 +54,7 @@ class Regression:
         return [self.gram.tolist(), self.cross.tolist(), self.count]
 
     @staticmethod
-    def restored(state: list) -> "Regression":
+    def restore(state: list) -> "Regression":
         """Return the regression of a checkpoint."""
         gram, cross = (torch.tensor(part, dtype=torch.float64) for part in state[:2])
         return Regression(gram, cross, float(state[2]))

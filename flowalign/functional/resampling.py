@@ -64,7 +64,7 @@ def best_accuracy(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
     """Return the accuracy with ties, each resample at its own best threshold."""
-    return _best(lead, human, weight)[0] / weight.sum(1)
+    return _best_threshold(lead, human, weight)[0] / weight.sum(1)
 
 
 def held_out_accuracy(
@@ -78,11 +78,11 @@ def held_out_accuracy(
     if len(parts) < 2:
         return right.fill_(math.nan)
     for part in parts:
-        mine = fold == part
-        threshold = _best(lead[~mine], human[~mine], weight[:, ~mine])[1]
-        tie = lead[mine].abs().double() <= threshold[:, None]
-        correct = torch.where(tie, human[mine] == 0, lead[mine].sign() == human[mine])
-        right += (correct * weight[:, mine]).sum(1)
+        in_fold = fold == part
+        threshold = _best_threshold(lead[~in_fold], human[~in_fold], weight[:, ~in_fold])[1]
+        tie = lead[in_fold].abs().double() <= threshold[:, None]
+        correct = torch.where(tie, human[in_fold] == 0, lead[in_fold].sign() == human[in_fold])
+        right += (correct * weight[:, in_fold]).sum(1)
     return right / weight.sum(1)
 
 
@@ -112,7 +112,7 @@ def spearman(
     return (a * b * weight).sum(1) / (squares[0] * squares[1]).sqrt()
 
 
-def _best(lead: Tensor, human: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _best_threshold(lead: Tensor, human: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weight of right answers at each resample's best threshold, and that threshold."""
     size, order = lead.double().abs().sort(stable=True)
     weight, human, sign = weight[:, order], human[order], lead[order].sign()

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 
-def covering(
+def resize_to_cover(
     pictures: Float[Tensor, "n 3 h w"], height: int, width: int
 ) -> Float[Tensor, "n 3 height width"]:
     """Resize images to cover the target size, keeping the aspect ratio, and crop the centre.
@@ -25,5 +25,5 @@ def covering(
 def hole_within(
     mask: Float[Tensor, "1 3 h w"], height: int, width: int
 ) -> Bool[Tensor, "1 1 height width"]:
-    """Return where a mask is white, 0.5 or more, in what `covering` keeps of it."""
-    return covering(mask, height, width).mean(1, keepdim=True) >= 0.5
+    """Return where a mask is white, 0.5 or more, in what `resize_to_cover` keeps of it."""
+    return resize_to_cover(mask, height, width).mean(1, keepdim=True) >= 0.5

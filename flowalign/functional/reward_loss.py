@@ -1,9 +1,9 @@
 """Compute losses that train a reward model on comparisons, rankings, votes and ratings.
 
-Each returns one loss per comparison, list or rating; `masked_mean` reduces them. Scores have any
-leading shape, such as [pairs, dimensions]. `target` is the probability that A is better: 1 or 0
-where people decided, 0.5 for a tie, a share of votes in between. Where a label is missing, put any
-finite number and mask the entry out.
+Each returns one loss per comparison, list or rating. Scores have any leading shape, such as
+[pairs, dimensions]. `target` is the probability that A is better: 1 or 0 where people decided, 0.5
+for a tie, a share of votes in between. Where a label is missing, put any finite number and mask the
+entry out.
 """
 
 import math
@@ -13,22 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import huber_loss, log_softmax, logsigmoid
-
-
-def masked_mean(loss: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
-    """Return the mean over the entries in the mask; 0, with zero gradients, if the mask is empty.
-
-    VideoAlign's code divides by all entries, so that a dimension with few labels contributes
-    little; ours is that times all / valid. A NaN outside the mask is rejected: its gradient would
-    be NaN.
-    """
-    if not loss.detach()[~mask].isfinite().all():
-        raise ValueError(
-            "an entry outside the mask has a loss that is not finite, and 0 * NaN is NaN in the "
-            "gradient; put a finite number where a label is missing"
-        )
-    return torch.where(mask, loss, 0.0).sum() / mask.sum().clamp(min=1)
-
 
 # Pairs --------------------------------------------------------------------------------------------
 
@@ -49,30 +33,9 @@ def margin(
     """Return the Bradley-Terry loss with a required margin: -log sigmoid(lead - by).
 
     Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of
-    people's ratings, better minus worse, see `rating_gap`.
+    people's ratings, better minus worse.
     """
     return _cross_entropy(logsigmoid(a - b - by), logsigmoid(b - a - by), target)
-
-
-def scaled(
-    a: Float[Tensor, "*n"],
-    b: Float[Tensor, "*n"],
-    target: Float[Tensor, "*n"],
-    gap: Float[Tensor, "*n"],
-) -> Float[Tensor, "*n"]:
-    """Return the Bradley-Terry loss times the gap between people's ratings, at least 0.
-
-    VideoAlign's code lets the gap be negative where ratings contradict the label: the loss then
-    falls without bound as the model is pushed away from the label. Such pairs weigh 0 here.
-    """
-    return gap.clamp(min=0) * bradley_terry(a, b, target)
-
-
-def rating_gap(
-    target: Float[Tensor, "*n"], rating_a: Float[Tensor, "*n"], rating_b: Float[Tensor, "*n"]
-) -> Float[Tensor, "*n"]:
-    """Return the rating of the better one minus the other's; negative if they contradict target."""
-    return (2 * target - 1) * (rating_a - rating_b)
 
 
 def bt_with_ties(
@@ -95,17 +58,6 @@ def bt_with_ties(
     return -torch.where(target == 0.5, tie, torch.where(target == 1, better, worse))
 
 
-def outcome_probabilities(
-    a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], log_k: Float[Tensor, "..."]
-) -> Float[Tensor, "*n 3"]:
-    """Return P(A), P(tie), P(B) of Bradley-Terry with ties; they sum to 1.
-
-    P(A) = sigmoid(a - b - log k), P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has probability (k
-    - 1) / (k + 1): 2/3 for the k = 5 of VideoAlign's code. Source: Rao and Kupper, 1967.
-    """
-    return torch.stack(_log_outcomes(a, b, log_k), -1).exp()
-
-
 def log_k_of(tie_share: float) -> float:
     """Return the log k at which equal scores tie with this probability, to start learning from."""
     if not 0 < tie_share < 1:
@@ -121,7 +73,7 @@ def thurstone(
     log_sigma_b: Float[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
     """Return the cross-entropy under P(A) = Phi((a - b) / sqrt(sigma_a^2 + sigma_b^2)) (probit)."""
-    z = (a - b) / _spread(log_sigma_a, log_sigma_b)
+    z = (a - b) / _joint_std(log_sigma_a, log_sigma_b)
     log_ndtr = torch.special.log_ndtr
     return _cross_entropy(log_ndtr(z), log_ndtr(-z), target)
 
@@ -140,7 +92,7 @@ def uncertainty(
     """
     nodes, weights = _gauss_hermite(32)
     x, w = a.new_tensor(nodes), a.new_tensor(weights)
-    z = (a - b)[..., None] + _spread(log_sigma_a, log_sigma_b)[..., None] * x
+    z = (a - b)[..., None] + _joint_std(log_sigma_a, log_sigma_b)[..., None] * x
     return (_cross_entropy(logsigmoid(z), logsigmoid(-z), target[..., None]) * w).sum(-1)
 
 
@@ -155,7 +107,7 @@ def vote_fraction(
     Shares sum to 1 over the candidates in the mask, which marks those that a shorter list has.
     Source: PickScore, arXiv:2305.01569, whose lists are pairs with shares 0, 0.5 and 1.
     """
-    logp = log_softmax(_without(score, mask), -1)
+    logp = log_softmax(_mask_scores(score, mask), -1)
     share = torch.where(mask, share, 0.0)
     return (torch.special.xlogy(share, share) - share * logp).sum(-1)
 
@@ -172,7 +124,7 @@ def plackett_luce(
     """
     below = rank[..., None, :] > rank[..., :, None]
     itself = torch.eye(score.shape[-1], dtype=torch.bool, device=score.device)
-    rivals = _without(score[..., None, :], (below & mask[..., None, :]) | itself)
+    rivals = _mask_scores(score[..., None, :], (below & mask[..., None, :]) | itself)
     return torch.where(mask, rivals.logsumexp(-1) - score, 0.0).sum(-1)
 
 
@@ -212,9 +164,10 @@ def ordinal(
     last = cuts.shape[-1]
     if not ((level >= 0) & (level <= last)).all():
         raise ValueError(f"levels must be 0 to {last}, got {level.min()} to {level.max()}")
-    upper = _cut(cuts, level.clamp(max=last - 1)) - score
-    lower = _cut(cuts, (level - 1).clamp(min=0)) - score
+    upper = _select_cut(cuts, level.clamp(max=last - 1)) - score
+    lower = _select_cut(cuts, (level - 1).clamp(min=0)) - score
     # sigmoid(u) - sigmoid(l) = sigmoid(u) sigmoid(-l) (1 - exp(l - u)); the ends have one side.
+    # A placeholder at the ends: log(-expm1(0)) gives NaN gradients even where it is not chosen.
     between = torch.where((level > 0) & (level < last), lower - upper, -1.0)
     inside = torch.log(-torch.expm1(between))
     logp = torch.where(level == last, 0.0, logsigmoid(upper))
@@ -227,22 +180,28 @@ def _cross_entropy(log_a: Tensor, log_b: Tensor, target: Tensor) -> Tensor:
 
 
 def _log_outcomes(a: Tensor, b: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log P(A), log P(tie) and log P(B), which sum to 1 as probabilities.
+
+    P(A) = sigmoid(a - b - log k), P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has probability (k
+    - 1) / (k + 1): 2/3 for the k = 5 of VideoAlign's code. Source: Rao and Kupper, 1967.
+    """
     if not (log_k > 0).all():
         raise ValueError(f"log_k must be above 0, or ties are impossible, got {log_k.tolist()}")
+    # log(k^2 - 1) = 2 log k + log(1 - k^-2), which expm1 keeps precise near k = 1.
     better, worse = logsigmoid(a - b - log_k), logsigmoid(b - a - log_k)
     return better, 2 * log_k + torch.log(-torch.expm1(-2 * log_k)) + better + worse, worse
 
 
-def _spread(log_sigma_a: Tensor, log_sigma_b: Tensor) -> Tensor:
+def _joint_std(log_sigma_a: Tensor, log_sigma_b: Tensor) -> Tensor:
     return (torch.logaddexp(2 * log_sigma_a, 2 * log_sigma_b) / 2).exp()
 
 
-def _without(score: Tensor, mask: Tensor) -> Tensor:
+def _mask_scores(score: Tensor, mask: Tensor) -> Tensor:
     """Make scores outside the mask lose every comparison; they stay finite, as do gradients."""
     return torch.where(mask, score, torch.finfo(score.dtype).min)
 
 
-def _cut(cuts: Tensor, index: Tensor) -> Tensor:
+def _select_cut(cuts: Tensor, index: Tensor) -> Tensor:
     return cuts.expand(*index.shape, -1).gather(-1, index[..., None])[..., 0]
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.matching import per_row
+from flowalign.functional.transition import per_row
 
 NoiseWeighting = Literal["min_max", "best", "softmax", "none"]
 """min_max: 0.9 times the mean of the two best noises less 0.1 times that of the two worst, which

@@ -13,7 +13,7 @@ Span = tuple[int, int]
 """Index of the first frame, and of the one after the last."""
 
 
-def spans(num_frames: int, length: float) -> list[Span]:
+def split_spans(num_frames: int, length: float) -> list[Span]:
     """Cut frames into at least one part of about this length, as even as possible."""
     count = min(max(1, round(num_frames / length)), num_frames)
     ends = [round(i * num_frames / count) for i in range(count + 1)]
@@ -38,13 +38,13 @@ def temporal_stride(num_frames: int, num_latent: int) -> int:
     return (num_frames - 1) // (num_latent - 1)
 
 
-def frames_of(latent: Span, stride: int) -> Span:
+def find_frames(latent: Span, stride: int) -> Span:
     """Return the frames that a span of latent frames stands for."""
     start, stop = latent
     return max(0, 1 + (start - 1) * stride), 1 + (stop - 1) * stride
 
 
-def preferred(
+def compare_with_margin(
     a: Float[Tensor, "m C"], b: Float[Tensor, "m C"], margin: float
 ) -> Float[Tensor, "m C"]:
     """Return 1 where a is better by more than the margin, -1 where b is, 0 for a tie."""

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.matching import per_row
+from flowalign.functional.transition import per_row
 
 
 def level_after(
@@ -26,7 +26,7 @@ def level_after(
     return torch.lerp(rising[below], rising[below + 1], left - below)
 
 
-def renoised(
+def renoise(
     x: Float[Tensor, "n *latent"],
     noise: Float[Tensor, "n *latent"],
     sigma: Float[Tensor, "n"],

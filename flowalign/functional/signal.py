@@ -54,6 +54,7 @@ def inner_products(
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for start in range(0, len(rows[0]), _COLUMNS):
         columns = slice(start, start + _COLUMNS)
+        # A part at a time: gradients of a large network in float64 would not fit into memory.
         part = torch.stack([row[columns] for row in rows]).double()
         part = part if scale is None else part * scale[columns]
         total += part @ part.T
@@ -96,9 +97,7 @@ def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float
     return Moments(signal, (whole @ whole.T).double() - signal)
 
 
-def projected(
-    vector: Float[Tensor, "p"], signs: Bool[Tensor, "p"], size: int
-) -> Float[Tensor, "q"]:
+def project(vector: Float[Tensor, "p"], signs: Bool[Tensor, "p"], size: int) -> Float[Tensor, "q"]:
     """Add each entry, negated where its sign is False, to one of `size` sums.
 
     With random signs, inner products keep their expectation and gain noise.
@@ -108,7 +107,7 @@ def projected(
 
 
 def random_signs(size: int, device: torch.device, seed: int = 0) -> Bool[Tensor, "p"]:
-    """Return signs for `projected`, the same in every process."""
+    """Return signs for `project`, the same in every process."""
     chance = torch.Generator().manual_seed(seed)
     return torch.randint(2, (size,), generator=chance, dtype=torch.bool).to(device)
 
@@ -140,7 +139,7 @@ def best_weights(found: Moments) -> Float[Tensor, "K"]:
     return weights
 
 
-def above_noise(found: Moments) -> Moments:
+def subtract_estimation_error(found: Moments) -> Moments:
     """Return the same noise, and of the signal what stands out from the error of its estimate.
 
     In units of each step's noise the estimate has eigenvalues, which truly are 0 or above: the
@@ -148,12 +147,13 @@ def above_noise(found: Moments) -> Moments:
     """
     unit = found.noise.diagonal().clamp(min=torch.finfo(found.noise.dtype).tiny).sqrt()
     values, vectors = torch.linalg.eigh(found.signal / (unit[:, None] * unit))
+    # `eigh` sorts its values, so the first is the lowest.
     kept = (values + values[:1].clamp(max=0)).clamp(min=0)
     signal = (vectors * kept) @ vectors.T * (unit[:, None] * unit)
     return Moments(signal, found.noise)
 
 
-def crossed(
+def cross_fit(
     products: Products, kept: Bool[Tensor, "J"] | None = None, chosen_by: Products | None = None
 ) -> Float[Tensor, ""]:
     """Return the signal to noise of the best weights, found on one half of the blocks each.
@@ -174,7 +174,7 @@ def crossed(
     return torch.stack(judged).mean()
 
 
-def left_out(
+def leave_one_out(
     statistic: Callable[[Bool[Tensor, "J"]], Tensor], blocks: int
 ) -> Float[Tensor, "J *rest"]:
     """Return a statistic of blocks, without each of them in turn."""
@@ -182,7 +182,7 @@ def left_out(
 
 
 def standard_error(left: Float[Tensor, "J *rest"]) -> Float[Tensor, "*rest"]:
-    """Return the jackknife's standard error of a statistic, given `left_out` values.
+    """Return the jackknife's standard error of a statistic, given `leave_one_out` values.
 
     It is exact for means of blocks of one size. The error of a difference between two settings that
     were probed on the same batches is that of the difference of their values.

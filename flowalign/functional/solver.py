@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def thinned_schedule(sigmas: Float[Tensor, "S"], path: Sequence[int]) -> Float[Tensor, "S"]:
+def thin_schedule(sigmas: Float[Tensor, "S"], path: Sequence[int]) -> Float[Tensor, "S"]:
     """Return the schedule whose steps join the given points, in as many points as before.
 
     The points between two of the path move to the first of them, where steps of length 0 do

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.connection import straight_through
+from flowalign.functional.path_gradient import straight_through
 from flowalign.functional.transition import Kernel, log_density, transition
 
 
@@ -37,7 +37,7 @@ def span_log_density(
     return torch.stack(found).sum(0)
 
 
-def spans_of(trained: Sequence[int], longest: int) -> list[list[int]]:
+def find_spans(trained: Sequence[int], longest: int) -> list[list[int]]:
     """Return runs of consecutive steps, each of at most `longest`, that the increasing steps form.
 
     A run that does not divide evenly has its short span last.

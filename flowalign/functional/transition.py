@@ -178,14 +178,14 @@ def transition(
     """Return the distribution of x_{k+1}, given x_k and the velocity there."""
     c1, std = _coefficients(kernel, sigmas, k, eta)
     x0_hat, x1_hat = x - sigmas[k] * v, x + (1 - sigmas[k]) * v
-    return Gaussian((1 - sigmas[k + 1]) * x0_hat + _as(c1, x) * x1_hat, std)
+    return Gaussian((1 - sigmas[k + 1]) * x0_hat + per_row(c1, x) * x1_hat, std)
 
 
 def sample_next(
     distribution: Gaussian, noise: Float[Tensor, "n *latent"]
 ) -> Float[Tensor, "n *latent"]:
     """Return the sample mean + std * noise."""
-    return distribution.mean + _as(distribution.std, noise) * noise
+    return distribution.mean + per_row(distribution.std, noise) * noise
 
 
 def log_density(
@@ -199,6 +199,7 @@ def log_density(
     square = (x_next - distribution.mean).square().flatten(1).mean(1)
     if kernel.density == "unit":
         return -square
+    # 1 where std is 0: a division by 0 gives NaN gradients even where it is not chosen.
     std = torch.where(distribution.std > 0, distribution.std, 1.0)
     logp = -square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
     return torch.where(distribution.std > 0, logp, 0.0)
@@ -226,7 +227,7 @@ def travelled_velocity(
     the network.
     """
     still = transition(kernel, x, torch.zeros_like(x), sigmas, k, eta).mean
-    return (x_next - still) / _as(mean_sensitivity(kernel, sigmas, k, eta), x)
+    return (x_next - still) / per_row(mean_sensitivity(kernel, sigmas, k, eta), x)
 
 
 def _coefficients(kernel: Kernel, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
@@ -244,5 +245,6 @@ def _euler_maruyama(sigma: Tensor, following: Tensor, g: Tensor) -> Coefficients
     return Coefficients(following - std**2 / (2 * sigma), std)
 
 
-def _as(per_sample: Float[Tensor, "n"], like: Tensor) -> Tensor:
-    return per_sample.reshape(-1, *[1] * (like.ndim - 1))
+def per_row(value: Float[Tensor, "n"], like: Float[Tensor, "n *latent"]) -> Tensor:
+    """Reshape one number per row so that it multiplies latents."""
+    return value.reshape(-1, *[1] * (like.ndim - 1))

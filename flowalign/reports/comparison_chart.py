@@ -4,9 +4,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from flowalign.reports.charts import Drawing, framed, style
+from flowalign.reports.charts import INK, Chart, Line
 from flowalign.reports.comparison import Axis, Band, Comparison
-from flowalign.reports.hover import hover
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
 COLOURS = (
@@ -24,6 +23,19 @@ COLOURS = (
 black."""
 DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
 """Lengths of dashes and gaps, in line widths."""
+_STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.edgecolor": "#999999",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.labelcolor": "#444444",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+}
 _CUT = 3.0
 """Multiple of the common budget at which horizontal axes end; beyond, there is nothing to
 compare."""
@@ -37,12 +49,41 @@ def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
     return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
 
 
-def chart(comparison: Comparison, axis: Axis) -> Drawing:
-    """Draw the learning curves along one axis, without a legend."""
-    address, frame = framed(lambda axes: draw(axes, comparison, axis), (350, 270))
-    lines = {row.method.name: row.bands[axis] for row in comparison.rows}
-    values = {name: (band.cost, band.mean) for name, band in lines.items()}
-    return Drawing(address, hover(frame, words(axis), values))
+def chart(comparison: Comparison, axis: Axis) -> Chart:
+    """Return the learning curves along one axis: mean lines, and bands from lowest to highest seed.
+
+    The vertical line is the budget that all runs reached.
+    """
+    lines = []
+    for i, row in enumerate(comparison.rows):
+        band, (colour, dashes) = row.bands[axis], look(i)
+        several = len(row.method.runs) > 1
+        lines.append(
+            Line(
+                row.method.name,
+                band.cost,
+                band.mean,
+                colour=_page_colour(colour),
+                low=band.low if several else (),
+                high=band.high if several else (),
+                dash=[2 * length for length in dashes],
+                width=2.2 if i == 0 else 1.7,
+            )
+        )
+    budget = comparison.budgets[axis]
+    return Chart(
+        f"Equal {words(axis)}",
+        words(axis),
+        f"held-out {comparison.metric}",
+        lines,
+        x_range=(0.0, _CUT * budget) if is_cut(comparison, axis) else None,
+        x_marks=[budget],
+    )
+
+
+def _page_colour(colour: str) -> str:
+    """Return black as the colour of the text, which is white on a dark page."""
+    return INK if colour == COLOURS[0] else colour
 
 
 def picture(comparison: Comparison) -> bytes:
@@ -50,7 +91,7 @@ def picture(comparison: Comparison) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(style()):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13.5, 5), layout="constrained", dpi=150)
         shown = spent_by_all(comparison, DRAWN)
         for i, axis in enumerate(shown):
@@ -112,7 +153,10 @@ def look(i: int) -> tuple[str, tuple[float, ...]]:
 def swatch(i: int) -> dict[str, str]:
     """Return the line of the i-th method as attributes of an SVG line 2.5 units wide."""
     colour, dashes = look(i)
-    return {"stroke": colour, "dashes": " ".join(f"{2.5 * length:g}" for length in dashes)}
+    return {
+        "stroke": _page_colour(colour),
+        "dashes": " ".join(f"{2.5 * length:g}" for length in dashes),
+    }
 
 
 def is_cut(comparison: Comparison, axis: Axis) -> bool:

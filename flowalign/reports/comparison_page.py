@@ -1,16 +1,10 @@
 """Write a comparison to read, to show and to reuse: `compare.html`, `.png` and `.json`."""
 
-import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from PIL import Image
-
-from flowalign.reports.charts import data_address
 from flowalign.reports.comparison import AXES, Axis, Comparison, Row, SeedStatistics, leads
 from flowalign.reports.comparison_chart import (
     DRAWN,
@@ -21,27 +15,25 @@ from flowalign.reports.comparison_chart import (
     swatch,
     words,
 )
+from flowalign.reports.credit import CreditView, read_credit
 from flowalign.reports.pages import render
 from flowalign.reports.records import read_json
 from flowalign.reports.run_report import COMPARISON_LINK, write_report
-from flowalign.utils.files import atomic_write, write_text
-
-_CREDIT_WIDTH = 900
-"""Width in pixels to which credit charts are reduced."""
+from flowalign.utils.files import atomic_write, write_json, write_text
 
 
 def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] = ()) -> None:
     """Write the three files, each atomically; `missing` names runs that failed."""
     out.mkdir(parents=True, exist_ok=True)
     content = {"missing": list(missing)} | asdict(comparison)
-    write_text(out / "compare.json", json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+    write_json(out / "compare.json", content)
     drawn = picture(comparison)
     with atomic_write(out / "compare.png") as partial:
         partial.write_bytes(drawn)
-    credit_charts, links = credit_pictures(out, comparison), reports_of_runs(out, comparison)
+    views, links = credit_views(out, comparison), reports_of_runs(out, comparison)
     name = out.resolve().name
     told = warnings_of_runs(out, comparison)
-    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links, told))
+    write_text(out / "compare.html", page(name, comparison, missing, views, links, told))
     for link in links.values():  # runs that ended before there was a comparison to link
         if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
             write_report((out / link).parent)
@@ -71,13 +63,13 @@ def page(
     name: str,
     comparison: Comparison,
     missing: Sequence[str] = (),
-    credit_charts: Sequence[tuple[str, str]] = (),
+    views: Sequence[tuple[str, CreditView]] = (),
     links: Mapping[tuple[str, int], str] | None = None,
     warnings: Sequence[str] = (),
 ) -> str:
     """Render the self-contained page.
 
-    `credit_charts` are methods with the URLs of their charts, `links` the addresses of reports,
+    `views` are methods with the credit of their steps, `links` the addresses of reports,
     `warnings` what runs said of their pictures.
     """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
@@ -98,31 +90,25 @@ def page(
         missing=missing,
         warnings=warnings,
         cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
-        charts=[(axis, chart(comparison, axis)) for axis in drawn],
+        charts=[chart(comparison, axis) for axis in drawn],
         looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
         reached=reached,
         each_seed=each_seed,
-        credit_charts=credit_charts,
+        credit_views=views,
         links=links or {},
         seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
     )
 
 
-def credit_pictures(out: Path, comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the last credit chart of each method's first run, where the method credits steps."""
-    found = []
+def credit_views(out: Path, comparison: Comparison) -> list[tuple[str, CreditView]]:
+    """Return the last credit of each method's first run, where the method credits steps."""
+    views = []
     for row in comparison.rows:
-        run = min(run.seed for run in row.method.runs)
-        pictures = sorted((out / row.method.name / f"seed{run}" / "credit").glob("step-*.png"))
-        if pictures:
-            content = io.BytesIO()
-            with Image.open(pictures[-1]) as picture:
-                reduced = picture.convert("RGB")
-                reduced.thumbnail((_CREDIT_WIDTH, 4 * _CREDIT_WIDTH))
-                reduced.save(content, "JPEG", quality=80)
-            found.append((row.method.name, data_address("jpeg", content.getvalue())))
-    return found
+        seed = min(run.seed for run in row.method.runs)
+        if known := read_credit(out / row.method.name / f"seed{seed}" / "credit"):
+            views.append((row.method.name, known[-1]))
+    return views
 
 
 def verdict(comparison: Comparison) -> str:
@@ -183,12 +169,3 @@ def with_std(values: SeedStatistics) -> str:
 def count(value: float) -> str:
     """Format a cost as a whole number, or with one decimal for a few seconds."""
     return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.1f}"
-
-
-def _finite(content: Any) -> Any:
-    """Replace numbers that are not finite by None, as JSON has no NaN."""
-    if isinstance(content, dict):
-        return {name: _finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -1,6 +1,6 @@
 """Render pages from the templates of this folder: self-contained, and safe for any name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +20,10 @@ def render(
     )
     environment.filters |= dict(filters or {})
     return environment.get_template(template).render(**values)
+
+
+def fit_scale(intervals: Sequence[tuple[float, float]], mark: float = 0.0) -> tuple[float, float]:
+    """Return the offset and the factor that put a mark and all intervals on 0 to 100."""
+    low = min([mark, *(low for low, _ in intervals)])
+    high = max([mark, *(high for _, high in intervals)])
+    return low, 100 / ((high - low) or 1.0)

@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowalign.reports.charts import COLOURS, Drawing, framed
-from flowalign.reports.hover import hover
-from flowalign.reports.pages import render
+from flowalign.reports.charts import PALETTE, Chart, Line
+from flowalign.reports.pages import fit_scale, render
 
 ERRORS = 2
 """Standard errors to each side of an interval, which holds the truth in about 95 % of cases."""
-_SIZE = (320, 200)
 _COSTS = {
     "network_evaluations": "1000 evaluations",
     "reward_calls": "1000 reward calls",
@@ -19,26 +17,26 @@ _COSTS = {
 BEST, OWN = "best weights", "run file's weights"
 
 
-def page(name: str, found: Mapping[str, Any]) -> str:
+def page(name: str, probe: Mapping[str, Any]) -> str:
     """Render the self-contained page of the figures in `probe.json`."""
-    metric = found["metric"]
-    by_name = {setting["name"]: setting for setting in found["settings"]}
-    ranked = [by_name[row["name"]] | {"rank": row} for row in found["ranking"]]
+    metric = probe["metric"]
+    by_name = {setting["name"]: setting for setting in probe["settings"]}
+    ranked = [by_name[row["name"]] | {"rank": row} for row in probe["ranking"]]
     return render(
         "probe.html.j2",
         {"figure": figure, "spread": spread, "weights": weights},
         name=name,
         metric=metric,
         other="update" if metric == "gradient" else "gradient",
-        verdict=verdict(found),
-        caution=caution(found),
+        verdict=verdict(probe),
+        caution=caution(probe),
         ranked=ranked,
-        scale=scale([bounds(row["per_1000_evaluations"]) for row in found["ranking"]]),
+        scale=fit_scale([bounds(row["per_1000_evaluations"]) for row in probe["ranking"]]),
         bounds=bounds,
         costs=_COSTS,
         best=BEST,
-        drift=found["drift"],
-        drawn={one["name"]: drawings(one[metric]["steps"]) for one in ranked},
+        drift=probe["drift"],
+        charts={one["name"]: step_charts(one[metric]["steps"]) for one in ranked},
     )
 
 
@@ -74,50 +72,33 @@ def bounds(row: Mapping[str, float]) -> tuple[float, float]:
     return row["value"] - ERRORS * row["error"], row["value"] + ERRORS * row["error"]
 
 
-def scale(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the offset and the factor that put zero and all intervals on 0 to 100."""
-    low, high = min(0.0, *(low for low, _ in intervals)), max(0.0, *(high for _, high in intervals))
-    return low, 100 / ((high - low) or 1.0)
-
-
-def drawings(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, Drawing]]:
-    """Draw signal, noise and weights of the steps of one setting."""
+def step_charts(steps: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Return the charts of signal, noise and weights of the steps of one setting."""
     return [
-        ("Signal of each step", _bars(steps, {"signal": "signal"}, "squared length")),
-        ("Noise of each step", _bars(steps, {"noise": "noise"}, "squared length")),
-        (
+        _chart("Signal of each step", "squared length", steps, {"signal": "signal"}),
+        _chart("Noise of each step", "squared length", steps, {"noise": "noise"}),
+        _chart(
             "Weight of each step",
-            _bars(steps, {"run file": "weight", "best": "best_weight"}, "weight"),
+            "weight",
+            steps,
+            {"run file": "weight", "best": "best_weight"},
         ),
     ]
 
 
-def _bars(steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str], unit: str) -> Drawing:
-    """Draw one bar or several for each step, with intervals where there are errors."""
-    from matplotlib.ticker import MaxNLocator
-
-    places = [float(row["step"]) for row in steps]
-
-    def draw(axes: Any) -> None:
-        width = 0.7 / len(columns)
-        for i, (label, column) in enumerate(columns.items()):
-            beside = [place + (i - (len(columns) - 1) / 2) * width for place in places]
-            errors = [ERRORS * row.get(f"{column}_error", 0.0) for row in steps]
-            shown = {"yerr": errors, "capsize": 3} if any(errors) else {}
-            colour = COLOURS[-1] if column == "weight" else COLOURS[0]
-            values = [row[column] for row in steps]
-            axes.bar(beside, values, width, label=label, color=colour, ecolor="#1c1c1c", **shown)
-        axes.axhline(0, color="#1c1c1c", linewidth=0.8)
-        axes.set(xlabel="denoising step", ylabel=unit)
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-        if len(columns) > 1:
-            axes.figure.legend(loc="outside upper left", ncols=2, frameon=False, handlelength=1.2)
-
-    address, frame = framed(draw, _SIZE)
-    lines = {n: (places, [row[column] for row in steps]) for n, column in columns.items()}
-    return Drawing(address, hover(frame, "step", lines))
+def _chart(
+    title: str, unit: str, steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
+) -> Chart:
+    """Return one line for each column, with a band where there are errors."""
+    places = [row["step"] for row in steps]
+    lines = []
+    for colour, (label, column) in zip(PALETTE, columns.items(), strict=False):
+        values = [row[column] for row in steps]
+        errors = [ERRORS * row.get(f"{column}_error", 0.0) for row in steps]
+        pairs = list(zip(values, errors, strict=True)) if any(errors) else []
+        low, high = [v - e for v, e in pairs], [v + e for v, e in pairs]
+        lines.append(Line(label, places, values, colour, low, high))
+    return Chart(title, "denoising step", unit, lines, from_zero=True)
 
 
 def figure(value: float) -> str:

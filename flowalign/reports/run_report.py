@@ -3,8 +3,6 @@
 Parts without data are left out: no evaluation, no images, a run that is still going.
 """
 
-import contextlib
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from flowalign.reports.calibration_chart import draw_calibration
-from flowalign.reports.charts import (
-    chart,
-    data_address,
-    num_smoothed,
-    panels,
-    says_little,
-    sentence,
-    weights_in,
-)
+from flowalign.reports.calibration_chart import calibration_charts
+from flowalign.reports.charts import Chart
+from flowalign.reports.credit import read_credit
 from flowalign.reports.pages import render
+from flowalign.reports.panels import (
+    chart,
+    describe,
+    is_constant,
+    num_smoothed,
+    read_weights,
+    select_panels,
+)
 from flowalign.reports.records import Lines, collect, number, read_json
 from flowalign.reports.samples import samples
 from flowalign.reports.scores import changes as changes_of_prompts
@@ -39,9 +37,7 @@ from flowalign.utils.tracking import read_metrics
 _COMPARISON = "../../compare.html"
 """The page of a comparison, seen from the folder of one of its runs."""
 COMPARISON_LINK = f'href="{_COMPARISON}"'
-_WIDEST, _HEAVIEST = 1600, 500_000
-"""Width in pixels to which an image with text is reduced, and bytes at which it becomes JPEG."""
-_HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
+_HEADLINES = ("exact_match", "unseen/exact_match", "seen/exact_match", "weighted", "reward_mean")
 _CHECKS = {
     "loss_at_start": ("loss before any update", "that of a policy equal to its reference"),
     "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
@@ -76,8 +72,8 @@ def write_report(folder: Path) -> Path:
     summary = read_json(folder / "summary.json")
     changes = outcomes(summary, series)
     config = folder / "config.yaml"
-    weights = weights_in(config)
-    found = panels(series, weights)
+    weights = read_weights(config)
+    panels = select_panels(series, weights)
     compared = (folder / _COMPARISON).is_file()
     page = render(
         "run.html.j2",
@@ -89,11 +85,11 @@ def write_report(folder: Path) -> Path:
         warnings=summary.get("warnings") or {},
         tiles=tiles(changes, summary),
         smoothed=num_smoothed(len(series.get("reward_mean", {}))),
-        panels=[(panel, chart(panel)) for panel in found if not says_little(panel)],
-        sentences=[(panel, sentence(panel)) for panel in found if says_little(panel)],
+        charts=[chart(panel) for panel in panels if not is_constant(panel)],
+        sentences=[(panel, describe(panel)) for panel in panels if is_constant(panel)],
         samples=samples(folder / "samples"),
         worst=worst_prompts(folder / "samples", weights),
-        credit=credit(folder / "credit"),
+        credit_views=read_credit(folder / "credit"),
         calibration=calibration(folder / "calibration.json"),
         checks=checks(series),
         changes=changes,
@@ -187,38 +183,12 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
     return shown
 
 
-def credit(folder: Path) -> dict[str, Any]:
-    """Return the credit charts of the first and the last step that has one."""
-    records = {
-        png: read_json(png.with_suffix(".json")) for png in sorted(folder.glob("step-*.png"))
-    }
-    found = [png for png, record in records.items() if record]
-    shown = []
-    for png in dict.fromkeys([*found[:1], *found[-1:]]):
-        with contextlib.suppress(OSError), Image.open(png) as picture:
-            shown.append((records[png], *_page(picture.convert("RGB"))))
-    return {"pictures": shown, "branches": shown[0][0]["source_row"] is not None} if shown else {}
-
-
-def _page(picture: Image.Image) -> tuple[str, int]:
-    """Return an image with text as a data URL, and the width in pixels at which it is legible."""
-    width = round(picture.width / 1.5)
-    picture.thumbnail((_WIDEST, 3 * _WIDEST))
-    content = io.BytesIO()
-    picture.save(content, "PNG", optimize=True)
-    if content.tell() < _HEAVIEST:
-        return data_address("png", content.getvalue()), width
-    content = io.BytesIO()
-    picture.save(content, "JPEG", quality=90)
-    return data_address("jpeg", content.getvalue()), width
-
-
-def calibration(file: Path) -> str:
-    """Return the chart of the noise levels as a data URL; empty if none were calibrated."""
+def calibration(file: Path) -> list[Chart]:
+    """Return the charts of the noise levels; empty if none were calibrated."""
     try:
-        return draw_calibration(read_calibration(file))
+        return calibration_charts(read_calibration(file))
     except ValueError:
-        return ""
+        return []
 
 
 def checks(series: Lines) -> list[dict[str, str]]:

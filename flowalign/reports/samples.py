@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from flowalign.media.image_grid import PADDING
+from flowalign.data.media.image_grid import PADDING
 from flowalign.reports.charts import data_address
 from flowalign.reports.records import read_json
 from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
@@ -45,7 +45,7 @@ def samples(folder: Path) -> dict[str, Any]:
     grids = dict([first, last])
     cut = {step: cut_grid(grid, len(prompts), num_columns) for step, grid in grids.items()}
     size = cut[first[0]][0].size
-    still = {step: _addresses(pictures, bool(fps)) for step, pictures in cut.items()}
+    still = {step: encode_images(pictures, bool(fps)) for step, pictures in cut.items()}
     scores = [_scores(folder, step, prompts) for step in grids]
     judged = verdicts([s for s in scores if s])
     cards = []
@@ -104,7 +104,7 @@ def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Ima
     return [grid.crop((x, y, x + width - PADDING, y + height - PADDING)) for x, y in corners]
 
 
-def _addresses(pictures: Sequence[Image.Image], strips: bool) -> list[str]:
+def encode_images(pictures: Sequence[Image.Image], strips: bool = False) -> list[str]:
     """Return images as data URLs; reduce large ones, or the page would be too heavy to open."""
     addresses = []
     for picture in pictures:

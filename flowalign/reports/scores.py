@@ -93,8 +93,8 @@ def _text(value: float, right: bool | None) -> str:
 
 
 def leading(judged: set[str]) -> str:
-    """Return the dimension whose verdict stands at the picture: `strict`, or the only one."""
-    return "strict" if "strict" in judged else "".join(judged) if len(judged) == 1 else ""
+    """Return the dimension whose verdict stands at the picture: `exact_match`, or the only one."""
+    return "exact_match" if "exact_match" in judged else "".join(judged) if len(judged) == 1 else ""
 
 
 def changes(

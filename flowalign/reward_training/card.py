@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def card(config: Mapping[str, Any]) -> str:
+def render_card(config: Mapping[str, Any]) -> str:
     """Write Markdown: dimensions, data, agreement with people, calibration, licence, and use."""
     needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
     needs += " and its source image" if config.get("needs_references") else ""
@@ -20,7 +20,7 @@ def card(config: Mapping[str, Any]) -> str:
         *_section("Dimensions", *_dimensions(config)),
         *_section(
             "Data",
-            *(f"- {key}: {_shown(value)}" for key, value in config["data"].items()),
+            *(f"- {key}: {_format_value(value)}" for key, value in config["data"].items()),
             "",
             "Records are divided by prompt, those of edits by prompt and source: none is in two "
             "parts. The held-out part decided "
@@ -66,14 +66,14 @@ def _usage(dims: Sequence[str], noisy: bool) -> list[str]:
     if noisy:
         return [
             "```yaml",
-            "class_path: reward_models.latent.TrainedLatentReward",
+            "class_path: reward_models.TrainedLatentReward",
             "init_args: {path: PATH_OF_THIS_FOLDER}",
             "```",
         ]
     return [
         "```yaml",
         "rewards:",
-        "  - class_path: reward_models.trained.TrainedReward",
+        "  - class_path: reward_models.TrainedReward",
         "    init_args: {path: PATH_OF_THIS_FOLDER}",
         "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in dims) + "}",
         "```",
@@ -83,10 +83,10 @@ def _usage(dims: Sequence[str], noisy: bool) -> list[str]:
 def _dimensions(config: Mapping[str, Any]) -> list[str]:
     rows = ["| dimension | labels | loss | learned | temperature |", "|---|---|---|---|---|"]
     for dim in config["dims"]:
-        learned = ", ".join(f"{k} = {_shown(v)}" for k, v in config["learned"][dim].items())
+        learned = ", ".join(f"{k} = {_format_value(v)}" for k, v in config["learned"][dim].items())
         rows.append(
             f"| {dim} | {config['labels'][dim]} | {config['losses'][dim]} | {learned or '-'} | "
-            f"{_shown(config['temperatures'][dim])} |"
+            f"{_format_value(config['temperatures'][dim])} |"
         )
     return rows
 
@@ -99,7 +99,7 @@ def _agreement(config: Mapping[str, Any]) -> list[str]:
     for part, dims in config["figures"].items():
         for dim, found in dims.items():
             shown = [
-                _shown(found.get(key))
+                _format_value(found.get(key))
                 for key in (
                     "ties",
                     "accuracy",
@@ -112,9 +112,9 @@ def _agreement(config: Mapping[str, Any]) -> list[str]:
     return rows
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(_shown(v) for v in value)
+        return ", ".join(_format_value(v) for v in value)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

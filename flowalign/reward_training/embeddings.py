@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features
-from flowalign.media.media import Media
 from flowalign.types import Backbone, MediaBatch
 from flowalign.utils.files import atomic_write
 
@@ -28,7 +28,7 @@ Key = bytes
 
 
 @dataclass(frozen=True)
-class Sample:
+class RewardSample:
     """Holds one medium and the prompt that it answers."""
 
     media: Media
@@ -38,13 +38,13 @@ class Sample:
 
     def key(self, reads_prompts: bool, reads_references: bool = False) -> Key:
         """Hash the content, not the name: what is equal for the backbone shares its features."""
-        content = _digest(self.media) + (self.prompt.encode() if reads_prompts else b"")
+        content = _hash_medium(self.media) + (self.prompt.encode() if reads_prompts else b"")
         if reads_references:
-            content = b"".join(map(_digest, self.references)) + content
+            content = b"".join(map(_hash_medium, self.references)) + content
         return hashlib.sha256(content).digest()
 
 
-def _digest(medium: Media) -> bytes:
+def _hash_medium(medium: Media) -> bytes:
     data = medium.data
     if data is None:
         if medium.path is None:
@@ -72,7 +72,7 @@ class Embeddings:
             for file in sorted(self.folder.glob("*.safetensors")):
                 self._read(file)
 
-    def __call__(self, samples: Sequence[Sample]) -> tuple[Features, dict[int, str]]:
+    def __call__(self, samples: Sequence[RewardSample]) -> tuple[Features, dict[int, str]]:
         """Return features, a row per sample, and by index why samples failed (their row is NaN).
 
         Raises:
@@ -93,7 +93,7 @@ class Embeddings:
         }
         return self._table(keys), failed
 
-    def _key(self, sample: Sample, i: int, failed: dict[int, str]) -> Key | None:
+    def _key(self, sample: RewardSample, i: int, failed: dict[int, str]) -> Key | None:
         try:
             return sample.key(self.backbone.reads_prompts, self.backbone.reads_references)
         except (OSError, ValueError) as error:
@@ -102,7 +102,10 @@ class Embeddings:
 
     @torch.no_grad()
     def _compute(
-        self, samples: Sequence[Sample], todo: Sequence[tuple[Key, int]], failed: dict[int, str]
+        self,
+        samples: Sequence[RewardSample],
+        todo: Sequence[tuple[Key, int]],
+        failed: dict[int, str],
     ) -> None:
         features, broken = embed_samples(self.backbone, self.frames, [samples[i] for _, i in todo])
         failed |= {todo[row][1]: why for row, why in broken.items()}
@@ -143,7 +146,7 @@ class Embeddings:
 
 
 def embed_samples(
-    backbone: Backbone, frames: Frames, samples: Sequence[Sample]
+    backbone: Backbone, frames: Frames, samples: Sequence[RewardSample]
 ) -> tuple[Features, dict[int, str]]:
     """Read and embed samples, those of one shape together; failures get NaN and a reason.
 
@@ -183,7 +186,7 @@ def embed_samples(
     return Features(torch.stack([r[0] for r in full]), torch.stack([r[1] for r in full])), failed
 
 
-def _sources(backbone: Backbone, frames: Frames, sample: Sample) -> list[Tensor]:
+def _sources(backbone: Backbone, frames: Frames, sample: RewardSample) -> list[Tensor]:
     """Read the first frames of a sample's references, if the backbone reads them."""
     if not backbone.reads_references:
         return []

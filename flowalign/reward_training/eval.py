@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from flowalign.reward_training.pairs import Pairs, ScoredTable
+    from flowalign.reward_training.pairs import ScoredPairs, ScoredTable
     from flowalign.reward_training.report import Content
 
 MEASURES = {
@@ -83,10 +83,10 @@ def evaluate(
     humans: Sequence[str] | None = None,
 ) -> "Content":
     """Compute all measures of the chosen columns (default: all), as `eval.json` holds them."""
-    dims = _chosen(scores, list(table.scores), "scored dimension")
-    columns = _chosen(humans, list(table.humans), "human column")
+    dims = _select_names(scores, list(table.scores), "scored dimension")
+    columns = _select_names(humans, list(table.humans), "human column")
     bad = {name: len(table.record[rows].unique()) for name, rows in table.both_bad.items()}
-    table = table.without_both_bad() if settings.both_bad == "drop" else table
+    table = table.drop_both_bad() if settings.both_bad == "drop" else table
     results = []
     for column in columns:
         for dim in dims:
@@ -100,8 +100,8 @@ def evaluate(
             )
     return {
         "rows": len(table.record),
-        "records": _distinct(table.record),
-        "prompts": _distinct(table.prompt),
+        "records": _count_distinct(table.record),
+        "prompts": _count_distinct(table.prompt),
         "fingerprints": list(table.fingerprints),
         "settings": asdict(settings),
         "results": results,
@@ -109,7 +109,7 @@ def evaluate(
     }
 
 
-def _chosen(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
+def _select_names(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
     unknown = [name for name in wanted or [] if name not in known]
     if unknown:
         raise ValueError(
@@ -120,9 +120,9 @@ def _chosen(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> li
 
 def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) -> dict[str, Any]:
     from flowalign.functional import agreement
-    from flowalign.reward_training.pairs import pairs
+    from flowalign.reward_training.pairs import pair_rows
 
-    compared = pairs(table, dim, column)
+    compared = pair_rows(table, dim, column)
     lead, human, share = compared.lead, compared.human, compared.share
     measures = _pair_measures(compared, settings) | _row_measures(table, dim, column, settings)
     curve = agreement.reliability(lead, share, settings.num_bins)
@@ -141,14 +141,14 @@ def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) 
     }
 
 
-def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
+def _pair_measures(compared: "ScoredPairs", settings: Settings) -> dict[str, Measure]:
     import torch
 
     from flowalign.functional import agreement, resampling
 
     lead, human, share, cluster = compared.lead, compared.human, compared.share, compared.cluster
     fold = agreement.folds(cluster, settings.num_folds, _generator(settings))
-    cool, bins = agreement.cooled(lead, share, fold), settings.num_bins
+    cool, bins = agreement.calibrate_leads(lead, share, fold), settings.num_bins
     right = ((lead.sign() == human) & (human != 0)).double()
     half = torch.where(human == 0, 0.5, right)
     resampled = {
@@ -160,10 +160,10 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
         "ece_calibrated": lambda w: resampling.calibration_error(cool, share, bins, w),
     }
     measures = {
-        name: _measured(statistic, cluster, settings, len(lead))
+        name: _measure(statistic, cluster, settings, len(lead))
         for name, statistic in resampled.items()
     }
-    measures["accuracy_without_ties"] = _measured(
+    measures["accuracy_without_ties"] = _measure(
         lambda w: resampling.accuracy_without_ties(lead, human, w),
         cluster,
         settings,
@@ -175,7 +175,7 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
     return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}
 
 
-def _set_measure(compared: "Pairs", settings: Settings) -> Measure:
+def _set_measure(compared: "ScoredPairs", settings: Settings) -> Measure:
     """Measure in how many groups every pair is right; groups with a failed score are left out.
 
     A decided pair is right by its order, whatever the lead, and a tie up to the best threshold.
@@ -183,14 +183,14 @@ def _set_measure(compared: "Pairs", settings: Settings) -> Measure:
     from flowalign.functional import agreement, resampling
 
     threshold = agreement.best_tie_threshold(compared.lead, compared.human).threshold
-    right, owner = agreement.whole_sets(
+    right, owner = agreement.score_whole_sets(
         compared.lead[compared.whole],
         compared.human[compared.whole],
         compared.group[compared.whole],
         threshold,
         compared.cluster[compared.whole],
     )
-    return _measured(lambda w: resampling.mean(right, w), owner, settings, len(right))
+    return _measure(lambda w: resampling.mean(right, w), owner, settings, len(right))
 
 
 def _row_measures(
@@ -198,33 +198,38 @@ def _row_measures(
 ) -> dict[str, Measure]:
     """Compute Kendall's tau within groups, and Spearman's of ratings, which have one scale."""
     from flowalign.functional import agreement, resampling
-    from flowalign.reward_training.pairs import groups
+    from flowalign.reward_training.pairs import number_groups
 
     score, human = table.scores[dim], table.humans[column]
     rows = (score.isfinite() & human.isfinite()).nonzero()[:, 0]
-    x, y, group, prompt = score[rows], human[rows], groups(table, column)[rows], table.prompt[rows]
+    x, y, group, prompt = (
+        score[rows],
+        human[rows],
+        number_groups(table, column)[rows],
+        table.prompt[rows],
+    )
     taus = agreement.kendall(x, y, group)
     ids, index = group.unique(return_inverse=True)
     owner = prompt.new_zeros(len(ids)).scatter(0, index, prompt)
     owner, taus = owner[taus.isfinite()], taus[taus.isfinite()]
-    tau = _measured(lambda w: resampling.mean(taus, w), owner, settings, len(taus))
+    tau = _measure(lambda w: resampling.mean(taus, w), owner, settings, len(taus))
     rho = Measure(math.nan)
     if column.startswith("rating/"):
-        rho = _measured(lambda w: resampling.spearman(x, y, w), prompt, settings, len(rows))
+        rho = _measure(lambda w: resampling.spearman(x, y, w), prompt, settings, len(rows))
     return {"kendall": tau, "spearman": rho}
 
 
 def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
     """Measure how often verdicts agree on two media in both orders; n is 0 without such pairs."""
     from flowalign.functional import resampling
-    from flowalign.reward_training.pairs import both_orders
+    from flowalign.reward_training.pairs import find_both_orders
 
-    forward, backward, cluster = both_orders(table, dim)
+    forward, backward, cluster = find_both_orders(table, dim)
     same = (forward.sign() == backward.sign()).double()
-    return _measured(lambda w: resampling.mean(same, w), cluster, settings, len(same))
+    return _measure(lambda w: resampling.mean(same, w), cluster, settings, len(same))
 
 
-def _measured(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:
+def _measure(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:
     """Return the statistic of all rows, with its interval."""
     import torch
 
@@ -245,5 +250,5 @@ def _generator(settings: Settings) -> Any:
     return torch.Generator().manual_seed(settings.seed)
 
 
-def _distinct(ids: Any) -> int:
+def _count_distinct(ids: Any) -> int:
     return len(ids.unique())

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.reward_training.pairs import ScoredTable, pairs
+from flowalign.reward_training.pairs import ScoredTable, pair_rows
 from flowalign.types import Fit, Fittable, RewardModel
 
 
-def fittable(models: Sequence[RewardModel], source: str) -> Fittable:
+def find_fittable(models: Sequence[RewardModel], source: str) -> Fittable:
     """Return the one reward of a list whose weights can be fitted.
 
     Raises:
@@ -27,7 +27,7 @@ def fittable(models: Sequence[RewardModel], source: str) -> Fittable:
     return found[0]
 
 
-def comparisons(
+def collect_comparisons(
     table: ScoredTable, dims: Sequence[str], column: str, source: Path
 ) -> tuple[Float[Tensor, "n F"], Float[Tensor, "n"]]:
     """Return the leads of the first of every pair in each dimension, and how many preferred it.
@@ -43,7 +43,7 @@ def comparisons(
             raise ValueError(
                 f"{source} has no {what} {missing[0]}; it has {', '.join(there)}"[:400]
             )
-    each = [pairs(table, dim, column) for dim in dims]
+    each = [pair_rows(table, dim, column) for dim in dims]
     if len({len(one.lead) for one in each}) > 1:
         raise ValueError(f"{source} has pairs scored in some of {', '.join(dims)} only"[:400])
     if len(each[0].lead) < 2:
@@ -61,5 +61,5 @@ def fit_to_table(
     seed: int,
 ) -> Fit:
     """Fit the weights of a reward to a table that it scored."""
-    lead, share = comparisons(table, reward.fitted_dims, column, source)
+    lead, share = collect_comparisons(table, reward.fitted_dims, column, source)
     return reward.fit(lead, share, ridge, held_out, seed)

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.data.records import Record
-from flowalign.reward_training.embeddings import Sample
+from flowalign.data.media_record import Record
+from flowalign.reward_training.embeddings import RewardSample
 from flowalign.reward_training.losses import LabelKind
 
 Part = Literal["train", "held_out", "test"]
@@ -21,7 +21,7 @@ PARTS: tuple[Part, ...] = ("train", "held_out", "test")
 class Preferences:
     """Holds B records with up to m candidates each, and people's labels in R dimensions."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[RewardSample]
     """Every candidate of every record, one after the other."""
     candidate: Int[Tensor, "B m"]
     """Row of each candidate in `samples`; -1 where a record has fewer than m."""
@@ -47,7 +47,7 @@ class Preferences:
             digest.update(table.numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def without(self, failed: Iterable[int]) -> "Preferences":
+    def exclude(self, failed: Iterable[int]) -> "Preferences":
         """Return a copy without the labels of the candidates in these rows of `samples`."""
         gone = torch.isin(self.candidate, torch.tensor(sorted(failed), dtype=torch.long))
         labels = self.labels.masked_fill(gone[..., None], torch.nan)
@@ -56,7 +56,7 @@ class Preferences:
         )
 
 
-def gather(
+def gather_preferences(
     records: Iterable[Record],
     kinds: Mapping[str, LabelKind],
     seed: int,
@@ -85,16 +85,18 @@ def gather(
     widest = max(len(r.media) for r in kept)
     candidate = torch.full((len(kept), widest), -1)
     labels = torch.full((len(kept), widest, len(kinds)), torch.nan)
-    samples: list[Sample] = []
+    samples: list[RewardSample] = []
     for i, record in enumerate(kept):
         m = len(record.media)
         candidate[i, :m] = torch.arange(len(samples), len(samples) + m)
-        samples += [Sample(medium, record.prompt, record.references) for medium in record.media]
+        samples += [
+            RewardSample(medium, record.prompt, record.references) for medium in record.media
+        ]
         for d, (dim, kind) in enumerate(kinds.items()):
             if found := _labels(record, dim, kind):
                 labels[i, :m, d] = torch.tensor(found, dtype=torch.float32)
     _check(labels, kinds, kept)
-    part = _parts([_asked(record) for record in kept], seed, shares)
+    part = _parts([_request_key(record) for record in kept], seed, shares)
     return Preferences(samples, candidate, labels, part, unlabelled, problems)
 
 
@@ -120,7 +122,7 @@ def _check(
             )
 
 
-def _asked(record: Record) -> str:
+def _request_key(record: Record) -> str:
     """Return the prompt of a record, whatever its case, and after it the names of its sources."""
     prompt = " ".join(record.prompt.casefold().split())
     sources = [m.path or hashlib.sha256(m.data or b"").hexdigest() for m in record.references]

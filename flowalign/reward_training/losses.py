@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from flowalign.functional import reward_loss as losses
 from flowalign.functional.rating import Ratings
-from flowalign.utils.ranges import FiniteFloat, PositiveFloat, Range
+from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range
 
 LabelKind = Literal["ranks", "votes", "ratings"]
 
 
 @dataclass(frozen=True)
-class Pairs:
+class LabelledPairs:
     """Lists the pairs a < b of candidates of one record that people compared."""
 
     record: Int[Tensor, "n"]
@@ -38,7 +38,7 @@ class Pairs:
         return table[self.record, self.a], table[self.record, self.b]
 
 
-def pairs_of(labels: Float[Tensor, "B m"], kind: LabelKind) -> Pairs:
+def label_pairs(labels: Float[Tensor, "B m"], kind: LabelKind) -> LabelledPairs:
     """Find all labelled pairs of B records of up to m candidates; NaN is no label.
 
     The lower rank and the higher rating is better, and equal ones tie; for votes the target is the
@@ -52,7 +52,7 @@ def pairs_of(labels: Float[Tensor, "B m"], kind: LabelKind) -> Pairs:
         ahead = second - first if kind == "ranks" else first - second
         target = torch.where(ahead.isnan(), ahead, 0.5 + 0.5 * ahead.sign())  # sign(NaN) is 0
     record, pair = target.isfinite().nonzero(as_tuple=True)
-    return Pairs(record, a[pair], b[pair], target[record, pair])
+    return LabelledPairs(record, a[pair], b[pair], target[record, pair])
 
 
 class RewardLoss(nn.Module, ABC):
@@ -74,7 +74,7 @@ class RewardLoss(nn.Module, ABC):
     ) -> Float[Tensor, "n"]:
         """Return one loss per labelled item; scores and log variances are [B, m], NaN no label."""
 
-    def learned(self) -> Mapping[str, float | list[float]]:
+    def learned_values(self) -> Mapping[str, float | list[float]]:
         """Return the learned quantities by name, for the model card."""
         return {}
 
@@ -86,7 +86,7 @@ class BradleyTerry(RewardLoss):
 
     @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        pairs = pairs_of(labels, kind)
+        pairs = label_pairs(labels, kind)
         return losses.bradley_terry(*pairs.of(ratings.score), pairs.target)
 
 
@@ -114,11 +114,11 @@ class BradleyTerryTies(RewardLoss):
 
     @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        pairs = pairs_of(labels, kind)
+        pairs = label_pairs(labels, kind)
         return losses.bt_with_ties(*pairs.of(ratings.score), pairs.target, self.log_k)
 
     @override
-    def learned(self) -> Mapping[str, float | list[float]]:
+    def learned_values(self) -> Mapping[str, float | list[float]]:
         return {"k": float(self.log_k.detach().exp())}
 
 
@@ -127,7 +127,7 @@ class _WithVariance(RewardLoss):
     needs_variance = True
 
     def _terms(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> tuple[Tensor, ...]:
-        pairs, spread = pairs_of(labels, kind), ratings.log_variance
+        pairs, spread = label_pairs(labels, kind), ratings.log_variance
         assert spread is not None, "the trainer checks that the head gives a log variance"
         log_sigma_a, log_sigma_b = pairs.of(0.5 * spread)
         return (*pairs.of(ratings.score), pairs.target, log_sigma_a, log_sigma_b)
@@ -239,5 +239,5 @@ class Ordinal(RewardLoss):
         return losses.ordinal(ratings.score[given], level, self.cuts)
 
     @override
-    def learned(self) -> Mapping[str, float | list[float]]:
+    def learned_values(self) -> Mapping[str, float | list[float]]:
         return {"cuts": self.cuts.detach().tolist()}

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.agreement import pairs_within
+from flowalign.functional.agreement import list_pairs
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -37,7 +37,7 @@ class ScoredTable:
     both_bad: Mapping[str, Bool[Tensor, "n"]] = field(default_factory=dict)
     """Rows of pairs of which people found both bad, by human column."""
 
-    def without_both_bad(self) -> "ScoredTable":
+    def drop_both_bad(self) -> "ScoredTable":
         """Return a copy without the labels of pairs of which people found both bad."""
         humans = {
             name: labels.masked_fill(self.both_bad[name], math.nan)
@@ -49,7 +49,7 @@ class ScoredTable:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ScoredPairs:
     """Holds pairs of media that people compared, in the terms of `functional.agreement`."""
 
     lead: Float[Tensor, "n"]
@@ -108,8 +108,8 @@ def read_scores(path: Path) -> ScoredTable:
         for p, s, r in zip(prompts, sources, columns["record"], strict=True)
     ]
     return ScoredTable(
-        record=_numbered(columns["record"]),
-        prompt=_numbered(owners),
+        record=_number_values(columns["record"]),
+        prompt=_number_values(owners),
         paths=columns.get("path") or [None] * len(prompts),
         prompts=prompts,
         scores={d: _numbers(columns[d], columns[f"{d}_valid"]) for d in dims},
@@ -122,16 +122,16 @@ def read_scores(path: Path) -> ScoredTable:
     )
 
 
-def groups(table: ScoredTable, column: str) -> Int[Tensor, "n"]:
+def number_groups(table: ScoredTable, column: str) -> Int[Tensor, "n"]:
     """Return the group of each row within which a column compares: its record; ratings: prompt."""
     return table.prompt if column.startswith("rating/") else table.record
 
 
-def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
+def pair_rows(table: ScoredTable, dim: str, column: str) -> ScoredPairs:
     """Pair every two media that people compared in a column, with the lead of one score."""
-    human, score, group = table.humans[column], table.scores[dim], groups(table, column)
+    human, score, group = table.humans[column], table.scores[dim], number_groups(table, column)
     rows = human.isfinite().nonzero()[:, 0]
-    first, second = pairs_within(group[rows])
+    first, second = list_pairs(group[rows])
     i, j = rows[first], rows[second]
     known = (score[i] - score[j]).isfinite()
     broken = group[i[~known]].unique()
@@ -141,7 +141,7 @@ def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
     if column.startswith("votes/"):
         total = human[i] + human[j]
         share = torch.where(total > 0, human[i] / total.clamp(min=1e-300), 0.5)
-    return Pairs(
+    return ScoredPairs(
         score[i] - score[j],
         better.long(),
         share,
@@ -152,7 +152,7 @@ def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
     )
 
 
-def both_orders(
+def find_both_orders(
     table: ScoredTable, dim: str
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"], Int[Tensor, "n"]]:
     """Return leads of A over B with A first and with A second, and the prompt of each.
@@ -160,7 +160,7 @@ def both_orders(
     A table has both orders if two records of one prompt hold the same files in opposite order.
     """
     score = table.scores[dim]
-    i, j = pairs_within(table.record)
+    i, j = list_pairs(table.record)
     seen: dict[tuple[str, str, str], int] = {}
     found: list[tuple[int, int]] = []
     places: list[tuple[int, int]] = list(zip(i.tolist(), j.tolist(), strict=True))
@@ -193,7 +193,7 @@ def _read(path: Path) -> Columns:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _numbered(values: Sequence[Any]) -> Int[Tensor, "n"]:
+def _number_values(values: Sequence[Any]) -> Int[Tensor, "n"]:
     """Number values 0, 1, ... in the order in which they first appear."""
     number = {value: i for i, value in enumerate(dict.fromkeys(values))}
     return torch.tensor([number[value] for value in values], dtype=torch.long)

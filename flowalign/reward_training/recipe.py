@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowalign.reward_training.losses import LabelKind, RewardLoss
-from flowalign.utils.ranges import PositiveFloat, PositiveInt
+from flowalign.types.ranges import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowalign.functional.rating import Features, Rater, ridge
 from flowalign.reward_training.labels import Part, Preferences
-from flowalign.reward_training.losses import LabelKind, pairs_of
+from flowalign.reward_training.losses import LabelKind, label_pairs
 from flowalign.reward_training.recipe import Ridge
 from flowalign.types import HeadNetwork
 
@@ -62,7 +62,7 @@ def _problem(
     if kind == "ratings":
         given = labels.isfinite()
         return joint[candidate[given]], labels[given]
-    pairs = pairs_of(labels, kind)
+    pairs = label_pairs(labels, kind)
     x = joint[candidate[pairs.record, pairs.a]] - joint[candidate[pairs.record, pairs.b]]
     y = 2 * pairs.target - 1
     return torch.cat([x, -x]), torch.cat([y, -y])  # both orders: no intercept

@@ -8,24 +8,24 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 
+from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
-from flowalign.data.records import Record
 from flowalign.functional.rating import Features
 from flowalign.reward_training.embeddings import Embeddings
-from flowalign.reward_training.folder import About, finish, restore_state, save_state
-from flowalign.reward_training.labels import Preferences, gather
+from flowalign.reward_training.labels import Preferences, gather_preferences
 from flowalign.reward_training.losses import LabelKind
-from flowalign.reward_training.noising import NoisedSamples
+from flowalign.reward_training.model_folder import RunDescription, finish, restore_state, save_state
+from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.recipe import Dimension, Schedule
-from flowalign.reward_training.training import RewardTrainer, drawing, frames_for
+from flowalign.reward_training.training import RewardTrainer, frames_for, seeded_draws
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching.times import Times
 from flowalign.types import Backbone, Head, NoisyBackbone
+from flowalign.types.ranges import Decay, PositiveInt, Range, Seed
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import Claim, clear, is_unused
-from flowalign.utils.ranges import Decay, PositiveInt, Range, Seed
 from flowalign.utils.tracking import Tracker
-from flowalign.utils.yaml_files import load_typed
+from flowalign.utils.typed_settings import load_typed
 
 STATE, MODEL = "state.safetensors", "model"
 
@@ -107,7 +107,7 @@ def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str
     Raises:
         ConfigError: The run file is wrong; at most five lines name the key or value.
     """
-    return load_typed(RewardRun, "flowalign reward train", config, overrides)
+    return load_typed(RewardRun, config, overrides)
 
 
 def train(
@@ -143,12 +143,12 @@ def _train(
     if run.threads:
         torch.set_num_threads(run.threads)
     preferences, identity = read_preferences(run)
-    with drawing(run.seed, torch.device("cpu"), "adapters"):
+    with seeded_draws(run.seed, torch.device("cpu"), "adapters"):
         run.backbone.load()
     run.backbone.network.to(_device(run))
-    features, preferences = embedded(run, preferences, log)
+    features, preferences = embed_preferences(run, preferences, log)
     if isinstance(run.backbone, NoisyBackbone) and run.times:
-        features = NoisedSamples(run.backbone, features, preferences, run.times, run.seed)
+        features = NoisedFeatures(run.backbone, features, preferences, run.times, run.seed)
     trainer = RewardTrainer(
         run.backbone,
         run.head,
@@ -172,7 +172,7 @@ def _train(
             log(f"epoch {trainer.epoch}: held-out loss {metrics['held_out/loss']:.4f}")
     finally:
         tracker.close()
-    return finish(folder / MODEL, trainer, _about(run, config, preferences, identity))
+    return finish(folder / MODEL, trainer, _describe_run(run, config, preferences, identity))
 
 
 def _device(run: RewardRun) -> torch.device:
@@ -187,7 +187,7 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
     kinds: dict[str, LabelKind] = {
         name: dimension.labels for name, dimension in run.dimensions.items()
     }
-    preferences = gather(records, kinds, run.seed, (run.held_out, run.test))
+    preferences = gather_preferences(records, kinds, run.seed, (run.held_out, run.test))
     if (bad := len(preferences.problems)) > run.max_failed_fraction * len(records):
         raise ValueError(
             f"{bad} of {len(records)} rows are invalid (max_failed_fraction "
@@ -196,7 +196,7 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
     return preferences, preferences.fingerprint()
 
 
-def embedded(
+def embed_preferences(
     run: RewardRun, preferences: Preferences, log: Callable[[str], None]
 ) -> tuple[Features, Preferences]:
     """Embed all samples; returns features, and preferences without the media that failed."""
@@ -211,10 +211,12 @@ def embedded(
             f"{len(failed)} of {total} media failed (max_failed_fraction "
             f"{run.max_failed_fraction:g}); the first: {failed[first]}"
         )
-    return features, preferences.without(failed)
+    return features, preferences.exclude(failed)
 
 
-def _about(run: RewardRun, config: str, preferences: Preferences, identity: str) -> About:
+def _describe_run(
+    run: RewardRun, config: str, preferences: Preferences, identity: str
+) -> RunDescription:
     resolved = yaml.safe_load(config)
     data = {
         "sources": [d.path for d in run.data],
@@ -232,7 +234,7 @@ def _about(run: RewardRun, config: str, preferences: Preferences, identity: str)
             "weights_fingerprint": run.backbone.weights_fingerprint,
         }
     parts = resolved["backbone"], resolved["head"]
-    return About(run.name, run.licence, run.modality, *parts, data, noise)
+    return RunDescription(run.name, run.licence, run.modality, *parts, data, noise)
 
 
 def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:

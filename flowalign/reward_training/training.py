@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features, Rater, Ratings
-from flowalign.media.decode import decode
-from flowalign.media.media import Media
-from flowalign.reward_training.embeddings import Frames, Sample, embed_samples
-from flowalign.reward_training.figures import figures
+from flowalign.reward_training.agreement import measure_agreement
+from flowalign.reward_training.embeddings import Frames, RewardSample, embed_samples
 from flowalign.reward_training.labels import Part, Preferences
-from flowalign.reward_training.noising import NoisedSamples
+from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.ridge import first_stage
 from flowalign.training.learner import Optimizer, TrainingFailure
@@ -38,7 +38,7 @@ class RewardTrainer:
         head: Head,
         dimensions: Mapping[str, Dimension],
         preferences: Preferences,
-        features: Features | NoisedSamples,
+        features: Features | NoisedFeatures,
         optimizer: Optimizer,
         schedule: Schedule,
         seed: int = 0,
@@ -48,7 +48,7 @@ class RewardTrainer:
         self.device = next(backbone.network.parameters()).device
         self.noised = None if isinstance(features, Features) else features
         """What noises latents for each update; None if features are of finished samples."""
-        known = features if isinstance(features, Features) else features.held()
+        known = features if isinstance(features, Features) else features.draw_held_out()
         self.features = Features(known.joint.nan_to_num(), known.prompt.nan_to_num())
         self.tuned = any(p.requires_grad for p in backbone.network.parameters())
         """Whether the backbone has adapters, so that features change during training."""
@@ -114,7 +114,7 @@ class RewardTrainer:
     def _rater(self, head: Head) -> Rater:
         """Build a fresh rater with the features' statistics and the units of the ratings."""
         joint, prompt = self.features.joint.shape[1], self.features.prompt.shape[1]
-        with drawing(self.seed, self.device, "head"):
+        with seeded_draws(self.seed, self.device, "head"):
             built = head.build(joint, prompt, tuple(self.dimensions))
         rater = Rater(built, joint, prompt, len(self.dimensions))
         train = self.preferences.rows("train")
@@ -153,13 +153,13 @@ class RewardTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.cfg.rate(self.update, total)
         self.rater.train()
-        with drawing(self.seed, self.device, "update", self.update):
+        with seeded_draws(self.seed, self.device, "update", self.update):
             losses = self._losses(self._rate(rows), rows)
         self.update += 1
         if not losses:  # no label among these records
             return {}
         self.optimizer.zero_grad(set_to_none=True)
-        weighted(self.dimensions, losses).backward()
+        weigh_losses(self.dimensions, losses).backward()
         norm = float(nn.utils.clip_grad_norm_(self.trained().values(), self.cfg.max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
@@ -187,7 +187,7 @@ class RewardTrainer:
 
     def _features(self, used: Int[Tensor, "k"]) -> Features:
         if self.noised and self.rater.training:
-            return self.noised.drawn(used, self.update).to(self.device)
+            return self.noised.draw(used, self.update).to(self.device)
         if not self.tuned:
             return self.features.take(used).to(self.device)
         samples = [self.preferences.samples[i] for i in used.tolist()]
@@ -222,7 +222,7 @@ class RewardTrainer:
         rows = self.preferences.rows("held_out")
         ratings = self.scores(rows).to(self.device)
         losses = self._losses(ratings, rows)
-        held_out = float(weighted(self.dimensions, losses)) if losses else math.nan
+        held_out = float(weigh_losses(self.dimensions, losses)) if losses else math.nan
         metrics |= {f"held_out/{name}/loss": float(loss) for name, loss in losses.items()}
         metrics["held_out/loss"] = held_out
         metrics |= self._agreement("held_out", rows, ratings.score.cpu())
@@ -237,13 +237,13 @@ class RewardTrainer:
         found = {}
         for d, (name, dimension) in enumerate(self.dimensions.items()):
             labels = self.preferences.labels[rows, :, d]
-            some = figures(score[..., d], labels, dimension.labels)
+            some = measure_agreement(score[..., d], labels, dimension.labels)
             wanted = ("accuracy", "accuracy_with_ties", "spearman")
             found |= {f"{part}/{name}/{key}": some[key] for key in wanted if key in some}
         return found
 
 
-def weighted(
+def weigh_losses(
     dimensions: Mapping[str, Dimension], losses: Mapping[str, Float[Tensor, ""]]
 ) -> Float[Tensor, ""]:
     """Return the sum of the dimensions' losses by their weights."""
@@ -266,7 +266,7 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
         )
 
 
-def embed(backbone: Backbone, samples: list[Sample]) -> tuple[Features, dict[int, str]]:
+def embed(backbone: Backbone, samples: list[RewardSample]) -> tuple[Features, dict[int, str]]:
     """Return features of samples read from their files, and by index why samples failed."""
     return embed_samples(backbone, frames_for(backbone), samples)
 
@@ -281,7 +281,7 @@ def frames_for(backbone: Backbone) -> Frames:
 
 
 @contextmanager
-def drawing(seed: int, device: torch.device, purpose: str, *index: int) -> Iterator[None]:
+def seeded_draws(seed: int, device: torch.device, purpose: str, *index: int) -> Iterator[None]:
     """Set torch's random state from a seed and a purpose, and restore the old state at the end."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator(seed, purpose, *index).initial_seed())

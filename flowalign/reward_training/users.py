@@ -13,12 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flowalign.data.preference.convert import read_pairs
+from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.pairs import Pair
-from flowalign.reward_training.embeddings import Sample, embed_samples
+from flowalign.reward_training.embeddings import RewardSample, embed_samples
 from flowalign.reward_training.training import frames_for
 from flowalign.types import Backbone
-from flowalign.utils.ranges import PositiveInt, require_ranges
+from flowalign.types.ranges import PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class UserEmbeddings:
     """Configures `flowalign users`: whose choices are embedded, by what, and where to."""
 
     backbone: Backbone
-    """Network whose features tell media apart, such as `reward_models.backbones.PooledFrames`."""
+    """Network whose features tell media apart, such as `reward_models.PooledFrames`."""
     path: str
     """Dataset of pairs that name their judges as `user_id`."""
     schema: str = "auto"
@@ -46,15 +46,17 @@ class UserEmbeddings:
         if not self.output.endswith(".safetensors"):
             raise ValueError(f"output is {self.output!r}; it must end in .safetensors")
 
-    def choices(self) -> dict[str, list[Pair]]:
+    def select_choices(self) -> dict[str, list[Pair]]:
         """Return the first choices of every user who has made enough.
 
         Raises:
             ValueError: The dataset does not exist, or nobody has.
         """
         by_user: dict[str, list[Pair]] = {}
-        for pair in read_pairs(self.path, self.schema, self.root)[0]:
-            by_user.setdefault(pair.user, []).append(pair)
+        dataset = PreferenceDataset(path=self.path, schema=self.schema, root=self.root)
+        for pair in dataset.read()[0]:
+            if isinstance(pair, Pair):
+                by_user.setdefault(pair.user, []).append(pair)
         enough = {u: p[: self.shots] for u, p in by_user.items() if u and len(p) >= self.shots}
         if not enough:
             most = max((len(p) for u, p in by_user.items() if u), default=0)
@@ -64,15 +66,15 @@ class UserEmbeddings:
             )
         return enough
 
-    def embedded(self) -> dict[str, Float[Tensor, "shots dim"]]:
+    def embed(self) -> dict[str, Float[Tensor, "shots dim"]]:
         """Return the embedding of every user whose choices can all be read.
 
         Raises:
-            ValueError: `choices` would raise, or no user is left.
+            ValueError: `select_choices` would raise, or no user is left.
         """
         self.backbone.load()
         found = {}
-        for user, pairs in self.choices().items():
+        for user, pairs in self.select_choices().items():
             tokens = torch.cat(
                 [
                     self._tokens(pairs[i : i + self.micro_batch])
@@ -88,7 +90,7 @@ class UserEmbeddings:
     @torch.no_grad()
     def _tokens(self, pairs: Sequence[Pair]) -> Float[Tensor, "n dim"]:
         """Return a token per choice, of length 1; NaN where a medium cannot be read."""
-        sides = [[Sample(s.media, s.prompt) for s in (p.chosen, p.rejected)] for p in pairs]
+        sides = [[RewardSample(s.media, s.prompt) for s in (p.chosen, p.rejected)] for p in pairs]
         samples = [sample for both in sides for sample in both]
         features, _ = embed_samples(self.backbone, frames_for(self.backbone), samples)
         return choice_tokens(features.joint[0::2], features.joint[1::2])

@@ -1,16 +1,116 @@
-"""Joins the requests of many clients to batches of one model."""
+"""Limits of a reward server, and batches of one model made of the requests of many clients."""
 
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from flowalign.rewards.checked import CheckedReward, RewardError, load
-from flowalign.rewards.limits import Limits
 from flowalign.types import MediaBatch, RewardModel, RewardOutput
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
+
+MIB = 2**20
+BYTES_PER_PIXEL = 3 * 4
+"""Size of a decoded pixel: three channels in float32."""
+
+
+class Refusal(Exception):
+    """Signals a request that is answered with an HTTP error status."""
+
+    def __init__(self, status: int, why: str):
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of the load that a server accepts."""
+
+    max_batch: PositiveInt = 64
+    """Largest number of samples per call of the model."""
+    max_wait_ms: NonNegativeFloat = 3.0
+    """Milliseconds that a request waits for others to share its batch."""
+    deadline: PositiveFloat = 60.0
+    """Seconds until a request fails, unless it asks for less."""
+    max_request_mb: PositiveFloat = 256.0
+    """Largest size of a request, in MiB; larger ones are refused with 413."""
+    max_image_mp: PositiveFloat = 16.0
+    """Largest image or frame, in millions of pixels, by its declared size; 413 beyond it."""
+    max_request_mp: PositiveFloat = 100.0
+    """Largest number of pixels of all images and frames of a request, in millions; 413 beyond
+    it."""
+    max_held_mb: PositiveFloat = 4096.0
+    """Memory of all requests that are read or wait, in MiB; 503 beyond it."""
+    max_requests: PositiveInt = 1024
+    """Largest number of requests that are read or wait; 503 beyond it."""
+    read_timeout: PositiveFloat = 30.0
+    """Seconds in which a request must have arrived; 408 beyond it."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that let no request through."""
+        require_ranges(self, "limits")
+        needed = self.max_request_mb + self.max_request_mp * 1e6 * BYTES_PER_PIXEL / MIB
+        if self.max_held_mb < needed:
+            raise ValueError(
+                f"max_held_mb is {self.max_held_mb:g}; the largest request needs {needed:.0f}: "
+                "raise it, or lower max_request_mb or max_request_mp"
+            )
+
+    def check_pixels(self, shapes: Sequence[Sequence[int]]) -> int:
+        """Return the bytes of decoded images of these shapes (..., channels, height, width).
+
+        Raises:
+            ValueError: An image has no pixels.
+            Refusal: An image, or all together, have too many.
+        """
+        total = 0
+        for *several, _, height, width in shapes:
+            if height * width > self.max_image_mp * 1e6:
+                most = f"an image may have {self.max_image_mp:g} MP"
+                raise Refusal(413, f"{width} x {height} pixels; {most}")
+            if 0 in (height, width):
+                raise ValueError(f"{width} x {height} pixels are no image")
+            total += math.prod(several) * height * width
+        if total > self.max_request_mp * 1e6:
+            most = f"a request may have {self.max_request_mp:g}"
+            raise Refusal(413, f"{total / 1e6:.1f} MP in all; {most}")
+        return total * BYTES_PER_PIXEL
+
+
+class Room:
+    """Memory that each request holds while it is read or waits."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.held: dict[object, int] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def admit(self) -> Iterator[Callable[[int], None]]:
+        """Admit a request for a while; yield a function that holds more bytes for it.
+
+        Both raise Refusal where there is no room.
+        """
+        request = object()
+        with self._lock:
+            if len(self.held) >= self.limits.max_requests:
+                raise Refusal(503, f"{self.limits.max_requests} requests are waiting already")
+            self.held[request] = 0
+        try:
+            yield partial(self._hold, request)
+        finally:
+            with self._lock:
+                del self.held[request]
+
+    def _hold(self, request: object, size: int) -> None:
+        with self._lock:
+            if sum(self.held.values()) + size > self.limits.max_held_mb * MIB:
+                raise Refusal(503, f"waiting requests fill {self.limits.max_held_mb:g} MB")
+            self.held[request] += size
 
 
 @dataclass(eq=False)
@@ -18,30 +118,43 @@ class _Job:
     batch: MediaBatch
     deadline: float
     result: "Future[RewardOutput]" = field(default_factory=Future)
-    kind: tuple[Any, ...] = field(init=False)
-    """Key that is equal for jobs that fit in one batch."""
 
-    def __post_init__(self) -> None:
+    def fits(self, other: "_Job") -> bool:
+        """Return whether both batches can be concatenated."""
+        return self._kind() == other._kind()
+
+    def _kind(self) -> tuple[object, ...]:
         b = self.batch
         columns = (b.metadata, b.fps, b.references, b.groups, b.masks)
-        self.kind = (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
+        return (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
+
+    def begin(self) -> bool:
+        """Mark the job as running, unless it was cancelled or is too late."""
+        if not self.result.set_running_or_notify_cancel():
+            return False
+        if self.deadline < time.monotonic():
+            self.fail(TimeoutError("its deadline passed before it was scored"))
+            return False
+        return True
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):
+            self.result.set_exception(error)
 
 
 class Batcher:
-    """Runs one model in a thread; the earliest deadline is served first, with others of its kind.
+    """Thread that runs one model: the earliest deadline first, together with jobs that fit.
 
-    An error of the model is the answer of the request that caused it, and the model goes on.
+    An error of the model is the answer of the request that caused it, and the model continues.
     """
 
     def __init__(self, model: RewardModel, limits: Limits):
-        self.model, self.limits, self.ready = model, limits, threading.Event()
-        self.failure = ""
+        self.model, self.limits = model, limits
+        self.ready, self.failure = threading.Event(), ""
         self.waiting: list[_Job] = []
-        self._arrival = threading.Condition()
-        self.thread = threading.Thread(
-            target=self._work, name=f"reward-{model.spec.name}", daemon=True
-        )
-        self.thread.start()
+        self._changed = threading.Condition()
+        # a daemon thread, so that the process can end while the model scores
+        threading.Thread(target=self._work, name=f"reward-{model.spec.name}", daemon=True).start()
 
     @property
     def state(self) -> str:
@@ -49,14 +162,14 @@ class Batcher:
         return "failed" if self.failure else "ready" if self.ready.is_set() else "loading"
 
     def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
-        """Queue a batch; returns a future of its scores, and one that is cancelled leaves."""
+        """Queue a batch; return a future of its scores, which leaves the queue if cancelled."""
         job = _Job(batch, deadline)
-        job.result.add_done_callback(lambda _: self._forget(job))
-        with self._arrival:
+        job.result.add_done_callback(lambda _: self._drop_cancelled())
+        with self._changed:
             self.waiting.append(job)
-            self._arrival.notify()
+            self._changed.notify()
         if self.failure:
-            _fail(job, RuntimeError(self.failure))
+            job.fail(RuntimeError(self.failure))
         return job.result
 
     def _work(self) -> None:
@@ -66,90 +179,61 @@ class Batcher:
             self.ready.set()
             checked = CheckedReward(self.model)
             while True:
-                jobs = self._next()
-                self._score(checked, jobs)
+                jobs = [job for job in self._take() if job.begin()]
+                if jobs:
+                    self._score(checked, jobs)
         except (ValueError, OSError, RewardError) as error:
             self.failure = str(error)
-        finally:  # a defect here has its traceback in the log, and leaves no client waiting
-            self.failure = (
-                self.failure or f"{self.model.spec.name} has stopped; see the server's log"
-            )
+        finally:  # any other error shows its traceback in the log, and leaves no client waiting
+            name = self.model.spec.name
+            self.failure = self.failure or f"{name} has stopped; see the server's log"
             for job in (*jobs, *self.waiting):
-                _fail(job, RuntimeError(self.failure))
+                job.fail(RuntimeError(self.failure))
 
-    def _next(self) -> list[_Job]:
-        """Take the most urgent job, and others of its kind that wait or arrive soon."""
-        with self._arrival:
-            self._arrival.wait_for(lambda: self.waiting)
-            until = time.monotonic() + self.limits.max_wait_ms / 1000
-            self._arrival.wait_for(self._is_full, max(until - time.monotonic(), 0))
-            taken = self._taken()
-            for job in taken:
-                self.waiting.remove(job)
-        return [job for job in taken if self._begins(job)]
-
-    @staticmethod
-    def _begins(job: _Job) -> bool:
-        """Mark a job as running, unless it was cancelled or is too late."""
-        if not job.result.set_running_or_notify_cancel():
-            return False
-        if job.deadline < time.monotonic():
-            _fail(job, TimeoutError("its deadline passed before it was scored"))
-            return False
-        return True
+    def _take(self) -> list[_Job]:
+        """Wait for a job, then a little for others, and take the next batch from the queue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.waiting)
+            self._changed.wait_for(self._is_full, self.limits.max_wait_ms / 1000)
+            batch = self._next_batch()
+            self.waiting = [job for job in self.waiting if job not in batch]
+        return batch
 
     def _is_full(self) -> bool:
         if not self.waiting:
             return True
-        kind = min(self.waiting, key=_urgency).kind
-        size = sum(len(job.batch) for job in self.waiting if job.kind == kind)
-        return size >= self.limits.max_batch
+        first = min(self.waiting, key=lambda job: job.deadline)
+        return sum(len(j.batch) for j in self.waiting if j.fits(first)) >= self.limits.max_batch
 
-    def _taken(self) -> list[_Job]:
-        """Return the first jobs of a kind that fit in a batch, and at least one if any waits."""
-        taken: list[_Job] = []
-        size = 0
-        for job in sorted(self.waiting, key=_urgency):
-            if not taken:
-                taken, size = [job], len(job.batch)
-            elif "groups" in self.model.spec.needs:
+    def _next_batch(self) -> list[_Job]:
+        """Return the most urgent job, and others that fit unless the model compares groups."""
+        batch: list[_Job] = []
+        for job in sorted(self.waiting, key=lambda job: job.deadline):
+            size = sum(len(one.batch) for one in batch) + len(job.batch)
+            if not batch or (job.fits(batch[0]) and size <= self.limits.max_batch):
+                batch.append(job)
+            if "groups" in self.model.spec.needs:
                 break
-            elif job.kind == taken[0].kind and size + len(job.batch) <= self.limits.max_batch:
-                taken.append(job)
-                size += len(job.batch)
-        return taken
+        return batch
 
     def _score(self, model: CheckedReward, jobs: Sequence[_Job]) -> None:
-        """Answer jobs; if the model cannot score all, each half is scored alone, and so on."""
-        if not jobs:
-            return
+        """Answer jobs; if the model cannot score all, each half is scored separately."""
         try:
             output = model.score(MediaBatch.concat([job.batch for job in jobs]))
-        except RuntimeError as error:  # of a model's mistake, or memory for the whole batch
+        except RuntimeError as error:  # a mistake of the model, or memory for the whole batch
             half = len(jobs) // 2
             if half:
                 self._score(model, jobs[:half])
                 self._score(model, jobs[half:])
             else:
-                _fail(jobs[0], error)
+                jobs[0].fail(error)
             return
         start = 0
         for job in jobs:
-            stop = start + len(job.batch)
-            job.result.set_result(output.slice(start, stop))
-            start = stop
+            job.result.set_result(output.slice(start, start + len(job.batch)))
+            start += len(job.batch)
 
-    def _forget(self, job: _Job) -> None:
-        """Let go of the media of a job that was cancelled, rather than when its turn comes."""
-        with self._arrival:
-            if job.result.cancelled() and job in self.waiting:
-                self.waiting.remove(job)
-
-
-def _urgency(job: _Job) -> float:
-    return job.deadline
-
-
-def _fail(job: _Job, error: Exception) -> None:
-    with suppress(InvalidStateError):
-        job.result.set_exception(error)
+    def _drop_cancelled(self) -> None:
+        """Free the media of cancelled jobs now, and not when their turn comes."""
+        with self._changed:
+            self.waiting = [job for job in self.waiting if not job.result.cancelled()]

@@ -65,13 +65,13 @@ class CheckedReward(RewardModel):
         except RewardGone:
             raise
         except Exception as error:
-            broken = RewardError(spec, f"raised {_described(error, self.model)}")
+            broken = RewardError(spec, f"raised {_describe_error(error, self.model)}")
             if self.on_failure == "raise" or not self.answered:
                 raise broken from error
             nothing = torch.full((len(batch), len(spec.dims)), torch.nan)
             return RewardOutput.build(spec, nothing, dict.fromkeys(range(len(batch)), str(broken)))
         self.answered = True
-        found = checked(spec, output, len(batch))
+        found = check_output(spec, output, len(batch))
         if batch.media.requires_grad:
             return found
         return replace(found, values=found.values.detach())
@@ -90,7 +90,7 @@ def load(model: RewardModel) -> None:
     except (ValueError, OSError):
         raise
     except Exception as error:
-        described = _described(error, model)
+        described = _describe_error(error, model)
         raise RewardError(model.spec, f"could not be loaded: {described}") from error
 
 
@@ -106,7 +106,7 @@ def check_spec(model: RewardModel) -> None:
         )
 
 
-def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
+def check_output(spec: RewardSpec, output: object, count: int) -> RewardOutput:
     """Return the scores of `count` samples as a model must give them.
 
     A value that is not finite has failed, whatever the model said of it, and a failed one is NaN.
@@ -118,7 +118,7 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
     if not isinstance(output, RewardOutput):
         raise RewardError(
             spec,
-            f"returned {_kind(output)} instead of a RewardOutput: "
+            f"returned {_describe_type(output)} instead of a RewardOutput: "
             "end score with `return RewardOutput.build(self.spec, values)`",
         )
     shape = (count, len(spec.dims))
@@ -127,7 +127,9 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
         columns["uncertainty"] = output.uncertainty
     for name, column in columns.items():
         if not isinstance(column, Tensor) or column.shape != shape or column.is_complex():
-            raise RewardError(spec, f"returned {name} of {_kind(column)}, expected shape {shape}")
+            raise RewardError(
+                spec, f"returned {name} of {_describe_type(column)}, expected shape {shape}"
+            )
     if output.valid.dtype != torch.bool:
         raise RewardError(spec, f"returned valid of {output.valid.dtype}, expected torch.bool")
     if not isinstance(output.reasons, Mapping) or set(output.reasons) - set(range(count)):
@@ -135,7 +137,7 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
     if len(output.extras) not in (0, count):
         raise RewardError(spec, f"returned {len(output.extras)} extras for {count} samples")
     _check_maps(spec, output, count)
-    return _honest(spec, output)
+    return _mark_invalid(spec, output)
 
 
 def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
@@ -150,7 +152,7 @@ def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
         )
 
 
-def _honest(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
+def _mark_invalid(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
     values, claimed = output.values.float().cpu(), output.valid.cpu()
     valid = claimed & values.isfinite()
     reasons, spread = {i: str(why) for i, why in output.reasons.items()}, output.uncertainty
@@ -165,13 +167,13 @@ def _honest(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
     )
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _described(error: Exception, model: RewardModel) -> str:
+def _describe_error(error: Exception, model: RewardModel) -> str:
     """Return type, message and place of an error: the last line of the model's own file in it."""
     frames = traceback.extract_tb(error.__traceback__)
     file = vars(sys.modules[type(model).__module__]).get("__file__")

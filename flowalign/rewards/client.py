@@ -1,34 +1,34 @@
-"""Ask a reward server for the scores of one model; what a failure means, the caller decides."""
+"""Client of one model of a reward server; its callers decide what a failure means."""
 
 import json
+import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from flowalign.rewards.protocol import (
     CONTENT_TYPE,
     VERSION,
-    Piece,
+    Pieces,
     Pixels,
     output_from_json,
     pack_batch,
 )
 from flowalign.types import Column, MediaBatch, RewardOutput, RewardSpec
+from flowalign.utils.optional import import_optional
 
 _LONGEST_WAIT_S = 30.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class NoAnswer:
-    """Says why there are no scores yet."""
+    """Reason why there are no scores yet."""
 
     why: str
     """Last status or error."""
@@ -39,16 +39,23 @@ class NoAnswer:
 
 
 class RewardClient:
-    """Keeps a connection to one model of a server.
+    """Connection to one model of a server.
 
     `timeout` is the number of seconds that the server has for a request.
     """
 
     def __init__(self, url: str, model: str | None, timeout: float, token: str | None):
         self.url, self.model, self.timeout = url, model, timeout
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        # a little longer than the server's deadline, so that its timeout message arrives
-        self._server = _Connection(url, timeout + 2, headers)
+        self._httpx = import_optional("httpx", "serve")
+        self._server = self._httpx.Client(
+            base_url=url,
+            # a little longer than the server's deadline, so that its timeout message arrives
+            timeout=timeout + 2,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            # a proxy named in the environment must not get requests to this machine
+            trust_env=False,
+            verify=ssl.create_default_context() if url.startswith("https") else False,
+        )
 
     def wait_until_ready(self) -> None:
         """Wait until the server has loaded the model, for `timeout` seconds at most.
@@ -59,8 +66,8 @@ class RewardClient:
         until = time.monotonic() + self.timeout
         while True:
             try:
-                state = json.loads(self._server.ask("GET", "/health").content)
-            except (OSError, HTTPException, ValueError) as error:
+                state = self._server.get("/health").json()
+            except (self._httpx.TransportError, ValueError) as error:
                 raise ValueError(
                     f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
                 ) from error
@@ -79,47 +86,53 @@ class RewardClient:
         Raises:
             ValueError: The server speaks another version, or has no such model.
         """
-        reply = self._server.ask("GET", "/spec")
-        if reply.status != 200:
-            why = reply.content[:200].decode(errors="replace")
-            raise ValueError(f"{self.url}/spec: status {reply.status} {why}")
-        content = json.loads(reply.content)
+        reply = self._server.get("/spec")
+        if reply.status_code != 200:
+            raise ValueError(f"{self.url}/spec: status {reply.status_code} {reply.text[:200]}")
+        content = reply.json()
         specs = {row["name"]: row for row in content["models"]}
         if content["version"] != VERSION:
             raise ValueError(f"{self.url} speaks version {content['version']}, not {VERSION}")
         if self.model not in specs and not (self.model is None and len(specs) == 1):
             raise ValueError(f"{self.url} has no model {self.model!r}; it has {', '.join(specs)}")
-        return _spec(specs[self.model or next(iter(specs))], pixels)
+        return _spec_from_json(specs[self.model or next(iter(specs))], pixels)
 
-    def message(self, batch: MediaBatch, pixels: Pixels) -> list[Piece]:
+    def pack(self, batch: MediaBatch, pixels: Pixels) -> Pieces:
         """Return the request for the scores of a batch; sent again, it is not scored again."""
         about = {"request_id": uuid.uuid4().hex, "model": self.model, "deadline_s": self.timeout}
         return pack_batch(batch, pixels, about)
 
-    def score(
-        self, message: Sequence[Piece], spec: RewardSpec, count: int
-    ) -> "RewardOutput | NoAnswer":
+    def score(self, message: Pieces, spec: RewardSpec, count: int) -> "RewardOutput | NoAnswer":
         """Return the scores of `count` samples, or why there are none yet.
 
         Raises:
             ValueError: The server rejects the request, which would be useless to send again.
         """
+        size = sum(map(len, message))
+        headers = {"content-type": CONTENT_TYPE, "content-length": str(size)}
         try:
-            reply = self._server.ask("POST", "/score", message, CONTENT_TYPE)
-        except TimeoutError as error:
-            return NoAnswer(f"{type(error).__name__} {error}")
-        except (OSError, HTTPException) as error:
-            return NoAnswer(f"{type(error).__name__} {error}", disconnected=True)
-        status, content = reply.status, reply.content
-        why = f"status {status}: {content[:200].decode(errors='replace')}"
-        if status not in (200, *_TRANSIENT):
+            reply = self._server.post("/score", content=_split(message), headers=headers)
+        except self._httpx.TransportError as error:
+            broken = not isinstance(error, self._httpx.TimeoutException)
+            return NoAnswer(f"{type(error).__name__} {error}", disconnected=broken)
+        why = f"status {reply.status_code}: {reply.text[:200]}"
+        if reply.status_code in _TRANSIENT:
+            seconds = reply.headers.get("retry-after", "")
+            wait = min(float(seconds), _LONGEST_WAIT_S) if seconds.isdecimal() else None
+            return NoAnswer(why, wait)
+        if reply.status_code != 200:
             raise ValueError(f"{self.url} refuses the request, {why}")
-        if status != 200:
-            return NoAnswer(why, reply.retry_after)
         try:
-            return output_from_json(json.loads(content), spec, count)
+            return output_from_json(json.loads(reply.content), spec, count)
         except ValueError as error:  # truncated, or not JSON
             return NoAnswer(f"an answer that cannot be read: {error}")
+
+
+def _split(message: Pieces) -> Iterator[bytes | memoryview]:
+    """Yield small pieces; httpcore copies the rest of a piece after every partial write."""
+    for piece in message:
+        for start in range(0, len(piece), _PIECE):
+            yield piece[start : start + _PIECE]
 
 
 def score_usable(
@@ -153,7 +166,7 @@ def failed_answer(spec: RewardSpec, count: int, reason: str) -> RewardOutput:
     return RewardOutput.build(spec, nothing, dict.fromkeys(range(count), reason))
 
 
-def _spec(row: Mapping[str, Any], pixels: Pixels) -> RewardSpec:
+def _spec_from_json(row: Mapping[str, Any], pixels: Pixels) -> RewardSpec:
     """Return the declaration of a server, which gives no gradients."""
     low, high = row["scale"]
     return RewardSpec(
@@ -165,53 +178,6 @@ def _spec(row: Mapping[str, Any], pixels: Pixels) -> RewardSpec:
         needs=tuple(row["needs"]),
         normalisation=row["normalisation"],
         version=f"{row['fingerprint']} {pixels}",
-        # a server before 0.3 declares no columns
-        columns=tuple(Column(one["name"], tuple(one["values"])) for one in row.get("columns", ())),
+        columns=tuple(Column(one["name"], tuple(one["values"])) for one in row["columns"]),
         maps=row["maps"],
     )
-
-
-@dataclass(frozen=True)
-class _Reply:
-    status: int
-    content: bytes
-    retry_after: float | None
-
-
-class _Connection:
-    """Keeps one connection to a server open, and reopens it where it broke."""
-
-    def __init__(self, url: str, timeout: float, headers: dict[str, str]):
-        parts = urlsplit(url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self.http = kind(parts.netloc, timeout=timeout)
-        self.path, self.headers = parts.path, headers
-
-    def ask(
-        self, method: str, path: str, body: Sequence[Piece] = (), content_type: str = ""
-    ) -> _Reply:
-        """Send a request and return the answer."""
-        headers = self.headers | {"content-length": str(sum(map(len, body)))}
-        headers |= {"content-type": content_type} if body else {}
-        idle = self.http.sock is not None
-        try:
-            return self._once(method, path, body, headers)
-        except (OSError, HTTPException):
-            self.http.close()
-            if not idle:
-                raise
-        try:  # the server may have closed a connection that was idle
-            return self._once(method, path, body, headers)
-        except (OSError, HTTPException):
-            self.http.close()
-            raise
-
-    def _once(
-        self, method: str, path: str, body: Sequence[Piece], headers: dict[str, str]
-    ) -> _Reply:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered: too large
-            self.http.request(method, self.path + path, iter(body), headers)
-        reply = self.http.getresponse()
-        seconds = reply.getheader("retry-after", "")
-        wait = min(float(seconds), _LONGEST_WAIT_S) if seconds.isdecimal() else None
-        return _Reply(reply.status, reply.read(), wait)

@@ -9,9 +9,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.distributed.processes import ALONE, Processes
 from flowalign.rewards.checked import CheckedReward, OnFailure, RewardFailure, check_spec, load
-from flowalign.types import MediaBatch, Policy, Request, RewardModel, RewardOutput, prompts_of
+from flowalign.types import (
+    MediaBatch,
+    Policy,
+    Request,
+    RewardModel,
+    RewardOutput,
+    SampleRanks,
+    prompts_of,
+)
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
 from flowalign.utils.stages import stage
@@ -31,8 +38,9 @@ class Rewards:
     """Counter of decodes and reward calls."""
     log: Callable[[str], None] = say
     """Shows a line about a reward that is waited for."""
-    processes: Processes = ALONE
-    """Processes of the run: of those that compute the same samples the first scores them."""
+    ranks: SampleRanks | None = None
+    """Ranks that compute the same samples, which only the first of them scores. None: this one
+    scores by itself."""
     dims: tuple[str, ...] = field(init=False)
     """Names of the R dimensions of all models."""
     weights: Float[Tensor, "R"] = field(init=False)
@@ -82,7 +90,7 @@ class Rewards:
             if policy.fps is not None and spec.modality == "image":
                 raise ValueError(
                     f"reward {spec.name!r} scores images; {name} makes videos. "
-                    "Wrap it in reward_models.per_frame.PerFrame"
+                    "Wrap it in reward_models.PerFrame"
                 )
 
     def load(self) -> None:
@@ -139,7 +147,7 @@ class Rewards:
             ValueError: A model has no gradient.
         """
         self.costs.reward_calls += len(batch) * len(self.models)
-        return joined([self.worker(model).model.score(batch) for model in self.models])
+        return join_dimensions([self.worker(model).model.score(batch) for model in self.models])
 
     def submit(self, model: RewardModel, batch: MediaBatch) -> Future[RewardOutput]:
         """Call a model in its one thread: models run beside each other, calls in order."""
@@ -151,7 +159,7 @@ class Rewards:
         if id(model) not in self.workers:
             checked = CheckedReward(model, self.on_failure, lambda text: self.log(text))
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
-            thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _on, (device,))
+            thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _use_device, (device,))
             self.workers[id(model)] = Worker(checked, thread)
         return self.workers[id(model)]
 
@@ -187,7 +195,7 @@ def _mask(request: Request) -> Float[Tensor, "1 H W"] | None:
     return request.mask.read()[0].mean(0, keepdim=True) if request.mask else None
 
 
-def _on(device: int | None) -> None:
+def _use_device(device: int | None) -> None:
     """Select the device of this process; each thread has a current device of its own."""
     if device is not None:
         torch.cuda.set_device(device)
@@ -210,7 +218,7 @@ class Scoring:
         """Hand a chunk to the models' threads."""
         self.size += len(batch)
         self.rewards.costs.reward_calls += len(batch) * len(self.rewards.models)
-        if not self.rewards.processes.leads:
+        if self.rewards.ranks and not self.rewards.ranks.is_leader:
             return
         compares = False
         for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
@@ -224,8 +232,11 @@ class Scoring:
     @stage("reward")
     def result(self) -> RewardOutput:
         """Return all dimensions of all chunks, in order; raises RewardError."""
-        scored: Any = self._scored() if self.rewards.processes.leads else None
-        return self.rewards.processes.of_first(scored)
+        ranks = self.rewards.ranks
+        if ranks is None:
+            return self._scored()
+        scored: Any = self._scored() if ranks.is_leader else None
+        return ranks.broadcast_first(scored)
 
     def _scored(self) -> RewardOutput:
         if self.batches:
@@ -236,10 +247,12 @@ class Scoring:
                     jobs.append(self.rewards.submit(model, whole))
         if not self.jobs:
             return RewardOutput(torch.zeros(self.size, 0), torch.zeros(self.size, 0).bool())
-        return joined([RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs])
+        return join_dimensions(
+            [RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs]
+        )
 
 
-def joined(columns: Sequence[RewardOutput]) -> RewardOutput:
+def join_dimensions(columns: Sequence[RewardOutput]) -> RewardOutput:
     """Return the dimensions of several models of the same samples side by side."""
     reasons: dict[int, str] = {}
     for part in columns:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from flowalign.functional.relative import RelativeForm, ramp, relative_reward
 from flowalign.rewards.composite import Rewards
-from flowalign.types import MediaBatch, RewardOutput, with_words
-from flowalign.utils.ranges import FiniteFloat, require_ranges
+from flowalign.types import MediaBatch, RewardOutput, insert_words
+from flowalign.types.ranges import FiniteFloat, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ControlWords:
     difference: wanted - unwanted. guided: (1 - k) unwanted + k wanted. The last two are the
     paper's."""
     k: tuple[FiniteFloat, FiniteFloat] = (0.1, 0.25)
-    """k at the least and at the most noise of the connection's range."""
+    """k at the least and at the most noise of the gradient path's range."""
     k_inverted: tuple[FiniteFloat, FiniteFloat] = (0.3, 0.01)
     """The same for latents that were reached by adding noise, for which the words swap."""
 
@@ -58,14 +58,14 @@ class ControlWords:
     ) -> RewardOutput:
         """Return relative scores, with the gradient of the media.
 
-        `place` in [0, 1] is that of the noise level in the connection's range.
+        `place` in [0, 1] is that of the noise level in the gradient path's range.
         """
         words = self.wanted[step % len(self.wanted)], self.unwanted[step % len(self.unwanted)]
         first, second = (
             rewards.score_with_gradient(
                 replace(
                     batch,
-                    prompts=[with_words("{words}. {prompt}", p, [word]) for p in batch.prompts],
+                    prompts=[insert_words("{words}. {prompt}", p, [word]) for p in batch.prompts],
                 )
             )
             for word in (reversed(words) if inverted else words)

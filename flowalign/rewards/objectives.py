@@ -12,14 +12,14 @@ from torch import Tensor
 from flowalign.functional.combine import (
     Bound,
     Multipliers,
-    log_sigmoid_centred,
+    centre_log_sigmoid,
     pareto_mask,
     valid_mean,
 )
-from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
 from flowalign.types import LatentReward, PastOutcomes, Request, Trajectory, ValueFunction
-from flowalign.utils.ranges import Decay, FiniteFloat, PositiveFloat
+from flowalign.types.completion import Completion
+from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat
 
 Pareto = Literal["off", "group", "batch"]
 """Samples that compete in Pareto selection: none, those of a prompt, or those of a step."""
@@ -30,7 +30,7 @@ class LogSigmoidCentred:
     """Replaces each weighted reward by log sigmoid((reward - reference) / scale).
 
     A reward that is good enough already gains little from more, so the worst dimension counts most.
-    Use it with `advantage_combine: advantage_of_sum`: the sum is the log-probability of being good
+    Use it with `advantages.combine: advantage_of_sum`: the sum is the log-probability of being good
     in all.
 
     Source: arXiv:2402.00742.
@@ -79,7 +79,7 @@ class LogSigmoidCentred:
         rows = [[self._reference(dim, request) for dim in dims] for request in requests]
         centre = values.new_tensor(rows).reshape(len(rows), *[1] * (values.ndim - 2), len(dims))
         flat, centre = values.flatten(0, -2), centre.expand_as(values).flatten(0, -2)
-        moved = log_sigmoid_centred(flat / self.scale, flat.isfinite(), centre / self.scale)
+        moved = centre_log_sigmoid(flat / self.scale, flat.isfinite(), centre / self.scale)
         named = [dim in self.reference or dim in self.reference_columns for dim in dims]
         return torch.where(torch.tensor(named), moved, flat).view_as(values)
 

@@ -1,12 +1,12 @@
-"""Encodes media and scores between a reward server and its clients, without pickle or loss.
+"""Wire format between a reward server and its clients: safetensors and JSON, without pickle.
 
 A request is a safetensors file: `media`, `reference.I.J` for reference image J of sample I,
-`mask.I` for its mask, and in its metadata, under `request`, everything else as JSON. It is put
-together here rather than by the library, which copies the pixels several times; reading is the
-library's.
+`mask.I` for its mask, and in its metadata, under `request`, everything else as JSON. A request may
+also be plain JSON with lossless image files in base64. The answer is JSON.
 """
 
 import base64
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -23,186 +24,263 @@ from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 VERSION = 1
 CONTENT_TYPE = "application/x-flowalign"
 Pixels = Literal["float32", "8bit"]
-Piece = bytes | memoryview
+Pieces = list[bytes | memoryview]
+"""Message in pieces that share the memory of the tensors."""
+
+_ADDRESS = ("request_id", "model", "deadline_s")
+_JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
+_FORMATS = ("PNG", "WEBP", "BMP")
+_LONGEST_ID = 200
+# Pillow raises any of these for broken files, depending on their format
+_BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError)
+_BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError)
 
 
-def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> list[Piece]:
-    """Encode a request in pieces; `8bit` rounds pixels like image files, for a quarter of the size.
+def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> Pieces:
+    """Encode a request; `8bit` rounds pixels like image files, for a quarter of the size.
 
     `extra` adds entries to the request's JSON.
     """
-    tensors = {"media": _pack(batch.media, pixels)}
-    for i, some in enumerate(batch.references):
-        tensors |= {f"reference.{i}.{j}": _pack(image, pixels) for j, image in enumerate(some)}
-    masks = {f"mask.{i}": mask for i, mask in enumerate(batch.masks) if mask is not None}
-    tensors |= {name: _pack(mask, pixels) for name, mask in masks.items()}
+    tensors = {"media": batch.media} | {
+        f"reference.{i}.{j}": image
+        for i, images in enumerate(batch.references)
+        for j, image in enumerate(images)
+    }
+    tensors |= {f"mask.{i}": mask for i, mask in enumerate(batch.masks) if mask is not None}
     request = {
         "version": VERSION,
         "prompts": list(batch.prompts),
         "fps": list(batch.fps),
         "metadata": [dict(row) for row in batch.metadata],
         "groups": list(batch.groups),
-        "references": [len(some) for some in batch.references],
-        **({"masks": [mask is not None for mask in batch.masks]} if batch.masks else {}),
+        "references": [len(images) for images in batch.references],
+        "masks": [mask is not None for mask in batch.masks],
         **extra,
     }
-    return _safetensors(tensors, {"request": json.dumps(request)})
+    packed = {name: _pack_pixels(tensor, pixels) for name, tensor in tensors.items()}
+    return _pack_safetensors(packed, {"request": json.dumps(request)})
 
 
-def unpack_batch(message: bytes) -> tuple[MediaBatch, dict[str, Any]]:
-    """Decode the batch of a request, and its JSON; raises ValueError if it is no such message."""
-    tensors, request = open_message(message)
-    return batch_of(tensors, request), request
+def _pack_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Pieces:
+    # safetensors.torch.save copies the pixels three times: 15 ms for 16 images of 256 x 256
+    header: dict[str, Any] = {"__metadata__": metadata}
+    pieces, start = [], 0
+    for name, tensor in tensors.items():
+        piece = tensor.numpy().reshape(-1).view(np.uint8).data
+        offsets = [start, start := start + piece.nbytes]
+        kind = "U8" if tensor.dtype == torch.uint8 else "F32"
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
+        pieces.append(piece)
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return [len(head).to_bytes(8, "little") + head, *pieces]
 
 
-def open_message(message: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the stored tensors and the JSON of a request, which fit each other.
+def read_request(
+    body: bytes, content_type: str, reserve: Callable[[Sequence[Sequence[int]]], None]
+) -> tuple[dict[str, Any], MediaBatch]:
+    """Return the header of a request and its batch.
+
+    `reserve` is called with the shapes (..., channels, height, width) of all images before their
+    pixels are decoded. It refuses a request that is too large.
 
     Raises:
-        ValueError: It is no such message.
+        ValueError: The request is malformed.
+        PIL.Image.DecompressionBombError: An image is larger than Pillow opens.
     """
-    try:
-        size = int.from_bytes(message[:8], "little")
-        request = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["request"])
-        tensors = load(message)
-        if request["version"] != VERSION:
-            raise ValueError(f"version {request['version']!r}; this side speaks {VERSION}")
-        media = tensors["media"]
-        check_columns(request, len(media) if media.ndim else 0)
-        _check_tensors(tensors, request["references"], request.get("masks", []))
-    except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not a message of flowalign: {type(error).__name__} {error}") from error
-    return tensors, request
+    if content_type.startswith(CONTENT_TYPE):
+        try:
+            header, tensors = _open_safetensors(body)
+        except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
+            name = type(error).__name__
+            raise ValueError(f"not a message of flowalign: {name} {error}") from error
+        reserve([tensor.shape for tensor in tensors.values()])
+        return header, _decode_tensors(tensors, header)
+    header, images = _open_json(body)
+    reserve([(3, image.height, image.width) for image in images])
+    return header, _decode_images(images, header)
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], counts: Sequence[int], masked: Sequence[bool]
-) -> None:
-    """Raise ValueError unless these are media, `counts` references of each sample, and masks."""
-    if sum(counts) + sum(masked) != len(tensors) - 1:
-        declared = f"{sum(counts)}" + (f" and {sum(masked)} masks" if masked else "")
-        raise ValueError(f"{len(tensors) - 1} reference images, but {declared} declared")
-    wanted = {"media", *(f"reference.{i}.{j}" for i, n in enumerate(counts) for j in range(n))}
-    wanted |= {f"mask.{i}" for i, given in enumerate(masked) if given}
-    if wanted != set(tensors):
-        raise ValueError(f"tensors {sorted(set(tensors) ^ wanted)[:5]} do not fit the request")
-    for name, tensor in tensors.items():
-        kind = name.partition(".")[0]
-        ndim, axis, channels = {"media": (5, 2, 3), "mask": (3, 0, 1)}.get(kind, (3, 0, 3))
-        if tensor.ndim != ndim or tensor.shape[axis] != channels:
-            expected = "(n, frames, 3, h, w)" if kind == "media" else f"({channels}, h, w)"
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {expected}")
-        if tensor.dtype not in (torch.uint8, torch.float32):
-            raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
+def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    # safetensors reads the metadata of files alone, so the header of a message is read here
+    size = int.from_bytes(body[:8], "little")
+    header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["request"])
+    tensors = load(body)
+    if header["version"] != VERSION:
+        raise ValueError(f"version {header['version']!r}; this side speaks {VERSION}")
+    media = tensors["media"]
+    _check_header(header, _BINARY_KEYS, len(media) if media.ndim else 0)
+    # a count is compared with the tensors before names are made of it, because it may be huge
+    counts = sum(header["references"]), sum(header["masks"])
+    if sum(counts) != len(tensors) - 1:
+        raise ValueError(
+            f"{len(tensors) - 1} reference images, but {counts[0]} and {counts[1]} masks declared"
+        )
+    names = [f"reference.{i}.{j}" for i, n in enumerate(header["references"]) for j in range(n)]
+    names += [f"mask.{i}" for i, has_mask in enumerate(header["masks"]) if has_mask]
+    for name in ("media", *names):
+        _check_tensor(name, tensors[name])
+    return header, tensors
 
 
-def batch_of(tensors: Mapping[str, Tensor], request: Mapping[str, Any]) -> MediaBatch:
-    """Return the batch of an opened message, with pixels in [0, 1]."""
-    references = [
-        [_unpack(tensors[f"reference.{i}.{j}"]) for j in range(count)]
-        for i, count in enumerate(request["references"])
-    ]
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    kind = name.partition(".")[0]
+    channels = 1 if kind == "mask" else 3
+    expected = (5, "(n, frames, 3, h, w)") if kind == "media" else (3, f"({channels}, h, w)")
+    if tensor.ndim != expected[0] or tensor.shape[-3] != channels:
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {expected[1]}")
+    if tensor.dtype not in (torch.uint8, torch.float32):
+        raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
+
+
+def _decode_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> MediaBatch:
+    pixels = {name: _unpack_pixels(tensor) for name, tensor in tensors.items()}
+    counts = header["references"]
     return MediaBatch(
-        _unpack(tensors["media"]),
-        request["prompts"],
-        request["metadata"],
-        request["fps"],
-        references,
-        request["groups"],
-        [
-            _unpack(tensors[f"mask.{i}"]) if given else None
-            for i, given in enumerate(request.get("masks", []))
-        ],
+        pixels["media"],
+        header["prompts"],
+        header["metadata"],
+        header["fps"],
+        [[pixels[f"reference.{i}.{j}"] for j in range(n)] for i, n in enumerate(counts)],
+        header["groups"],
+        [pixels.get(f"mask.{i}") for i in range(len(header["masks"]))],
     )
 
 
-def check_columns(request: Mapping[str, Any], count: int) -> None:
-    """Raise ValueError unless each column of a request has an entry of its kind per sample."""
+def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
+    try:
+        header = json.loads(body)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(header, dict) or "images" not in header:
+        raise ValueError("need a JSON object with prompts and images")
+    texts = header["images"]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"images must be a list of base64 texts, got {texts!r:.60}")
+    header.setdefault("prompts", [""] * len(texts))
+    _check_header(header, _JSON_KEYS, len(texts))
+    try:
+        files = [base64.b64decode(text, validate=True) for text in header.pop("images")]
+    except ValueError as error:
+        raise ValueError(f"an image is not base64: {error}") from error
+    return header, [_open_image(file) for file in files]
+
+
+def _open_image(file: bytes) -> Image.Image:
+    """Read the header of an image file, which declares its size, and no pixels."""
+    try:
+        image = Image.open(io.BytesIO(file), formats=(*_FORMATS, "JPEG"))
+    except _BROKEN_IMAGE as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
+    if image.format not in _FORMATS:
+        raise ValueError(f"an image is {image.format}; send PNG or lossless WebP")
+    return image
+
+
+def _decode_images(images: Sequence[Image.Image], header: Mapping[str, Any]) -> MediaBatch:
+    if len({image.size for image in images}) != 1:
+        raise ValueError("images of one request have one size")
+    try:
+        pixels = np.stack([np.array(image.convert("RGB")) for image in images])
+    except _BROKEN_IMAGE as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
+    media = _unpack_pixels(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    return MediaBatch(media[:, None], header["prompts"], header["metadata"])
+
+
+def _check_header(header: dict[str, Any], known: set[str], count: int) -> None:
+    """Raise ValueError unless a request is well-formed; absent columns become empty lists."""
+    if unknown := sorted(header.keys() - known):
+        raise ValueError(f"unknown keys {unknown[:5]!r:.200}; there are {', '.join(sorted(known))}")
+    for name in ("request_id", "model"):
+        value = header.get(name)
+        if value is not None and not (isinstance(value, str) and len(value) <= _LONGEST_ID):
+            expected = f"a text of up to {_LONGEST_ID} letters"
+            raise ValueError(f"{name} must be {expected}, got {value!r:.60}")
+    seconds = header.get("deadline_s")
+    if seconds is not None and not _is_positive(seconds):
+        raise ValueError(f"deadline_s must be a number of seconds above 0, got {seconds!r:.60}")
     if count < 1:
         raise ValueError("a request needs at least one sample")
-    for name, (fits, kind) in _COLUMNS.items():
-        column = request.get(name, [])
-        if not isinstance(column, list) or not all(fits(entry) for entry in column):
-            raise ValueError(f"{name} must be a list of {kind}, got {_short(column)}")
+    _check_columns(header, count)
+
+
+def _check_columns(header: dict[str, Any], count: int) -> None:
+    for name, (fits, words) in _COLUMNS.items():
+        column = header.setdefault(name, [])
+        if not isinstance(column, list) or not all(map(fits, column)):
+            raise ValueError(f"{name} must be a list of {words}, got {column!r:.60}")
         if len(column) != count and (column or name == "prompts"):
             raise ValueError(f"{len(column)} {name} for {count} samples")
 
 
+# isinstance(True, int) holds, so the types of numbers are compared exactly
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+    return type(value) is int and 0 <= value < 2**31
 
 
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "prompts": (lambda entry: isinstance(entry, str), "texts"),
     "metadata": (lambda entry: isinstance(entry, dict), "JSON objects"),
-    "fps": (_is_rate, "numbers above 0"),
+    "fps": (_is_positive, "numbers above 0"),
     "groups": (_is_count, "whole numbers from 0"),
     "references": (_is_count, "whole numbers from 0"),
     "masks": (lambda entry: isinstance(entry, bool), "true or false"),
 }
-
-
-def _short(value: object) -> str:
-    return f"{value!r:.60}"
-
-
-def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[Piece]:
-    """Encode a safetensors file in pieces that share the memory of the tensors."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    pieces, start = [], 0
-    for name, tensor in tensors.items():
-        data = tensor.numpy().reshape(-1).view(np.uint8).data
-        kind = "U8" if tensor.dtype == torch.uint8 else "F32"
-        offsets = [start, start + data.nbytes]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
-        pieces.append(data)
-        start += data.nbytes
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    return [len(head).to_bytes(8, "little") + head, *pieces]
+_BINARY_KEYS = {"version", *_COLUMNS, *_ADDRESS}
 
 
 def output_to_json(output: RewardOutput) -> dict[str, Any]:
     """Encode scores as JSON; null stands for a score that could not be computed."""
     return {
         "version": VERSION,
-        "values": _numbers(output.values),
-        "uncertainty": None if output.uncertainty is None else _numbers(output.uncertainty),
+        "values": _replace_nan(output.values),
+        "uncertainty": None if output.uncertainty is None else _replace_nan(output.uncertainty),
         "reasons": {str(i): why for i, why in output.reasons.items()},
         "extras": [dict(extra) for extra in output.extras],
-        **({"maps": _maps_to_json(output.maps)} if output.maps else {}),
+        # a model has at most one map; base64 keeps its NaN, which JSON has not
+        "maps": next(map(_map_to_json, output.maps.values()), None),
     }
 
 
 def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput:
     """Decode the scores of `count` samples; raises ValueError if the answer is no such JSON."""
+    shape = count, len(spec.dims)
     try:
-        values = _tensor(content["values"], spec)
-        spread = content["uncertainty"]
+        values, spread = _restore_nan(content["values"], shape), content["uncertainty"]
         reasons = {int(i): str(why) for i, why in content["reasons"].items()}
-        extras = content["extras"]
-        uncertainty = None if spread is None else _tensor(spread, spec)
-        places = _places(content["maps"], count) if content.get("maps") else None
+        extras, maps = content["extras"], content["maps"]
+        uncertainty = None if spread is None else _restore_nan(spread, shape)
+        places = None if maps is None else _map_from_json(maps, count)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an answer of a reward server: {error!r}") from error
-    if len(values) != count or len(extras) not in (0, count):
-        raise ValueError(f"the server answered {len(values)} rows for {count} samples")
+    if len(extras) not in (0, count):
+        raise ValueError(f"the server answered {len(extras)} extras for {count} samples")
     return RewardOutput.build(spec, values, reasons, uncertainty, extras, places)
 
 
-def _maps_to_json(maps: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Encode the one map of a model as float32 in base64."""
-    (places,) = maps.values()
+def _replace_nan(values: Tensor) -> list[list[float | None]]:
+    return [[x if math.isfinite(x) else None for x in row] for row in values.tolist()]
+
+
+def _restore_nan(rows: list[list[float | None]], shape: tuple[int, int]) -> Tensor:
+    values = torch.tensor([[math.nan if x is None else float(x) for x in row] for row in rows])
+    if values.shape != shape:
+        expected = f"expected {shape[0]} samples with {shape[1]} dimensions"
+        raise ValueError(f"the server answered shape {tuple(values.shape)}, {expected}")
+    return values
+
+
+def _map_to_json(places: Tensor) -> dict[str, Any]:
     content = places.float().cpu().contiguous().numpy().astype("<f4").tobytes()
     return {"shape": list(places.shape), "float32": base64.b64encode(content).decode()}
 
 
-def _places(content: Mapping[str, Any], count: int) -> Tensor:
-    """Decode the maps of `count` samples; raises ValueError if they are no such maps."""
+def _map_from_json(content: Mapping[str, Any], count: int) -> Tensor:
     shape = [int(size) for size in content["shape"]]
     numbers = np.frombuffer(base64.b64decode(content["float32"], validate=True), "<f4")
     if shape[0] != count or len(shape) not in (3, 4) or math.prod(shape) != len(numbers):
@@ -210,34 +288,12 @@ def _places(content: Mapping[str, Any], count: int) -> Tensor:
     return torch.from_numpy(numbers.astype(np.float32)).view(shape)
 
 
-def _pack(media: Tensor, pixels: Pixels) -> Tensor:
-    media = media.detach().cpu()
-    if pixels == "float32":
-        return media.float().contiguous()
-    packed = torch.empty(media.shape, dtype=torch.uint8)
-    scratch, whole = torch.empty(media.shape[1:]), torch.empty(media.shape[1:], dtype=torch.int16)
-    for sample, small in zip(media, packed, strict=True):  # one at a time stays in the cache
-        torch.mul(sample, 255, out=scratch)
-        whole.copy_(scratch.add_(0.5).clamp_(0, 255))  # from float to uint8 directly is slow
-        small.copy_(whole)
-    return packed
+def _pack_pixels(media: Tensor, pixels: Pixels) -> Tensor:
+    media = media.detach().float().cpu()
+    if pixels == "8bit":
+        media = media.mul(255).add_(0.5).clamp_(0, 255).to(torch.uint8)
+    return media.contiguous()
 
 
-def _unpack(media: Tensor) -> Tensor:
-    if media.dtype != torch.uint8:
-        return media
-    pixels = torch.empty(media.shape)
-    for sample, small in zip(pixels, media, strict=True):
-        torch.div(small, 255, out=sample)
-    return pixels
-
-
-def _numbers(values: Tensor) -> list[list[float | None]]:
-    return [[x if math.isfinite(x) else None for x in row] for row in values.tolist()]
-
-
-def _tensor(rows: list[list[float | None]], spec: RewardSpec) -> Tensor:
-    numbers = [[math.nan if x is None else float(x) for x in row] for row in rows]
-    if any(len(row) != len(spec.dims) for row in numbers):
-        raise ValueError(f"the server's rows do not have {len(spec.dims)} dimensions")
-    return torch.tensor(numbers).view(-1, len(spec.dims))
+def _unpack_pixels(media: Tensor) -> Tensor:
+    return media / 255 if media.dtype == torch.uint8 else media

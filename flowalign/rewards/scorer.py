@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import tempfile
 import weakref
@@ -14,16 +15,15 @@ from typing import Any
 import torch
 
 from flowalign.rewards.client import RewardClient
-from flowalign.rewards.config import rewards_of
-from flowalign.rewards.listening import bound
+from flowalign.rewards.config import build_reward_models
 from flowalign.types import RewardSpec
-from flowalign.utils.lifeline import tied
+from flowalign.utils.parent_watchdog import tie_to_parent
 
 TOKEN = "FLOWALIGN_REWARD_TOKEN"
 _UNLIMITED = {
     "max_wait_ms": 0,  # its one client waits for each answer
     "max_request_mb": 65536,
-    "max_picture_mp": 5000,
+    "max_image_mp": 5000,
     "max_request_mp": 5000,
     "max_held_mb": 262144,
 }
@@ -32,13 +32,13 @@ _LINES = 3
 _SECONDS_TO_END = 10.0
 
 
-def declared(reward: Mapping[str, Any]) -> RewardSpec:
+def read_declaration(reward: Mapping[str, Any]) -> RewardSpec:
     """Return what a reward model declares, by constructing it here; its weights are not read.
 
     Raises:
         ConfigError: It cannot be imported here, or its settings are wrong.
     """
-    (model,), _ = rewards_of({"rewards": [dict(reward)]}, str(reward.get("class_path")))
+    (model,), _ = build_reward_models({"rewards": [dict(reward)]}, str(reward.get("class_path")))
     return model.spec
 
 
@@ -57,12 +57,12 @@ class Scorer:
         folder = tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True)
         self._log, file = Path(folder.name, "log"), Path(folder.name, "rewards.yaml")
         file.write_text(json.dumps({"rewards": [dict(reward)]}), encoding="utf-8")
-        environment = {**os.environ, TOKEN: self.token, **_visible(device)}
+        environment = {**os.environ, TOKEN: self.token, **_device_environment(device)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # it is none of the ranks
             environment.pop(name, None)
-        with bound("127.0.0.1", 0) as listening, self._log.open("wb") as log:
+        with socket.create_server(("127.0.0.1", 0)) as listening, self._log.open("wb") as log:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            arguments = tied(environment)
+            arguments = tie_to_parent(environment)
             arguments["pass_fds"] += (listening.fileno(),)
             self.process = subprocess.Popen(
                 [*_command(python, file, seconds), "--socket", str(listening.fileno())],
@@ -114,7 +114,7 @@ def _command(python: str, file: Path, seconds: float) -> list[str]:
     return command
 
 
-def _visible(device: str | None) -> dict[str, str]:
+def _device_environment(device: str | None) -> dict[str, str]:
     """Return the environment in which a process sees only this device."""
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}

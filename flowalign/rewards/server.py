@@ -1,33 +1,35 @@
-"""Serves reward models: checks requests, hands them to the models, and remembers answers."""
+"""Serve reward models over HTTP: /health, /spec and /score. Needs `flowalign[serve]`."""
 
 import asyncio
 import hmac
 import json
+import math
+import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from flowalign.rewards.batching import Batcher
-from flowalign.rewards.limits import Held, Limits, Refused, Room
-from flowalign.rewards.protocol import VERSION, output_to_json
-from flowalign.rewards.requests import Request, read_request
-from flowalign.types import RewardModel
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from PIL import Image
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-T = TypeVar("T")
+from flowalign.rewards.batching import MIB, Batcher, Limits, Refusal, Room
+from flowalign.rewards.protocol import VERSION, output_to_json, read_request
+from flowalign.types import MediaBatch, RewardModel
 
+RETRY_AFTER_S = 1
+"""Seconds after which a client that was refused for lack of room should ask again."""
 REMEMBERED = 256
 """Number of requests whose answer is kept, in case their id is sent again."""
-DECODERS = 2
-"""Number of threads that read requests and decode pixels."""
-AT_ONCE = 1 << 18
-"""Bytes up to which that is done at once, because a thread would take longer to begin."""
 
 
 class Service:
-    """Answers the requests of a server, independently of HTTP."""
+    """Reward models, with the requests that wait for them and answers that were given."""
 
     def __init__(self, models: Sequence[RewardModel], limits: Limits, token: str | None = None):
         names = [model.spec.name for model in models]
@@ -35,8 +37,7 @@ class Service:
             raise ValueError(f"two models are both named {max(names, key=names.count)!r}")
         self.batchers = {model.spec.name: Batcher(model, limits) for model in models}
         self.limits, self.token, self.room = limits, token, Room(limits)
-        self.decoders = ThreadPoolExecutor(DECODERS, "decode")
-        self.answers: OrderedDict[str, asyncio.Future[bytes]] = OrderedDict()
+        self.answers: dict[str, asyncio.Task[bytes]] = {}
 
     def health(self) -> dict[str, Any]:
         """Return `ready`, `loading` or `failed` of each model, and the worst of them as status."""
@@ -47,91 +48,162 @@ class Service:
 
     def specs(self) -> dict[str, Any]:
         """Return the version of the protocol, and each model's spec with its fingerprint."""
-        models = [batcher.model.spec for batcher in self.batchers.values()]
-        rows = [asdict(spec) | {"fingerprint": spec.fingerprint()} for spec in models]
-        return {"version": VERSION, "models": _plain(rows)}
+        specs = [batcher.model.spec for batcher in self.batchers.values()]
+        rows = [asdict(spec) | {"fingerprint": spec.fingerprint()} for spec in specs]
+        for row, spec in zip(rows, specs, strict=True):  # JSON has no infinity
+            row["scale"] = [bound if math.isfinite(bound) else None for bound in spec.scale]
+        return {"version": VERSION, "models": rows}
 
-    def check_token(self, header: str | None) -> None:
-        """Raise Refused unless the header carries the token."""
-        given = (header or "").removeprefix("Bearer ")
-        if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise Refused(401, "a token is needed: send it as 'Authorization: Bearer TOKEN'")
+    def check_token(self, header: str) -> None:
+        """Raise Refusal unless the header carries the token."""
+        sent = header.removeprefix("Bearer ")
+        if self.token and not hmac.compare_digest(sent.encode(), self.token.encode()):
+            raise Refusal(401, "a token is needed: send it as 'Authorization: Bearer TOKEN'")
 
-    async def score(self, body: bytes, content_type: str, held: Held) -> bytes:
+    async def score(self, body: bytes, content_type: str, hold: Callable[[int], None]) -> bytes:
         """Answer a request; one that was sent before gets the same answer without new scoring."""
         start = time.monotonic()
-        try:
-            async with asyncio.timeout(self.limits.deadline):
-                request = await self._aside(
-                    len(body), read_request, body, content_type, self.limits
-                )
-        except TimeoutError as error:
-            raise Refused(504, f"not read within {self.limits.deadline:g} seconds") from error
+
+        def reserve(shapes: Sequence[Sequence[int]]) -> None:
+            # safetensors copies the message, and decoded pixels are held as well
+            hold(len(body) + self.limits.check_pixels(shapes))
+
+        try:  # in a thread, because decoding would hold up other requests
+            header, batch = await asyncio.to_thread(read_request, body, content_type, reserve)
+        except Image.DecompressionBombError as error:
+            raise Refusal(413, str(error)) from error
         except ValueError as error:
-            raise Refused(400, str(error)) from error
-        key = request.request_id
+            raise Refusal(400, str(error)) from error
+        seconds = min(header.get("deadline_s") or self.limits.deadline, self.limits.deadline)
+        key, model = header.get("request_id"), header.get("model")
         if key is None:
-            return await self._answer(request, start, held)
+            return await self._answer(model, batch, start, seconds)
         if key not in self.answers:
-            self.answers[key] = asyncio.ensure_future(self._answer(request, start, held))
-            while len(self.answers) > REMEMBERED:
-                self.answers.popitem(last=False)
-        answer = self.answers[key]
+            answer = asyncio.create_task(self._answer(model, batch, start, seconds))
+            self.answers[key] = answer
+            if len(self.answers) > REMEMBERED:
+                del self.answers[next(iter(self.answers))]
         try:
-            return await asyncio.shield(answer)
-        except Refused:
-            if self.answers.get(key) is answer:  # a failure is not remembered
-                del self.answers[key]
+            return await asyncio.shield(self.answers[key])
+        except Refusal:
+            self.answers.pop(key, None)  # a failure is not remembered
             raise
 
-    async def _answer(self, request: Request, start: float, held: Held) -> bytes:
-        batcher, until = self._batcher(request.model), start + request.deadline
-        held.add(request.size)
+    async def _answer(
+        self, model: str | None, batch: MediaBatch, start: float, seconds: float
+    ) -> bytes:
+        if model is None and len(self.batchers) == 1:
+            (model,) = self.batchers
+        if model not in self.batchers:
+            raise Refusal(404, f"no model {model!r}; there are {', '.join(self.batchers)}")
         try:
-            async with asyncio.timeout(until - time.monotonic()):
-                batch = await self._aside(request.size, _decoded, request)
-                output = await asyncio.wrap_future(batcher.submit(batch, until))
+            async with asyncio.timeout(start + seconds - time.monotonic()):
+                result = self.batchers[model].submit(batch, start + seconds)
+                output = await asyncio.wrap_future(result)
         except TimeoutError as error:
-            raise Refused(504, f"not scored within {request.deadline:g} seconds") from error
+            raise Refusal(504, f"not scored within {seconds:g} seconds") from error
         except RuntimeError as error:
             mistake = error.__cause__
             if isinstance(mistake, ValueError):
-                raise Refused(422, str(mistake)) from error
-            raise Refused(500, str(error)) from error
+                raise Refusal(422, str(mistake)) from error
+            raise Refusal(500, str(error)) from error
         try:
             return json.dumps(output_to_json(output), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise Refused(500, f"extras of the reward are not JSON: {error}") from error
-
-    async def _aside(self, size: int, work: Callable[..., T], *given: Any) -> T:
-        """Return the result of work, which must not hold up everyone if it is large."""
-        if size <= AT_ONCE:
-            return work(*given)
-        return await asyncio.get_running_loop().run_in_executor(self.decoders, work, *given)
-
-    def _batcher(self, name: str | None) -> Batcher:
-        if name is None and len(self.batchers) == 1:
-            batcher = next(iter(self.batchers.values()))
-        elif name is not None and name in self.batchers:
-            batcher = self.batchers[name]
-        else:
-            raise Refused(404, f"no model {name!r}; there are {', '.join(self.batchers)}")
-        if batcher.failure:
-            raise Refused(500, batcher.failure)
-        return batcher
+            raise Refusal(500, f"extras of the reward are not JSON: {error}") from error
 
 
-def _decoded(request: Request):
+async def receive(request: Request, limits: Limits, hold: Callable[[int], None]) -> bytes:
+    """Return the body of a request; raise Refusal if it is too large, too slow or incomplete."""
+    most, body = int(limits.max_request_mb * MIB), bytearray()
+    too_large = Refusal(413, f"a request may have {limits.max_request_mb:g} MB")
+    if int(request.headers.get("content-length", "0")) > most:
+        raise too_large
     try:
-        return request.decode()
-    except ValueError as error:
-        raise Refused(400, str(error)) from error
+        async with asyncio.timeout(limits.read_timeout):
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > most:
+                    raise too_large
+                hold(len(chunk))
+                body += chunk
+    except TimeoutError as error:
+        raise Refusal(408, f"not received within {limits.read_timeout:g} seconds") from error
+    except ClientDisconnect as error:
+        raise Refusal(400, "the client left") from error
+    return bytes(body)
 
 
-def _plain(value: Any) -> Any:
-    """Replace the infinite bounds of scales by null, since JSON has no infinity."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return None if isinstance(value, float) and value in (float("inf"), -float("inf")) else value
+def application(service: Service) -> FastAPI:
+    """Build the HTTP application."""
+    app = FastAPI(title="flowalign rewards", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refusal)
+    async def refuse(_: Request, error: Refusal) -> JSONResponse:
+        headers = {503: {"retry-after": str(RETRY_AFTER_S)}, 408: {"connection": "close"}}
+        return JSONResponse({"error": str(error)}, error.status, headers.get(error.status))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        state = service.health()
+        return JSONResponse(state, 200 if state["status"] == "ready" else 503)
+
+    @app.get("/spec")
+    async def spec(request: Request) -> JSONResponse:
+        service.check_token(request.headers.get("authorization", ""))
+        return JSONResponse(service.specs())
+
+    @app.post("/score")
+    async def score(request: Request) -> Response:
+        service.check_token(request.headers.get("authorization", ""))
+        with service.room.admit() as hold:
+            body = await receive(request, service.limits, hold)
+            answer = await service.score(body, request.headers.get("content-type", ""), hold)
+        return Response(answer, media_type="application/json")
+
+    return app
+
+
+class HeadTimeout(HttpToolsProtocol):
+    """HTTP connection that is closed if no request comes, or only part of the head of one.
+
+    uvicorn closes connections that are idle after an answer, but waits for ever for a first
+    request and for the rest of a head.
+    """
+
+    def __init__(self, *args: Any, seconds: float, **settings: Any):
+        super().__init__(*args, **settings)
+        self._seconds = seconds
+
+    def connection_made(self, transport: Any) -> None:
+        """Start to look every `seconds` whether another request has come."""
+        super().connection_made(transport)
+        self.loop.call_later(self._seconds, self._check, None)
+
+    def _check(self, last: object) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self.cycle is last:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(self._seconds, self._check, self.cycle)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address; raise ValueError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"cannot serve on host {host!r}, port {port}: {error}") from error
+
+
+def build_server(service: Service) -> uvicorn.Server:
+    """Build the uvicorn server of a service."""
+    seconds = service.limits.read_timeout
+    config = uvicorn.Config(
+        application(service),
+        http=partial(HeadTimeout, seconds=seconds),  # type: ignore[arg-type]
+        timeout_keep_alive=math.ceil(seconds),
+        log_level="warning",
+        access_log=False,
+    )
+    return uvicorn.Server(config)

@@ -7,9 +7,9 @@ summary = train(start(run, settings, print))
 """
 
 from flowalign.runs.config import Run, load
-from flowalign.runs.plan import plan
-from flowalign.runs.session import Session, start
-from flowalign.runs.steps import train
+from flowalign.runs.planning.plan import plan
+from flowalign.runs.session.session import Session, start
+from flowalign.runs.session.train_session import train
 from flowalign.training.ema import Ema
 
 __all__ = ["Ema", "Run", "Session", "load", "plan", "start", "train"]

@@ -1,139 +1,16 @@
-"""Load a policy as a run file asks: in fewer bits, faster by name, and divided over processes."""
+"""Load a policy as a run file asks, and divide it over processes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from flowalign.data.latents.prompt_store import StoredPrompts
-from flowalign.distributed.context import check_degree
+from flowalign.distributed.context_parallel import check_degree
 from flowalign.distributed.processes import Processes
-from flowalign.types import (
-    Accelerated,
-    ContextParallel,
-    EncodesApart,
-    Offload,
-    Offloadable,
-    Policy,
-    Quantizable,
-    Quantization,
-    Request,
-    Shardable,
-    Sharding,
-    Speed,
-)
+from flowalign.types import Policy, Request, Setup, Sharding
 from flowalign.utils.costs import Costs
-
-_Able = TypeVar("_Able")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Holds how the weights of a policy are stored, computed with and divided."""
-
-    quantization: Quantization = field(default_factory=Quantization)
-    speed: Speed = field(default_factory=Speed)
-    sharding: Sharding = field(default_factory=Sharding)
-    offload: Offload = "none"
-    prompt_cache: str | None = None
-
-
-def check_setup(policy: Policy, setup: Setup) -> None:
-    """Refuse what the policy cannot do; reads no weights.
-
-    Raises:
-        ValueError: A package or backend is not there, or two settings exclude each other.
-    """
-    _check_quantization(policy, setup)
-    _check_speed(policy, setup.speed)
-    _check_sharding(policy, setup)
-    _check_context(policy, setup)
-    _check_offload(policy, setup)
-    if setup.prompt_cache is not None:
-        _able(policy, EncodesApart, f"prompt_cache is {setup.prompt_cache}").check_prompt_store()
-
-
-def _able(policy: Policy, kind: type[_Able], asked: str) -> _Able:
-    """Return the policy as what it must be for that which is asked; raises ValueError if not."""
-    if isinstance(policy, kind):
-        return policy
-    raise ValueError(
-        f"{asked}, but {type(policy).__name__} is no flowalign.types.{kind.__name__} policy; "
-        "leave it out"
-    )
-
-
-def _check_quantization(policy: Policy, setup: Setup) -> None:
-    quantization = setup.quantization
-    if quantization == Quantization():
-        return
-    _able(policy, Quantizable, f"quantization is {quantization}").check_quantization(quantization)
-    kind = quantization.denoiser
-    if kind != "none" and setup.sharding.weights != "replicated":
-        raise ValueError(
-            f"quantization.denoiser {kind} and sharding.weights {setup.sharding.weights} exclude "
-            "each other, as quantized weights are not divided; set one to its default"
-        )
-    if kind != "none" and setup.speed.compile:
-        raise ValueError(
-            f"quantization.denoiser {kind} and speed.compile exclude each other, as layers that "
-            "dequantize break the graph; leave one out"
-        )
-
-
-def _check_speed(policy: Policy, speed: Speed) -> None:
-    if speed != Speed():
-        _able(policy, Accelerated, f"speed is {speed}").check_speed(speed)
-
-
-def _check_sharding(policy: Policy, setup: Setup) -> None:
-    sharding = setup.sharding
-    if sharding.weights == "replicated":
-        return
-    _able(policy, Shardable, f"sharding.weights is {sharding.weights}").check_sharding()
-    if setup.speed.compile:
-        raise ValueError(
-            f"speed.compile and sharding.weights {sharding.weights} exclude each other, as weights "
-            "that come and go break a compiled graph; leave one out"
-        )
-
-
-def _check_context(policy: Policy, setup: Setup) -> None:
-    degree = setup.sharding.context_degree
-    if degree == 1:
-        return
-    able = _able(policy, ContextParallel, f"sharding.context_degree is {degree}")
-    others = {
-        "speed.compile": setup.speed.compile,
-        f"quantization.denoiser {setup.quantization.denoiser}": setup.quantization.denoiser
-        != "none",
-        f"offload {setup.offload}": setup.offload != "none",
-    }
-    if excluded := [name for name, is_set in others.items() if is_set]:
-        raise ValueError(
-            f"sharding.context_degree {degree} and {excluded[0]} exclude each other, as they were "
-            "not tested together; set one of them to its default"
-        )
-    able.check_context(degree, setup.speed.attention)
-
-
-def _check_offload(policy: Policy, setup: Setup) -> None:
-    if setup.offload == "none":
-        return
-    _able(policy, Offloadable, f"offload is {setup.offload}").check_offload()
-    others = {
-        f"quantization.denoiser {setup.quantization.denoiser}": setup.quantization.denoiser,
-        "speed.compile": "true" if setup.speed.compile else "none",
-        "sharding.weights blocks": setup.sharding.weights.replace("replicated", "none"),
-    }
-    if excluded := [name for name, value in others.items() if value != "none"]:
-        raise ValueError(
-            f"offload {setup.offload} and {excluded[0]} exclude each other, as both change where "
-            "or how layers keep their weights; leave one out"
-        )
 
 
 def check_device(setup: Setup, device: torch.device) -> None:
@@ -180,37 +57,35 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
         ValueError: The weights cannot be used, or not by this number of processes or this device.
     """
     check_device(setup, processes.device)
-    if setup.prompt_cache is not None and isinstance(policy, EncodesApart):
-        policy.prompt_store = StoredPrompts(policy, Path(setup.prompt_cache))
-    sharding = setup.sharding
-    if sharding.weights == "replicated" or processes.world == 1:
-        _load(policy, setup.speed, processes, costs)
+    if setup.prompt_cache is not None and policy.text_encoder:
+        policy.text_encoder.cache = StoredPrompts(policy, Path(setup.prompt_cache))
+    network, sharding = policy.network, setup.sharding
+    if network is None or sharding.weights == "replicated" or processes.world == 1:
+        _load(policy, processes, costs)
         if processes.context:
-            assert isinstance(policy, ContextParallel), "the run file was checked"
-            assert processes.rendezvous is not None, "processes that compute together meet"
-            policy.divide_context(processes.context.mesh, processes.rendezvous.in_step)
+            assert network, "the run file was checked"
+            assert processes.scheduler is not None, "processes that compute together meet"
+            network.divide_context(processes.context.mesh, processes.scheduler.wait_for_group)
         return
-    from flowalign.distributed.sharding import hollow, shard
+    from flowalign.distributed.shard_weights import copy_without_values, shard
 
     check_world(sharding, processes.world)
-    assert isinstance(policy, Shardable), "the run file was checked"
-    policy.loads_to_cpu = True
-    _load(policy, setup.speed, processes, costs)
+    network.loads_to_cpu = True
+    _load(policy, processes, costs)
     everything = all(p.requires_grad for p in policy.denoiser.parameters())
-    empty = hollow(policy.denoiser) if everything else None
-    shards = shard(policy.networks(), processes, sharding.shard_degree or processes.world)
+    empty = copy_without_values(policy.denoiser) if everything else None
+    shards = shard(network.modules(), processes, sharding.shard_degree or processes.world)
     if empty is not None:
-        policy.twin = partial(shards.twin, policy.denoiser, empty, policy.blocks)
+        network.frozen_copy = partial(shards.frozen_copy, policy.denoiser, empty, network.blocks)
 
 
 def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Processes) -> None:
     """Encode what the prompt cache of a loaded policy lacks of these, and free the encoders."""
-    if isinstance(policy, EncodesApart) and isinstance(policy.prompt_store, StoredPrompts):
-        policy.prompt_store.prepare(policy, [*policy.probes(), *requests], processes)
+    encoder = policy.text_encoder
+    if encoder and isinstance(encoder.cache, StoredPrompts):
+        encoder.cache.prepare(policy, [*encoder.probe_requests(), *requests], processes)
 
 
-def _load(policy: Policy, speed: Speed, processes: Processes, costs: Costs) -> None:
+def _load(policy: Policy, processes: Processes, costs: Costs) -> None:
     policy.load(processes.device)
     costs.count(policy.denoiser)
-    if isinstance(policy, Accelerated) and speed != Speed():
-        policy.speed_up(speed)

@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import SharedRows
-from flowalign.utils.ranges import GroupSize, NonNegativeFloat, NonNegativeInt, Range
+from flowalign.types.ranges import GroupSize, NonNegativeFloat, NonNegativeInt, Range
 
 
 @dataclass(frozen=True)
-class Layout:
+class BranchLayout:
     """Describes the G samples of one prompt before any of them is drawn."""
 
     eta: Float[Tensor, "G T"]
@@ -32,7 +32,7 @@ class Branching(ABC):
     share; null: nothing is shared."""
 
     @abstractmethod
-    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return the layout of the samples of one initial noise.
 
         `eta` holds the noise levels of the window, and 0 outside it.
@@ -47,10 +47,10 @@ class Chain(Branching):
     """Lets every sample go its own way from the first stochastic step on."""
 
     @override
-    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return chains that share their states up to the first stochastic step, none later."""
-        below = _leaves_below(num_samples, num_samples, len(eta), _stochastic(eta)[:1])
-        return Layout(eta.expand(num_samples, -1), _shared(num_samples, below))
+        below = _leaves_below(num_samples, num_samples, len(eta), _stochastic_steps(eta)[:1])
+        return BranchLayout(eta.expand(num_samples, -1), _shared_rows(num_samples, below))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,9 @@ class Tree(Branching):
             )
 
     @override
-    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return a tree with children^levels leaves."""
-        window = _stochastic(eta)
+        window = _stochastic_steps(eta)
         splits = window if self.splits is None else sorted(self.splits)
         outside = sorted(set(splits) - set(window))
         if outside or not splits:
@@ -109,7 +109,9 @@ class Tree(Branching):
         depth = torch.tensor([sum(s < k for s in splits) for k in range(len(eta))])
         louder = 1 + self.growth * depth.clamp(max=len(splits) - 1) / max(len(splits) - 1, 1)
         below = _leaves_below(num_samples, self.children, len(eta), splits)
-        return Layout((eta * louder).expand(num_samples, -1), _shared(num_samples, below))
+        return BranchLayout(
+            (eta * louder).expand(num_samples, -1), _shared_rows(num_samples, below)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +132,12 @@ class Comb(Branching):
             raise ValueError(f"branching.children is {self.children}; a comb needs at least 2")
 
     @override
-    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return the children of each step, in the order of the steps.
 
         The last sample, which leaves last, carries the spine.
         """
-        window = _stochastic(eta)
+        window = _stochastic_steps(eta)
         if num_samples != self.children * len(window):
             raise ValueError(
                 f"a comb with {self.children} children at each of the steps {window} has "
@@ -147,10 +149,12 @@ class Comb(Branching):
         own = torch.where(leaves_at == torch.arange(len(eta)), eta, 0.0)
         sample = torch.arange(num_samples)[:, None]
         on_spine = torch.arange(len(eta) + 1) <= leaves_at
-        return Layout(own, SharedRows(torch.where(on_spine, num_samples - 1, sample)))
+        return BranchLayout(own, SharedRows(torch.where(on_spine, num_samples - 1, sample)))
 
 
-def layout(branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor, "T"]) -> Layout:
+def arrange_samples(
+    branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor, "T"]
+) -> BranchLayout:
     """Return the samples of one prompt: the same arrangement for each of its initial noises."""
     if num_samples % seeds:
         raise ValueError(
@@ -158,10 +162,10 @@ def layout(branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor
             f"which seeds_per_prompt {seeds} does not divide"
         )
     one = branching.seed_layout(num_samples // seeds, eta)
-    return Layout(one.eta.repeat(seeds, 1), one.rows.repeat(seeds))
+    return BranchLayout(one.eta.repeat(seeds, 1), one.rows.repeat(seeds))
 
 
-def _stochastic(eta: Float[Tensor, "T"]) -> list[int]:
+def _stochastic_steps(eta: Float[Tensor, "T"]) -> list[int]:
     return eta.nonzero().flatten().tolist()
 
 
@@ -173,5 +177,5 @@ def _leaves_below(
     return num_samples // children ** torch.tensor(done)
 
 
-def _shared(num_samples: int, below: Int[Tensor, "S"]) -> SharedRows:
+def _shared_rows(num_samples: int, below: Int[Tensor, "S"]) -> SharedRows:
     return SharedRows(torch.arange(num_samples)[:, None] // below * below)

@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.calibration import (
+from flowalign.functional.noise_calibration import (
     Signs,
     count_signs,
     damped_rule,
     initial_levels,
     paper_rule,
 )
+from flowalign.types.ranges import PositiveFloat, PositiveInt
 from flowalign.utils.files import write_text
-from flowalign.utils.ranges import PositiveFloat, PositiveInt
 
 Rule = Literal["damped", "paper"]
 Gains = Callable[[Tensor, int], Tensor]
@@ -96,7 +96,7 @@ class Calibration:
             "ceiling": _CEILING[self.rule] if self.ceiling is None else self.ceiling,
         }
 
-    def moved(
+    def move_levels(
         self, psi: Float[Tensor, "T"], signs: Signs, iteration: int, sigmas: Float[Tensor, "T+1"]
     ) -> Float[Tensor, "T"]:
         """Return the next levels; a step that no sample valued stays where it is."""
@@ -173,15 +173,15 @@ def calibrate(
     """
     history = _begin(cfg, sigmas, eta, identity)
     if path.exists():
-        history = _resumed(path, history, cfg.iterations)
+        history = _resume(path, history, cfg.iterations)
     for i in range(len(history.iterations), cfg.iterations):
         psi = torch.tensor(history.psi, dtype=torch.float64)
-        found = gains(psi, i)
-        assert found.shape == (cfg.num_samples, len(psi)), found.shape
-        signs = count_signs(found.cpu())
+        measured = gains(psi, i)
+        assert measured.shape == (cfg.num_samples, len(psi)), measured.shape
+        signs = count_signs(measured.cpu())
         counts = {name: count.tolist() for name, count in signs._asdict().items()}
         row = Iteration(iteration=i, psi=history.psi, valid=signs.valid.tolist(), **counts)
-        after = cfg.moved(psi, signs, i, sigmas).tolist()
+        after = cfg.move_levels(psi, signs, i, sigmas).tolist()
         history = replace(history, psi=after, iterations=[*history.iterations, row])
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,14 +211,14 @@ def _begin(
     )
 
 
-def _resumed(path: Path, fresh: History, num_iterations: int) -> History:
+def _resume(path: Path, fresh: History, num_iterations: int) -> History:
     """Return the history in the file; raise ValueError unless it began as `fresh` does."""
     held = read_calibration(path)
-    found, wanted = map(_origin, (held, fresh))
+    stored, current = map(_origin, (held, fresh))
     other = [
-        f"{name} {found.get(name)!r} (now {wanted.get(name)!r})"
-        for name in wanted | found
-        if found.get(name) != wanted.get(name)
+        f"{name} {stored.get(name)!r} (now {current.get(name)!r})"
+        for name in current | stored
+        if stored.get(name) != current.get(name)
     ]
     if other:
         raise ValueError(

@@ -13,7 +13,7 @@ LAST_LAYERS = ("proj_out", "conv_out", "final_layer")
 """Names that the last layers of denoisers have in diffusers."""
 
 
-class Observed(VelocityField):
+class FeatureRecorder(VelocityField):
     """Evaluates a policy's velocity, and keeps what the last layer of its denoiser reads.
 
     The input of the last layer is averaged over tokens or places. Guidance evaluates a sample
@@ -32,14 +32,14 @@ class Observed(VelocityField):
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return the policy's dx / dsigma."""
-        with _inputs_of(self.layers) as seen:
+        with _collect_inputs(self.layers) as seen:
             v = self.policy.velocity(x, sigma, cond)
         if any(len(hidden) % len(x) for hidden in seen):
             raise ValueError(
                 f"a critic reads features of whole batches, and {type(self.policy).__name__} "
                 "evaluates samples of different lengths apart: choose credit without a critic"
             )
-        each = torch.cat([averaged(hidden) for hidden in seen]).unflatten(0, (-1, len(x)))
+        each = torch.cat([average_places(hidden) for hidden in seen]).unflatten(0, (-1, len(x)))
         self.rows.append(each.transpose(0, 1).flatten(1))
         return v
 
@@ -55,20 +55,20 @@ def last_layers(denoiser: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: No layer has the name of one.
     """
-    found = [
+    layers = [
         layer
         for name, layer in denoiser.named_modules()
         if name.rpartition(".")[2] in LAST_LAYERS and name.count(".") <= 1
     ]
-    if not found:
+    if not layers:
         raise ValueError(
             f"a critic reads the input of a denoiser's last layer; {type(denoiser).__name__} has "
             f"none that is called {' or '.join(LAST_LAYERS)}"
         )
-    return found
+    return layers
 
 
-def averaged(hidden: Tensor) -> Float[Tensor, "n D"]:
+def average_places(hidden: Tensor) -> Float[Tensor, "n D"]:
     """Return the mean over tokens [n, tokens, D] or places [n, D, *places], in float32."""
     hidden = hidden.detach().float()
     if hidden.ndim == 2:
@@ -77,9 +77,10 @@ def averaged(hidden: Tensor) -> Float[Tensor, "n D"]:
 
 
 @contextmanager
-def _inputs_of(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
+def _collect_inputs(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect what these layers read inside the context."""
     seen: list[Tensor] = []
+    # A pre-hook sees what the layer reads, whatever it returns.
     handles = [
         layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers
     ]

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.utils.ranges import NonNegativeInt, PositiveInt
+from flowalign.types.ranges import NonNegativeInt, PositiveInt
 
 
 class FrameWindow(ABC):
@@ -47,7 +47,7 @@ class FixedFrames(FrameWindow):
 
     @override
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        return _inside(self.start, self.stop, num_frames)
+        return _check_window(self.start, self.stop, num_frames)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class RandomFrames(FrameWindow):
     @override
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
         """Draw once, uniformly over all positions."""
-        _inside(0, self.length, num_frames)
+        _check_window(0, self.length, num_frames)
         places = num_frames - self.length + 1
         start = int(torch.randint(places, (), generator=generator))
-        return _inside(start, start + self.length, num_frames)
+        return _check_window(start, start + self.length, num_frames)
 
 
-def frame_windows(
+def draw_frame_windows(
     window: FrameWindow, latent_shape: Sequence[int], generators: Sequence[torch.Generator]
 ) -> list[range]:
     """Return each prompt's window; raise ValueError for pictures, and frames that do not exist."""
@@ -78,7 +78,7 @@ def frame_windows(
     return [window.frames(latent_shape[1], generator) for generator in generators]
 
 
-def shared_outside(
+def share_outside_windows(
     noise: Float[Tensor, "B *latent"], windows: Sequence[range]
 ) -> Float[Tensor, "B *latent"]:
     """Copy the noise of each prompt's first row to its other rows, outside the prompt's window.
@@ -92,7 +92,7 @@ def shared_outside(
     return torch.cat(parts)
 
 
-def _inside(start: int, stop: int, num_frames: int) -> range:
+def _check_window(start: int, stop: int, num_frames: int) -> range:
     if not 0 <= start < stop <= num_frames:
         raise ValueError(
             f"sampling.frame_window [{start}, {stop}) lies outside the latent frames "

@@ -14,14 +14,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.guidance import nrg_velocity, reward_gradient
-from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity
+from flowalign.functional.guide_sampler import nrg_velocity, reward_gradient
+from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity, per_row
+from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Cond, LatentReward, Policy
-from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, Range
+from flowalign.types.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, Range
 
 
 @dataclass(frozen=True)
-class GuidedStep:
+class GuidedTransition:
     """Holds the step that guidance pushes."""
 
     sigmas: Float[Tensor, "S"]
@@ -46,7 +47,7 @@ class RewardGuidance(ABC):
 
     @abstractmethod
     def push(
-        self, gradient: Float[Tensor, "n *latent"], step: GuidedStep
+        self, gradient: Float[Tensor, "n *latent"], step: GuidedTransition
     ) -> Float[Tensor, "n *latent"]:
         """Return what is added to the next states, given the gradient at the present ones."""
 
@@ -61,7 +62,7 @@ class FlowNRG(RewardGuidance):
     """
 
     reward: LatentReward
-    """Reward of noisy latents, such as `reward_models.latent.TrainedLatentReward`."""
+    """Reward of noisy latents, such as `reward_models.TrainedLatentReward`."""
     weights: Mapping[str, FiniteFloat]
     """Weight of each of its dimensions that counts."""
     scale: NonNegativeFloat
@@ -76,10 +77,10 @@ class FlowNRG(RewardGuidance):
         return self.scale > 0 and float(sigmas[k]) <= NOISE
 
     @override
-    def push(self, gradient: Tensor, step: GuidedStep) -> Tensor:
+    def push(self, gradient: Tensor, step: GuidedTransition) -> Tensor:
         added = nrg_velocity(gradient, step.sigmas[step.k], self.scale)
         slope = mean_sensitivity(step.kernel, step.sigmas, step.k, step.eta)
-        return slope.reshape(-1, *[1] * (gradient.ndim - 1)) * added
+        return per_row(slope, gradient) * added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Euphonium(RewardGuidance):
     """
 
     reward: LatentReward
-    """Reward of noisy latents, such as `reward_models.latent.TrainedLatentReward`."""
+    """Reward of noisy latents, such as `reward_models.TrainedLatentReward`."""
     weights: Mapping[str, FiniteFloat]
     """Weight of each of its dimensions that counts."""
     form: Literal["released", "paper"] = "released"
@@ -112,39 +113,40 @@ class Euphonium(RewardGuidance):
         return k >= self.start and (self.form == "paper" or self.scale > 0)
 
     @override
-    def push(self, gradient: Tensor, step: GuidedStep) -> Tensor:
+    def push(self, gradient: Tensor, step: GuidedTransition) -> Tensor:
         dt = step.sigmas[step.k] - step.sigmas[step.k + 1]
         if self.form == "released":
             return self.scale * dt * gradient
         scale = step.eta.square() / (2 * self.beta)
-        return scale.reshape(-1, *[1] * (gradient.ndim - 1)) * dt * gradient
+        return per_row(scale, gradient) * dt * gradient
 
 
-def pushes(
+def compute_pushes(
     guidance: RewardGuidance,
     policy: Policy,
     x: Float[Tensor, "n *latent"],
-    step: GuidedStep,
+    step: GuidedTransition,
     cond: Cond,
     row: Int[Tensor, "n"],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
     """Return what guidance adds to the next states; sample i is conditioned on row[i] of cond."""
+    # Weights are read at the first use, when those of the policy are on its device.
     guidance.reward.attach(policy)
     sigma, parts = step.sigmas[step.k], []
-    for some, rows in zip(x.split(micro_batch), row.split(micro_batch), strict=True):
-        given = {name: value[rows] for name, value in cond.items()}
-        parts.append(gradient_at(guidance, some, sigma, given))
+    for states, rows in zip(x.split(micro_batch), row.split(micro_batch), strict=True):
+        parts.append(compute_gradient(guidance, states, sigma, take_rows(cond, rows)))
     return guidance.push(torch.cat(parts), step)
 
 
-def gradient_at(
+def compute_gradient(
     guidance: RewardGuidance,
     x: Float[Tensor, "n *latent"],
     sigma: Float[Tensor, ""],
     cond: Cond,
 ) -> Float[Tensor, "n *latent"]:
     """Return the gradient of the weighted reward at states."""
+    # Rollouts run under no_grad, which is not in force inside this context.
     with torch.enable_grad():
         state = x.detach().clone().requires_grad_()
         columns = guidance.reward.score(state, sigma, cond)

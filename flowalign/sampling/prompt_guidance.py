@@ -1,4 +1,4 @@
-"""Guide samplers to the prompt and to the dressed prompt apart: Parrot's guidance."""
+"""Guide samplers to the prompt and to the conditioned prompt apart: Parrot's guidance."""
 
 import copy
 from collections.abc import Sequence
@@ -10,38 +10,40 @@ from typing_extensions import override
 
 from flowalign.types import (
     Cond,
-    Dress,
+    ConditionedPrompt,
     Policy,
     PromptGuidance,
     Request,
     VelocityField,
-    conditioning,
+    encode_requests,
 )
 
 
-class PromptGuided(VelocityField):
-    """Adds up the velocities of a policy under the prompt, the dressed prompt and the empty one.
+class PromptGuidedField(VelocityField):
+    """Adds up velocities of a policy under the prompt, the conditioned prompt and the empty one.
 
     See `PromptGuidance`. The conditioning of each branch stands under its name.
     """
 
     def __init__(self, policy: Policy, guidance: PromptGuidance):
         self.policy = without_guidance(policy)
-        weights = {"original": guidance.original, "dressed": guidance.dressed}
-        weights["empty"] = 1 - guidance.original - guidance.dressed
+        weights = {"original": guidance.original, "conditioned": guidance.conditioned}
+        weights["empty"] = 1 - guidance.original - guidance.conditioned
         self.weights = {branch: weight for branch, weight in weights.items() if weight}
 
     def encode(self, requests: Sequence[Request]) -> Cond:
         """Return the conditioning on requests in all branches that have a weight."""
-        asked = {
-            "original": [replace(r, dress=Dress(r.prompt, r.user)) for r in requests],
-            "dressed": requests,
-            "empty": [replace(r, dress=Dress("")) for r in requests],
+        requests_of = {
+            "original": [
+                replace(r, conditioned=ConditionedPrompt(r.prompt, r.user)) for r in requests
+            ],
+            "conditioned": requests,
+            "empty": [replace(r, conditioned=ConditionedPrompt("")) for r in requests],
         }
         return {
             f"{branch}/{name}": value
             for branch in self.weights
-            for name, value in conditioning(self.policy, asked[branch]).items()
+            for name, value in encode_requests(self.policy, requests_of[branch]).items()
         }
 
     @override
@@ -50,12 +52,12 @@ class PromptGuided(VelocityField):
         """Return the weighted sum, which takes a network evaluation for each branch."""
         total = torch.zeros_like(x, dtype=torch.float32)
         for branch, weight in self.weights.items():
-            told = {
+            branch_cond = {
                 name.removeprefix(f"{branch}/"): value
                 for name, value in cond.items()
                 if name.startswith(f"{branch}/")
             }
-            total = total + weight * self.policy.velocity(x, sigma, told)
+            total = total + weight * self.policy.velocity(x, sigma, branch_cond)
         return total
 
 
@@ -63,6 +65,7 @@ def without_guidance(policy: Policy) -> Policy:
     """Return the same weights without classifier-free guidance; the policy if it has none."""
     if policy.evaluations_per_velocity == 1:
         return policy
+    # A shallow copy: it shares the networks, and only these two attributes differ.
     plain = copy.copy(policy)
     plain.guidance, plain.evaluations_per_velocity = 1.0, 1
     return plain

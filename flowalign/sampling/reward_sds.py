@@ -8,17 +8,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.matching import noised
+from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.score_distillation import (
     FEWEST_NOISES,
     NoiseWeighting,
     distillation_gradient,
     noise_weights,
 )
-from flowalign.sampling.completion import velocity
-from flowalign.sampling.rollout import encode_once
+from flowalign.functional.transition import per_row
+from flowalign.sampling.complete_states import evaluate_velocity
+from flowalign.sampling.inference import encode_once
 from flowalign.types import Cond, Policy, Request, VelocityField
-from flowalign.utils.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
+from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
 """Returns the reward of clean latents."""
@@ -86,12 +87,12 @@ def optimise(
         sigma = (low + (high - low) * level).to(x0.device).repeat_interleave(cfg.noises)
         noise = torch.cat([policy.noise(cfg.noises, generator) for generator in generators])
         clean = x0.repeat_interleave(cfg.noises, 0)
-        x = noised(clean, noise, sigma)
-        v = velocity(policy, x, sigma, cond, row, micro_batch)
+        x = add_noise(clean, noise, sigma)
+        v = evaluate_velocity(policy, x, sigma, cond, row, micro_batch)
         if cfg.weighting == "none":
             reward = x.new_zeros(len(x))
         else:
-            ends = completed(policy, x, v, sigma, sigmas, cond, row, micro_batch)
+            ends = complete_states(policy, x, v, sigma, sigmas, cond, row, micro_batch)
             reward = score(ends, repeated).to(x)
         weights = noise_weights(reward.unflatten(0, (-1, cfg.noises)), cfg.weighting)
         each = distillation_gradient(v, clean, noise, sigma).unflatten(0, (-1, cfg.noises))
@@ -100,7 +101,7 @@ def optimise(
     return x0
 
 
-def completed(
+def complete_states(
     field: VelocityField,
     x: Float[Tensor, "m *latent"],
     v: Float[Tensor, "m *latent"],
@@ -121,7 +122,9 @@ def completed(
         later = (active & ~first).nonzero().flatten()
         step = v.clone()
         if len(later):
-            step[later] = velocity(field, x[later], start[later], cond, row[later], micro_batch)
-        x = x + (stop - start).reshape(-1, *[1] * (x.ndim - 1)) * step
+            step[later] = evaluate_velocity(
+                field, x[later], start[later], cond, row[later], micro_batch
+            )
+        x = x + per_row(stop - start, x) * step
         first = first & ~active
     return x

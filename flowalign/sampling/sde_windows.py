@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from typing_extensions import override
 
-from flowalign.utils.ranges import NonNegativeInt, PositiveInt, Range
+from flowalign.types.ranges import NonNegativeInt, PositiveInt, Range
 
 
 class SDEWindow(ABC):
@@ -34,7 +34,7 @@ class AllButLast(SDEWindow):
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return 0, ..., num_steps - 2."""
-        return _inside(0, num_steps - 1, num_steps)
+        return _check_window(0, num_steps - 1, num_steps)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fixed(SDEWindow):
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        return _inside(self.start, self.stop, num_steps)
+        return _check_window(self.start, self.stop, num_steps)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Random(SDEWindow):
                 f"random window draws its start from [{self.low}, {high}), which is empty"
             )
         for start in (self.low, high - 1):
-            _inside(start, start + self.size, num_steps)
+            _check_window(start, start + self.size, num_steps)
         start = int(torch.randint(self.low, high, (), generator=generator))
-        return _inside(start, start + self.size, num_steps)
+        return _check_window(start, start + self.size, num_steps)
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Sliding(SDEWindow):
             raise ValueError(
                 f"sliding window with every {self.every}, stride {self.stride}: need at least 1"
             )
-        _inside(0, self.size, num_steps)
+        _check_window(0, self.size, num_steps)
         start = min(self.stride * (iteration // self.every), num_steps - self.size)
-        return _inside(start, start + self.size, num_steps)
+        return _check_window(start, start + self.size, num_steps)
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class Geometric(SDEWindow):
         """Draw among the starts that leave the last step an ODE step."""
         if not 0 < self.ratio <= 1:
             raise ValueError(f"geometric window with ratio {self.ratio}; it must lie in (0, 1]")
-        _inside(0, self.size, num_steps - 1)
+        _check_window(0, self.size, num_steps - 1)
         chance = self.ratio ** torch.arange(num_steps - self.size, dtype=torch.float64)
         start = int(torch.multinomial(chance, 1, generator=generator))
-        return _inside(start, start + self.size, num_steps)
+        return _check_window(start, start + self.size, num_steps)
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ class Backward(SDEWindow):
                 f"first must lie in [2, {num_steps}], every be at least 1"
             )
         size = min(self.first + iteration // self.every, num_steps)
-        return _inside(num_steps - size, num_steps - 1, num_steps)
+        return _check_window(num_steps - size, num_steps - 1, num_steps)
 
 
-def _inside(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
+def _check_window(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
     if not 0 <= start < stop <= num_steps:
         raise ValueError(
             f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps "

@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, Kernel, sample_next, transition
-from flowalign.sampling.completion import take, velocity
-from flowalign.sampling.rollout import encode_once
+from flowalign.sampling.complete_states import evaluate_velocity, take_rows
+from flowalign.sampling.inference import encode_once
 from flowalign.sampling.settings import NoiseLevel
 from flowalign.types import Cond, LatentReward, Policy, Request
-from flowalign.utils.ranges import PositiveInt, require_ranges
+from flowalign.types.completion import Completion
+from flowalign.types.ranges import PositiveInt, require_ranges
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
 """Returns the weighted reward of clean latents."""
@@ -128,22 +128,20 @@ def search(
     A request's own generator makes all of its draws. `rate` values states where `cfg.value` is a
     reward of noisy latents.
     """
-    cond, row = encode_once(policy, requests)
     tree = _Tree(policy, score, requests, cfg, policy.schedule(num_steps), micro_batch)
     x = torch.cat([policy.noise(cfg.width, generator) for generator in generators])
-    row = row.to(x.device)
     for k in range(num_steps):
         branches = 1
         if k in cfg.prune and rate:
-            x = x[tree.best(tree.rated(rate, x, k, cond, row))]
-        v = tree.velocity(x, k, cond, row)
+            x = x[tree.best(tree.rate_states(rate, x, k))]
+        v = tree.velocity(x, k)
         if k in cfg.prune:
             if isinstance(cfg.value, Completion):
-                kept = tree.best(tree.completed_scores(cfg.value, x, v, k, cond, row))
-                x, v = x[kept], v[kept]
+                best = tree.best(tree.score_completions(cfg.value, x, v, k))
+                x, v = x[best], v[best]
             branches = cfg.branches
         x = tree.step(x, v, k, branches, generators)
-    return x[tree.best(tree.scored(x), 1)]
+    return x[tree.best(tree.score_states(x), 1)]
 
 
 class _Tree:
@@ -160,30 +158,34 @@ class _Tree:
     ):
         self.policy, self.score, self.requests, self.cfg = policy, score, requests, cfg
         self.sigmas, self.micro_batch = sigmas, micro_batch
+        self.cond, self.row = encode_once(policy, requests)
 
-    def velocity(self, x: Tensor, k: int, cond: Cond, row: Int[Tensor, "n"]) -> Tensor:
+    def velocity(self, x: Tensor, k: int) -> Tensor:
         """Return the velocities of states k."""
-        rows = row.repeat_interleave(len(x) // len(row))
-        return velocity(self.policy, x, self.sigmas[k], cond, rows, self.micro_batch)
+        rows, size = self._rows(x), self.micro_batch
+        return evaluate_velocity(self.policy, x, self.sigmas[k], self.cond, rows, size)
 
-    def rated(
-        self, rate: Rate, x: Tensor, k: int, cond: Cond, row: Int[Tensor, "n"]
-    ) -> Float[Tensor, "m"]:
+    def rate_states(self, rate: Rate, x: Tensor, k: int) -> Float[Tensor, "m"]:
         """Return what a reward of noisy latents says of states k."""
-        rows, size = row.repeat_interleave(len(x) // len(row)), self.micro_batch
-        parts = zip(x.split(size), rows.split(size), strict=True)
-        return torch.cat([rate(one, self.sigmas[k], take(cond, at)) for one, at in parts])
+        size = self.micro_batch
+        parts = zip(x.split(size), self._rows(x).split(size), strict=True)
+        conds = ((states, take_rows(self.cond, rows)) for states, rows in parts)
+        return torch.cat([rate(states, self.sigmas[k], cond) for states, cond in conds])
 
-    def completed_scores(
-        self, how: Completion, x: Tensor, v: Tensor, k: int, cond: Cond, row: Int[Tensor, "n"]
+    def score_completions(
+        self, how: Completion, x: Tensor, v: Tensor, k: int
     ) -> Float[Tensor, "m"]:
         """Return the rewards of completions of states k, whose velocities are v."""
         for here, there in pairwise(how.path(k, len(self.sigmas) - 1)):
-            direction = v if here == k else self.velocity(x, here, cond, row)
+            direction = v if here == k else self.velocity(x, here)
             x = x + (self.sigmas[there] - self.sigmas[here]) * direction
-        return self.scored(x)
+        return self.score_states(x)
 
-    def scored(self, x: Float[Tensor, "m *latent"]) -> Float[Tensor, "m"]:
+    def _rows(self, x: Float[Tensor, "m *latent"]) -> Int[Tensor, "m"]:
+        """Return the row of the conditioning of each state."""
+        return self.row.repeat_interleave(len(x) // len(self.row)).to(x.device)
+
+    def score_states(self, x: Float[Tensor, "m *latent"]) -> Float[Tensor, "m"]:
         """Return the rewards of clean latents."""
         each = len(x) // len(self.requests)
         return self.score(x, [request for request in self.requests for _ in range(each)])
@@ -191,6 +193,7 @@ class _Tree:
     def best(self, value: Float[Tensor, "m"], keep: int | None = None) -> Int[Tensor, "k"]:
         """Return the rows of the best states of each request; of equal ones the first."""
         table = value.unflatten(0, (len(self.requests), -1))
+        # Stable, so that equal values give the same tree on every machine.
         order = table.argsort(dim=1, descending=True, stable=True)
         chosen = order[:, : keep or self.cfg.keep].sort(dim=1).values
         starts = torch.arange(len(table), device=value.device)[:, None] * table.shape[1]

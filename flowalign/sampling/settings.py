@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, Kernel
-from flowalign.sampling.branching import Branching, Chain, Layout, layout
+from flowalign.sampling.branching import Branching, BranchLayout, Chain, arrange_samples
 from flowalign.sampling.frame_windows import FrameWindow
 from flowalign.sampling.guidance import RewardGuidance
-from flowalign.sampling.kept import Storage
+from flowalign.sampling.recording import Storage
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
-from flowalign.types import Accelerated, Policy, Reduced
-from flowalign.utils.ranges import (
+from flowalign.types import Policy, Reduced
+from flowalign.types.completion import Completion
+from flowalign.types.ranges import (
     DenoisingSteps,
     GroupSize,
     PositiveFloat,
@@ -102,7 +102,7 @@ class Sampling:
         """Raise ValueError if rollouts would not have a lower precision than the policy."""
         if self.precision is not None and policy.precision != "fp32":
             self.refuse_precision(key, f"policy.precision is {policy.precision}: set it to null")
-        if self.precision is not None and not isinstance(policy, Accelerated):
+        if self.precision is not None and policy.network is None:
             name = type(policy).__name__
             self.refuse_precision(key, f"{name} has one precision: set it to null")
 
@@ -119,10 +119,10 @@ class Sampling:
                 f"sampling.untrained_steps is {self.untrained_steps}, which needs branching Chain; "
                 f"it is {type(self.branching).__name__}"
             )
-        for name, given in {"merge": self.merge, "tail_ratio": self.tail_ratio}.items():
-            if given is not None:
+        for name, value in {"merge": self.merge, "tail_ratio": self.tail_ratio}.items():
+            if value is not None:
                 raise ValueError(
-                    f"sampling.untrained_steps is {self.untrained_steps}, but {name} {given} needs "
+                    f"sampling.untrained_steps is {self.untrained_steps}, but {name} {value} needs "
                     "steps without noise: set one of them to its default"
                 )
 
@@ -150,10 +150,11 @@ class Sampling:
 
     def skipped(self, steps: Sequence[int]) -> frozenset[int]:
         """Return the steps of length 0 that a shorter tail leaves, which cost nothing."""
+        # The long step to state k is step k - 1; those before it have length 0.
         made = {k - 1 for k in self.tail(steps)}
         return frozenset(range(max(steps, default=-1) + 1, self.num_steps)) - made
 
-    def layout(self, steps: Sequence[int]) -> Layout:
+    def layout(self, steps: Sequence[int]) -> BranchLayout:
         """Return the samples of one prompt, stochastic in `steps`.
 
         Raises:
@@ -169,7 +170,7 @@ class Sampling:
         if seeds is None:
             seeds = self.samples_per_prompt if isinstance(self.branching, Chain) else 1
         apart = self._levels_at(steps) if shared else eta
-        arranged = layout(self.branching, self.samples_per_prompt, seeds, apart)
+        arranged = arrange_samples(self.branching, self.samples_per_prompt, seeds, apart)
         if shared:
             arranged = replace(arranged, eta=eta.expand(self.samples_per_prompt, -1))
         if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:

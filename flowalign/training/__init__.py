@@ -5,12 +5,12 @@ evaluation and checks are shared by all of them.
 """
 
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.co_trained import CoTrained
+from flowalign.training.distillation import TDM
 from flowalign.training.ema import EMA
 from flowalign.training.evaluate import Evaluation
-from flowalign.training.few_step import TDM
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.matching import Matching
+from flowalign.training.online_reward import OnlineReward
 from flowalign.training.policy_gradient import PolicyGradient
 from flowalign.training.recipe import Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reward_gradient import RewardGradient
@@ -18,7 +18,7 @@ from flowalign.training.reward_gradient import RewardGradient
 __all__ = [
     "EMA",
     "Checkpoints",
-    "CoTrained",
+    "OnlineReward",
     "Evaluation",
     "Learner",
     "Loop",

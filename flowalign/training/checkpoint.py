@@ -29,7 +29,7 @@ from torch import Tensor
 from flowalign.training.learner import Learner
 from flowalign.training.optimizers import check_moments, put_back, state_tensors
 from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
-from flowalign.utils.ranges import NonNegativeInt, PositiveInt
+from flowalign.types.ranges import NonNegativeInt, PositiveInt
 
 _PREFIX = "step-"
 _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
@@ -148,16 +148,10 @@ def read_loop(folder: Path) -> dict[str, Any]:
     """Return step, counters and the loop's own state of a checkpoint.
 
     Raises:
-        ValueError: The checkpoint is incomplete, or of version 0.1.
+        ValueError: The checkpoint is incomplete.
     """
     check_complete(folder)
-    loop = json.loads((folder / "state" / "loop.json").read_text())
-    if "carried" in loop:
-        raise ValueError(
-            f"{folder} is a checkpoint of flowalign 0.1; convert its run once: "
-            f"flowalign convert {folder.parent.parent}"
-        )
-    return loop
+    return json.loads((folder / "state" / "loop.json").read_text())
 
 
 def latest(root: Path) -> Path | None:

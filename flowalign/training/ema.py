@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flowalign.utils.ranges import (
+from flowalign.types.ranges import (
     Decay,
     NonNegativeFloat,
     NonNegativeInt,

@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.image_grid import write_grid, write_picture
+from flowalign.data.media.thumbnails import LONGEST, MOST_FRAMES, reduce_size, thin_frames
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.functional.sharpness import variance_of_laplacian
-from flowalign.media.encode import write_clip
-from flowalign.media.image_grid import write_grid, write_picture
-from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.guidance import RewardGuidance
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.training.sample_bounds import SampleBounds
-from flowalign.types import Dressing, Policy, Request, prompts_of
+from flowalign.types import Policy, PromptConditioning, Request, prompts_of
+from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.files import write_text
-from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.seeds import generator
 
 GRID_COLUMNS = 8
@@ -105,7 +105,7 @@ class SampleScores:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """Holds the metrics of an evaluation, and the samples of its grid."""
 
     metrics: dict[str, float]
@@ -125,8 +125,8 @@ def evaluate(
     rewards: Rewards,
     cfg: Evaluation,
     processes: Processes,
-    dressing: Dressing | None = None,
-) -> Evaluated:
+    conditioning: PromptConditioning | None = None,
+) -> EvaluationResult:
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
     The metrics are the mean of each dimension, per split and in all, the diversity of samples of
@@ -136,7 +136,7 @@ def evaluate(
     local = list(processes.share(range(len(items))))
     requests = [items[i][1] for i in local]
     seeds = [generator(cfg.seed, "evaluation", i) for i in local]
-    given = requests, cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, dressing
+    given = requests, cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, conditioning
     latents = generate(policy, *given)
     order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
@@ -148,13 +148,13 @@ def evaluate(
         scoring.add(rewards.batch(media, some, [order[request] for request in some], policy.fps))
         sharpness.append(variance_of_laplacian(media))
         kept |= {
-            i: (reduced(frames, LONGEST) if policy.fps else frames).clone()
+            i: (reduce_size(frames, LONGEST) if policy.fps else frames).clone()
             for i, frames in zip(local[start:], media, strict=False)
             if i in shown
         }
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
-    kept, sharp = processes.merged(kept), processes.gather(torch.cat(sharpness))
-    return Evaluated(
+    kept, sharp = processes.merge(kept), processes.gather(torch.cat(sharpness))
+    return EvaluationResult(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
         | {"eval/diversity": diversity(latents, [request for _, request in items])}
         | {"eval/sharpness": float(sharp.mean())},
@@ -180,7 +180,7 @@ def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> f
     return float(torch.cat(distances).mean())
 
 
-def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
+def save_grid(folder: Path, step: int, evaluated: EvaluationResult) -> None:
     """Write `samples/step-NNNNNN.png` and add it to `samples/index.json`.
 
     For clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
@@ -198,7 +198,7 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     }
     if evaluated.fps:
         for i, clip in enumerate(evaluated.grid):
-            some, rate = thinned(len(clip), evaluated.fps, MOST_FRAMES)
+            some, rate = thin_frames(len(clip), evaluated.fps, MOST_FRAMES)
             write_clip(samples / name / f"{i:03}.webp", clip[some], rate)
         content |= {"columns": 1, "fps": evaluated.fps}
     else:
@@ -206,7 +206,7 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     for i, request in enumerate(evaluated.grid_requests):
         if request.references:
             (samples / SOURCES).mkdir(exist_ok=True)
-            source = reduced(request.references[0].read()[:1], LONGEST)[0]
+            source = reduce_size(request.references[0].read()[:1], LONGEST)[0]
             write_picture(samples / SOURCES / f"{i:03}.png", source)
     if evaluated.scores:
         write_text(samples / f"{name}.json", json.dumps(evaluated.scores.as_json()) + "\n")

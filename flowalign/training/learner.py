@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.processes import Processes, local, whole
+from flowalign.distributed.processes import Processes, gather_whole, local_part
 from flowalign.training.ema import EMA
 from flowalign.training.optimizers import OptimizerKind, check_kind, new_optimizer
 from flowalign.training.reference import reference_for
 from flowalign.training.trained_weights import TrainedSet, TrainedWeights
 from flowalign.types import Policy, VelocityField
-from flowalign.utils.ranges import (
+from flowalign.types.ranges import (
     Decay,
     NonNegativeInt,
     PositiveFloat,
@@ -168,7 +168,7 @@ class Learner:
             group["lr"] = rate
         self.scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        total = whole(nn.utils.get_total_norm(grads))
+        total = gather_whole(nn.utils.get_total_norm(grads))
         nn.utils.clip_grads_with_norm_(self.parameters, self.cfg.max_grad_norm, total)
         norm = float(total)
         if math.isfinite(norm):
@@ -216,7 +216,7 @@ class Learner:
 
     def snapshot(self) -> Iterator[tuple[str, Tensor]]:
         """Copy this process's part of every trained parameter, by name."""
-        return ((name, local(p.detach()).clone()) for name, p in self.named.items())
+        return ((name, local_part(p.detach()).clone()) for name, p in self.named.items())
 
     @property
     def is_sharded(self) -> bool:
@@ -234,11 +234,13 @@ class Learner:
                 return 0.0
             grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             own = self.processes.context
-            whole_grads = (own.summed(g) if own else g for g in grads if g is not None)
+            whole_grads = (own.sum_gradient(g) if own else g for g in grads if g is not None)
             return sum(float(g.abs().sum()) for g in whole_grads)
         if loss is not None and loss.requires_grad:
             self.backward(loss)
         self.processes.barrier()
-        mine = sum(float(local(p.grad).abs().sum()) for p in self.parameters if p.grad is not None)
+        mine = sum(
+            float(local_part(p.grad).abs().sum()) for p in self.parameters if p.grad is not None
+        )
         self.optimizer.zero_grad(set_to_none=True)
-        return self.processes.total({"size": mine})["size"]
+        return self.processes.sum_by_name({"size": mine})["size"]

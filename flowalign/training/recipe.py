@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.types import Dressing, ModelPlan, Policy
+from flowalign.types import ModelPlan, Policy, PromptConditioning
 
 Log = Callable[[str], None]
 """Shows a person one message."""
@@ -38,14 +38,14 @@ class RunContext:
     """Optimizer of the policy."""
     has_ema: bool = False
     """Whether the run keeps averaged weights."""
-    dressing: Dressing | None = None
+    conditioning: PromptConditioning | None = None
     """Words that the policy is asked with. None: it is asked by prompts alone."""
 
-    def check_dressing(self) -> None:
+    def check_conditioning(self) -> None:
         """Raise ValueError for words of dimensions that no reward of the run gives."""
-        if self.dressing:
+        if self.conditioning:
             weights = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
-            self.dressing.check(self.policy, dict(weights))
+            self.conditioning.check(self.policy, dict(weights))
 
 
 @dataclass(frozen=True)
@@ -79,29 +79,28 @@ class RecipePlan:
 
 
 class Loop(ABC):
-    """Runs a started training. Evaluation, checkpoints and logs are the caller's."""
+    """Started training. Evaluation, checkpoints and logs are the caller's."""
 
     @abstractmethod
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
         """Make these steps, yielding the metrics of each."""
 
-    @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Return metrics that only this kind of training has.
+        """Return metrics that only this kind of training has; by default none.
 
         The rewards of held-out prompts are measured elsewhere.
         """
+        return {}
 
-    @abstractmethod
     def draw(self) -> float:
         """Write figures of the last step, if any. Returns the seconds spent."""
+        return 0.0
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold for this loop, as JSON values."""
+        return {}
 
-    @abstractmethod
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most draws follow the seed)
         """Restore the values of `state`. Called before `run`."""
 
 
@@ -124,9 +123,9 @@ class Recipe(ABC):
         """Return the files whose prompts are sampled for training."""
 
     @property
-    @abstractmethod
     def updates(self) -> int:
         """Return the number of optimizer updates of one step of the loop."""
+        return 1
 
     @property
     @abstractmethod
@@ -134,12 +133,12 @@ class Recipe(ABC):
         """Return the trajectories, pairs or samples of a step at most, over all processes."""
 
     @property
-    @abstractmethod
     def sampler(self) -> tuple[int, int] | None:
         """Return denoising steps and samples per network call of training.
 
         None if this kind of training samples nothing.
         """
+        return None
 
     @abstractmethod
     def check(self, run: RunContext) -> None:
@@ -173,3 +172,28 @@ class Recipe(ABC):
         Raises:
             ValueError: The data of this recipe cannot be trained on.
         """
+
+
+def check_prompts_per_step(key: str, prompts_per_step: int, world: int) -> None:
+    """Raise ValueError if a step has too few prompts for each process to sample one.
+
+    `key` names the settings in run files.
+    """
+    if prompts_per_step < world:
+        raise ValueError(
+            f"{key}.prompts_per_step is {prompts_per_step}, fewer than the {world} processes"
+        )
+
+
+def samples_row(prompts_per_step: int, samples_per_prompt: int) -> dict[str, str]:
+    """Return the row of the plan table about the samples of a step."""
+    total = prompts_per_step * samples_per_prompt
+    return {"samples per step": f"{total} = {prompts_per_step} prompts x {samples_per_prompt}"}
+
+
+def evaluations_row(
+    counts: Mapping[str, int | float], name: str = "network evaluations per step"
+) -> dict[str, str]:
+    """Return the row of the plan table about network evaluations, given them by purpose."""
+    shown = {k: f"{n:g}" if isinstance(n, float) else f"{n}" for k, n in counts.items() if n}
+    return {name: " + ".join(f"{count} {purpose}" for purpose, count in shown.items())}

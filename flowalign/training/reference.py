@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.training.ema import EMA
 from flowalign.training.trained_weights import TrainedWeights
-from flowalign.types import Cond, Policy, Request, Shardable, VelocityField, conditioning
+from flowalign.types import Cond, Policy, Request, VelocityField, encode_requests
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 
@@ -31,9 +31,10 @@ class FrozenCopy(VelocityField):
 
     def __init__(self, policy: Policy):
         self.policy = copy.copy(policy)
-        twin = policy.twin if isinstance(policy, Shardable) else None
-        copied = twin() if twin else copy.deepcopy(policy.denoiser).requires_grad_(False)
-        self.policy.denoiser = copied
+        frozen_copy = policy.network.frozen_copy if policy.network else None
+        self.policy.denoiser = (
+            frozen_copy() if frozen_copy else copy.deepcopy(policy.denoiser).requires_grad_(False)
+        )
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -51,12 +52,12 @@ class WeightOverride(VelocityField):
 
     def __init__(self, policy: Policy, weights: EMA):
         self.policy, self.weights = policy, weights
-        twin = policy.twin if isinstance(policy, Shardable) else None
-        self.exchanges = twin is None
+        frozen_copy = policy.network.frozen_copy if policy.network else None
+        self.exchanges = frozen_copy is None
         """Whether the policy's network evaluates; else the average's own does."""
-        if twin is not None:
+        if frozen_copy is not None:
             self.policy = copy.copy(policy)
-            self.policy.denoiser = twin()
+            self.policy.denoiser = frozen_copy()
             weights.move(list(self.policy.denoiser.parameters()))
 
     @torch.no_grad()
@@ -82,7 +83,7 @@ class Guided(VelocityField):
         policy.guidance, policy.evaluations_per_velocity = guidance, 2
         guided = plain.evaluations_per_velocity > 1
         self.empty: dict[str, Tensor] = {}
-        if not (guided and plain.takes.references[1]):  # which only requests have
+        if not (guided and plain.input_spec.references[1]):  # which only requests have
             self.empty = _unconditional(_without_guidance(plain) if guided else plain, policy)
 
     @torch.no_grad()
@@ -94,13 +95,13 @@ class Guided(VelocityField):
 
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
     """Return the conditioning on the empty prompt that only a guided policy has, in one row."""
-    if plain.takes.references[1]:
+    if plain.input_spec.references[1]:
         raise ValueError(
             "guidance needs conditioning on the empty prompt, which a policy that takes "
             "references encodes only with guidance: set policy.guidance above 1"
         )
     empty = [Request(prompt="")]
-    encoded, known = conditioning(guided, empty), conditioning(plain, empty)
+    encoded, known = encode_requests(guided, empty), encode_requests(plain, empty)
     if encoded.keys() == known.keys():
         raise ValueError(
             f"guidance is {guided.guidance}, but {type(plain).__name__} has no "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import Annotated, Any
 
-from flowalign.utils.ranges import Range, UnitInterval, require_ranges
+from flowalign.types.ranges import Range, UnitInterval, require_ranges
 
 _SIGNS = {
     "diversity": "samples of one prompt grow alike",

@@ -12,18 +12,10 @@ sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data. `k
 and `sigma` always a time.
 """
 
-from flowalign.types.connection import Connected, Connection, Replay
+from flowalign.types.completion import Completion
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
-from flowalign.types.dressing import (
-    Dressing,
-    PromptGuidance,
-    check_form,
-    check_words,
-    conditioning,
-    shown,
-    with_words,
-)
-from flowalign.types.encoding import EncodesApart, PromptStore
+from flowalign.types.gradient_path import GradientPath, Replay, SampleView
+from flowalign.types.input_spec import InputSpec
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
 from flowalign.types.matching import (
     ALONE,
@@ -36,21 +28,47 @@ from flowalign.types.matching import (
     Transitions,
 )
 from flowalign.types.media_batch import MediaBatch
-from flowalign.types.offload import Offload, Offloadable
+from flowalign.types.model_plan import ModelPlan, Saving
 from flowalign.types.policy import (
-    Exportable,
+    DifferentiableDecoder,
     ExportDtype,
     ExportTarget,
-    ModelPlan,
-    Personal,
     Policy,
-    Renders,
-    Saving,
-    Takes,
+    PromptCache,
+    PromptEncoder,
+    TrainedNetwork,
+    UserConditioning,
     VelocityField,
 )
-from flowalign.types.quantization import Quantizable, Quantization
-from flowalign.types.request import Dress, Reference, Request, plain_requests, prompts_of
+from flowalign.types.prompt_conditioning import (
+    PromptConditioning,
+    PromptGuidance,
+    check_form,
+    check_words,
+    describe_conditioning,
+    encode_requests,
+    insert_words,
+)
+from flowalign.types.quantization import Quantization
+from flowalign.types.ranges import (
+    Decay,
+    FiniteFloat,
+    Guidance,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+    UnitInterval,
+)
+from flowalign.types.request import (
+    ConditionedPrompt,
+    Reference,
+    Request,
+    plain_requests,
+    prompts_of,
+)
 from flowalign.types.reward import (
     Column,
     Loadable,
@@ -67,102 +85,8 @@ from flowalign.types.reward_heads import (
     HeadNetwork,
     Refreshable,
 )
-from flowalign.types.sharding import ContextParallel, Shardable, Sharding
-from flowalign.types.speed import Accelerated, Reduced, Speed
+from flowalign.types.setup import Offload, Setup
+from flowalign.types.sharding import SampleRanks, Sharding
+from flowalign.types.speed import Reduced, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
-from flowalign.utils.ranges import (
-    Decay,
-    FiniteFloat,
-    Guidance,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Range,
-    Seed,
-    UnitInterval,
-)
-
-__all__ = [
-    "Decay",
-    "FiniteFloat",
-    "Guidance",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "PositiveFloat",
-    "PositiveInt",
-    "Quantizable",
-    "Quantization",
-    "Range",
-    "Seed",
-    "UnitInterval",
-    "ALONE",
-    "Accelerated",
-    "Backbone",
-    "BestTransition",
-    "Column",
-    "Cond",
-    "ContextParallel",
-    "Connected",
-    "Connection",
-    "CreditEstimator",
-    "Residuals",
-    "Examples",
-    "Dress",
-    "Dressing",
-    "Fit",
-    "Fittable",
-    "Head",
-    "HeadNetwork",
-    "Label",
-    "LatentReward",
-    "Loadable",
-    "LossContext",
-    "MatchingLoss",
-    "MediaBatch",
-    "Minibatch",
-    "ModelPlan",
-    "Need",
-    "NoisyBackbone",
-    "PastOutcomes",
-    "EncodesApart",
-    "Exportable",
-    "ExportDtype",
-    "ExportTarget",
-    "Offload",
-    "Offloadable",
-    "Personal",
-    "Policy",
-    "PolicyLoss",
-    "PromptGuidance",
-    "PromptStore",
-    "Reduced",
-    "Reference",
-    "Renders",
-    "Replay",
-    "Request",
-    "Refreshable",
-    "RewardModel",
-    "RewardOutput",
-    "RewardSpec",
-    "Saving",
-    "Shardable",
-    "Sharding",
-    "Speed",
-    "StepCredit",
-    "Requirements",
-    "SharedRows",
-    "Takes",
-    "Trajectory",
-    "Transitions",
-    "ValueFunction",
-    "VelocityField",
-    "check_form",
-    "check_words",
-    "conditioning",
-    "plain_requests",
-    "prompts_of",
-    "shown",
-    "with_words",
-]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.completion import Completion
+from flowalign.types.completion import Completion
 from flowalign.types.latent_reward import LatentReward
 from flowalign.types.trajectory import Trajectory
 
@@ -25,7 +25,8 @@ class StepCredit:
     mask: Bool[Tensor, "B T"]
     """True where a transition is trained."""
     normalised: bool = False
-    """True where the values are advantages already; the recipe then needs advantage_scale given."""
+    """True where the values are advantages already; the recipe then needs
+    advantages.scale given."""
     process: Float[Tensor, "B T R"] | None = None
     """Process reward of each transition, which is compared and clipped apart from `value`."""
     marked: Bool[Tensor, "B T"] | None = None

@@ -14,7 +14,8 @@ from flowalign.types.trajectory import Cond
 class LatentReward(ABC):
     """Scores noisy latents of a policy, with neither completion nor decoding.
 
-    Implementation: `reward_models.latent`. The constructor is cheap, and says what a plan needs.
+    Implementation: `reward_models.wrappers.latent`. The constructor is cheap, and says what a plan
+    needs.
     """
 
     dims: tuple[str, ...]
@@ -44,7 +45,7 @@ class NoisyBackbone(Backbone):
     """Turns noised latents into features, for a head that rates them at every noise level.
 
     What `embed` returns is not noised yet: clean latents as `joint`, and the conditioning as
-    `prompt`. They may be cached; `noised` makes features of them.
+    `prompt`. They may be cached; `add_noise` makes features of them.
     """
 
     policy: Policy
@@ -55,7 +56,7 @@ class NoisyBackbone(Backbone):
     """Hash of the weights of the denoiser that features depend on, known after `load`."""
 
     @abstractmethod
-    def noised(
+    def add_noise(
         self, clean: Features, sigma: Float[Tensor, "n"], noise: Float[Tensor, "n D"]
     ) -> Features:
         """Return the features of (1 - sigma) latents + sigma noise, both flattened."""

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.transition import Kernel
+from flowalign.types.loss import Loss
 
 Label = Literal["labels", "segments", "masks", "advantages", "transitions"]
 """Labels that a dataset may hold beside media and prompts: binary labels, the better medium of each
@@ -201,7 +202,5 @@ class MatchingLoss(ABC):
         """Return what the loss needs from the loop and from the data."""
 
     @abstractmethod
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over pairs (else over rows), and detached scalars for the log."""

@@ -64,11 +64,11 @@ class MediaBatch:
         return MediaBatch(
             torch.cat([b.media for b in batches]),
             [p for b in batches for p in b.prompts],
-            _filled([b.metadata for b in batches], batches, {}),
+            _join_columns([b.metadata for b in batches], batches, {}),
             [f for b in batches for f in b.fps],
-            _filled([b.references for b in batches], batches, ()),
+            _join_columns([b.references for b in batches], batches, ()),
             [g for b in batches for g in b.groups],
-            _filled([b.masks for b in batches], batches, None),
+            _join_columns([b.masks for b in batches], batches, None),
         )
 
 
@@ -83,7 +83,9 @@ def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
     return [column[i] for i in rows] if column else ()
 
 
-def _filled(columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T) -> Sequence[T]:
+def _join_columns(
+    columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T
+) -> Sequence[T]:
     """Join a column of several batches, or return none if no batch has it."""
     if not any(columns):
         return ()

@@ -2,132 +2,50 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from flowalign.types.input_spec import InputSpec
+from flowalign.types.model_plan import ModelPlan
 from flowalign.types.request import Request
+from flowalign.types.setup import Setup
+from flowalign.types.speed import Reduced
 from flowalign.types.trajectory import Cond
 
-
-@dataclass(frozen=True)
-class Saving:
-    """Describes one setting of a policy that lowers one part of its memory."""
-
-    part: Literal["activations", "decoding", "recast weights", "text encoders", "weights"]
-    """Part of the memory that the setting lowers."""
-    setting: str
-    """Key and value as a run file has them: "policy.gradient_checkpointing: true"."""
-    saved_bytes: int
-    """Bytes saved, per sample where the part is counted per sample."""
+ExportTarget = Literal["diffusers", "peft", "comfyui", "merged"]
+"""Who reads exported weights: an adapter for one of three programs, or a whole pipeline."""
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+"""Precision of exported weights."""
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    """Holds what is known of a policy before its weights are read."""
-
-    latent_shape: tuple[int, ...]
-    """Shape of one latent without the sample axis: (C, H, W), or (C, F, H, W) for videos."""
-    parameters: int
-    """Number of parameters of the denoiser."""
-    trainable: int
-    """Number of parameters that are trained."""
-    bytes_per_parameter: int | float
-    """Bytes of one parameter as it is stored, on average: in the policy's precision or less."""
-    activation_bytes: int
-    """Bytes kept for the backward pass, per sample of a micro-batch; a rough estimate."""
-    sigmas: Callable[[int], Float[Tensor, "S"]]
-    """Maps a number of steps to the schedule."""
-    decode_bytes: int = 0
-    """Bytes at the peak of decoding, per sample that is decoded with others; a rough estimate."""
-    decodes_together: bool = True
-    """Whether a micro-batch is decoded at once, and not one sample after another."""
-    text_bytes: int = 0
-    """Bytes of text encoders that stay on the device, and of the VAE where its size is known."""
-    offloaded_bytes: int = 0
-    """Bytes of text encoders that are kept in main memory."""
-    encoder_bytes: int = 0
-    """Bytes of the encoders of prompts, which are among the two above."""
-    networks: int = 1
-    """Number of equal networks among the parameters, such as experts; saved and verified one at a
-    time."""
-    gathered_parameters: int = 0
-    """Parameters that sharded processes hold whole at once: the largest block, and all that is
-    around the blocks."""
-    recast_bytes: int = 0
-    """Bytes of weights that are stored in fewer bits, and that the backward pass keeps in the
-    policy's precision."""
-    savings: Sequence[Saving] = ()
-    """Settings that would lower the memory further; empty if all are in use."""
-
-
-@dataclass(frozen=True)
-class Takes:
-    """Says what a policy is given with a prompt, so that a run that gives less is refused."""
-
-    references: tuple[int, int] = (0, 0)
-    """Fewest and most references of a request."""
-    mask: bool = False
-    """Whether every request has a mask of where the first reference is painted anew."""
-    kind: Literal["none", "source", "first_frame"] = "none"
-    """What references are: pictures to edit, the first frame of a clip, or not taken."""
-    frames: tuple[int, int] = (1, 1)
-    """Fewest and most frames of a reference; a picture has one."""
-    size: tuple[int, int] | None = None
-    """Height and width that every reference must have. None: any, as the policy resizes them."""
-    crop: tuple[int, int] | None = None
-    """Height and width that references and masks are resized to cover, and of which the centre is
-    kept; the mask must have a hole there. None: a hole anywhere will do."""
-
-    def misfit(self, request: Request) -> str:
-        """Return how the number of references, or the mask, of a request does not fit; or ""."""
-        fewest, most = self.references
-        given = len(request.references)
-        wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-        if most and not fewest <= given <= most:
-            return f"takes {wanted} {self.kind} references, and the request has {given}"
-        if self.mask and request.mask is None:
-            return "takes a mask, and the request has none"
-        if request.mask is not None and not given:
-            return f"has no source for the mask {request.mask.name}"
-        if request.mask is not None and not self.mask:
-            return f"takes no mask, and the request has {request.mask.name}"
-        return ""
-
-    def misshapen(self, frames: int, height: int, width: int) -> str:
-        """Return how the shape of a reference does not fit; or ""."""
-        fewest, most = self.frames
-        if not fewest <= frames <= most:
-            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-            return f"takes references of {wanted} frame{'s' * (most > 1)}, and this has {frames}"
-        if self.size not in (None, (height, width)):
-            wanted = f"{self.size[1]} x {self.size[0]}"
-            return f"takes references of {wanted} pixels, and this has {width} x {height}"
-        return ""
-
-
-class VelocityField(ABC):
+@runtime_checkable
+class VelocityField(Protocol):
     """Predicts velocities: all that a frozen reference offers, and that losses need of a policy."""
 
-    @abstractmethod
     def velocity(
         self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "*n"], cond: Cond
     ) -> Float[Tensor, "n *latent"]:
         """Return dx / dsigma in float32, guidance included; sigma is one time, or one per row."""
+        ...
 
 
-class Policy(VelocityField):
-    """Defines a flow model with its text encoder and decoder. Implementations: `pipelines/`."""
+class Policy(ABC):
+    """Defines a flow model with its text encoder and decoder. Implementations: `pipelines/`.
+
+    What only some policies can do is a part, which is None where they cannot.
+    """
 
     denoiser: nn.Module
     """The network being trained; the rest of the pipeline is frozen."""
     evaluations_per_velocity: int
     """Network evaluations that one call of `velocity` costs per sample: 2 with guidance."""
 
-    takes: Takes = Takes()
+    input_spec: InputSpec = InputSpec()
     """What `encode` is given with each prompt."""
 
     guidance: float = 1.0
@@ -145,6 +63,32 @@ class Policy(VelocityField):
     precision: Literal["fp32", "bf16", "fp16"]
     """Precision of the network; states, sigmas and log-probabilities are float32 regardless."""
 
+    network: "TrainedNetwork | None" = None
+    """Network whose weights can be stored, accelerated, divided and exported in several ways."""
+
+    text_encoder: "PromptEncoder | None" = None
+    """Encoders of prompts that can be read and freed separately from the other components."""
+
+    renderer: "DifferentiableDecoder | None" = None
+    """Decoder with a gradient to the latents, for rewards that have one."""
+
+    user_conditioning: "UserConditioning | None" = None
+    """Conditioning on the person who asks."""
+
+    @abstractmethod
+    def velocity(
+        self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "*n"], cond: Cond
+    ) -> Float[Tensor, "n *latent"]:
+        """Return dx / dsigma in float32, guidance included; sigma is one time, or one per row."""
+
+    def check_setup(self, setup: Setup) -> None:
+        """Raise ValueError for settings that this policy cannot follow; reads no weights."""
+        if changes := setup.changes():
+            raise ValueError(
+                f"{changes[0]}, but {type(self).__name__} has no flowalign.types.TrainedNetwork; "
+                "leave it out"
+            )
+
     @abstractmethod
     def plan(self) -> ModelPlan:
         """Return sizes from configuration files alone; raise ValueError for an unusable model."""
@@ -155,7 +99,7 @@ class Policy(VelocityField):
 
     @abstractmethod
     def encode(self, requests: Sequence[Request]) -> Cond:
-        """Return the conditioning on prompts and on what `takes` names, one row per request."""
+        """Return the conditioning on requests that fit `input_spec`, one row per request."""
 
     @abstractmethod
     def schedule(self, num_steps: int) -> Float[Tensor, "S"]:
@@ -201,43 +145,39 @@ class Policy(VelocityField):
         """Return the largest difference of this policy from a new pipeline that loads `folder`."""
 
 
-class Personal(ABC):
-    """Marks a `Policy` that is conditioned on users."""
+class TrainedNetwork(ABC):
+    """Stores, divides and exports the denoiser, or the denoisers, of a policy as a run asks."""
+
+    setup: Setup = Setup()
+    """How `load` stores weights and accelerates the network, and `plan` counts them."""
+
+    loads_to_cpu: bool = False
+    """Whether `load` leaves the trained networks in main memory, from where they are sharded."""
+
+    frozen_copy: Callable[[], nn.Module] | None = None
+    """Makes a frozen copy of the denoiser as it is now, sharded like it, where all of it is trained
+    and sharded; all processes must call it. None: weights are whole."""
 
     @abstractmethod
-    def with_users(self, cond: Cond, users: Sequence[str]) -> Cond:
-        """Return the conditioning of these users, one per row; "" is an unknown user."""
+    def modules(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
+        """Return the loaded trained networks, each with its `blocks`."""
 
     @abstractmethod
-    def check_user(self, user: str) -> None:
-        """Raise ValueError for a user whom the policy cannot tell from others; needs no weights."""
-
-
-class Renders(ABC):
-    """Marks a `Policy` that decodes with a gradient to the latents, for rewards that have one."""
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Return the blocks that one of these networks, or a copy, repeats."""
 
     @abstractmethod
-    def render(
-        self, x: Float[Tensor, "n *latent"], frames: Sequence[int] | None = None
-    ) -> Float[Tensor, "n F 3 H W"]:
-        """Decode like `decode`, with a gradient; of clips only the given frames, in that order.
+    def divide_context(self, mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
+        """Evaluate the loaded networks together with the other processes of a mesh.
 
-        The decoder recomputes its activations in the backward pass where it can.
+        The mesh has the dimensions `ring`, of one process, and `ulysses`. `meet` is called before
+        each evaluation with what is evaluated. From then on the gradient of a parameter is a part,
+        and the parts of all processes sum to it.
         """
 
     @abstractmethod
-    def render_bytes(self) -> int:
-        """Return the peak bytes of `render` and its backward pass, per sample; needs no weights."""
-
-
-ExportTarget = Literal["diffusers", "peft", "comfyui", "merged"]
-"""Who reads exported weights: an adapter for one of three programs, or a whole pipeline."""
-ExportDtype = Literal["fp32", "bf16", "fp16"]
-"""Precision of exported weights."""
-
-
-class Exportable(ABC):
-    """Marks a `Policy` that writes its weights in the forms that other programs read."""
+    def reduce_precision(self, precision: Reduced) -> AbstractContextManager[None]:
+        """Compute velocities in a lower precision inside the context; weights stay as they are."""
 
     @abstractmethod
     def check_export(self, folder: str, target: ExportTarget) -> None:
@@ -247,9 +187,75 @@ class Exportable(ABC):
         """
 
     @abstractmethod
-    def export_weights(self, out: str, target: ExportTarget, dtype: ExportDtype) -> float | None:
+    def export(
+        self, policy: Policy, out: str, target: ExportTarget, dtype: ExportDtype
+    ) -> float | None:
         """Write the weights of the loaded policy, which is of no further use.
 
         Returns the largest difference of what the target's public loader reads back; None where
         that loader is not at hand.
         """
+
+
+class PromptCache(ABC):
+    """Keeps the conditioning on requests, so that encoders need not stay."""
+
+    @abstractmethod
+    def conditioning(self, policy: Policy, requests: Sequence[Request]) -> Cond:
+        """Return what `policy.encode` would, on the policy's device; encode what is missing."""
+
+
+class PromptEncoder(ABC):
+    """Reads and frees the encoders of prompts of a policy separately from its other components."""
+
+    cache: PromptCache | None = None
+    """Source of conditioning. With one, `load` reads no encoders of prompts."""
+
+    @abstractmethod
+    def digest_files(self) -> str:
+        """Return a digest of the files that `encode` depends on; reads no weights into memory."""
+
+    @abstractmethod
+    def describe_settings(self, policy: Policy) -> str:
+        """Return the settings of a policy that `encode` may depend on, as one text."""
+
+    @abstractmethod
+    def read(self, device: torch.device) -> None:
+        """Move the encoders of prompts to a device, and read them first if they are not there."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Forget the encoders of prompts."""
+
+    @abstractmethod
+    def probe_requests(self) -> Sequence[Request]:
+        """Return the requests that the verification of saved weights encodes."""
+
+
+class UserConditioning(ABC):
+    """Conditions a policy on users."""
+
+    @abstractmethod
+    def add_users(self, cond: Cond, users: Sequence[str]) -> Cond:
+        """Return the conditioning of these users, one per row; "" is an unknown user."""
+
+    @abstractmethod
+    def check_user(self, user: str) -> None:
+        """Raise ValueError for a user whom the policy cannot tell from others; needs no weights."""
+
+
+class DifferentiableDecoder(ABC):
+    """Decodes with a gradient to the latents."""
+
+    @abstractmethod
+    def render(
+        self, x: Float[Tensor, "n *latent"], frames: Sequence[int] | None = None
+    ) -> Float[Tensor, "n F 3 H W"]:
+        """Decode like `Policy.decode`, with a gradient; of clips only these frames, in this order.
+
+        The decoder recomputes its activations in the backward pass where it can.
+        """
+
+    @abstractmethod
+    def render_bytes(self, latent_shape: Sequence[int]) -> int:
+        """Return the peak bytes of `render` and its backward pass, per sample; needs no weights."""

@@ -1,6 +1,5 @@
-"""Define how frozen weights are stored in fewer bits, and the interface of such policies."""
+"""Define how frozen weights are stored in fewer bits."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,14 +18,3 @@ class Quantization:
     scale, and cast where they compute (diffusers)."""
     text_encoders: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Of the text encoders."""
-
-
-class Quantizable(ABC):
-    """Marks a `Policy` whose frozen weights can be stored in fewer bits."""
-
-    quantization: Quantization = Quantization()
-    """How `load` stores weights and `plan` counts them."""
-
-    @abstractmethod
-    def check_quantization(self, quantization: Quantization) -> None:
-        """Raise ValueError for what is not installed, or would be trained; reads no weights."""

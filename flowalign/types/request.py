@@ -24,7 +24,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Dress:
+class ConditionedPrompt:
     """Says how a policy is asked for a request, where that is not by its prompt alone."""
 
     prompt: str
@@ -47,23 +47,27 @@ class Request:
     """Picture that is white where the first reference is to be painted anew."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, for rewards that read them."""
-    dress: Dress | None = None
-    """How the policy is asked, see `Dressing`; None: by the prompt. Rewards see the prompt."""
+    conditioned: ConditionedPrompt | None = None
+    """Prompt of the policy, see `PromptConditioning`; None: the prompt. Rewards see the prompt."""
 
     @property
-    def asked(self) -> str:
+    def policy_prompt(self) -> str:
         """Return the prompt that the policy is given."""
-        return self.prompt if self.dress is None else self.dress.prompt
+        return self.prompt if self.conditioned is None else self.conditioned.prompt
 
     @property
-    def plain(self) -> "Request":
+    def policy_request(self) -> "Request":
         """Return what the policy is given as a request of its own, whose prompt has the words."""
-        return self if self.dress is None else replace(self, prompt=self.asked, dress=None)
+        return (
+            self
+            if self.conditioned is None
+            else replace(self, prompt=self.policy_prompt, conditioned=None)
+        )
 
     @property
     def user(self) -> str:
         """Return the identifier of the person that a personalised policy is asked for, or ""."""
-        return "" if self.dress is None else self.dress.user
+        return "" if self.conditioned is None else self.conditioned.user
 
     @cached_property
     def key(self) -> str:
@@ -73,19 +77,19 @@ class Request:
         """
         mask = self.mask.digest if self.mask else ""
         content = self.prompt, [one.digest for one in self.references], mask, dict(self.metadata)
-        found = json.dumps(content, sort_keys=True, default=str)
-        return hashlib.sha256(found.encode()).hexdigest()[:16]
+        serialised = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(serialised.encode()).hexdigest()[:16]
 
     @cached_property
-    def given(self) -> bytes:
+    def input_digest(self) -> bytes:
         """Return a digest of what a policy is given: everything but the metadata.
 
         That of a prompt alone is the prompt's, by which caches of conditioning go from the first.
         """
         if not self.references and self.mask is None and not self.user:
-            return hashlib.sha256(self.asked.encode()).digest()
+            return hashlib.sha256(self.policy_prompt.encode()).digest()
         mask = self.mask.digest if self.mask else ""
-        content = self.asked, [one.digest for one in self.references], mask
+        content = self.policy_prompt, [one.digest for one in self.references], mask
         content = (*content, self.user) if self.user else content
         return hashlib.sha256(json.dumps(content).encode()).digest()
 

@@ -26,10 +26,10 @@ class Column:
 
     def problem(self, metadata: Mapping[str, Any]) -> str:
         """Return what is wrong with the column of a sample; empty if nothing is."""
-        if (said := metadata.get(self.name)) in self.values:
+        if (given := metadata.get(self.name)) in self.values:
             return ""
-        found = f"no {self.name}" if said is None else f"the {self.name} {said!r}"
-        return f"its metadata has {found}; there are {', '.join(self.values)}"
+        value = f"no {self.name}" if given is None else f"the {self.name} {given!r}"
+        return f"its metadata has {value}; there are {', '.join(self.values)}"
 
 
 _NOT_HASHED = ("columns", "maps")
@@ -155,6 +155,7 @@ class RewardOutput:
                 f"reward {spec.name!r} returned shape {tuple(values.shape)}, "
                 f"expected (n, {len(spec.dims)}) for {spec.dims}"
             )
+        # Rewards are compared on the CPU, whatever device and precision a model has.
         values = values.float().cpu()
         valid = values.detach().isfinite()
         valid[list(failed)] = False
@@ -178,7 +179,7 @@ class RewardOutput:
             torch.cat([output.values for output in outputs]),
             torch.cat([output.valid for output in outputs]),
             reasons,
-            maps=_joined_maps(outputs),
+            maps=_join_maps(outputs),
         )
 
     def slice(self, start: int, stop: int) -> "RewardOutput":
@@ -195,7 +196,7 @@ class RewardOutput:
         )
 
 
-def _joined_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
+def _join_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
     """Concatenate the maps of outputs; samples of one without maps, which failed, have NaN."""
     known = {name: places for output in outputs for name, places in output.maps.items()}
 

@@ -61,7 +61,7 @@ class Refreshable(ABC):
         """Return what the head reads of each sample, without gradient."""
 
     @abstractmethod
-    def rated(self, features: Features) -> Float[Tensor, "n R"]:
+    def score_features(self, features: Features) -> Float[Tensor, "n R"]:
         """Return the scores of samples with these features, with a gradient to the head."""
 
 

@@ -1,14 +1,11 @@
-"""Define what is divided among processes, and the interfaces of policies whose parts are."""
+"""Define what is divided among processes."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from flowalign.types.ranges import PositiveInt
 
-from flowalign.utils.ranges import PositiveInt
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,45 +41,15 @@ class Sharding:
         return world // self.context_degree
 
 
-class Shardable(ABC):
-    """Marks a `Policy` whose weights can be sharded."""
+@runtime_checkable  # tests check annotations while they run
+class SampleRanks(Protocol):
+    """Ranks that compute the same samples together."""
 
-    loads_to_cpu: bool = False
-    """Whether `load` leaves the trained networks in main memory, from where they are sharded."""
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of them."""
+        ...
 
-    twin: Callable[[], nn.Module] | None = None
-    """Makes a frozen copy of the denoiser as it is now, sharded like it, where all of it is trained
-    and sharded; all processes must call it. None: weights are whole."""
-
-    @abstractmethod
-    def check_sharding(self) -> None:
-        """Raise ValueError if the weights of this policy cannot be sharded; reads none."""
-
-    @abstractmethod
-    def networks(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
-        """Return the loaded trained networks, each with its `blocks`."""
-
-    @abstractmethod
-    def blocks(self, network: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks that one of these networks, or a copy, repeats."""
-
-
-class ContextParallel(ABC):
-    """Marks a `Policy` whose network several processes can evaluate together, each on a part of the
-    tokens (context parallelism)."""
-
-    @abstractmethod
-    def check_context(self, degree: int, attention: str) -> None:
-        """Raise ValueError if so many processes cannot divide the tokens; reads no weights.
-
-        `attention` is the attention backend by its name in diffusers.
-        """
-
-    @abstractmethod
-    def divide_context(self, mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
-        """Evaluate the loaded networks together with the other processes of a mesh.
-
-        The mesh has the dimensions `ring`, of one process, and `ulysses`. `meet` is called before
-        each evaluation with what is evaluated. From then on the gradient of a parameter is a part,
-        and the parts of all processes sum to it.
-        """
+    def broadcast_first(self, value: T) -> T:
+        """Return the value of the first of them; all must call this."""
+        ...

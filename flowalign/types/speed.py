@@ -1,7 +1,5 @@
-"""Define how a network is made faster by name, and the interface of policies that can be."""
+"""Define how a network is made faster by name."""
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,19 +34,3 @@ class Speed:
     compile: bool = False
     """Compile the blocks of the network by torch.compile. It takes a minute or more at the start,
     and again for further shapes of batches."""
-
-
-class Accelerated(ABC):
-    """Marks a `Policy` whose network can be made faster by name."""
-
-    @abstractmethod
-    def check_speed(self, speed: Speed) -> None:
-        """Raise ValueError for what is not installed, or the network lacks; reads no weights."""
-
-    @abstractmethod
-    def speed_up(self, speed: Speed) -> None:
-        """Change the loaded network."""
-
-    @abstractmethod
-    def reduced(self, precision: Reduced) -> AbstractContextManager[None]:
-        """Compute velocities in a lower precision inside the context; weights stay as they are."""

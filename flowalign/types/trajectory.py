@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import Kernel
+from flowalign.types.completion import Completion
 from flowalign.types.request import Request, prompts_of
 
 Cond = Mapping[str, Tensor]

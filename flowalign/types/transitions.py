@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.transition import Gaussian, Kernel, transition
+from flowalign.types.loss import Loss
 from flowalign.types.policy import VelocityField
 from flowalign.types.trajectory import Cond
 
@@ -160,7 +161,5 @@ class PolicyLoss(ABC):
         """
 
     @abstractmethod
-    def loss(
-        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
         """Return the mean loss over the minibatch, and detached scalars for the log."""

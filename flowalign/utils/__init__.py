@@ -1,4 +1,4 @@
 """Small helpers: files, seeds, console, metrics, costs, subprocesses, YAML.
 
-This room is the lowest: it knows no model, no reward and no other room.
+This room knows no model and no reward; of the other rooms it knows the ranges of settings.
 """

@@ -1,10 +1,13 @@
 """Locate files that come with the package, and write files atomically."""
 
+import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def bundled(path: str) -> str:
@@ -22,6 +25,19 @@ def write_text(path: Path, text: str) -> None:
     """Write to a temporary file and rename it, so that a reader never finds half a file."""
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; numbers that are not finite become null, since JSON has no NaN."""
+    write_text(path, json.dumps(_replace_nonfinite(content), indent=1, allow_nan=False) + "\n")
+
+
+def _replace_nonfinite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {name: _replace_nonfinite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_replace_nonfinite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 @contextmanager

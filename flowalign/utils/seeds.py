@@ -13,3 +13,9 @@ def generator(seed: int, purpose: str, *index: int) -> torch.Generator:
     key = ":".join([str(seed), purpose, *map(str, index)])
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def is_in_share(text: str, share: float, seed: int) -> bool:
+    """Decide by a hash of text and seed whether a text falls in a share of all texts."""
+    digest = hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < share * 2**64

@@ -8,6 +8,7 @@ import yaml
 from typing_extensions import override
 
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.files import bundled
 
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 1_000_000, 20_000, 50
 """Limits of a file; values that an alias repeats count each time."""
@@ -118,3 +119,18 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+
+
+def read_mapping(config: str) -> dict[str, Any]:
+    """Read a YAML file, which must be a mapping that gives no key twice.
+
+    Raises:
+        ConfigError: the file is missing or is something else.
+    """
+    path = Path(bundled(config))
+    if not path.exists():
+        raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
+    content = read_yaml(path, config)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{config} must hold a mapping of settings, not {type(content).__name__}")
+    return content

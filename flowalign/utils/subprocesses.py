@@ -9,13 +9,13 @@ from pathlib import Path
 
 from flowalign.utils.console import duration
 from flowalign.utils.interrupts import sigterm_stops
-from flowalign.utils.lifeline import tied
+from flowalign.utils.parent_watchdog import tie_to_parent
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 @dataclass(frozen=True)
-class Job:
+class CommandJob:
     """Describes a command, and where its output goes."""
 
     name: str
@@ -23,7 +23,9 @@ class Job:
     log: Path
 
 
-def run_all(jobs: Sequence[Job], at_once: int, log: Callable[[str], None]) -> list[Job]:
+def run_all(
+    jobs: Sequence[CommandJob], at_once: int, log: Callable[[str], None]
+) -> list[CommandJob]:
     """Run every job, `at_once` at a time, and return those that failed.
 
     On Ctrl-C, or SIGTERM, the running ones get a Ctrl-C of their own and are waited for. They end
@@ -33,7 +35,7 @@ def run_all(jobs: Sequence[Job], at_once: int, log: Callable[[str], None]) -> li
         KeyboardInterrupt: after all have stopped.
     """
     waiting, failed = list(jobs), []
-    running: dict[subprocess.Popen, tuple[Job, float]] = {}
+    running: dict[subprocess.Popen, tuple[CommandJob, float]] = {}
     with sigterm_stops():  # so that no command outlives us
         try:
             while waiting or running:
@@ -51,7 +53,7 @@ def run_all(jobs: Sequence[Job], at_once: int, log: Callable[[str], None]) -> li
     return failed
 
 
-def _start(job: Job) -> subprocess.Popen:
+def _start(job: CommandJob) -> subprocess.Popen:
     """Start a job in its own process group: the terminal's Ctrl-C reaches it through us alone."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
@@ -61,11 +63,11 @@ def _start(job: Job) -> subprocess.Popen:
             stdout=log,
             stderr=subprocess.STDOUT,
             process_group=0,
-            **tied(),
+            **tie_to_parent(),
         )
 
 
-def _ending(job: Job, code: int, seconds: float) -> str:
+def _ending(job: CommandJob, code: int, seconds: float) -> str:
     if code:
         return f"failed {job.name} after {duration(seconds)}, exit code {code}: {job.log}"
     return f"finished {job.name} in {duration(seconds)}"

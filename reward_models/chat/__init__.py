@@ -1,0 +1,1 @@
+"""Contains rewards that a chat model served elsewhere gives."""

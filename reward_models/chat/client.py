@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt
+from flowalign.utils.optional import import_optional
 from reward_models.chat.cache import AnswerCache
 from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
 from reward_models.chat.loop import LoopThread
-from reward_models.rule import optional
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
@@ -77,7 +77,7 @@ class ChatClient(Loadable):
     """Sends requests to one server from a thread with its own event loop; cheap to construct."""
 
     def __init__(self, server: Server):
-        self._httpx = optional("httpx", "judge")
+        self._httpx = import_optional("httpx", "judge")
         self.server = server
         folder = None if server.cache == "memory" else server.cache
         self._cache = None if server.cache is None else AnswerCache(folder)
@@ -230,12 +230,12 @@ class _Session:
         if status != 200:
             raise ChatError(f"the server refused the request: HTTP {status} {response.text[:200]}")
         try:
-            return _answer(response.json())
+            return _parse_completion(response.json())
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServerDown(f"not a chat completion: {response.text[:80]!r}") from error
 
 
-def _answer(completion: Any) -> ChatAnswer:
+def _parse_completion(completion: Any) -> ChatAnswer:
     choice = completion["choices"][0]
     tokens = (choice.get("logprobs") or {}).get("content") or []
     text = choice["message"]["content"]

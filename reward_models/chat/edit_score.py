@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import shown, source
+from reward_models.chat.images import encode_frames, encode_source
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
-from reward_models.chat.parsers import score_list
+from reward_models.chat.parsers import parse_scores
 from reward_models.chat.template import describe, read_template
 
 DIMS = ("prompt_following", "consistency", "perceptual_quality", "overall")
@@ -27,13 +27,13 @@ Reduction = Literal["average_last", "average_first", "average_first_following"]
 _SAMPLING = Sampling(temperature=0.7)
 
 
-def read_edit(consistency: str, quality: str) -> list[float]:
+def parse_answers(consistency: str, quality: str) -> list[float]:
     """Return success, faithfulness, their minimum SC, and quality PQ (a minimum too), in [0, 10].
 
     The first text scores success and over-editing, the second naturalness and artefacts, each from
     0 to 25. Where a text holds one number it stands for both; faithfulness is NaN then.
     """
-    edit, look = (score_list(text, 0.0, HIGHEST) for text in (consistency, quality))
+    edit, look = (parse_scores(text, 0.0, HIGHEST) for text in (consistency, quality))
     faithful = edit[1] if len(edit) == 2 else torch.nan
     return [10 * x / HIGHEST for x in (edit[0], faithful, min(edit), min(look))]
 
@@ -90,12 +90,14 @@ class EditScore(ChatJudge):
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Build one conversation about source and edit, and one about the edit alone."""
-        edited = shown(sample)
+        edited = encode_frames(sample)
         return [
-            self.sc.render(prompt=sample.prompts[0], references=source(sample), media=edited),
+            self.sc.render(
+                prompt=sample.prompts[0], references=encode_source(sample), media=edited
+            ),
             self.pq.render(media=edited),
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the four values that `reduce_passes` takes."""
-        return read_edit(answers[0].text, answers[1].text)
+        return parse_answers(answers[0].text, answers[1].text)

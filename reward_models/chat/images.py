@@ -11,55 +11,57 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.types import MediaBatch
-from reward_models.frames import evenly
-from reward_models.pixels import CLIP_MEAN, resized
-from reward_models.rule import to_bytes
+from reward_models.backbones.frames import evenly
+from reward_models.backbones.pixels import CLIP_MEAN, resize
+from reward_models.backbones.rule import to_uint8
 
 
-def data_url(picture: Float[Tensor, "3 h w"]) -> str:
+def encode_image(picture: Float[Tensor, "3 h w"]) -> str:
     """Encode an image in [0, 1] as a PNG in a data URL: lossless after rounding to 8 bits.
 
     JPEG of quality 75 moves a pixel by 3 to 4 levels on average, which a judge of artefacts sees.
     """
-    bits = to_bytes(picture[None])[0]
+    bits = to_uint8(picture[None])[0]
     return _png(bits.tobytes(), bits.shape[1], bits.shape[0])
 
 
-def data_urls(pictures: Sequence[Float[Tensor, "3 h w"]] | Float[Tensor, "n 3 h w"]) -> list[str]:
+def encode_images(
+    pictures: Sequence[Float[Tensor, "3 h w"]] | Float[Tensor, "n 3 h w"],
+) -> list[str]:
     """Encode every image, in order."""
-    return [data_url(picture) for picture in pictures]
+    return [encode_image(picture) for picture in pictures]
 
 
-def shown(
+def encode_frames(
     sample: MediaBatch, most: int = 1, choose: Callable[[int, int], list[int]] = evenly
 ) -> list[str]:
     """Encode at most `most` frames of a batch of one: evenly spaced, first and last included."""
     video = sample.media[0].detach()
-    return data_urls(video[choose(len(video), min(most, len(video)))])
+    return encode_images(video[choose(len(video), min(most, len(video)))])
 
 
-def source(sample: MediaBatch) -> list[str]:
+def encode_source(sample: MediaBatch) -> list[str]:
     """Encode the first reference of a batch of one that passed the screen."""
-    return [data_url(sample.references[0][0])]
+    return [encode_image(sample.references[0][0])]
 
 
-def given(sample: MediaBatch) -> list[str]:
+def encode_references(sample: MediaBatch) -> list[str]:
     """Encode all references of a batch of one, then its mask, where it has any."""
     pictures = list(sample.references[0]) if sample.references else []
     masks = [mask.expand(3, -1, -1) for mask in sample.masks if mask is not None]
-    return [data_url(picture) for picture in (*pictures, *masks)]
+    return [encode_image(picture) for picture in (*pictures, *masks)]
 
 
-def squashed(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
+def resize_to_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
     """Resize to a square whatever the aspect ratio."""
-    return resized(frames, size, size, quantised=True)
+    return resize(frames, size, size, quantised=True)
 
 
-def with_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 H W"]:
+def resize_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 H W"]:
     """Resize so that the shortest side is `size`, without cropping."""
     h, w = frames.shape[-2:]
     scale = size / min(h, w)
-    return resized(frames, round(h * scale), round(w * scale), quantised=True)
+    return resize(frames, round(h * scale), round(w * scale), quantised=True)
 
 
 @lru_cache(maxsize=32)  # a group's pictures are shown in every one of its pairs
@@ -69,7 +71,7 @@ def _png(bits: bytes, width: int, height: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def padded(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
+def pad_to_square(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
     """Pad to a square around the centre, with the mean colour that CLIP normalises by."""
     h, w = frames.shape[-2:]
     size = max(h, w)

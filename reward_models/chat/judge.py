@@ -10,16 +10,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.rule import Unscorable
 from reward_models.chat.client import ChatAnswer, Messages
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
 from reward_models.chat.parsers import Unparsable
-from reward_models.rule import Unscorable
 
 Combine = Callable[[Tensor], Tensor]
 """Maps the values read in k passes (k m) to one score per dimension (R)."""
 
 
-def mean_of_passes(passes: Float[Tensor, "k R"]) -> Float[Tensor, "R"]:
+def average_passes(passes: Float[Tensor, "k R"]) -> Float[Tensor, "R"]:
     """Average every dimension over the passes that gave it."""
     return passes.nanmean(0)
 
@@ -32,7 +32,7 @@ class ChatJudge(RewardModel, Loadable):
     """
 
     def __init__(
-        self, spec: RewardSpec, ensemble: JudgeEnsemble, combine: Combine = mean_of_passes
+        self, spec: RewardSpec, ensemble: JudgeEnsemble, combine: Combine = average_passes
     ):
         self.spec, self.ensemble, self.combine = spec, ensemble, combine
 

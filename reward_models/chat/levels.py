@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from flowalign.types import FiniteFloat, MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import padded, shown
+from reward_models.chat.images import encode_frames, pad_to_square
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
-from reward_models.chat.parsers import shares
+from reward_models.chat.parsers import word_probabilities
 from reward_models.chat.template import describe, read_template
 
 LEVELS = {"excellent": 1.0, "good": 0.75, "fair": 0.5, "poor": 0.25, "bad": 0.0}
@@ -65,14 +65,14 @@ class Levels(ChatJudge):
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Build one conversation whose answer has begun."""
         if self.square:
-            sample = replace(sample, media=padded(sample.media[0].detach())[None])
-        pictures = shown(sample, self.frames)
+            sample = replace(sample, media=pad_to_square(sample.media[0].detach())[None])
+        pictures = encode_frames(sample, self.frames)
         begun = [{"role": "assistant", "content": self.beginning}] if self.beginning else []
         return [[*self.template.render(question=self.question, media=pictures), *begun]]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the expected value."""
-        weights = shares(answers[0], 0, tuple(self.levels))
+        weights = word_probabilities(answers[0], 0, tuple(self.levels))
         return [sum(v * w for v, w in zip(self.levels.values(), weights, strict=True))]
 
 

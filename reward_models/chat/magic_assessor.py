@@ -9,10 +9,10 @@ from typing import Any
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import data_urls, with_shortest_side
+from reward_models.chat.images import encode_images, resize_shortest_side
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
-from reward_models.chat.parsers import Unparsable, boxed, json_object
+from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object
 from reward_models.chat.template import describe, read_template
 
 KINDS = {
@@ -48,15 +48,15 @@ class Assessment:
     """Labels such as `L2: Abnormal Human Anatomy`, and refinements of them."""
 
 
-def read_assessment(text: str) -> Assessment:
+def parse_assessment(text: str) -> Assessment:
     r"""Parse the verdict in the last \boxed{...}; labels of a normal image contradict it.
 
     A kind of artefact is true, or a list of its refinements.
     """
-    found = json_object(boxed(text))
+    found = parse_json_object(find_boxed(text))
     if "Whether Normal" not in found:
         raise Unparsable("no 'Whether Normal' in the box")
-    normal = _truth(found["Whether Normal"])
+    normal = _parse_truth(found["Whether Normal"])
     kinds = found.get("Type of Deformity", found.get("Type of Abnormality", {}))
     if not isinstance(kinds, dict):
         raise Unparsable(f"'Type of Deformity' is {str(kinds)[:60]!r}, not an object")
@@ -66,7 +66,7 @@ def read_assessment(text: str) -> Assessment:
     return Assessment(normal, artefacts)
 
 
-def kind_of(label: str) -> str:
+def find_kind(label: str) -> str:
     """Return the kind of artefact that a label, or a refinement, names.
 
     Raises:
@@ -112,13 +112,13 @@ class MagicAssessor(ChatJudge):
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Build one conversation with the image."""
-        shown = with_shortest_side(sample.media[0].detach(), self.side)
-        return [self.template.render(media=data_urls(shown), prompt=sample.prompts[0])]
+        shown = resize_shortest_side(sample.media[0].detach(), self.side)
+        return [self.template.render(media=encode_images(shown), prompt=sample.prompts[0])]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return 1 for normal and for each kind that was not found, 0 otherwise."""
-        found = read_assessment(answers[0].text)
-        there = {kind_of(label) for label in found.artefacts}
+        found = parse_assessment(answers[0].text)
+        there = {find_kind(label) for label in found.artefacts}
         return [float(found.normal), *(float(kind not in there) for kind in KINDS)]
 
 
@@ -126,10 +126,10 @@ def _labels(kind: str, said: Any) -> list[str]:
     """Return a label and its refinements, if the answer has it."""
     if isinstance(said, list):
         return [kind, *map(str, said)] if said else []
-    return [kind] if _truth(said) else []
+    return [kind] if _parse_truth(said) else []
 
 
-def _truth(value: Any) -> bool:
+def _parse_truth(value: Any) -> bool:
     word = str(value).strip().lower()
     if word not in (*_YES, *_NO):
         raise Unparsable(f"{word[:60]!r} is neither true nor false")

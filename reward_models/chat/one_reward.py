@@ -7,13 +7,13 @@ Its weights are not released, so the question is a reconstruction, to be asked o
 from collections.abc import Mapping, Sequence
 
 from flowalign.types import Column, MediaBatch, RewardSpec
+from reward_models.backbones.rule import metadata_of
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import given, shown
+from reward_models.chat.images import encode_frames, encode_references
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling
 from reward_models.chat.pairs import PairJudge
-from reward_models.chat.parsers import shares
+from reward_models.chat.parsers import word_probabilities
 from reward_models.chat.template import describe, read_template
-from reward_models.rule import known
 
 TASKS = {
     "text_to_image": "text to image",
@@ -79,15 +79,15 @@ class OneReward(PairJudge):
         return [
             self.template.render(
                 prompt=first.prompts[0],
-                task=self.task or self.tasks[known(first)["task"]],
+                task=self.task or self.tasks[metadata_of(first)["task"]],
                 criterion=criterion,
-                references=given(first),
-                first=shown(first),
-                second=shown(second),
+                references=encode_references(first),
+                first=encode_frames(first),
+                second=encode_frames(second),
             )
             for criterion in self.criteria.values()
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return P(yes) / (P(yes) + P(no)) of every answer."""
-        return [shares(answer, 0, ("yes", "no"))[0] for answer in answers]
+        return [word_probabilities(answer, 0, ("yes", "no"))[0] for answer in answers]

@@ -16,7 +16,7 @@ from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict, check_know
 from reward_models.chat.parsers import Unparsable
 
 
-def winner(found: Sequence[tuple[str, str]]) -> float:
+def read_winner(found: Sequence[tuple[str, str]]) -> float:
     """Return 1 where the matches name the first, 0 the second, 0.5 a tie.
 
     Each match is (`1` or `2`, tie).
@@ -115,8 +115,8 @@ class WinRate(RewardModel, Loadable):
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
         for i in (i for members in groups.values() for i in members):
             mine = [d for d in duels if i in (d.first, d.second)]
-            scores = [_score_of(i, d) for d in mine if d.score is not None]
-            extras[i] = _told(mine)
+            scores = [_score_for(i, d) for d in mine if d.score is not None]
+            extras[i] = _summarise(mine)
             if scores:
                 values[i] = torch.stack(scores).mean(0).float()
             else:
@@ -130,7 +130,7 @@ class WinRate(RewardModel, Loadable):
         swapped = [(b, a) for a, b in asked] if self.orders == "both" else []
         verdicts = self.judge.compare([*asked, *swapped])
         turns = zip(verdicts[: len(pairs)], verdicts[len(pairs) :] or verdicts, strict=True)
-        return [_duel(*pair, *turn) for pair, turn in zip(pairs, turns, strict=True)]
+        return [_average_verdicts(*pair, *turn) for pair, turn in zip(pairs, turns, strict=True)]
 
 
 def _check_group(batch: MediaBatch, group: int, members: Sequence[int]) -> None:
@@ -144,7 +144,7 @@ def _check_group(batch: MediaBatch, group: int, members: Sequence[int]) -> None:
             raise ValueError(f"group {group} has samples of different references")
 
 
-def _duel(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:
+def _average_verdicts(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:
     """Average a pair's verdicts; `swapped` is `straight` where it was shown in one order only."""
     turns = [straight] if swapped is straight else [straight, swapped]
     missing = [v.missing[0] for v in turns if len(v.values) == 0]
@@ -158,12 +158,12 @@ def _duel(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel
     return _Duel(first, second, torch.stack(scores).mean(0), contradicted, (), texts)
 
 
-def _score_of(i: int, duel: _Duel) -> Float[Tensor, "R"]:
+def _score_for(i: int, duel: _Duel) -> Float[Tensor, "R"]:
     assert duel.score is not None
     return duel.score if i == duel.first else 1 - duel.score
 
 
-def _told(duels: Sequence[_Duel]) -> Mapping[str, Any]:
+def _summarise(duels: Sequence[_Duel]) -> Mapping[str, Any]:
     """Summarise a sample's comparisons for the extras."""
     decided = [d for d in duels if d.score is not None]
     return {

@@ -21,12 +21,12 @@ class Unparsable(Exception):
     """Raised where an answer gives no score; the text says why."""
 
 
-def verdict(text: str) -> str:
+def strip_thoughts(text: str) -> str:
     """Return the answer without the thoughts before it."""
     return text.rpartition("</think>")[2]
 
 
-def score_in(text: str, low: float, high: float) -> float:
+def parse_score(text: str, low: float, high: float) -> float:
     """Parse the number that a text begins with, or `4/5` where the scale ends at 5.
 
     Raises:
@@ -43,14 +43,14 @@ def score_in(text: str, low: float, high: float) -> float:
     return value
 
 
-def score_list(text: str, low: float, high: float) -> list[float]:
+def parse_scores(text: str, low: float, high: float) -> list[float]:
     """Parse the one or two numbers of an answer `{"reasoning": ..., "score": [a, b]}`.
 
     JSON with small faults (quotes, bare keys, text around it), `score: a, b` and bare numbers are
     read; a list that was cut off, three numbers, or one outside the range is not.
     """
-    answer = verdict(text).replace("||V^=^V||", "").strip()
-    values = _scores_of_json(answer)
+    answer = strip_thoughts(text).replace("||V^=^V||", "").strip()
+    values = _find_json_scores(answer)
     if values is None:
         listed = _LISTED.findall(answer) or re.findall(rf"^(\[[^\[\]]*\]|{NUMBER})$", answer)
         if not listed:
@@ -58,10 +58,10 @@ def score_list(text: str, low: float, high: float) -> list[float]:
         values = [x.strip(" \"'\n") for x in listed[-1].strip("[]").split(",")]
     if not 1 <= len(values) <= 2:
         raise Unparsable(f"{len(values)} scores instead of two")
-    return [_exact(value, low, high) for value in values]
+    return [_parse_exact_score(value, low, high) for value in values]
 
 
-def boxed(text: str) -> str:
+def find_boxed(text: str) -> str:
     r"""Return the content of the last \boxed{...}, with the braces inside it balanced."""
     start = text.rfind("\\boxed{")
     depth = 0
@@ -72,7 +72,7 @@ def boxed(text: str) -> str:
     raise Unparsable("no complete \\boxed{...}")
 
 
-def json_object(text: str) -> Mapping[str, Any]:
+def parse_json_object(text: str) -> Mapping[str, Any]:
     """Parse a JSON object that may have curly quotes or lack its outer braces."""
     text = text.strip().translate(str.maketrans("“”", '""'))
     try:
@@ -84,7 +84,7 @@ def json_object(text: str) -> Mapping[str, Any]:
     return found
 
 
-def shares(answer: ChatAnswer, token: int, words: Sequence[str]) -> list[float]:
+def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> list[float]:
     """Return how one token's probability divides over words, whatever their case and spacing.
 
     A word that is not among the likeliest tokens counts as impossible.
@@ -105,7 +105,7 @@ def shares(answer: ChatAnswer, token: int, words: Sequence[str]) -> list[float]:
     return [mass[word] / total for word in words]
 
 
-def _scores_of_json(text: str) -> list[Any] | None:
+def _find_json_scores(text: str) -> list[Any] | None:
     start, end = text.find("{"), text.rfind("}")
     try:
         found = json.loads(text[start : end + 1]) if 0 <= start < end else None
@@ -116,9 +116,9 @@ def _scores_of_json(text: str) -> list[Any] | None:
     return found["score"] if isinstance(found["score"], list) else [found["score"]]
 
 
-def _exact(value: Any, low: float, high: float) -> float:
+def _parse_exact_score(value: Any, low: float, high: float) -> float:
     """Parse a number, or a text that contains only a number."""
     text = str(value).strip()
     if isinstance(value, bool) or not re.fullmatch(NUMBER, text):
         raise Unparsable(f"{text[:60]!r} is no score")
-    return score_in(text, low, high)
+    return parse_score(text, low, high)

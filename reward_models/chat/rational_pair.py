@@ -6,11 +6,11 @@ from typing import Literal
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import shown, source
+from reward_models.chat.images import encode_frames, encode_source
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.pairs import PairJudge
 from reward_models.chat.parsers import Unparsable
-from reward_models.chat.rational_rewards import EDIT, T2I, split
+from reward_models.chat.rational_rewards import EDIT, T2I, split_sections
 from reward_models.chat.template import describe, read_template
 
 DIMS = ("text", "visual", "overall")
@@ -20,18 +20,20 @@ _VISUAL = ("image_faithfulness", "physical_quality")
 _SAMPLING = Sampling(temperature=0.1, max_tokens=3072)
 
 
-def pair_scores(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float, float]]:
+def parse_pair(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float, float]]:
     """Parse `Score A:` and `Score B:` of every section; N/A is 2.5.
 
     Raises:
         Unparsable: a score is missing or outside 1 to 4.
     """
     titles = {name: title.replace(" and Visual", "") for name, title in sections.items()}
-    bodies = split(text, titles)
-    return {name: (_score("A", body), _score("B", body)) for name, body in bodies.items()}
+    bodies = split_sections(text, titles)
+    return {
+        name: (_parse_score("A", body), _parse_score("B", body)) for name, body in bodies.items()
+    }
 
 
-def totals(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def sum_sections(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     """Sum A and B over text faithfulness, over the visual sections, and over all sections."""
     named = {
         "text": ["text_faithfulness"],
@@ -80,20 +82,20 @@ class RationalPair(PairJudge):
         return [
             self.template.render(
                 prompt=first.prompts[0],
-                references=source(first) if self.task == "edit" else [],
-                first=shown(first),
-                second=shown(second),
+                references=encode_source(first) if self.task == "edit" else [],
+                first=encode_frames(first),
+                second=encode_frames(second),
                 criterion="\n".join(f"{k}. {title}:" for k, title in enumerate(titles, 1)),
             )
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return which image has the higher total, per dimension."""
-        sums = totals(pair_scores(answers[0].text, self.sections)).values()
+        sums = sum_sections(parse_pair(answers[0].text, self.sections)).values()
         return [0.5 if a == b else float(a > b) for a, b in sums]
 
 
-def _score(which: str, section: str) -> float:
+def _parse_score(which: str, section: str) -> float:
     found = re.search(rf"score {which}:[\s*~]*(?:(n/a)|(\d+(?:\.\d+)?))", section, re.I)
     if found is None:
         raise Unparsable(f"no score of {which} in {section[:60]!r}")

@@ -11,10 +11,10 @@ from typing import Literal
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import shown, source
+from reward_models.chat.images import encode_frames, encode_source
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
-from reward_models.chat.parsers import Unparsable, verdict
+from reward_models.chat.parsers import Unparsable, strip_thoughts
 from reward_models.chat.template import describe, read_template
 
 T2I = {
@@ -33,18 +33,18 @@ _SCORE = re.compile(r"(?:##\s*)?score\s*:\s*(?:(N/A)|(\d+(?:\.\d+)?))", re.I)
 _SAMPLING = Sampling(temperature=0.1, max_tokens=2048)
 
 
-def section_scores(text: str, sections: Mapping[str, str]) -> dict[str, float]:
+def parse_sections(text: str, sections: Mapping[str, str]) -> dict[str, float]:
     """Parse the first score of every section; NaN where it is N/A, missing or unreadable."""
-    return {name: _first_score(body) for name, body in split(text, sections).items()}
+    return {name: _parse_first_score(body) for name, body in split_sections(text, sections).items()}
 
 
-def split(text: str, sections: Mapping[str, str]) -> dict[str, str]:
+def split_sections(text: str, sections: Mapping[str, str]) -> dict[str, str]:
     """Return the text of every section, empty where it is missing.
 
     Sections begin with `1. Text Faithfulness` and so on, in order; where none is numbered, with
     `Text Faithfulness:`. Everything from `# Summary:` on is ignored.
     """
-    body = verdict(text).partition("# Summary:")[0]
+    body = strip_thoughts(text).partition("# Summary:")[0]
     numbered = [rf"^[ \t]*{k}\.[^\n]*{re.escape(n)}" for k, n in enumerate(sections.values(), 1)]
     bare = [rf"{re.escape(name)}:" for name in sections.values()]
     patterns = numbered if any(re.search(p, body, re.M) for p in numbered) else bare
@@ -57,13 +57,13 @@ def split(text: str, sections: Mapping[str, str]) -> dict[str, str]:
     return bodies
 
 
-def overall(scores: Mapping[str, float]) -> float:
+def average_sections(scores: Mapping[str, float]) -> float:
     """Return (m - 1) / 3 for the mean m of the sections with a score, each clamped to 1 to 4.
 
     Raises:
         Unparsable: no section has one.
     """
-    given = [_clamped(score) for score in scores.values() if not math.isnan(score)]
+    given = [_clamp(score) for score in scores.values() if not math.isnan(score)]
     if not given:
         raise Unparsable("no section with a score")
     return (sum(given) / len(given) - 1) / 3
@@ -104,21 +104,23 @@ class RationalRewards(ChatJudge):
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Build one conversation with the image, after its source for an edit."""
-        before = {"references": source(sample)} if self.task == "edit" else {}
-        return [self.template.render(prompt=sample.prompts[0], media=shown(sample), **before)]
+        before = {"references": encode_source(sample)} if self.task == "edit" else {}
+        return [
+            self.template.render(prompt=sample.prompts[0], media=encode_frames(sample), **before)
+        ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the scores of the sections and overall, from 0 to 1."""
-        scores = section_scores(answers[0].text, self.sections)
-        each = [(_clamped(score) - 1) / 3 for score in scores.values()]
-        return [*each, overall(scores)]
+        scores = parse_sections(answers[0].text, self.sections)
+        each = [(_clamp(score) - 1) / 3 for score in scores.values()]
+        return [*each, average_sections(scores)]
 
 
-def _clamped(score: float) -> float:
+def _clamp(score: float) -> float:
     return score if math.isnan(score) else min(max(score, 1.0), 4.0)
 
 
-def _first_score(section: str) -> float:
+def _parse_first_score(section: str) -> float:
     for line in section.splitlines():
         if found := _SCORE.search(line):
             return math.nan if found[1] else float(found[2])

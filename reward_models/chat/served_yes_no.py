@@ -7,13 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types import MediaBatch, PositiveInt
+from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.yes_no import YesNoJudge
 from reward_models.chat.client import ChatAnswer, Server
-from reward_models.chat.images import shown
+from reward_models.chat.images import encode_frames
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
-from reward_models.chat.parsers import shares
+from reward_models.chat.parsers import word_probabilities
 from reward_models.chat.template import describe, read_template
-from reward_models.rule import Unscorable
-from reward_models.yes_no import YesNoJudge
 
 _SAMPLING = Sampling(max_tokens=1)
 
@@ -51,7 +51,7 @@ class ServedYesNo(YesNoJudge):
         places, asked = [], []
         for i, some in enumerate(questions):
             try:
-                pictures = shown(batch.take([i]), self.frames)
+                pictures = encode_frames(batch.take([i]), self.frames)
             except Unscorable:
                 continue  # its answers stay NaN
             for j, question in enumerate(some):
@@ -64,4 +64,4 @@ class ServedYesNo(YesNoJudge):
 
 
 def _read(answers: Sequence[ChatAnswer]) -> Sequence[float]:
-    return shares(answers[0], 0, ("yes", "no"))[:1]
+    return word_probabilities(answers[0], 0, ("yes", "no"))[:1]

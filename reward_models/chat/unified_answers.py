@@ -7,8 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_models.chat.pairs import winner
-from reward_models.chat.parsers import NUMBER, Unparsable, json_object, score_in, verdict
+from reward_models.chat.pairs import read_winner
+from reward_models.chat.parsers import (
+    NUMBER,
+    Unparsable,
+    parse_json_object,
+    parse_score,
+    strip_thoughts,
+)
 
 _THING = r"(?:edited )?(?:image|video)"
 _CLEAR = re.compile(rf"{_THING} ([12]) is better|(equally good)", re.I)
@@ -28,17 +34,17 @@ _NAMED = re.compile(rf"{_THING} ([12])(?:'s)?(?: score)?\W*[:=]\W*?({NUMBER})", 
 _ALONE = re.compile(rf"(?<![\w.])({NUMBER})")
 
 
-def better_of_two(text: str) -> float:
+def parse_better(text: str) -> float:
     """Parse `Image 1 is better`, or that both are equally good."""
-    return winner(_CLEAR.findall(verdict(text)))
+    return read_winner(_CLEAR.findall(strip_thoughts(text)))
 
 
-def better_after_thinking(text: str) -> float:
+def parse_better_after_thinking(text: str) -> float:
     """Parse the same, from within <answer> and </answer> only."""
-    return winner(_ANSWER.findall(verdict(text)))
+    return read_winner(_ANSWER.findall(strip_thoughts(text)))
 
 
-def thoughts_about(text: str, names: Sequence[str]) -> list[float]:
+def parse_thoughts(text: str, names: Sequence[str]) -> list[float]:
     """Compare the scores from 1 to 10 that the thoughts give in each dimension.
 
     A dimension is found by the word that it begins with; the last of each counts.
@@ -47,27 +53,27 @@ def thoughts_about(text: str, names: Sequence[str]) -> list[float]:
     blocks = {name.lower().split()[0]: scores for name, *scores in _BLOCK.findall(thoughts)}
     if missing := [name for name in names if name not in blocks]:
         raise Unparsable(f"its thoughts give no scores for {missing[0]}")
-    return [compared(*(score_in(x, 1.0, 10.0) for x in blocks[name])) for name in names]
+    return [compare_scores(*(parse_score(x, 1.0, 10.0) for x in blocks[name])) for name in names]
 
 
-def shares_of_two(text: str, names: Sequence[str]) -> list[float]:
+def parse_shares(text: str, names: Sequence[str]) -> list[float]:
     """Parse the first's share, per dimension, of two scores that sum to 1."""
-    found = {name.lower(): scores for name, *scores in _SHARES.findall(verdict(text))}
+    found = {name.lower(): scores for name, *scores in _SHARES.findall(strip_thoughts(text))}
     if missing := [name for name in names if name not in found]:
         raise Unparsable(f"no scores of both for {missing[0]}")
-    pairs = [[score_in(x, 0.0, 1.0) for x in found[name]] for name in names]
+    pairs = [[parse_score(x, 0.0, 1.0) for x in found[name]] for name in names]
     if wrong := [pair for pair in pairs if abs(sum(pair) - 1) > 0.01]:
         raise Unparsable(f"the scores {wrong[0]} do not sum to 1")
     return [first for first, _ in pairs]
 
 
-def report_of_two(text: str) -> list[float]:
+def parse_report(text: str) -> list[float]:
     """Parse Flex's JSON: the winner, then the mean share of the first in categories A, B and C.
 
     The fence that the prompt opens may or may not be closed. The scores of a dimension sum to 10.
     """
-    answer = verdict(text)
-    found = json_object(answer[answer.find("{") : answer.rfind("}") + 1])
+    answer = strip_thoughts(text)
+    found = parse_json_object(answer[answer.find("{") : answer.rfind("}") + 1])
     said = _WINS.fullmatch(str(found.get("winner", "")).strip())
     if said is None:
         raise Unparsable(f"{str(found.get('winner'))[:60]!r} is no winner")
@@ -79,36 +85,39 @@ def report_of_two(text: str) -> list[float]:
     }
     if missing := [letter for letter in "ABC" if letter not in named]:
         raise Unparsable(f"no category {missing[0]}")
-    return [winner([(said[1] or "", said[2] or "")]), *(_share(named[letter]) for letter in "ABC")]
+    return [
+        read_winner([(said[1] or "", said[2] or "")]),
+        *(_average_share(named[letter]) for letter in "ABC"),
+    ]
 
 
-def higher_of_two(text: str) -> float:
+def parse_higher(text: str) -> float:
     """Compare two scores without bounds, which may be negative or whole.
 
     They are named, as in `Image 1: -2.5`, or the only two numbers of the answer.
     """
-    answer = verdict(text)
+    answer = strip_thoughts(text)
     named = dict(_NAMED.findall(answer))
     bare = [] if re.search(_THING, answer, re.I) else _ALONE.findall(answer)
     if set(named) != {"1", "2"} and len(bare) != 2:
         raise Unparsable(f"no two scores in {answer.strip()[:60]!r}")
     scores = [named["1"], named["2"]] if named else bare
-    return compared(*map(float, scores))
+    return compare_scores(*map(float, scores))
 
 
-def compared(first: float, second: float) -> float:
+def compare_scores(first: float, second: float) -> float:
     """Return 1 where the first is higher, 0 where the second is, 0.5 where both are equal."""
     return 0.5 if first == second else float(first > second)
 
 
-def _share(category: Mapping[str, Any]) -> float:
+def _average_share(category: Mapping[str, Any]) -> float:
     dims = category.get("dims")
     if not isinstance(dims, list) or not dims:
         raise Unparsable(f"category {category.get('name')!r} has no dimensions")
     shares = []
     for dim in dims:
         given = dim if isinstance(dim, Mapping) else {}
-        scores = [score_in(str(given.get(f"score_{k}")), 0.0, 10.0) for k in (1, 2)]
+        scores = [parse_score(str(given.get(f"score_{k}")), 0.0, 10.0) for k in (1, 2)]
         if abs(sum(scores) - 10) > 0.01:
             raise Unparsable(f"the scores {scores} do not sum to 10")
         shares.append(scores[0] / 10)

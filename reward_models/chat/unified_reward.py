@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.frames import evenly, parts
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import data_urls, shown, source, squashed
+from reward_models.chat.images import encode_frames, encode_images, encode_source, resize_to_square
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
 from reward_models.chat.pairs import PairJudge
-from reward_models.chat.parsers import Unparsable, score_in, verdict
+from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts
 from reward_models.chat.template import describe, read_template
 from reward_models.chat.unified_answers import (
-    better_after_thinking,
-    better_of_two,
-    higher_of_two,
-    report_of_two,
-    shares_of_two,
-    thoughts_about,
+    parse_better,
+    parse_better_after_thinking,
+    parse_higher,
+    parse_report,
+    parse_shares,
+    parse_thoughts,
 )
-from reward_models.frames import evenly, parts
 
 AXES = ("alignment", "coherence", "style")
 VIDEO_AXES = ("alignment", "physics", "style")
@@ -44,24 +44,24 @@ _POINT = Sampling(max_tokens=512)
 _PAIR = Sampling(max_tokens=4096)
 
 
-def axis_scores(text: str) -> dict[str, float]:
+def parse_axes(text: str) -> dict[str, float]:
     """Parse the axes in an answer such as `Style Score (1-5): 3.5`; the last of each counts.
 
     Raises:
         Unparsable: it names none, or a score is outside 1 to 5.
     """
-    found = {name.lower(): rest for name, rest in _AXIS.findall(verdict(text))}
+    found = {name.lower(): rest for name, rest in _AXIS.findall(strip_thoughts(text))}
     if not found:
         raise Unparsable(f"no axis score in {text[:60]!r}")
-    return {name: score_in(rest, _LOW, _HIGH) for name, rest in found.items()}
+    return {name: parse_score(rest, _LOW, _HIGH) for name, rest in found.items()}
 
 
-def final_score(text: str) -> float:
+def parse_final_score(text: str) -> float:
     """Parse the number after the first `Final Score:`, from 1 to 5."""
-    found = _FINAL.search(verdict(text))
+    found = _FINAL.search(strip_thoughts(text))
     if found is None:
         raise Unparsable(f"no final score in {text[:60]!r}")
-    return score_in(found[1], _LOW, _HIGH)
+    return parse_score(found[1], _LOW, _HIGH)
 
 
 class UnifiedRewardPoint(ChatJudge):
@@ -106,14 +106,14 @@ class UnifiedRewardPoint(ChatJudge):
         """Build one conversation with the image, or with frames of the video."""
         frames = sample.media[0].detach()
         frames = frames[parts(len(frames), min(self.frames, len(frames)))]
-        frames = frames if self.squash is None else squashed(frames, self.squash)
-        return [self.template.render(prompt=sample.prompts[0], media=data_urls(frames))]
+        frames = frames if self.squash is None else resize_to_square(frames, self.squash)
+        return [self.template.render(prompt=sample.prompts[0], media=encode_images(frames))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the scores that the answer names."""
         if self.form == "final":
-            return [final_score(answers[0].text)]
-        scores = axis_scores(answers[0].text)
+            return [parse_final_score(answers[0].text)]
+        scores = parse_axes(answers[0].text)
         return [scores.get(axis, math.nan) for axis in self.axes]
 
 
@@ -128,7 +128,7 @@ class _PairForm:
 
 
 def _think(text: str, *names: str) -> list[float]:
-    return [better_after_thinking(text), *thoughts_about(text, names)]
+    return [parse_better_after_thinking(text), *parse_thoughts(text, names)]
 
 
 _POINT_FORMS = {
@@ -137,7 +137,7 @@ _POINT_FORMS = {
     "final": ("unified_reward_final", ("overall",)),
 }
 _PAIR_FORMS = {
-    "plain": _PairForm("unified_reward_pair", ("overall",), lambda t: [better_of_two(t)]),
+    "plain": _PairForm("unified_reward_pair", ("overall",), lambda t: [parse_better(t)]),
     "think": _PairForm("unified_reward_think", ("overall",), lambda t: _think(t)),
     "think_image": _PairForm(
         "unified_reward_think",
@@ -152,10 +152,10 @@ _PAIR_FORMS = {
         "video",
     ),
     "score": _PairForm(
-        "unified_reward_pair_score", AXES, lambda t: shares_of_two(t, AXES), choose=parts
+        "unified_reward_pair_score", AXES, lambda t: parse_shares(t, AXES), choose=parts
     ),
     "flex": _PairForm(
-        "unified_reward_flex", ("overall", "semantic", "quality", "aesthetics"), report_of_two
+        "unified_reward_flex", ("overall", "semantic", "quality", "aesthetics"), parse_report
     ),
 }
 
@@ -198,7 +198,7 @@ class UnifiedRewardPair(PairJudge):
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Build one conversation with both."""
-        one, two = (shown(x, self.frames, self.form.choose) for x in (first, second))
+        one, two = (encode_frames(x, self.frames, self.form.choose) for x in (first, second))
         return [self.template.render(prompt=first.prompts[0], first=one, second=two)]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
@@ -243,13 +243,13 @@ class UnifiedRewardEdit(PairJudge):
         return [
             self.template.render(
                 prompt=first.prompts[0],
-                references=source(first),
-                first=shown(first),
-                second=shown(second),
+                references=encode_source(first),
+                first=encode_frames(first),
+                second=encode_frames(second),
             )
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the winner."""
         text = answers[0].text
-        return [higher_of_two(text) if self.form == "score" else better_of_two(text)]
+        return [parse_higher(text) if self.form == "score" else parse_better(text)]

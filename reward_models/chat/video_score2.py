@@ -12,14 +12,14 @@ from itertools import accumulate
 from typing import Literal
 
 from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
+from reward_models.backbones.frames import at_rate
+from reward_models.backbones.rule import Unscorable
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import data_urls
+from reward_models.chat.images import encode_images
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
-from reward_models.chat.parsers import Unparsable, score_in, shares
+from reward_models.chat.parsers import Unparsable, parse_score, word_probabilities
 from reward_models.chat.template import describe, read_template
-from reward_models.frames import at_rate
-from reward_models.rule import Unscorable
 
 DIMS = ("visual_quality", "text_alignment", "physical_consistency")
 _TITLES = ("visual quality", "text-to-video alignment", "physical/common-sense consistency")
@@ -39,7 +39,7 @@ def find_scores(text: str) -> list[tuple[int, str]]:
     if found is None:
         raise Unparsable("no three scores")
     for number in found.groups():
-        score_in(number, 1.0, 5.0)
+        parse_score(number, 1.0, 5.0)
     return [(found.start(k), found[k]) for k in (1, 2, 3)]
 
 
@@ -54,7 +54,7 @@ def soft_scores(answer: ChatAnswer, mode: Literal["expectation", "upstream"]) ->
     scores = []
     for start, _ in find_scores("".join(pieces)):
         token = next(i for i, end in enumerate(ends) if end > start)
-        weights = shares(answer, token, _DIGITS)
+        weights = word_probabilities(answer, token, _DIGITS)
         weighed = [digit * weight for digit, weight in enumerate(weights, 1)]
         best = weights.index(max(weights))
         scores.append(sum(weighed) if mode == "expectation" else weighed[best])
@@ -101,7 +101,7 @@ class VideoScore2(ChatJudge):
         if not 0 < sample.fps[0] < math.inf:
             raise Unscorable(f"{sample.fps[0]} frames per second is not a frame rate")
         shown = video[at_rate(len(video), sample.fps[0], self.rate)]
-        return [self.template.render(prompt=sample.prompts[0], media=data_urls(shown))]
+        return [self.template.render(prompt=sample.prompts[0], media=encode_images(shown))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the three scores by the chosen mode."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import shown
+from reward_models.chat.images import encode_frames
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
-from reward_models.chat.parsers import shares
+from reward_models.chat.parsers import word_probabilities
 from reward_models.chat.template import describe, read_template
 
 QUESTIONS = {"alignment": 'Does this show "{prompt}"?'}
@@ -52,7 +52,7 @@ class YesNo(ChatJudge):
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Build one conversation per question."""
-        pictures = shown(sample, self.frames)
+        pictures = encode_frames(sample, self.frames)
         return [
             self.template.render(
                 question=question.replace("{prompt}", sample.prompts[0]), media=pictures
@@ -62,4 +62,4 @@ class YesNo(ChatJudge):
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the probability of yes for every question."""
-        return [shares(answer, 0, ("yes", "no"))[0] for answer in answers]
+        return [word_probabilities(answer, 0, ("yes", "no"))[0] for answer in answers]

@@ -16,11 +16,11 @@ from flowalign.curation.clip_pairs import job
 from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.run import ClipPairs, load
-from flowalign.media.decode import decode
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
-from flowalign.runs.compose import compose
-from flowalign.types import Takes
+from flowalign.data.media.decode import decode
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
+from flowalign.runs.config.compose import compose
+from flowalign.types import InputSpec
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
 pytestmark = pytest.mark.slow
@@ -237,7 +237,7 @@ def test_pairs_that_the_method_drops_are_told_and_are_no_fault(written, tmp_path
     assert "too few segments with a preference" in capsys.readouterr().out
 
 
-class Choosy(Takes):
+class Choosy(InputSpec):
     """Takes every prompt but one."""
 
     def misfit(self, request):
@@ -247,7 +247,7 @@ class Choosy(Takes):
 def test_a_request_that_the_policy_does_not_take_is_named_and_skipped(
     written, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(VideoPixel, "takes", Choosy())
+    monkeypatch.setattr(VideoPixel, "input_spec", Choosy())
     assert exit_code("clip-pairs", written(LOCAL, max_dropped_fraction=0.2)) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["pairs"] == 4

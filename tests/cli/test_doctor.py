@@ -42,7 +42,7 @@ def test_the_doctor_says_what_works_of_a_pipeline(capsys):
     ],
 )
 def test_the_doctor_refuses_in_a_line_before_weights_are_read(capsys, monkeypatch, words, message):
-    monkeypatch.setattr("pipelines.base.load_pipeline", lambda *_, **__: pytest.fail("weights"))
+    monkeypatch.setattr("pipelines.policy.load_pipeline", lambda *_, **__: pytest.fail("weights"))
     assert code_of([*SD3, *words]) == 2
     told = capsys.readouterr().err
     assert message in told

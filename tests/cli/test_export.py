@@ -39,13 +39,13 @@ def run(tmp_path_factory) -> Path:
     (folder / "samples").mkdir()
     (folder / "samples" / "step-000003.png").write_bytes(b"a grid")
     summary = {"status": "finished", "steps": 3, "seed": 7, "seconds": 12.5}
-    summary |= {"before": {"eval/strict": 0.25}, "after": {"eval/strict": 0.75}}
+    summary |= {"before": {"eval/exact_match": 0.25}, "after": {"eval/exact_match": 0.75}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
 def _lora():
-    from pipelines.weights import Lora
+    from pipelines.network.weights import Lora
 
     return Lora(rank=3, alpha=6)
 
@@ -78,7 +78,7 @@ def test_an_export_is_a_folder_with_weights_settings_grid_and_card(run, tmp_path
     assert about["base_model"] == "assets/shapes/sd3"
     assert about["library_name"] == "diffusers"
     assert ("lora" in about["tags"]) == (target != "merged")
-    assert "| eval/strict | 0.2500 | 0.7500 |" in text
+    assert "| eval/exact_match | 0.2500 | 0.7500 |" in text
     assert "one run with seed 7" in text
     assert "flowalign.training.PolicyGradient" in text
     assert list(tmp_path.iterdir()) == [out]
@@ -97,7 +97,7 @@ def test_the_card_s_code_loads_the_weights(run, tmp_path, capsys):
 
 @pytest.fixture
 def _reads_nothing(monkeypatch):
-    monkeypatch.setattr("pipelines.base.load_pipeline", lambda *_, **__: pytest.fail("weights"))
+    monkeypatch.setattr("pipelines.policy.load_pipeline", lambda *_, **__: pytest.fail("weights"))
 
 
 @pytest.mark.usefixtures("_reads_nothing")

@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from flowalign.cli import main as cli
-from flowalign.runs import draft
 from flowalign.runs.config import load
+from flowalign.runs.library import draft_run_file
 from tests.fixtures.run_files import METHODS, files_of, loaded
 
 pytestmark = pytest.mark.slow
 
 QUICK = ("flow_grpo", "branch_grpo", "coca")
 """Methods with a run file of their own for the embedded model, and without."""
-JPEG, PIPELINE = "reward_models.jpeg.JpegSize", "assets/golden/I_sd3_pipeline"
+JPEG, PIPELINE = "reward_models.JpegSize", "assets/golden/I_sd3_pipeline"
 
 
 def flowalign(capsys, *argv: object) -> tuple[int, str]:
@@ -86,7 +86,7 @@ def test_rewards_of_a_file_are_composed_and_dimensions_of_the_model_s_lose_their
     assert content["extends"][-1] == "configs/rewards/shapes_video.yaml"
     run, _ = load(str(tmp_path / "run.yaml"))
     assert set(run.build_rewards().weights.tolist()) == {1.0}
-    assert run.recipe.thresholds is None
+    assert run.recipe.advantages.thresholds is None
     assert run.policy.video.num_frames == 33
 
 
@@ -115,7 +115,7 @@ def test_folders_of_editing_models_are_known_by_their_pipeline(
     tmp_path, capsys, pipeline, family, policy
 ):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
-    assert draft.families(str(tmp_path)) == [family]
+    assert draft_run_file.families(str(tmp_path)) == [family]
     flags = ["--prompts", "own", "--reward", "own", "--out", tmp_path / "run.yaml"]
     assert flowalign(capsys, "init", "--model", tmp_path, *flags)[0] == 0
     run, _ = load(str(tmp_path / "run.yaml"))
@@ -158,7 +158,7 @@ def test_what_is_missing_is_asked_for_until_it_can_be_used(tmp_path, capsys, typ
 def test_an_empty_answer_takes_what_stands_in_brackets(tmp_path, capsys, typed):
     typed("", "", "")
     assert flowalign(capsys, "init", "--out", tmp_path / "run.yaml")[0] == 0
-    expected = draft.draft(draft.Model("shapes"), "flow_grpo", "own", "own")
+    expected = draft_run_file.draft(draft_run_file.Model("shapes"), "flow_grpo", "own", "own")
     found = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert found == expected | {"output_dir": "runs/run"}
 
@@ -196,7 +196,7 @@ def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys,
         (["--method", "dpo"], "method 'dpo' is none of b2_diffurl, branch_grpo"),
         (["--prompts", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["--reward", "image"], "did you mean images?"),
-        (["--reward", "reward_models.jpeg.Jpeg"], "reward_models.jpeg.Jpeg"),
+        (["--reward", "reward_models.signals.jpeg.Jpeg"], "reward_models.signals.jpeg.Jpeg"),
         (["--reward", "nowhere.yaml"], "'nowhere.yaml' does not exist"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

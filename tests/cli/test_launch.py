@@ -2,9 +2,8 @@
 
 import pytest
 
-from flowalign.cli import check, train
 from flowalign.cli import main as cli
-from flowalign.distributed import launch
+from flowalign.cli.commands import check, evaluate, train
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,8 @@ def launched(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(launch, "relaunch", replace)
+    for module in (train, evaluate):
+        monkeypatch.setattr(module, "relaunch", replace)
     monkeypatch.setattr(train, "execute", lambda *arguments: 0)
     return call
 

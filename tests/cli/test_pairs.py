@@ -1,6 +1,5 @@
 """`flowalign pairs`, from a table of scores to what a training reads."""
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -10,11 +9,12 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from flowalign.cli import pairs as command
-from flowalign.data.preference.convert import read_pairs, read_samples
+from flowalign.cli.commands import pairs as command
+from flowalign.cli.main import parse
 from flowalign.data.preference.pairs import samples_of
 from flowalign.data.readers import open_dataset
 from flowalign.utils.errors import ConfigError
+from tests.fixtures.stored_pairs import read_pairs, read_samples
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +22,7 @@ NAN = None
 
 
 def pairs(*argv: object) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([str(arg) for arg in argv]))
+    return command.run(parse(["pairs", *map(str, argv)]))
 
 
 def picture(path: Path, shade: int, size: tuple[int, int] = (12, 8)) -> None:

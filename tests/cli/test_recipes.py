@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.runs.recipes import combination, combinations, memory_of, read_recipe, recipes
+from flowalign.runs.library.run_files import (
+    combination,
+    combinations,
+    memory_of,
+    read_recipe,
+    recipes,
+)
 
 RUN_FILES = sorted(file for file in Path("configs").rglob("*.yaml") if file.parts[1] != "rewards")
 NAMES = {one.name: one for one in recipes()}
@@ -34,7 +40,7 @@ def test_nothing_that_needs_a_gpu_is_said_to_have_run():
     assert {one.label for one in ran} == {"run on CPU"}
     assert not [one.name for one in ran if re.search("on GPUs|sd35|flux1|wan2|qwen", one.name)]
     assert [one.name for one in ran if "on GPUs" in one.file.read_text()] == []
-    assert "*Run on GPU*: nothing yet" in Path("README.md").read_text()
+    assert "No row has run on a GPU" in Path("README.md").read_text()
 
 
 @pytest.mark.parametrize("line", ["# A run.", "# [run on TPU] A run.", "policy: 1"])

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from flowalign.cli.main import main
-from pipelines.base import DiffusersPolicy
+from pipelines.policy import DiffusersPolicy
 
 pytestmark = pytest.mark.slow
 
@@ -13,11 +13,11 @@ SHAPES = "configs/shapes.yaml"
 KERNEL = ("--recipe.sampling.kernel", "flowalign.functional.CPS")
 COMMANDS = {
     "train --optimizer.warmup -5": "optimizer.warmup is -5; it must be at least 0",
-    "train --recipe.advantage_clip -1": "recipe.advantage_clip is -1.0; it must be above 0",
-    "train --recipe.advantage_clip .nan": "recipe.advantage_clip is nan; it must be above 0",
+    "train --recipe.advantages.clip -1": "recipe.advantages.clip is -1.0; it must be above 0",
+    "train --recipe.advantages.clip .nan": "recipe.advantages.clip is nan; it must be above 0",
     "train --optimizer.betas [.inf,0.9]": "optimizer.betas.0 is inf",
     "train --optimizer.eps -1e-8": "optimizer.eps is -1e-08; it must be above 0",
-    "train --recipe.std_floor .nan": "recipe.std_floor is nan; it must be at least 0",
+    "train --recipe.advantages.std_floor .nan": "advantages.std_floor is nan; it must be at",
     "train --recipe.algorithm.surrogate.clip .inf": "recipe.algorithm.surrogate.clip is inf",
     "train --policy.height 0": "policy.height is 0; it must be at least 1",
     "train --policy.max_sequence_length 0": "policy.max_sequence_length is 0",
@@ -25,7 +25,7 @@ COMMANDS = {
     "train --seed 1000000000000000000000000000000": "seed is a number of 31 digits",
     "train --evaluation.every -1": "evaluation.every is -1; it must be at least 0",
     "train --recipe.updates_per_step 9999": "more than the 192 samples of a step",
-    "train --recipe.sampling 3": "recipe.sampling: is 3; it must be a mapping of settings",
+    "train --recipe.sampling 3": "recipe.sampling is 3; it must be a mapping of settings",
     "train --recipe.sampling.num_steps": "argument --recipe.sampling.num_steps: expected one",
     "train --processes 0": "--processes is 0; it must be at least 1",
     "train --processes 1000": "--processes is 1000, but this machine has",
@@ -48,7 +48,8 @@ def _loads_nothing(monkeypatch):
         raise AssertionError("weights were read, or processes started")
 
     monkeypatch.setattr(DiffusersPolicy, "load", refuse)
-    monkeypatch.setattr("flowalign.distributed.launch.relaunch", refuse)
+    for verb in ("train", "evaluate", "probe"):
+        monkeypatch.setattr(f"flowalign.cli.commands.{verb}.relaunch", refuse)
 
 
 def told(capsys, *words: str) -> str:

@@ -1,4 +1,4 @@
-"""Verbs on run files: several of them compose, `check --print` and `convert`."""
+"""Verbs on run files: several of them compose, and `check --print`."""
 
 import json
 import re
@@ -11,24 +11,6 @@ from flowalign.cli import main as cli
 from flowalign.runs.config import load
 
 pytestmark = pytest.mark.slow
-
-OLD = {
-    "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-    "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
-    "reward_weights": {"redness": 1.0},
-    "num_steps": 3,
-    "recipe": {
-        "prompts_per_step": 2,
-        "sampling": {
-            "num_steps": 3,
-            "samples_per_prompt": 4,
-            "window": {"class_path": "flowalign.windows.AllButLast"},
-        },
-    },
-    "evaluation": None,
-    "device": "cpu",
-}
-"""What a run file of version 0.1 held beside the name of its prompts."""
 
 
 def exit_code(*argv: object) -> int:
@@ -45,13 +27,20 @@ def prompts(tmp_path) -> str:
 
 @pytest.fixture
 def model(tmp_path, prompts) -> Path:
-    """A complete run file of today."""
-    settings = OLD["recipe"]["sampling"]
-    sampling = {name: settings[name] for name in ("num_steps", "samples_per_prompt")}
-    recipe = {"prompts": prompts, "prompts_per_step": 2, "sampling": sampling}
-    content = OLD | {
+    """A complete run file."""
+    recipe = {
+        "prompts": prompts,
+        "prompts_per_step": 2,
+        "sampling": {"num_steps": 3, "samples_per_prompt": 4},
+    }
+    content = {
+        "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
+        "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
+        "reward_weights": {"redness": 1.0},
+        "num_steps": 3,
         "recipe": {"class_path": "flowalign.training.PolicyGradient", "init_args": recipe},
         "evaluation": {"prompts": {"here": prompts}, "num_prompts": 2, "num_steps": 2},
+        "device": "cpu",
     }
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(content))
     return tmp_path / "model.yaml"
@@ -110,21 +99,3 @@ def test_settings_without_a_run_file_are_refused(verb, capsys, prompts):
     options = ["--prompts", prompts] if verb == "sample" else []
     assert exit_code(verb, "num_steps=2", *options) == 2
     assert "no run file is named, only settings: num_steps=2" in capsys.readouterr().err
-
-
-def test_an_old_run_file_trains_once_it_is_converted(prompts, tmp_path, capsys):
-    file = tmp_path / "old.yaml"
-    file.write_text(yaml.safe_dump(OLD | {"prompts": prompts}))
-    assert exit_code("check", file) == 2
-    assert f"convert it once: flowalign convert {file}" in capsys.readouterr().err
-    assert exit_code("convert", file) == 0
-    assert f"converted {file}" in capsys.readouterr().err
-    assert exit_code("check", file) == 0
-    assert "8 = 2 prompts x 4" in capsys.readouterr().out
-    assert exit_code("convert", file) == 0
-    assert f"{file} is up to date" in capsys.readouterr().err
-
-
-def test_what_cannot_be_converted_ends_in_exit_code_2(tmp_path, capsys):
-    assert exit_code("convert", tmp_path / "nowhere.yaml") == 2
-    assert "nowhere.yaml does not exist" in capsys.readouterr().err

@@ -1,11 +1,12 @@
 """`flowalign sample`, into a folder that can be scored and gone on with, and as a grid."""
 
-import argparse
 import filecmp
 import io
 import json
 import os
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,17 +14,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign.cli import sample as sample_command
-from flowalign.cli import score as score_command
+from flowalign.cli.commands import sample as sample_command
+from flowalign.cli.commands import score as score_command
+from flowalign.cli.main import parse
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
-from flowalign.media.decode import decode
-from flowalign.media.media import Media
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.types import plain_requests
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted
+from tests.fixtures.ranks import start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -69,19 +72,16 @@ def sample(tmp_path):
     """The command, with five prompts unless others are given."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join("a" * k + "\n" for k in (1, 5, 3, 9, 7)))
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text(RUN.replace("PROMPTS", str(prompts)))
+    (tmp_path / "run.yaml").write_text(RUN.replace("PROMPTS", str(prompts)))
+    return partial(run_sample, tmp_path)
 
-    def run(*argv: object) -> int:
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        sample_command.add_arguments(parser)
-        given = [str(arg) for arg in argv]
-        if not {"--prompt", "--prompts"} & set(given):
-            given += ["--prompts", str(prompts)]
-        args, args.overrides = parser.parse_known_args([str(run_file), *given])
-        return sample_command.run(args)
 
-    return run
+def run_sample(folder: Path, *argv: object) -> int:
+    """Run the command with the run file and, unless others are given, the prompts of a folder."""
+    words = ["sample", str(folder / "run.yaml"), *map(str, argv)]
+    if not {"--prompt", "--prompts"} & set(words):
+        words += ["--prompts", str(folder / "prompts.txt")]
+    return sample_command.run(parse(words))
 
 
 def listing(folder: Path) -> list[dict]:
@@ -133,11 +133,18 @@ def test_a_folder_is_a_dataset_that_can_be_scored(sample, tmp_path):
     assert [record.prompt for record in records] == ["a" * k for k in (1, 5, 3, 9, 7) for _ in "ab"]
     assert records[3].id == "000001-01"
     assert records[3].metadata == {"seed": 3, "copy": 1}
-    parser = argparse.ArgumentParser()
-    score_command.add_arguments(parser)
     reward, scores = "tests.fixtures.scoring_rewards.Brightness", tmp_path / "scores"
-    argv = [str(tmp_path / "out"), "--rewards", reward, "--out", str(scores), "--format", "jsonl"]
-    assert score_command.run(parser.parse_args(argv)) == 0
+    argv = [
+        "score",
+        str(tmp_path / "out"),
+        "--rewards",
+        reward,
+        "--out",
+        str(scores),
+        "--format",
+        "jsonl",
+    ]
+    assert score_command.run(parse(argv)) == 0
     rows = [json.loads(line) for line in (scores / "scores.jsonl").read_text().splitlines()]
     assert [row["brightness_valid"] for row in rows] == [True] * 10
     bright = {row["prompt"]: row["brightness"] for row in rows}
@@ -173,26 +180,26 @@ def test_prompts_may_hold_any_character(sample, tmp_path):
 # ---------------------------------------------------------------- going on
 
 
-def test_after_a_kill_the_same_command_makes_the_same_files(sample, tmp_path, monkeypatch):
-    """Killed within the seventh of 15 files, in the second batch of 4."""
-    sample("--count", 3, "--out", tmp_path / "whole")
+def _sample_until_the_end(_: int, folder: Path) -> None:
     saved, save = [], Image.Image.save
 
-    def dies(image: Image.Image, path: Path, format: str) -> None:
+    def save_or_end(image: Image.Image, path: Path, format: str) -> None:
         if len(saved) == 6:
             path.write_bytes(b"half a pict")
             os._exit(9)
         saved.append(path)
         save(image, path, format=format)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            monkeypatch.setattr(Image.Image, "save", dies)
-            sample("--count", 3, "--out", tmp_path / "out")
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with patch.object(Image.Image, "save", save_or_end):
+        run_sample(folder, "--count", 3, "--out", folder / "out")
+
+
+def test_after_a_kill_the_same_command_makes_the_same_files(sample, tmp_path, monkeypatch):
+    """Killed within the seventh of 15 files, in the second batch of 4."""
+    sample("--count", 3, "--out", tmp_path / "whole")
+    (killed,) = start_ranks(_sample_until_the_end, 1, tmp_path, wait=False).processes
+    killed.join()
+    assert killed.exitcode == 9
     there = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.png")}
     assert len(there) == 6
     sizes, decode = [], Tinted.decode
@@ -214,8 +221,8 @@ def test_an_interrupted_folder_lists_what_is_there(sample, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Tinted, "decode", interrupted)
-        assert sample("--out", tmp_path / "out") == 130
-    assert "the same command goes on" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            sample("--out", tmp_path / "out")
     assert len(listing(tmp_path / "out")) == 8
     sample("--out", tmp_path / "out")
     assert "12 of them new" in capsys.readouterr().err
@@ -446,7 +453,7 @@ class Clips(Tinted):
         return (x[:, None, :, None, None] - time / 2).sigmoid().expand(-1, -1, -1, 2, 4)
 
 
-EACH_FRAME = """[{class_path: reward_models.per_frame.PerFrame,
+EACH_FRAME = """[{class_path: reward_models.PerFrame,
   init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean}}]"""
 VIDEO = [
     "--policy.class_path",
@@ -545,10 +552,8 @@ def test_options_of_reward_sds_that_cannot_be_used_are_refused(sample, tmp_path,
 
 
 def test_guidance_by_a_reward_does_not_go_with_reward_sds(tmp_path):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    sample_command.add_arguments(parser)
-    given = ["configs/shapes_flow_nrg.yaml", "--prompt", "a red circle", "--reward_sds", "5"]
-    args, args.overrides = parser.parse_known_args([*given, "--out", str(tmp_path / "out")])
+    words = ["configs/shapes_flow_nrg.yaml", "--prompt", "a red circle", "--reward_sds", "5"]
+    args = parse(["sample", *words, "--out", str(tmp_path / "out")])
     with pytest.raises(ConfigError, match="reward_guidance"):
         sample_command.run(args)
 

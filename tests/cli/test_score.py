@@ -1,6 +1,5 @@
 """`flowalign score`, from the command to the exit code."""
 
-import argparse
 import json
 import os
 import signal
@@ -13,8 +12,9 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from flowalign.cli import score as score_command
-from flowalign.cli import shards
+from flowalign.cli.commands import score as score_command
+from flowalign.cli.commands import score_shards
+from flowalign.cli.main import main, parse
 from flowalign.curation.scoring import job as scoring
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.scoring_rewards import Brightness, picture
@@ -38,9 +38,7 @@ def dataset(folder: Path, count: int, missing: int = 0) -> str:
 
 
 def score(*argv: object) -> int:
-    parser = argparse.ArgumentParser()
-    score_command.add_arguments(parser)
-    return score_command.run(parser.parse_args([str(arg) for arg in argv]))
+    return score_command.run(parse(["score", *map(str, argv)]))
 
 
 def rows(folder: Path, kind: str = "parquet") -> list[dict]:
@@ -179,10 +177,9 @@ def test_the_limit_is_of_records(tmp_path):
 
 
 def test_each_of_several_processes_gets_the_same_options(tmp_path):
-    parser = argparse.ArgumentParser()
-    score_command.add_arguments(parser)
-    args = parser.parse_args(
+    args = parse(
         [
+            "score",
             "data",
             "--rewards",
             "r",
@@ -196,10 +193,10 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
             "0.5",
         ]
     )
-    command = shards._shard_command(args, 1)
-    again = parser.parse_args(command[3:])
+    command = score_shards._shard_command(args, 1)
+    again = parse(command[3:])
     assert (again.shard, again.processes) == ((1, 3), 1)
-    same = set(vars(args)) - {"shard", "processes"}
+    same = set(vars(args)) - {"shard", "processes", "words", "command"}
     assert {name: vars(again)[name] for name in same} == {name: vars(args)[name] for name in same}
 
 
@@ -207,7 +204,8 @@ def command(data: str, out: Path, *options: str) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "flowalign.cli.score",
+        "flowalign",
+        "score",
         data,
         "--rewards",
         REWARD,
@@ -238,6 +236,10 @@ def test_processes_one_of_which_is_killed_end_in_the_same_table(tmp_path):
 def test_a_shard_whose_model_is_wrong_says_so_in_its_last_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Brightness, "score", lambda self, batch: None)
     words = [dataset(tmp_path, 3), "--rewards", REWARD, "--out", tmp_path / "out", "--shard", "0/1"]
-    assert score_command.main([str(word) for word in words]) == 1
+    with pytest.raises(SystemExit) as caught:
+        main(["score", *map(str, words)])
+    assert caught.value.code == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: reward 'brightness' (dimensions brightness, contrast) returned")
+    assert last.startswith(
+        "flowalign: reward 'brightness' (dimensions brightness, contrast) returned"
+    )

@@ -2,13 +2,14 @@
 
 import argparse
 import signal
+from importlib import import_module
 
 import pytest
 
 from flowalign.cli import main as cli
-from flowalign.cli import sample, score
-from flowalign.curation.clip_pairs import run as clip_pairs_run
-from flowalign.runs import compare as comparing
+from flowalign.cli.commands import clip_pairs, compare, sample, score
+from flowalign.cli.dispatch import run_verb
+from flowalign.curation.clip_pairs.run import ClipPairs
 
 STOPS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -22,8 +23,10 @@ def exit_code(*argv: object) -> int:
 @STOPS
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, capsys):
-    monkeypatch.setattr(cli.VERBS[verb], "run", lambda args: signal.raise_signal(number))
-    assert cli.run(argparse.Namespace(verb=verb)) == code
+    module = cli.VERBS[verb].__name__.rpartition(".")[2]
+    command = import_module(f"flowalign.cli.commands.{module}")
+    monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(number))
+    assert run_verb(argparse.Namespace(verb=verb, module=module)) == code
     assert "what was saved is intact" in capsys.readouterr().err
 
 
@@ -32,13 +35,13 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
     def stopped(*_):
         signal.raise_signal(number)
 
-    monkeypatch.setattr(comparing, "compare", stopped)
+    monkeypatch.setattr(compare, "compare", stopped)
     assert exit_code("compare", "a.yaml", "--seeds", 0, "--out", tmp_path) == code
     assert "the same command goes on" in capsys.readouterr().err
-    monkeypatch.setattr(clip_pairs_run, "load", stopped)
+    monkeypatch.setattr(clip_pairs, "load", stopped)
     assert exit_code("clip-pairs", "a.yaml") == code
     assert "the same command goes on" in capsys.readouterr().err
-    monkeypatch.setattr(sample, "_job", stopped)
+    monkeypatch.setattr(sample, "build_job", stopped)
     assert exit_code("sample", "a.yaml", "--prompt", "a") == code
     assert "the same command goes on" in capsys.readouterr().err
 
@@ -47,14 +50,15 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
 def test_a_process_that_scores_a_shard_exits_alike(number, code, monkeypatch, capsys):
     monkeypatch.setattr(score, "_run_one", lambda args: signal.raise_signal(number))
     argv = ["data", "--rewards", "a.B", "--out", "out", "--format", "jsonl", "--shard", "0/2"]
-    assert score.main(argv) == code
+    assert exit_code("score", *argv) == code
     assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    cfg = argparse.Namespace(dataset=list, output_dir=str(tmp_path / "file" / "out"))
-    monkeypatch.setattr(clip_pairs_run, "load", lambda config, overrides: (cfg, ""))
+    cfg = ClipPairs.__new__(ClipPairs)  # without its policy
+    cfg.__dict__.update(dataset=list, output_dir=str(tmp_path / "file" / "out"))
+    monkeypatch.setattr(clip_pairs, "load", lambda config, overrides: (cfg, ""))
     assert exit_code("clip-pairs", "a.yaml") == 2
     assert "cannot be made: Not a directory" in capsys.readouterr().err
 
@@ -80,6 +84,6 @@ def test_weights_that_are_not_there_are_refused_before_the_model_is_read(
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     argv = ["eval", "configs/shapes.yaml", "--weights", tmp_path / weights]
-    monkeypatch.setattr("pipelines.sd3.SD3.load", lambda self, device: pytest.fail("read"))
+    monkeypatch.setattr("pipelines.families.sd3.SD3.load", lambda self, device: pytest.fail("read"))
     assert exit_code(*argv) == 2
     assert why in capsys.readouterr().err

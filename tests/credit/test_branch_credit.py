@@ -7,21 +7,21 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flowalign.credit.branch import Branch, extremes, fused
+from flowalign.credit.branch import Branch, fuse_branches, mask_extremes
 from flowalign.credit.contrast import Contrast, contrast
-from flowalign.credit.control_variate import ControlVariate, explained
+from flowalign.credit.control_variate import ControlVariate, estimate_slope
 from flowalign.credit.granular import Granular
 from flowalign.credit.redistribute import Redistribute, nearness, shares
 from flowalign.credit.tree import LeafAdvantage
 from flowalign.functional.advantage import group_center
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling.branching import Chain, Comb, Tree
-from flowalign.sampling.completion import credit_requirements
+from flowalign.sampling.complete_states import credit_requirements
 from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.sampling.settings import Sampling
 from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
+from flowalign.types.completion import Completion
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.training import Given
 
@@ -59,7 +59,7 @@ def outcomes(*values: float) -> Given:
 
 
 def test_uniform_fusion_by_hand():
-    got = fused(torch.tensor([[1.0], [3.0], [4.0], [8.0]]), HAND, torch.zeros(4, 3))[..., 0]
+    got = fuse_branches(torch.tensor([[1.0], [3.0], [4.0], [8.0]]), HAND, torch.zeros(4, 3))[..., 0]
     assert got.tolist() == [[2, 1, 1], [2, 3, 3], [6, 4, 4], [6, 8, 8]]
 
 
@@ -67,9 +67,11 @@ def test_fusion_by_probability_by_hand():
     """The transitions of step 1 have log-probabilities ln 1, ln 3, and ln 2, ln 2 times beta 1."""
     logp = torch.zeros(4, 3)
     logp[:, 1] = torch.tensor([1.0, 3.0, 2.0, 2.0]).log()
-    got = fused(torch.tensor([[1.0], [3.0], [4.0], [8.0]]), HAND, logp, beta=1.0)[..., 0]
+    got = fuse_branches(torch.tensor([[1.0], [3.0], [4.0], [8.0]]), HAND, logp, beta=1.0)[..., 0]
     assert_close(got, torch.tensor([[2.5, 1, 1], [2.5, 3, 3], [6, 4, 4], [6, 8, 8]]))
-    squared = fused(torch.tensor([[1.0], [3.0], [4.0], [8.0]]), HAND, logp, beta=2.0)[..., 0]
+    squared = fuse_branches(torch.tensor([[1.0], [3.0], [4.0], [8.0]]), HAND, logp, beta=2.0)[
+        ..., 0
+    ]
     assert_close(squared[:2, 0], torch.tensor([2.8, 2.8]))
 
 
@@ -99,7 +101,7 @@ def recorded_tree(i: int):
 def test_fusion_and_depth_wise_advantages_are_branchgrpos(tree, name, beta):
     t, nodes, origin = recorded_tree(tree)
     reached = nodes[:, 1:]
-    got = fused(t["leaf_reward"][:, None], origin, t["log_prob"][reached], beta)
+    got = fuse_branches(t["leaf_reward"][:, None], origin, t["log_prob"][reached], beta)
     assert_close(got[..., 0], t[f"{name}.value"][reached], rtol=1e-5, atol=1e-6)
     for k in range(reached.shape[1]):
         own = (origin[:, k + 1] == torch.arange(len(origin))).nonzero().flatten()
@@ -147,7 +149,7 @@ def test_width_pruning_keeps_the_extremes_of_each_comparison():
     value = torch.tensor([5.0, 1.0, 3.0, 2.0, 9.0, 7.0])[:, None, None]
     group = torch.tensor([0, 0, 0, 0, 1, 1])[:, None]
     mask = torch.tensor([True, True, True, True, True, False])[:, None]
-    got = extremes(value, group, mask, 1).flatten().tolist()
+    got = mask_extremes(value, group, mask, 1).flatten().tolist()
     assert got == [True, True, False, False, True, False]
 
 
@@ -323,13 +325,13 @@ def test_the_slope_is_that_within_groups():
     before = torch.tensor([0.0, 2.0, 10.0, 14.0])[:, None]
     after = torch.tensor([5.0, 6.0, -3.0, -1.0])[:, None]
     group = torch.tensor([0, 0, 1, 1])
-    assert_close(explained(before, after, group), torch.tensor([0.5]))
+    assert_close(estimate_slope(before, after, group), torch.tensor([0.5]))
     steep, opposite = 3 * before, -before
-    assert explained(before, steep, group).item() == 1
-    assert explained(before, opposite, group).item() == 0
-    assert explained(torch.ones(4, 1), after, group).item() == 0
+    assert estimate_slope(before, steep, group).item() == 1
+    assert estimate_slope(before, opposite, group).item() == 0
+    assert estimate_slope(torch.ones(4, 1), after, group).item() == 0
     missing = torch.tensor([0.0, 2.0, NAN, 14.0])[:, None]
-    assert_close(explained(missing, after, group), torch.tensor([0.5]))
+    assert_close(estimate_slope(missing, after, group), torch.tensor([0.5]))
 
 
 def test_a_value_that_explains_nothing_is_not_taken_off_and_one_that_explains_all_is():

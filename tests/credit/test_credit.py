@@ -11,7 +11,7 @@ from flowalign.credit.discounted import Discounted, discounted_sums
 from flowalign.credit.gain import gains
 from flowalign.credit.turning_point import (
     TurningPoint,
-    balanced,
+    balance_turning_points,
     turning_point_credit,
     turning_points,
 )
@@ -131,7 +131,7 @@ def test_a_missing_value_leaves_undecided_what_depends_on_it(missing, undecided)
     earned = turning_point_credit(values, turning)
     assert set(turning.flatten().isnan().nonzero().flatten().tolist()) == undecided
     assert set(earned.flatten().isnan().nonzero().flatten().tolist()) == undecided
-    assert torch.equal(balanced(turning, values, 1).isnan(), turning.isnan())
+    assert torch.equal(balance_turning_points(turning, values, 1).isnan(), turning.isnan())
 
 
 def test_without_the_first_steps_rule_it_does_not_need_the_outcome():
@@ -154,7 +154,10 @@ def test_turning_points_know_neither_the_sign_nor_the_scale_of_a_reward(
     scaled = turning_points(factor * values, constraint, dead_zone=abs(factor) * dead_zone)
     assert torch.equal(plain, scaled)
     size = len(values)
-    kept, kept_scaled = balanced(plain, values, size), balanced(scaled, factor * values, size)
+    kept, kept_scaled = (
+        balance_turning_points(plain, values, size),
+        balance_turning_points(scaled, factor * values, size),
+    )
     assert torch.equal(kept, kept_scaled)
     wanted = factor * turning_point_credit(values, kept)
     assert torch.equal(turning_point_credit(factor * values, kept_scaled), wanted)
@@ -186,10 +189,12 @@ def test_the_constraint_only_removes_inner_turns_and_keeps_the_sign_of_gains(val
 @given(values=some_values())
 def test_reward_dimensions_turn_independently(values):
     size = len(values)
-    whole = balanced(turning_points(values), values, size)
+    whole = balance_turning_points(turning_points(values), values, size)
     for r in range(values.shape[-1]):
         alone = values[..., r : r + 1]
-        assert torch.equal(balanced(turning_points(alone), alone, size), whole[..., r : r + 1])
+        assert torch.equal(
+            balance_turning_points(turning_points(alone), alone, size), whole[..., r : r + 1]
+        )
 
 
 # Balance ------------------------------------------------------------------------------------------
@@ -212,31 +217,36 @@ def where(turning: Tensor) -> list[tuple[int, int]]:
 def test_balance_keeps_as_many_rising_as_falling_turning_points_by_hand():
     turning = turning_points(FIVE)
     assert where(turning) == [(0, 1), (1, 1), (2, 0), (2, 3), (3, 1), (4, 0)]
-    assert where(balanced(turning, FIVE, 5)) == [(1, 1), (2, 0), (2, 3), (3, 1)]
+    assert where(balance_turning_points(turning, FIVE, 5)) == [(1, 1), (2, 0), (2, 3), (3, 1)]
 
 
 def test_ties_go_to_the_earlier_sample_and_then_to_the_earlier_step():
     rows = [1, 3, 2]  # two falling turns of size 2, two rising of size 5, in one sample
     values = torch.cat([FIVE[[1, 3]], FIVE[[4]]])
-    assert where(balanced(turning_points(values), values, 3)) == [(0, 1), (2, 0)]
+    assert where(balance_turning_points(turning_points(values), values, 3)) == [(0, 1), (2, 0)]
     values = FIVE[rows]
-    assert where(balanced(turning_points(values), values, 3)) == [(0, 1), (1, 1), (2, 0), (2, 3)]
+    assert where(balance_turning_points(turning_points(values), values, 3)) == [
+        (0, 1),
+        (1, 1),
+        (2, 0),
+        (2, 3),
+    ]
     values = FIVE[[1, 2]]
-    assert where(balanced(turning_points(values), values, 2)) == [(0, 1), (1, 0)]
+    assert where(balance_turning_points(turning_points(values), values, 2)) == [(0, 1), (1, 0)]
 
 
 def test_a_group_of_one_kind_keeps_all_and_groups_do_not_see_each_other():
     values = FIVE[[0, 4, 1, 2]]
     turning = turning_points(values)
-    assert where(balanced(turning, values, 2)) == [(0, 1), (1, 0), (2, 1), (3, 0)]
-    assert torch.equal(balanced(turning[:2], values[:2], 2), turning[:2])
+    assert where(balance_turning_points(turning, values, 2)) == [(0, 1), (1, 0), (2, 1), (3, 0)]
+    assert torch.equal(balance_turning_points(turning[:2], values[:2], 2), turning[:2])
 
 
 @quick
 @given(values=some_values(), constraint=st.sampled_from(["consistent", "none"]))
 def test_balanced_turning_points_are_equally_many_or_all(values, constraint):
     turning = turning_points(values, constraint)
-    kept = balanced(turning, values, len(values)) > 0
+    kept = balance_turning_points(turning, values, len(values)) > 0
     overall = values[:, -1:] - values[:, :1]
     for r in range(values.shape[-1]):
         all_of_them, sign = (turning > 0)[..., r], overall[..., r].sign()
@@ -257,8 +267,8 @@ def test_the_order_of_samples_does_not_matter_where_sizes_differ(seed, permutati
     sizes = (values[:, -1] - values[:, 0]).abs()
     assume(all(len(size.unique()) == 6 for size in sizes.T))
     mixed = values[permutation]
-    plain = balanced(turning_points(values), values, 6)
-    assert torch.equal(balanced(turning_points(mixed), mixed, 6), plain[permutation])
+    plain = balance_turning_points(turning_points(values), values, 6)
+    assert torch.equal(balance_turning_points(turning_points(mixed), mixed, 6), plain[permutation])
 
 
 # Recordings ---------------------------------------------------------------------------------------
@@ -292,7 +302,7 @@ def test_balanced_step_rewards_of_the_reference(m):
     """Micro-batch 1 has ties at the cut, where the reference takes any: only the sizes are its."""
     golden = load("D_turningpoint", "released.")
     values = golden["V"][m, ..., None]
-    turning = balanced(turning_points(values), values, group_size=9)
+    turning = balance_turning_points(turning_points(values), values, group_size=9)
     got = turning_point_credit(values, turning)[..., 0]
     kept, overall = turning[..., 0] > 0, (values[:, -1] - values[:, 0]).expand(-1, 9)
     assert_close(overall[kept].sort()[0], overall[golden["turning"][m]].sort()[0])
@@ -307,7 +317,7 @@ def test_balancing_all_micro_batches_as_one_group_is_recorded_too():
     golden = load("D_turningpoint", "released_joint.")
     values = golden["V"].reshape(27, 10, 1)
     turning = turning_points(values)
-    kept = balanced(turning, values, group_size=27)
+    kept = balance_turning_points(turning, values, group_size=27)
     assert ((turning > 0).sum(), (kept > 0).sum()) == (29, 18)
     got = turning_point_credit(values, kept)[..., 0]
     assert_close(got, golden["process_rewards"], rtol=1e-6, atol=0)

@@ -12,8 +12,8 @@ from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
-from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.types import RewardOutput, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import (
@@ -41,8 +41,10 @@ EVERY = [*DENSE, Outcome()]
 def whole(cfg, learner):
     """The trajectory of `setting` with all of its states."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Settings, "kept", lambda cfg, _: range(cfg.sampling.num_steps + 1))
-        return rollout(cfg, learner, plain_requests(THREE), 0, 0)
+        patch.setattr(
+            RolloutSettings, "kept_states", lambda cfg, _: range(cfg.sampling.num_steps + 1)
+        )
+        return rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
 
 
 def trained(batch):
@@ -81,11 +83,13 @@ WINDOWS = [AllButLast(), Fixed(0, 5), Fixed(1, 3), Fixed(2, 3), RandomSubset(0.6
 @pytest.mark.parametrize("credit", [Gain(), NextValue()], ids=lambda c: type(c).__name__)
 def test_the_value_of_a_steps_next_state_is_that_of_finishing_it(credit, window):
     """Gaps of ODE steps and their tail included, where no state is valued for it."""
-    cfg, learner, trajectory = setting(credit, window, advantage_scale="none")
+    cfg, learner, trajectory = setting(credit, window, advantages={"scale": "none"})
     v = values_by_hand(learner.policy, whole(cfg, learner))
     earned = v[:, 1:] - v[:, :-1] if isinstance(credit, Gain) else v[:, 1:]
     centred = earned - earned.view(3, 4, 5).mean(1).repeat_interleave(4, 0)
-    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     wanted = torch.where(trajectory.eta > 0, centred, 0.0)
     assert_close(batch.advantage, wanted, atol=1e-5, rtol=1e-4)
     assert wanted.abs().max() > 0.01
@@ -93,21 +97,25 @@ def test_the_value_of_a_steps_next_state_is_that_of_finishing_it(credit, window)
 
 def test_gains_of_the_window_sum_to_what_was_gained_in_it():
     """The first value is that of the trajectory's own initial state, not of another one."""
-    cfg, learner, trajectory = setting(Gain(), Fixed(0, 4), advantage_scale="none")
+    cfg, learner, trajectory = setting(Gain(), Fixed(0, 4), advantages={"scale": "none"})
     v = values_by_hand(learner.policy, trajectory)
     total = v[:, -1] - v[:, 0]
-    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     wanted = total - total.view(3, 4).mean(1).repeat_interleave(4, 0)
     assert_close(batch.advantage.sum(1), wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_joint_compares_a_gain_with_all_gains_of_its_prompt():
     """As Stepwise-Flow-GRPO: one mean and one spread over samples and steps."""
-    cfg, learner, trajectory = setting(Gain(), advantage_scale="joint")
+    cfg, learner, trajectory = setting(Gain(), advantages={"scale": "joint"})
     v = values_by_hand(learner.policy, trajectory)
     gains = (v[:, 1:] - v[:, :-1])[:, :4].reshape(3, 16)
     wanted = (gains - gains.mean(1, keepdim=True)) / (gains.std(1, correction=0)[:, None] + 1e-4)
-    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     assert_close(batch.advantage[:, :4], wanted.view(12, 4), atol=1e-3, rtol=1e-3)
     assert batch.advantage.view(3, 4, 5).mean(1).abs().max() > 0.05  # steps differ from each other
 
@@ -149,7 +157,9 @@ MISSING = [
 def test_a_state_without_a_value_costs_the_transitions_that_need_it(credit, k, lost):
     cfg, learner, trajectory = setting(credit, on_failed_reward="drop_sample")
     rewards = blind_rewards(learner, trajectory, "drop_sample", (6, k))
-    batch, metrics = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
+    batch, metrics = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory)
+    )
     whole = {(b, step) for b in range(12) for step in range(4)}
     assert trained(batch) == whole - {(6, step) for step in lost}
     assert batch.advantage.isfinite().all()
@@ -162,7 +172,7 @@ def test_what_is_left_is_compared_without_the_missing_gain():
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_sample")
     v = values_by_hand(learner.policy, trajectory)
     rewards = blind_rewards(learner, trajectory, "drop_sample", (6, 2))
-    batch, _ = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
     rest = (v[:, 2] - v[:, 1])[[4, 5, 7]]
     wanted = (rest - rest.mean()) / (rest.std(correction=0) + 1e-4)
     assert_close(batch.advantage[[4, 5, 7], 1], wanted, atol=1e-3, rtol=1e-3)
@@ -171,7 +181,7 @@ def test_what_is_left_is_compared_without_the_missing_gain():
 def test_dropping_groups_drops_them_at_the_steps_concerned():
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_group")
     rewards = blind_rewards(learner, trajectory, "drop_group", (6, 2))
-    batch, _ = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
     lost = {(b, k) for b in (4, 5, 6, 7) for k in (1, 2)}
     assert trained(batch) == {(b, k) for b in range(12) for k in range(4)} - lost
 
@@ -180,7 +190,7 @@ def test_a_failure_at_an_intermediate_state_stops_a_run_that_raises():
     cfg, learner, trajectory = setting(Gain())
     rewards = blind_rewards(learner, trajectory, "raise", (6, 2))
     with pytest.raises(RewardFailure, match=r"1 of 12 rewards failed at state 2.*sample 6.*'bb'"):
-        credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
+        credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
 
 
 # Cost and learning --------------------------------------------------------------------------------
@@ -196,7 +206,10 @@ def spent(credit, window, num_steps):
         cfg,
         learner,
         completion_values(
-            cfg, learner, rewards, rollout(cfg, learner, plain_requests(THREE), 0, 0)
+            cfg.rollouts,
+            learner,
+            rewards,
+            rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0),
         ),
     )
     counts = costs.network_evaluations, costs.decodes, costs.reward_calls

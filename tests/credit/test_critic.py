@@ -13,11 +13,11 @@ from flowalign.credit.critic import Critic, explained_variance
 from flowalign.credit.lambda_return import LambdaReturn, lambda_returns
 from flowalign.credit.outcome import Outcome
 from flowalign.data.requests import Requests
-from flowalign.runs.plan import plan
+from flowalign.runs.planning.plan import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.rollouts.advantages import compute_credit
 from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.training.rollouts.credited import compute_credit
 from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import THREE, moving_learner, setting
@@ -38,7 +38,7 @@ def taught(critic, steps=30, width=5, truth=None):
     known = critic.start()
     for i in range(steps):
         x = some_features(i + 1, width)
-        known = known.after({2: x}, x @ truth, GROUP)
+        known = known.update({2: x}, x @ truth, GROUP)
     return known
 
 
@@ -46,7 +46,7 @@ def taught(critic, steps=30, width=5, truth=None):
 
 
 def test_a_critic_that_has_seen_nothing_predicts_nothing():
-    assert Critic().start().predicted(1, some_features(), GROUP, 2).tolist() == [[0.0, 0.0]] * 12
+    assert Critic().start().predict(1, some_features(), GROUP, 2).tolist() == [[0.0, 0.0]] * 12
 
 
 def test_it_predicts_differences_within_prompts_of_the_steps_that_it_has_seen():
@@ -54,15 +54,17 @@ def test_it_predicts_differences_within_prompts_of_the_steps_that_it_has_seen():
     known, x = taught(Critic(penalty=1e-9), truth=truth), some_features()
     wanted = (x @ truth).view(3, 4, 2)
     wanted = (wanted - wanted.mean(1, keepdim=True)).flatten(0, 1)
-    assert_close(known.predicted(2, x, GROUP, 2), wanted, atol=1e-4, rtol=1e-4)
-    assert known.predicted(3, x, GROUP, 2).abs().max() == 0
+    assert_close(known.predict(2, x, GROUP, 2), wanted, atol=1e-4, rtol=1e-4)
+    assert known.predict(3, x, GROUP, 2).abs().max() == 0
 
 
 def test_what_a_prompt_is_worth_on_average_teaches_nothing():
     """Outcomes that differ between prompts alone, however well the features know the prompt."""
     prompt = torch.eye(3)[GROUP]
-    known = Critic().start().after({0: prompt}, prompt @ torch.tensor([[1.0], [5.0], [9.0]]), GROUP)
-    assert known.predicted(0, prompt, GROUP, 1).abs().max() == 0
+    known = (
+        Critic().start().update({0: prompt}, prompt @ torch.tensor([[1.0], [5.0], [9.0]]), GROUP)
+    )
+    assert known.predict(0, prompt, GROUP, 1).abs().max() == 0
 
 
 def test_wide_features_are_projected_the_same_way_each_time():
@@ -70,16 +72,16 @@ def test_wide_features_are_projected_the_same_way_each_time():
     known = taught(Critic(width=8), width=40, truth=truth)
     assert known.steps[2].gram.shape == (8, 8)
     x = some_features(99, 40)
-    found = known.predicted(2, x, GROUP, 1)[:, 0]
+    found = known.predict(2, x, GROUP, 1)[:, 0]
     assert 0 < explained_variance(found, (x @ truth)[:, 0], GROUP) < 0.9
 
 
 def test_the_state_of_a_critic_survives_json_exactly():
     known = taught(Critic(), steps=2, truth=torch.ones(5, 1))
-    again = Critic().start().restored(json.loads(json.dumps(known.state())))
+    again = Critic().start().restore(json.loads(json.dumps(known.state())))
     assert again.steps.keys() == known.steps.keys()
     x = some_features()
-    assert torch.equal(again.predicted(2, x, GROUP, 1), known.predicted(2, x, GROUP, 1))
+    assert torch.equal(again.predict(2, x, GROUP, 1), known.predict(2, x, GROUP, 1))
 
 
 def test_explained_variance_by_hand():
@@ -134,8 +136,8 @@ def test_each_noisy_step_earns_the_outcome_less_what_was_predicted_before_it():
 
 def test_a_critic_that_knows_nothing_pays_the_outcome():
     cfg, learner, trajectory = setting(**LEARNING)
-    values = completion_values(cfg, learner, new_rewards(), trajectory, cfg.critic.start())
-    got, plain = compute_credit(cfg, values), Outcome()(trajectory, values)
+    values = completion_values(cfg.rollouts, learner, new_rewards(), trajectory, cfg.critic.start())
+    got, plain = compute_credit(cfg.rollouts, values), Outcome()(trajectory, values)
     assert torch.equal(got.value[:, :4], plain.value[:, :4])
 
 
@@ -153,15 +155,16 @@ def test_predictions_come_from_earlier_steps_and_never_from_the_outcomes_that_th
         seen[changed] = []
         for step in range(4):
             if changed and step == 2:
-                loop.rewards.models[0].score = lambda batch: RewardOutput.build(
+                loop.rollouts.rewards.models[0].score = lambda batch: RewardOutput.build(
                     Redness().spec, torch.rand(len(batch.media), 2)
                 )
-            trajectory = rollout(loop.cfg, loop.learner, plain_requests(THREE), 0, step)
+            rollouts, asked = loop.rollouts, plain_requests(THREE)
+            trajectory = rollout(rollouts.cfg, loop.learner, asked, 0, step)
             values = completion_values(
-                loop.cfg, loop.learner, loop.rewards, trajectory, loop.critic
+                rollouts.cfg, loop.learner, rollouts.rewards, trajectory, rollouts.critic
             )
             seen[changed].append(values.predicted([0, 1, 2]))
-            loop.learn(values)
+            rollouts.learn_critic(values)
     same = [torch.equal(a, b) for a, b in zip(seen[False], seen[True], strict=True)]
     assert same == [True, True, True, False]
     sizes = [float(p.abs().max()) for p in seen[False]]
@@ -185,13 +188,15 @@ def test_samples_whose_reward_failed_teach_it_nothing():
     learner, rewards = moving_learner(), new_rewards("drop_sample")
     rewards.models = [Redness(fail_on="bb")]
     loop = loop_of(cfg, learner, rewards)
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    metrics = loop.learn(completion_values(cfg, learner, rewards, trajectory, loop.critic))
-    assert loop.critic.steps[1].count == 8
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    rollouts = loop.rollouts
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory, rollouts.critic)
+    metrics = rollouts.learn_critic(values)
+    assert rollouts.critic.steps[1].count == 8
     rewards.models = [Redness(fail_on="")]
-    before = loop.critic
-    values = completion_values(cfg, learner, rewards, trajectory, before)
-    assert (loop.learn(values), loop.critic) == ({}, before)
+    before = rollouts.critic
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory, before)
+    assert (rollouts.learn_critic(values), rollouts.critic) == ({}, before)
     assert metrics.keys() == {f"critic/explained_variance_{k}" for k in (0, 1, 2)}
 
 
@@ -228,7 +233,7 @@ def test_a_critic_costs_no_evaluation_no_decode_and_no_reward_call():
 def test_features_change_no_draw():
     cfg, learner, trajectory = setting(**LEARNING)
     plain = rollout(
-        dataclasses.replace(cfg, credit=Outcome(), critic=None),
+        dataclasses.replace(cfg, credit=Outcome(), critic=None).rollouts,
         learner,
         plain_requests(THREE),
         0,
@@ -252,7 +257,7 @@ class Reading(CreditEstimator):
 
 def test_a_method_may_read_features_itself():
     cfg, _, trajectory = setting(Reading())
-    assert cfg.observed(range(4)) == (1,)
+    assert cfg.rollouts.observed_states(range(4)) == (1,)
     assert sorted(trajectory.hidden) == [1]
     with pytest.raises(ValueError, match=r"features of state 2 .* states \[1\]"):
         trajectory.features(2)

@@ -11,18 +11,12 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import LayerTuning, PPOClip
 from flowalign.rewards.checked import RewardFailure
-from flowalign.training.policy_gradient.advantages import build_batch
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.plan import plan_step
+from flowalign.training.policy_gradient.build_batch import build_batch
+from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import RunContext
-from flowalign.training.rollouts.advantages import (
-    compute_advantages,
-    compute_credit,
-    gather_credit,
-    process_advantages,
-)
 from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.training.rollouts.comparison import RewardComparison
+from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
 from flowalign.types import plain_requests
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy
@@ -32,14 +26,14 @@ from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_
 def rolled(credit, **recipe):
     cfg, learner = new_recipe(credit=credit, **recipe), new_learner()
     rewards = new_rewards(cfg.on_failed_reward)
-    values = collect_rollouts(cfg, learner, rewards, plain_requests(PROMPTS[:3]), 0, 0)
+    values = collect_rollouts(cfg.rollouts, learner, rewards, plain_requests(PROMPTS[:3]), 0, 0)
     return cfg, learner, values
 
 
 def test_a_step_earns_what_it_adds_to_the_latent_reward():
     reward = LatentRedness()
     cfg, _, values = rolled(LatentGain(reward=reward))
-    credit = compute_credit(cfg, values)
+    credit = compute_credit(cfg.rollouts, values)
     trajectory = values.trajectory
     length = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(4)[:, None]
     cond = {"length": length}
@@ -57,7 +51,7 @@ def test_check_prices_latent_credit_without_completions_decodes_and_reward_calls
     for name, credit in {"gain": Gain(), "latent": LatentGain(reward=LatentRedness())}.items():
         run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
         cfg = new_recipe(credit=credit)
-        rows[name] = plan_step(cfg, None, run, run.policy.plan(), 1).rows
+        rows[name] = plan_step(cfg, run, run.policy.plan(), 1).rows
     assert rows["latent"]["network evaluations per step"] == "48 sampling + 36 training"
     assert rows["latent"]["decodes per step"] == rows["latent"]["reward calls per step"] == "12"
     # 12 samples, states 0, 1, 2 and 4, a quarter of an evaluation each
@@ -73,7 +67,7 @@ def test_a_weight_that_the_latent_reward_does_not_score_is_refused():
     reward.dims = ("green", "other")
     run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
     with pytest.raises(ValueError, match=r"weighs redness, which it does not score"):
-        plan_step(new_recipe(credit=LatentGain(reward=reward)), None, run, run.policy.plan(), 1)
+        plan_step(new_recipe(credit=LatentGain(reward=reward)), run, run.policy.plan(), 1)
 
 
 class Broken(LatentRedness):
@@ -88,23 +82,20 @@ class Broken(LatentRedness):
 def test_a_latent_score_that_is_not_finite_ends_the_run_or_drops_the_sample():
     credit = LatentGain(reward=Broken())
     with pytest.raises(RewardFailure, match=r"latent reward of 1 of 12 states 0 is not finite"):
-        compute_credit(*rolled(credit)[::2])
+        compute_credit(rolled(credit)[0].rollouts, rolled(credit)[2])
     cfg, learner, values = rolled(credit, on_failed_reward="drop_sample")
-    comparison = RewardComparison(cfg, values.rewards, learner.processes)
-    gathered = gather_credit(comparison, values, compute_credit(cfg, values))
-    assert gathered.credit.mask.sum(1).tolist() == [3, 0] + [3] * 10
+    estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
+    assert estimate.gathered.credit.mask.sum(1).tolist() == [3, 0] + [3] * 10
 
 
 def test_process_and_outcome_are_compared_apart():
     reward = LatentRedness()
-    cfg, learner, values = rolled(ProcessOutcome(reward=reward), advantage_scale="none")
-    credit = compute_credit(cfg, values)
-    comparison = RewardComparison(cfg, values.rewards, learner.processes)
-    gathered = gather_credit(comparison, values, credit)
+    cfg, learner, values = rolled(ProcessOutcome(reward=reward), advantages={"scale": "none"})
+    estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
     outcome = values([4])[:, 0, 0].view(3, 4)
     centred = (outcome - outcome.mean(1, keepdim=True)).flatten()
-    assert_close(compute_advantages(cfg, comparison, gathered.credit)[:, 1], centred)
-    process = process_advantages(cfg, comparison, gathered.credit)
+    assert_close(estimate.advantage[:, 1], centred)
+    process = estimate.process
     length = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(4)[:, None]
     reached = values.trajectory.state(2)  # by step 1
     scored = reward.score(reached, values.trajectory.sigmas[2], {"length": length})[:, 0]
@@ -128,11 +119,8 @@ def test_losses_of_process_and_outcome_are_clipped_apart_and_summed():
 def _minibatch():
     """Step 1 of twelve samples whose process rewards often disagree with the outcome."""
     cfg, learner, values = rolled(ProcessOutcome(reward=LatentRedness()))
-    comparison = RewardComparison(cfg, values.rewards, learner.processes)
-    gathered = gather_credit(comparison, values, compute_credit(cfg, values))
-    advantage = compute_advantages(cfg, comparison, gathered.credit)
-    process = process_advantages(cfg, comparison, gathered.credit)
-    batch = build_batch(cfg, learner.processes, values, gathered, advantage, None, process)
+    estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
+    batch = build_batch(cfg, learner.processes, values, estimate)
     return next(m for m in minibatches(batch, torch.arange(12), 64) if m.k == 1)
 
 

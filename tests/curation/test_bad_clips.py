@@ -13,19 +13,19 @@ from flowalign.curation.clip_pairs.job import finish as pairs_made
 from flowalign.curation.clip_pairs.job import run as make_pairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.run import ClipPairs
-from flowalign.curation.scoring.job import Job, finish, run
-from flowalign.curation.scoring.stats import Speed, TooManyFailed
+from flowalign.curation.scoring.job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Throughput, TooManyFailures
 from flowalign.data.latents.encode_once import LatentCache
-from flowalign.data.preference.convert import read_pairs
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.distributed.processes import ALONE
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
 from flowalign.rewards.composite import Rewards
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.types import prompts_of
 from tests.fixtures.preference import stored
 from tests.fixtures.scoring_rewards import Moving
+from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.training import new_learner
 from tests.fixtures.video_pixel import FRAMES, VideoPixel, Warmth, clip
 
@@ -72,8 +72,8 @@ def written(file: Path, rows: list[dict]) -> str:
 def test_scoring_goes_on_past_bad_clips_and_names_each(folder):
     rows = [{"id": name, "prompt": "p", "video": name} for name in NAMES]
     data = open_dataset(written(folder / "data.jsonl", rows))
-    job = Job(data, [Moving()], folder / "out", 2, 1, max_failed_fraction=0.5)
-    tally = finish(folder / "out", run(job, lambda *_: None, Speed()), "jsonl", {})
+    job = ScoringJob(data, [Moving()], folder / "out", 2, 1, max_failed_fraction=0.5)
+    tally = finish(folder / "out", run(job, lambda *_: None, Throughput()), "jsonl", {})
     found = [json.loads(line) for line in (folder / "out" / "scores.jsonl").open()]
     assert [row["speed_valid"] for row in found] == [k in (0, 3, 5, 6) for k in range(7)]
     assert found[1]["reason"].startswith("truncated or damaged video: ")
@@ -83,9 +83,11 @@ def test_scoring_goes_on_past_bad_clips_and_names_each(folder):
     assert re.search(r"4.webm \(ends after [01]\.\d+ of 1.750 s\)$", found[4]["reason"])
     assert all(found[k]["speed"] is None for k in (1, 2, 4)), "unknown is no number"
     assert (tally.rows, tally.failed) == (7, 3)
-    strict = Job(data, [Moving()], folder / "strict", 2, 1, max_failed_fraction=0.2)
-    strict_tally = finish(folder / "strict", run(strict, lambda *_: None, Speed()), "jsonl", {})
-    with pytest.raises(TooManyFailed, match="3 of 7 rows failed"):
+    strict = ScoringJob(data, [Moving()], folder / "strict", 2, 1, max_failed_fraction=0.2)
+    strict_tally = finish(
+        folder / "strict", run(strict, lambda *_: None, Throughput()), "jsonl", {}
+    )
+    with pytest.raises(TooManyFailures, match="3 of 7 rows failed"):
         strict_tally.check(0.2)
 
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn, tensor
 from torch.testing import assert_close
 
-from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, Scores
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
 from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
-from flowalign.curation.clip_pairs.method import ClipPair, Dropped
-from flowalign.functional.matching import noised
+from flowalign.curation.clip_pairs.method import ClipPair, SkippedClip
+from flowalign.functional.noise_matching import add_noise
 from flowalign.rewards.composite import Rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from tests.fixtures.video_pixel import FRAMES, GRID, VideoPixel, Warmth, clip
@@ -39,8 +39,8 @@ def linear() -> VideoPixel:
 
 def test_a_clip_is_noised_to_its_step_and_denoised_by_the_steps_from_there():
     some, shop = clips(2), regenerator(linear())
-    noise = shop.noise("x", some)
-    got = shop.regenerated(some, noise, tensor([3, 6]))
+    noise = shop.draw_noise("x", some)
+    got = shop.regenerate(some, noise, tensor([3, 6]))
     for row, start in enumerate((3, 6)):
         sigma = 1 - start / 8
         begun = (1 - sigma) * some.latents[row] + sigma * noise[row]
@@ -51,24 +51,24 @@ def test_clips_of_different_levels_share_calls_and_change_nothing_for_each_other
     some, policy = clips(3), VideoPixel(seed=3)
     nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(1))
     shop = regenerator(policy)
-    noise, starts = shop.noise("x", some), tensor([5, 2, 6])
-    together = shop.regenerated(some, noise, starts)
+    noise, starts = shop.draw_noise("x", some), tensor([5, 2, 6])
+    together = shop.regenerate(some, noise, starts)
     assert shop.rewards.costs.sampling_evaluations == 3 + 6 + 2
     for i in range(3):
         alone = Clips(some.latents[i : i + 1], some.requests[i : i + 1], [i])
-        got = shop.regenerated(alone, noise[i : i + 1], starts[i : i + 1])
+        got = shop.regenerate(alone, noise[i : i + 1], starts[i : i + 1])
         assert_close(together[i : i + 1], got)
 
 
 def test_a_mask_of_ones_changes_nothing_and_outside_of_a_mask_the_clip_is_real_to_the_bit():
     some, shop = clips(2), regenerator(VideoPixel(seed=2))
-    noise, starts = shop.noise("x", some), tensor([2, 4])
-    free = shop.regenerated(some, noise, starts)
+    noise, starts = shop.draw_noise("x", some), tensor([2, 4])
+    free = shop.regenerate(some, noise, starts)
     ones = torch.ones(2, 1, *GRID)
-    assert torch.equal(shop.regenerated(some, noise, starts, ones), free)
+    assert torch.equal(shop.regenerate(some, noise, starts, ones), free)
     mask = ones.clone()
     mask[0, :, :2], mask[1, :, :, 1] = 0, 0
-    got = shop.regenerated(some, noise, starts, mask)
+    got = shop.regenerate(some, noise, starts, mask)
     outside = (mask == 0).expand_as(got)
     assert torch.equal(got[outside], some.latents[outside])
     assert (got[~outside] != some.latents[~outside]).all()
@@ -85,20 +85,20 @@ class Watching(VideoPixel):
 def test_outside_the_mask_the_network_sees_the_clip_with_the_same_noise_at_every_level():
     policy, some = Watching(), clips(1)
     shop = regenerator(policy)
-    noise, mask = shop.noise("x", some), torch.ones(1, 1, *GRID)
+    noise, mask = shop.draw_noise("x", some), torch.ones(1, 1, *GRID)
     mask[:, :, :, 0] = 0
-    shop.regenerated(some, noise, tensor([3]), mask)
+    shop.regenerate(some, noise, tensor([3]), mask)
     assert [sigma for sigma, _ in policy.shown] == [5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
     for sigma, state in policy.shown:
-        expected = noised(some.latents, noise, tensor([sigma]))
+        expected = add_noise(some.latents, noise, tensor([sigma]))
         assert_close(state[:, :, :, 0], expected[:, :, :, 0])
 
 
 def test_noise_belongs_to_seed_purpose_and_number_of_the_clip_alone():
     shop, later = regenerator(), Clips(clips(3).latents[1:], plain_requests(["p", "q"]), [1, 2])
-    assert torch.equal(shop.noise("noise", clips(3))[1:], shop.noise("noise", later))
-    assert not torch.equal(shop.noise("a", later), shop.noise("b", later))
-    assert not torch.equal(shop.noise("a", later), regenerator(seed=1).noise("a", later))
+    assert torch.equal(shop.draw_noise("noise", clips(3))[1:], shop.draw_noise("noise", later))
+    assert not torch.equal(shop.draw_noise("a", later), shop.draw_noise("b", later))
+    assert not torch.equal(shop.draw_noise("a", later), regenerator(seed=1).draw_noise("a", later))
 
 
 # DenseDPO -----------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class ByFrame(RewardModel):
         return RewardOutput.build(self.spec, values)
 
 
-def labelled(table: list[list[float]], **changes) -> tuple[list[ClipPair | Dropped], ByFrame]:
+def labelled(table: list[list[float]], **changes) -> tuple[list[ClipPair | SkippedClip], ByFrame]:
     reward = ByFrame(table)
     method = DensePairs(**{"seconds": 0.5} | changes)
     shop = regenerator(rewards=Rewards([reward], {"good": 2.0}))
@@ -177,23 +177,23 @@ def test_differences_up_to_the_margin_are_ties_and_pairs_with_too_few_others_are
     assert [s["label"] for s in first.row["segments"]] == [0, -1, 0, 0]
     assert isinstance(second, ClipPair)
     for few in labelled(TABLE, margin=1.0, min_decided=0.25)[0]:
-        assert few == Dropped("too few segments with a preference: 25%", expected=True)
+        assert few == SkippedClip("too few segments with a preference: 25%", expected=True)
 
 
 @pytest.mark.parametrize(("decided", "kept"), [(1, False), (2, True)])
 def test_a_pair_is_kept_where_more_than_a_fifth_of_its_segments_has_a_preference(decided, kept):
     """One of five is exactly a fifth, which a float32 mean is not."""
-    scores = Scores(torch.ones(2), {"warm": torch.ones(2)}, {})
+    scores = ClipScores(torch.ones(2), {"warm": torch.ones(2)}, {})
     labels = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0]) * (torch.arange(5) < decided)
     problem = DensePairs()._problem([scores] * 5, {"a": 0, "b": 1}, labels)
     assert problem == (
-        None if kept else Dropped("too few segments with a preference: 20%", expected=True)
+        None if kept else SkippedClip("too few segments with a preference: 20%", expected=True)
     )
 
 
 def test_a_pair_without_any_preference_is_dropped_whatever_is_asked():
     (tie,) = labelled([[1.0, 2.0, 3.0, 4.0]] * 2, min_decided=0.0)[0]
-    assert tie == Dropped("too few segments with a preference: 0%", expected=True)
+    assert tie == SkippedClip("too few segments with a preference: 0%", expected=True)
 
 
 def test_a_segment_whose_score_is_unknown_drops_its_pair_with_the_reason_and_no_other():
@@ -201,7 +201,7 @@ def test_a_segment_whose_score_is_unknown_drops_its_pair_with_the_reason_and_no_
     table[2][1] = torch.nan
     lost, kept = labelled(table)[0]
     assert isinstance(kept, ClipPair)
-    assert isinstance(lost, Dropped)
+    assert isinstance(lost, SkippedClip)
     assert lost.problem.startswith("no valid score: segment 1 of b: by_frame returned")
     assert not lost.expected
 

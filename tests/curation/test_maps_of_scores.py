@@ -7,12 +7,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from flowalign.cli.main import main
-from flowalign.curation.scoring.job import Job, finish, run
-from flowalign.curation.scoring.stats import Speed
+from flowalign.curation.scoring.job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Throughput
 from flowalign.data.preference.collate import read_map
-from flowalign.data.preference.convert import read_pairs, read_samples
 from flowalign.data.readers import open_dataset
 from flowalign.types import RewardModel, RewardOutput, RewardSpec
+from tests.fixtures.stored_pairs import read_pairs, read_samples
 
 
 class Bright(RewardModel):
@@ -37,7 +37,9 @@ def scored(folder):
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = folder / "scores"
-    blocks = run(Job(open_dataset(str(data)), [Bright()], out), lambda *_: None, Speed())
+    blocks = run(
+        ScoringJob(open_dataset(str(data)), [Bright()], out), lambda *_: None, Throughput()
+    )
     finish(out, blocks, "jsonl", {})
     return out
 

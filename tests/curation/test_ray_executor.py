@@ -16,7 +16,7 @@ from flowalign.cli.main import main
 from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring import ray_data
 from flowalign.curation.scoring.job import BlockScorer, block_numbers
-from flowalign.curation.scoring.table import Parts
+from flowalign.curation.scoring.table import PartFiles
 from tests.fixtures.scoring_rewards import Brightness, picture
 
 pytest.importorskip("ray")
@@ -122,7 +122,7 @@ def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_reports_noth
     code = """
 import os, psutil
 from flowalign.curation.scoring.ray_data import Cluster
-with Cluster(1)._connected():
+with Cluster(1)._connect():
     here = psutil.Process()
     found = [c for p in (here, *here.children(True)) for c in p.net_connections("inet")]
     print(sorted({c.laddr.ip for c in found if c.status == "LISTEN"}))
@@ -144,15 +144,15 @@ def test_blocks_are_scored_in_any_order_once(tmp_path, monkeypatch):
     def job(folder: str, log: str = ""):
         model = Brightness(log)
         model.load()
-        return scoring.Job(open_dataset(str(data)), [model], tmp_path / folder, 3, 1, 14)
+        return scoring.ScoringJob(open_dataset(str(data)), [model], tmp_path / folder, 3, 1, 14)
 
     whole, some = job("whole"), job("some", str(tmp_path / "log"))
-    scoring.run(whole, lambda stats, speed: None, scoring.Speed())
+    scoring.run(whole, lambda stats, speed: None, scoring.Throughput())
     assert block_numbers(some) == [0, 1, 2, 3]
     worker = BlockScorer(some)
     for block in (2, 3, 0, 2, 1):
         worker.score(block)
-    rows = [list(Parts(what.folder / "parts").rows(range(4))) for what in (whole, some)]
+    rows = [list(PartFiles(what.folder / "parts").rows(range(4))) for what in (whole, some)]
     assert rows[0] == rows[1]
     assert len((tmp_path / "log").read_text().splitlines()) == 13
 
@@ -170,7 +170,7 @@ def test_a_cluster_with_too_few_cores_left_is_told_once(monkeypatch, capsys):
 
     monkeypatch.setattr(ray, "cluster_resources", resources)
     monkeypatch.setattr(ray_data, "SECONDS_BETWEEN_LOOKS", 0.001)
-    with ray_data.Cluster(2)._watched():
+    with ray_data.Cluster(2)._watch_machines():
         assert seen.wait(10)
     said = capsys.readouterr().err
     assert said.count("a machine left the cluster, which has 1 cores for 2 workers") == 1
@@ -186,7 +186,7 @@ def test_a_cluster_with_too_few_cores_left_is_told_once(monkeypatch, capsys):
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, capsys, options, message):
-    rewards = "reward_models.jpeg.JpegSize"
+    rewards = "reward_models.JpegSize"
     words = ["score", "x", "--rewards", rewards, "--out", str(tmp_path / "out"), *options]
     with pytest.raises(SystemExit) as end:
         main(words)

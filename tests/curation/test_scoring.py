@@ -1,7 +1,6 @@
 """A scoring job: every row once, in order, right; whatever stops it, it goes on from there."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -16,14 +15,15 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.curation.scoring import job as scoring
-from flowalign.curation.scoring.job import Job, finish, run
-from flowalign.curation.scoring.stats import RunningStats, Speed, TooManyFailed
-from flowalign.curation.scoring.table import Parts, alone
+from flowalign.curation.scoring.job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import RunningStats, Throughput, TooManyFailures
+from flowalign.curation.scoring.table import PartFiles, hold_lock
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.types import RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
-from reward_models.source_consistency import KeptPixels
+from reward_models.signals.source_consistency import UnchangedPixels
+from tests.fixtures.ranks import start_ranks
 from tests.fixtures.scoring_rewards import (
     Brightness,
     Moving,
@@ -68,16 +68,18 @@ def pairs(folder: Path, count: int) -> str:
     return str(path)
 
 
-def job(data: str, folder: Path, *models: RewardModel, **options) -> Job:
+def job(data: str, folder: Path, *models: RewardModel, **options) -> ScoringJob:
     for model in models:
         if isinstance(model, Brightness):
             model.load()
-    return Job(open_dataset(data), models, folder, **{"batch_size": 4, "workers": 2} | options)
+    return ScoringJob(
+        open_dataset(data), models, folder, **{"batch_size": 4, "workers": 2} | options
+    )
 
 
-def whole(what: Job, kind: str = "jsonl") -> list[dict]:
+def whole(what: ScoringJob, kind: str = "jsonl") -> list[dict]:
     """Run to the end; the rows of the table."""
-    finish(what.folder, run(what, quiet, Speed()), kind, {})
+    finish(what.folder, run(what, quiet, Throughput()), kind, {})
     return lines(what.folder)
 
 
@@ -223,9 +225,9 @@ def test_pixels_under_the_mask_of_a_row_do_not_count(tmp_path):
     row = {"prompt": "p", "images": images, "references": [source]}
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"mask": "mask.png"}))
-    rows = whole(job(str(path), tmp_path / "out", KeptPixels()))
+    rows = whole(job(str(path), tmp_path / "out", UnchangedPixels()))
     assert [row["request_mask"] for row in rows[::2]] == [None, str(tmp_path / "mask.png")]
-    bare, masked = rows[0]["kept_pixels"], rows[2]["kept_pixels"]
+    bare, masked = rows[0]["unchanged_pixels"], rows[2]["unchanged_pixels"]
     assert bare == pytest.approx(1 - (1 + 1 / 96) / 255, abs=1e-5)
     assert masked == pytest.approx(1 - (1 + 1 / 12) / 255, abs=1e-5)
 
@@ -242,7 +244,7 @@ def test_parquet_has_lists_of_references_and_marks_pairs_that_are_both_bad(tmp_p
     ]
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     what = job(str(tmp_path / "bench.json"), tmp_path / "out", OwnSource())
-    finish(what.folder, run(what, quiet, Speed()), "parquet", {})
+    finish(what.folder, run(what, quiet, Throughput()), "parquet", {})
     rows = parquet.read_table(what.folder / "scores.parquet").to_pylist()
     assert [row["references"] for row in rows[::2]] == [
         [str(tmp_path / f"source-{k}.png")] for k in range(2)
@@ -262,7 +264,7 @@ def test_shards_are_disjoint_and_make_the_same_table(tmp_path):
     expected = whole(job(data, tmp_path / "one", Brightness()))
     for i in (2, 0, 1):
         blocks = run(
-            job(data, tmp_path / "three", Brightness(str(log)), shard=(i, 3)), quiet, Speed()
+            job(data, tmp_path / "three", Brightness(str(log)), shard=(i, 3)), quiet, Throughput()
         )
     finish(tmp_path / "three", blocks, "jsonl", {})
     assert lines(tmp_path / "three") == expected
@@ -272,7 +274,7 @@ def test_shards_are_disjoint_and_make_the_same_table(tmp_path):
 
 def test_a_table_cannot_be_made_while_a_shard_is_missing(tmp_path):
     data = pairs(tmp_path, 20)
-    blocks = run(job(data, tmp_path / "out", Brightness(), shard=(0, 2)), quiet, Speed())
+    blocks = run(job(data, tmp_path / "out", Brightness(), shard=(0, 2)), quiet, Throughput())
     with pytest.raises(ValueError, match=r"block 1 of .* has not been scored yet"):
         finish(tmp_path / "out", blocks, "jsonl", {})
 
@@ -287,12 +289,19 @@ def test_a_stopped_job_goes_on_and_scores_no_saved_row_twice(tmp_path):
 
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        run(job(data, out, Brightness()), stop, Speed())
-    saved = {row["record"] for row in Parts(out / "parts").rows(Parts(out / "parts").blocks())}
+        run(job(data, out, Brightness()), stop, Throughput())
+    saved = {
+        row["record"] for row in PartFiles(out / "parts").rows(PartFiles(out / "parts").blocks())
+    }
     assert len(saved) == 16
     assert whole(job(data, out, Brightness(str(log)))) == expected
     again = {f"r{line.split()[1]}" for line in log.read_text().splitlines()}
     assert again == {f"r{k}" for k in range(40)} - saved
+
+
+def _score(_: int, data: str, out: Path, log: str) -> None:
+    scoring.RECORDS_PER_PART = 8
+    run(job(data, out, Brightness(log, seconds=0.005)), quiet, Throughput())
 
 
 @pytest.mark.parametrize(
@@ -306,17 +315,13 @@ def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, records):
     while killed < kills:
         saved = {row["record"] for row in rows_in(out)}
         log.write_text("")
-        child = os.fork()
-        if child == 0:
-            try:
-                run(job(data, out, Brightness(str(log), seconds=0.005)), quiet, Speed())
-            finally:
-                os._exit(0)
+        (child,) = start_ranks(_score, 1, data, out, str(log), wait=False).processes
         enough = draw.randint(1, records * 5 // (4 * kills))  # rows: a moment on any machine
         while log.read_text().count("\n") < enough:
             time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
-        killed += os.waitpid(child, 0)[1] == signal.SIGKILL
+        child.kill()
+        child.join()
+        killed += child.exitcode == -signal.SIGKILL
         assert not {f"r{line.split()[1]}" for line in log.read_text().splitlines()} & saved
         assert saved <= {row["record"] for row in rows_in(out)}
     assert 0 < len(rows_in(out)) < 2 * records
@@ -327,7 +332,7 @@ def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, records):
 
 
 def rows_in(out: Path) -> list[dict]:
-    parts = Parts(out / "parts")
+    parts = PartFiles(out / "parts")
     return list(parts.rows(parts.blocks()))
 
 
@@ -336,10 +341,10 @@ def test_a_job_stops_after_the_block_in_which_too_many_rows_have_failed(tmp_path
     for k in range(40, 80):
         (tmp_path / f"{k}-0.png").unlink()
     what = job(data, tmp_path / "out", Brightness(), max_failed_fraction=0.1)
-    with pytest.raises(TooManyFailed, match=r"16 of 112 rows failed, .* missing file \(16\)"):
-        run(what, quiet, Speed())
-    with pytest.raises(TooManyFailed):  # at once: what was saved counts
-        run(what, pytest.fail, Speed())
+    with pytest.raises(TooManyFailures, match=r"16 of 112 rows failed, .* missing file \(16\)"):
+        run(what, quiet, Throughput())
+    with pytest.raises(TooManyFailures):  # at once: what was saved counts
+        run(what, pytest.fail, Throughput())
     rows = whole(replace(what, max_failed_fraction=0.5))
     assert sum(row["reason"] is not None for row in rows) == 40
 
@@ -348,7 +353,7 @@ def test_few_rows_are_judged_at_the_end_only():
     tally = RunningStats()
     tally.add({"medium": 0, "reason": "x: y", "a": None, "a_valid": False})
     tally.check(0.0, at_least=2)
-    with pytest.raises(TooManyFailed, match=r"1 of 1 rows failed"):
+    with pytest.raises(TooManyFailures, match=r"1 of 1 rows failed"):
         tally.check(0.99)
     tally.check(1.0)
 
@@ -376,7 +381,7 @@ def test_a_shard_knows_how_many_records_it_will_score(tmp_path, limit, n):
     for i in range(n):
         what = job(data, tmp_path / "out", Brightness(), shard=(i, n), limit=limit)
         last = RunningStats()
-        run(what, lambda tally, _, last=last: vars(last).update(vars(tally)), Speed())
+        run(what, lambda tally, _, last=last: vars(last).update(vars(tally)), Throughput())
         assert what.share() == last.records
         seen.append(what.share())
     assert sum(seen) == (limit or 21)
@@ -396,9 +401,9 @@ def test_a_folder_made_with_other_settings_is_refused_by_name(tmp_path):
 
 def test_two_processes_do_not_score_the_same_shard(tmp_path):
     lock = tmp_path / "lock"
-    with alone(lock), pytest.raises(ValueError, match="another process"), alone(lock):
+    with hold_lock(lock), pytest.raises(ValueError, match="another process"), hold_lock(lock):
         pass
-    with alone(lock):
+    with hold_lock(lock):
         pass
 
 

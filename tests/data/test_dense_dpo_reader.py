@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from flowalign.data.preference.convert import read_pairs
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
 from flowalign.data.preference.pairs import Segment
 from flowalign.data.readers import open_dataset
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
+from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.video_pixel import clip
 
 SEGMENTS = [

@@ -8,8 +8,8 @@ import pytest
 from pyarrow import parquet
 
 from flowalign.data.readers import open_dataset
-from flowalign.data.readers.edit_reward import ranks_of
-from flowalign.data.readers.rows import RowProblem
+from flowalign.data.readers.edit_reward import parse_ranking
+from flowalign.data.readers.stream_rows import RowProblem
 
 
 def listing(folder: Path, content: object, name: str = "data.json") -> str:
@@ -113,7 +113,7 @@ def test_two_bad_edits_are_a_tie_that_says_so(tmp_path):
 @pytest.mark.parametrize("ranking", ["A>B<C", "A", "A>", "A and B", "", "A>B=Better"])
 def test_what_is_no_ranking_is_refused(ranking):
     with pytest.raises(RowProblem, match="expected one such as A>B>C"):
-        ranks_of(ranking)
+        parse_ranking(ranking)
 
 
 def test_a_ranking_of_other_edits_than_the_row_has_is_a_bad_row(tmp_path):

@@ -16,13 +16,14 @@ from torch import Tensor
 from flowalign.data.latents import encode_once as cache
 from flowalign.data.latents import tensor_store as store
 from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.prefetch import prefetched
+from flowalign.data.media.decode import decode
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
+from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
-from flowalign.media.decode import decode
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
 from flowalign.types import plain_requests, prompts_of
 from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.ranks import start_ranks
 from tests.fixtures.video_pixel import clip
 
 
@@ -248,24 +249,29 @@ def test_files_are_bounded_in_rows_and_in_bytes(tmp_path, monkeypatch):
     assert len(files(tmp_path / "bytes")) == 6
 
 
+class Dies(BatchFields):
+    """Ends its process without warning after 10 calls."""
+
+    def embed(self, media: Tensor) -> Tensor:
+        if self.calls == 10:
+            os._exit(9)
+        return super().embed(media)
+
+
+def _encode_until_the_end(_: int, media: list[Media], folder: str) -> None:
+    store.ROWS_PER_FILE = 4
+    LatentCache(Dies(), Path(folder), batch=1).prepare(media, flips=False)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_files")
 def test_a_kill_loses_at_most_one_file(tmp_path):
     """A process of its own ends without warning after 10 latents: two files of 4 are there."""
 
-    class Dies(BatchFields):
-        def embed(self, media: Tensor) -> Tensor:
-            if self.calls == 10:
-                os._exit(9)
-            return super().embed(media)
-
     media = pictures(tmp_path, 14)
-    child = os.fork()
-    if child == 0:
-        try:
-            LatentCache(Dies(), tmp_path / "cache", batch=1).prepare(media, flips=False)
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    killed = start_ranks(_encode_until_the_end, 1, media, str(tmp_path / "cache"), wait=False)
+    killed.processes[0].join()
+    assert killed.processes[0].exitcode == 9
     assert len(files(tmp_path)) == 2
     after = LatentCache(BatchFields(), tmp_path / "cache")
     assert after.prepare(media, flips=False) == {}
@@ -457,7 +463,7 @@ def test_a_first_step_without_items_is_refused(since):
 
 def test_batches_come_in_order_each_made_once():
     made = []
-    got = [batch for batch, _ in prefetched(lambda k: made.append(k) or k**2, [3, 1, 4], 2)]
+    got = [batch for batch, _ in prefetch(lambda k: made.append(k) or k**2, [3, 1, 4], 2)]
     assert (got, made) == ([9, 1, 16], [3, 1, 4])
 
 
@@ -470,7 +476,7 @@ def test_only_so_many_batches_are_made_ahead():
             enough.set()
         return k
 
-    batches = prefetched(make, range(50), ahead=2)
+    batches = prefetch(make, range(50), ahead=2)
     assert next(batches)[0] == 0
     assert enough.wait(5)  # steps 1 and 2 are made while the caller works on step 0
     time.sleep(0.02)
@@ -484,7 +490,7 @@ def test_an_error_is_raised_at_its_step():
             raise OSError("disk 7 is gone")
         return k
 
-    batches = prefetched(make, range(5), ahead=3)
+    batches = prefetch(make, range(5), ahead=3)
     assert [next(batches)[0] for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="disk 7"):
         next(batches)
@@ -492,7 +498,7 @@ def test_an_error_is_raised_at_its_step():
 
 def test_closing_ends_the_thread():
     threads = threading.active_count()
-    batches = prefetched(lambda k: k, range(10**6), ahead=4)
+    batches = prefetch(lambda k: k, range(10**6), ahead=4)
     next(batches)
     assert threading.active_count() == threads + 1
     batches.close()
@@ -505,7 +511,7 @@ def test_the_seconds_waited_are_those_in_which_the_caller_could_not_work():
         return k
 
     waits = []
-    for k, seconds in prefetched(make, range(4), ahead=1):
+    for k, seconds in prefetch(make, range(4), ahead=1):
         waits.append(seconds)
         time.sleep(0.15 if k < 2 else 0)
     assert min(waits[0], waits[3]) > max(waits[1:3])

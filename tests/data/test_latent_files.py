@@ -6,10 +6,10 @@ from safetensors.torch import save_file
 
 from flowalign.data.latents.encode_once import LatentCache
 from flowalign.data.latents.latent_files import is_latent, latent_shape, read_latent, save_latent
+from flowalign.data.media.decode import MediaProblem
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
 from flowalign.data.preference.validate import Inspection
-from flowalign.media.decode import MediaProblem
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
 from tests.fixtures.video_pixel import GRID, VideoPixel, clip
 
 

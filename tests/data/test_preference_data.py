@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from flowalign.data.preference.convert import read_pairs, read_samples
+from flowalign.data.media.media import Media
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Pair, Segment
-from flowalign.media.media import Media
+from tests.fixtures.stored_pairs import read_pairs, read_samples
 
 SIZE = (12, 8)
 

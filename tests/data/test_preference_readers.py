@@ -7,8 +7,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
-from flowalign.media.media import Media
 
 PAIR = {"prompt": "a cat", "chosen": "a.png", "rejected": "b.png"}
 LOCAL = {"caption": "a cat", "positive": "a.mp4", "negative": "b.mp4", "mask": "m.safetensors"}
@@ -228,7 +228,7 @@ def test_records_come_with_their_file_and_row(tmp_path):
     text = Path(path).read_text().replace("\n", "\n\n", 1)
     Path(path).write_text(text)
     dataset = open_dataset(path)
-    assert [where for where, _ in dataset.located()] == [
+    assert [where for where, _ in dataset.iter_located()] == [
         f"data.jsonl row {number}" for number in (1, 3, 4)
     ]
-    assert [record for _, record in dataset.located()] == list(dataset)
+    assert [record for _, record in dataset.iter_located()] == list(dataset)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from flowalign.data.media.media import Media
+from flowalign.data.media_references import read_reference
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import read_requests, read_requests_once
-from flowalign.media.media import Media
-from flowalign.media.references import reference
-from flowalign.runs.sample import Medium, _lines
+from flowalign.runs.sample.job import Medium, _format_rows
 from flowalign.types import Request, prompts_of
 
 TEXT, ROWS = "a cat\n\n  two dogs \n", '{"prompt": "a cat", "seed": 1}\n{"prompt": "two dogs"}\n'
@@ -107,7 +107,9 @@ def test_rows_name_pictures_and_a_mask_beside_the_file_and_the_rest_is_metadata(
     assert two.mask is not None
     assert two.mask.read()[0, :, 0, 0].mul(255).tolist() == [80, 1, 2]
     assert (dict(one.metadata), dict(two.metadata)) == ({"n": 1}, {})
-    assert len({one.given, two.given, same.given, Request("x").given}) == 3
+    assert (
+        len({one.input_digest, two.input_digest, same.input_digest, Request("x").input_digest}) == 3
+    )
 
 
 def test_pictures_are_known_by_content_and_turned_as_their_exif_data_say(tmp_path):
@@ -115,13 +117,13 @@ def test_pictures_are_known_by_content_and_turned_as_their_exif_data_say(tmp_pat
     exif = Image.Exif()
     exif[0x0112] = 6
     upright.save(tmp_path / "a.png", exif=exif)
-    first = reference(Media(str(tmp_path / "a.png")))
+    first = read_reference(Media(str(tmp_path / "a.png")))
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
-    assert reference(Media(str(tmp_path / "b.png"))) == first
+    assert read_reference(Media(str(tmp_path / "b.png"))) == first
     assert first.read().shape == (1, 3, 5, 3)
     Image.new("RGB", (5, 3), "blue").save(tmp_path / "a.png")
     os.utime(tmp_path / "a.png", ns=(1, 1))
-    assert reference(Media(str(tmp_path / "a.png"))) != first
+    assert read_reference(Media(str(tmp_path / "a.png"))) != first
 
 
 def test_a_listing_of_samples_keeps_the_mask_of_each_request(tmp_path):
@@ -130,7 +132,7 @@ def test_a_listing_of_samples_keeps_the_mask_of_each_request(tmp_path):
     row = {"prompt": "x", "image": "a.png", "mask": "m.png"}
     (tmp_path / "fills.jsonl").write_text(json.dumps(row))
     (request,) = read_requests(str(tmp_path / "fills.jsonl"))
-    (listed,) = _lines([Medium(request, 0, 0)], seed=3)
+    (listed,) = _format_rows([Medium(request, 0, 0)], seed=3)
     (tmp_path / "metadata.jsonl").write_text(listed)
     (record,) = open_dataset(str(tmp_path / "metadata.jsonl"))
     assert record.request() == request

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
-from flowalign.media.decode import MediaProblem, decode
-from flowalign.media.media import Media
 from tests.fixtures.scoring_rewards import picture
 
 

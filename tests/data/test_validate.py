@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.preference.convert import read_pairs
+from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
 from flowalign.data.preference.validate import Inspection
-from flowalign.media.decode import MediaProblem, decode
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
 from tests.fixtures.preference import stored
+from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.training import new_learner
 from tests.fixtures.video_pixel import FRAMES, VideoPixel, clip
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.distributed.context import divisors
+from flowalign.distributed.context_parallel import list_divisors
 from flowalign.distributed.processes import join
 from flowalign.rewards.composite import Rewards
 from tests.fixtures.pixel import Redness
@@ -32,15 +32,15 @@ def _seen(processes):
     groups.sum_gradients([gradient])
     reward = Undecided(rank)
     rewards = Rewards([reward], {"redness": 1.0})
-    rewards.processes = groups
+    rewards.ranks = groups
     scores = rewards.score(rewards.batch(torch.full((2, 1, 3, 4, 4), 0.5), [], fps=None)).values
     return {
-        "place": (groups.rank, groups.world, groups.ranks, groups.is_main, groups.apart.rank),
+        "place": (groups.rank, groups.world, groups.ranks, groups.is_main, groups.ungrouped.rank),
         "share": list(groups.share(range(6))),
         "gather": groups.gather(torch.tensor([rank])).tolist(),
-        "total": groups.total({"a": 1.0 + rank}),
-        "merged": groups.merged({rank: rank, "same": rank}),
-        "of_first": groups.of_first(rank),
+        "total": groups.sum_by_name({"a": 1.0 + rank}),
+        "merged": groups.merge({rank: rank, "same": rank}),
+        "of_first": groups.broadcast_first(rank),
         "gradient": gradient.grad.item(),
         "scores": scores[:, 0].tolist(),
         "asked": reward.calls,
@@ -52,7 +52,7 @@ def _seen(processes):
 def _out_of_step(processes):
     groups = join("cpu", 2)
     try:
-        groups.barrier() if processes.rank else groups.rendezvous.in_step("evaluation")
+        groups.barrier() if processes.rank else groups.scheduler.wait_for_group("evaluation")
     except RuntimeError as error:
         return str(error)
 
@@ -84,4 +84,4 @@ def test_ranks_of_a_group_in_different_calls_are_told_instead_of_waiting(tmp_pat
 def test_ranks_that_would_be_left_over_are_refused():
     with pytest.raises(ValueError, match=r"context_degree is 2, which does not divide .* 1: "):
         join("cpu", 2)
-    assert divisors(12, 20) == "1, 2, 4"
+    assert list_divisors(12, 20) == "1, 2, 4"

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from flowalign.distributed import heartbeat
-from flowalign.distributed.failures import first_failure
+from flowalign.distributed.failures import read_first_failure
 from flowalign.distributed.heartbeat import Heartbeat, Silence
-from tests.fixtures.ranks import joined
+from tests.fixtures.ranks import join_ranks, start_ranks
 
 
 def test_only_a_number_that_stands_still_for_so_many_beats_is_lost():
@@ -26,13 +25,13 @@ def test_only_a_number_that_stands_still_for_so_many_beats_is_lost():
         {1: b"2", 3: b"3"},
         {1: b"3", 3: b"3"},
     ]
-    assert [silence.lost(found) for found in beats] == [[], [], [], [], [], [3]]
-    assert silence.lost({1: b"4", 3: b"4"}) == []
+    assert [silence.find_lost(found) for found in beats] == [[], [], [], [], [], [3]]
+    assert silence.find_lost({1: b"4", 3: b"4"}) == []
 
 
 def test_a_process_that_left_is_never_lost():
     silence = Silence(2)
-    assert [silence.lost({1: b"left"}) for _ in range(5)] == [[]] * 5
+    assert [silence.find_lost({1: b"left"}) for _ in range(5)] == [[]] * 5
 
 
 def test_a_process_that_ends_says_that_it_left(tmp_path):
@@ -46,14 +45,14 @@ def test_a_process_that_ends_says_that_it_left(tmp_path):
 
 def test_the_end_is_told_and_at_once(tmp_path, monkeypatch, capsys):
     codes = []
-    heartbeat._end("process 3 has not answered for 300 seconds", codes.append)
+    heartbeat._end_process("process 3 has not answered for 300 seconds", codes.append)
     assert "process 3 has not answered for 300 seconds" in capsys.readouterr().err
     assert codes == [1]
 
 
 def _stopped(rank: int, folder: str, world: int) -> None:
     heartbeat.BEAT_S, heartbeat.MISSED = 0.2, 10
-    processes = joined(rank, world, folder)
+    processes = join_ranks(rank, world, folder)
     processes.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,9 +63,7 @@ def _stopped(rank: int, folder: str, world: int) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_stands_still_ends_the_others_with_a_message(tmp_path):
-    context = mp.start_processes(
-        _stopped, (str(tmp_path), 3), nprocs=3, start_method="fork", join=False, daemon=True
-    )
+    context = start_ranks(_stopped, 3, str(tmp_path), 3, wait=False)
     start = time.monotonic()
     for rank in (0, 2):
         context.processes[rank].join(60)
@@ -74,6 +71,6 @@ def test_a_process_that_stands_still_ends_the_others_with_a_message(tmp_path):
     context.processes[1].kill()  # first, because the end of this process waits for it
     assert [context.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
     assert seconds < 40
-    code, text = first_failure(Path(tmp_path)) or (0, "")
+    code, text = read_first_failure(Path(tmp_path)) or (0, "")
     assert code == 1
     assert "process 1 has not answered for 2 seconds, so this process ends" in text

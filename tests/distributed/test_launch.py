@@ -17,9 +17,9 @@ SLEEP = "import time; time.sleep(600)"
 START = """
 import os, sys, time
 from pathlib import Path
-from flowalign.distributed.failures import FOLDER, leave, leave_crashes
-from flowalign.utils.lifeline import end_with_starter
-end_with_starter()
+from flowalign.distributed.failures import FOLDER, leave_crashes, leave_failure
+from flowalign.utils.parent_watchdog import end_with_parent
+end_with_parent()
 leave_crashes()
 rank, folder = int(os.environ["RANK"]), Path(os.environ.get(FOLDER, "."))
 """
@@ -50,7 +50,10 @@ def test_each_process_knows_its_place(tmp_path):
 
 
 def test_the_process_that_failed_first_speaks_alone_and_sets_the_exit_code(capfd):
-    code = LAST + "leave(2 if rank else 1, f'rank {rank} is wrong\\n'); sys.exit(2 if rank else 1)"
+    failing = (
+        "code = 2 if rank else 1; leave_failure(code, f'rank {rank} is wrong\\n'); sys.exit(code)"
+    )
+    code = LAST + failing
     assert run(code) == 2
     assert capfd.readouterr().err == "rank 1 is wrong\n"
 
@@ -63,7 +66,7 @@ def test_a_crash_is_told_by_one_traceback(capfd):
 
 
 def test_a_failure_ends_the_processes_that_would_wait_forever(capfd):
-    assert run(f"leave(2, 'no\\n')\nif rank == 0:\n    {SLEEP}\nsys.exit(2)") == 2
+    assert run(f"leave_failure(2, 'no\\n')\nif rank == 0:\n    {SLEEP}\nsys.exit(2)") == 2
 
 
 def test_a_killed_process_is_named_though_the_others_fail_after_it(capfd):
@@ -81,7 +84,7 @@ def test_a_process_that_ends_without_a_word_is_named_with_its_exit_code(capfd):
 
 def test_the_folder_of_a_launch_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run("leave(2, 'no\\n'); assert folder.is_dir(); sys.exit(2)") == 2
+    assert run("leave_failure(2, 'no\\n'); assert folder.is_dir(); sys.exit(2)") == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,12 +137,12 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
 
 
 def test_without_a_launcher_nothing_is_left(monkeypatch, tmp_path):
-    from flowalign.distributed.failures import FOLDER, first_failure, leave
+    from flowalign.distributed.failures import FOLDER, leave_failure, read_first_failure
 
     monkeypatch.delenv(FOLDER, raising=False)
-    assert not leave(2, "wrong")
+    assert not leave_failure(2, "wrong")
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    assert first_failure(Path(tmp_path)) is None
-    assert leave(2, "wrong")
-    assert first_failure(tmp_path) == (2, "wrong")
+    assert read_first_failure(Path(tmp_path)) is None
+    assert leave_failure(2, "wrong")
+    assert read_first_failure(tmp_path) == (2, "wrong")

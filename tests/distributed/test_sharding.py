@@ -6,14 +6,13 @@ import time
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.sharding import shard
+from flowalign.distributed.shard_weights import shard
 from flowalign.training.reference import AdapterOff
 from flowalign.types import Request
 from tests.fixtures.embedded import move, new_sd3
-from tests.fixtures.ranks import joined, on_ranks
+from tests.fixtures.ranks import join_ranks, on_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +25,7 @@ def moved_sd3(**changes):
 
 def sharded_sd3(processes, degree=None, **changes):
     policy = moved_sd3(**changes)
-    shard(policy.networks(), processes, degree or processes.world)
+    shard(policy.network.modules(), processes, degree or processes.world)
     return policy
 
 
@@ -90,7 +89,7 @@ def _unequal_work(processes, degree):
     kept = policy.velocity(*batch(policy))  # its graph waits while others compute
     if processes.rank:
         made.append(velocities(policy)[1])
-    total = processes.total({"a": float(processes.rank)})
+    total = processes.sum_by_name({"a": float(processes.rank)})
     (kept**2).mean().backward()
     policy.denoiser.zero_grad(set_to_none=True)
     if processes.rank == processes.world - 1:
@@ -119,18 +118,18 @@ def test_ranks_with_unequal_work_do_not_wait_forever_and_compute_the_same(tmp_pa
 
 def _disagreeing(processes):
     try:
-        processes.barrier() if processes.rank else processes.total({})
+        processes.barrier() if processes.rank else processes.sum_by_name({})
     except RuntimeError as error:
         return str(error)
 
 
 def test_ranks_in_different_calls_are_told_instead_of_waiting(tmp_path):
     told = on_ranks(_disagreeing, 2, tmp_path)
-    assert told == ["ranks wait for one another in different calls: ['total', 'barrier']"] * 2
+    assert told == ["ranks wait for one another in different calls: ['sum_by_name', 'barrier']"] * 2
 
 
 def _killed(rank, folder):
-    processes = joined(rank, 2, folder)
+    processes = join_ranks(rank, 2, folder)
     policy = sharded_sd3(processes)
     velocities(policy)
     processes.barrier()
@@ -143,9 +142,7 @@ def _killed(rank, folder):
 
 
 def test_a_killed_rank_ends_the_other_within_a_minute(tmp_path):
-    context = mp.start_processes(
-        _killed, (str(tmp_path),), nprocs=2, start_method="fork", join=False, daemon=True
-    )
+    context = start_ranks(_killed, 2, str(tmp_path), wait=False)
     for process in context.processes:
         process.join(100)
     assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]

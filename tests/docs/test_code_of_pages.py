@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from flowalign.cli.messages import settings_of
+from flowalign.cli.commands.common import read_settings
 from flowalign.curation.clip_pairs import run as clip_pairs
 from flowalign.reward_training.run import load_run
 from flowalign.rewards.config import load_rewards
@@ -21,6 +21,7 @@ from tests.fixtures.doc_pages import (
     all_blocks,
     blocks,
     commands,
+    exported_from,
     name_of,
 )
 from tests.fixtures.doc_runs import Desk, understood
@@ -92,7 +93,9 @@ def test_every_run_file_that_is_shown_names_classes_that_exist(block):
     for path in re.findall(r"class_path: ([\w.]+)", block.code):
         module, _, name = path.rpartition(".")
         if not module.startswith("my_"):
-            assert re.search(rf"\b{name}\b", _source(module)), f"{block.where}: {path}"
+            assert exported_from(module, name) or re.search(rf"\b{name}\b", _source(module)), (
+                f"{block.where}: {path}"
+            )
     assert yaml.safe_load(block.code)
 
 
@@ -142,7 +145,7 @@ def _load(args) -> None:
     elif args.verb in ("score", "serve-reward"):
         assert load_rewards(args.rewards)[0]
     elif args.verb in ("train", "eval", "sample", "check", "bench"):
-        load(*settings_of(args))
+        load(*read_settings(args))
 
 
 @pytest.mark.slow

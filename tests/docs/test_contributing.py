@@ -8,14 +8,11 @@ import pytest
 import torch
 import yaml
 
-from flowalign.connections import VADER
-from flowalign.reports import run_report
+from flowalign.gradient_paths import VADER
 from flowalign.runs import start, train
 from flowalign.runs.config import load
-from flowalign.training.policy_gradient import credit_record
 from flowalign.types import Examples, Residuals
 from tests.fixtures.doc_pages import DOCS, ROOT, blocks
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.replays import FieldReplay, bent
 
 SHOWN = {block.file: block.code for block in blocks(DOCS / "contributing.md") if block.file}
@@ -36,8 +33,6 @@ def written(tmp_path, monkeypatch):
 
 def train_pixels(folder: Path, monkeypatch, recipe: dict, **changes) -> dict:
     """Two steps of two prompts with five samples each; other tests draw reports."""
-    monkeypatch.setattr(run_report, "chart", lambda _: BLANK)
-    monkeypatch.setattr(credit_record, "draw", lambda *_: None)
     (folder / "prompts.txt").write_text("a\nbb\n")
     arguments = {
         "prompts": str(folder / "prompts.txt"),
@@ -86,23 +81,23 @@ def test_the_loss_that_is_shown_wants_winners_matched_better(written):
     assert (residuals.grad[2:] < 0).all()
 
 
-def test_the_connection_that_is_shown_reaches_the_ends_and_no_other_step(written):
+def test_the_gradient_path_that_is_shown_reaches_the_ends_and_no_other_step(written):
     parameter = torch.eye(3).requires_grad_()
     replay = FieldReplay(bent(parameter), torch.ones(2, 3), torch.tensor([1.0, 0.7, 0.5, 0.0]))
 
-    def gradient(connection):
-        (view,) = connection(replay, torch.Generator())
+    def gradient(gradient_path):
+        (view,) = gradient_path(replay, torch.Generator())
         assert torch.equal(view.clean, replay.states[-1])
         return torch.autograd.grad(view.clean.square().sum(), parameter)[0]
 
     first, last = gradient(VADER(step=0)), gradient(VADER(step=2))
-    torch.testing.assert_close(gradient(written("my_connection").Ends()), first + last)
+    torch.testing.assert_close(gradient(written("my_gradient_path").Ends()), first + last)
 
 
 def test_the_pipeline_that_is_shown_is_the_end_of_its_file():
     """tests/contracts compares that file with the official pipeline."""
-    heading, methods = SHOWN["pipelines/flux1.py"].partition("\n")[2].split("    ...\n")
-    source = (ROOT / "pipelines" / "flux1.py").read_text()
+    heading, methods = SHOWN["pipelines/families/flux1.py"].partition("\n")[2].split("    ...\n")
+    source = (ROOT / "pipelines" / "families" / "flux1.py").read_text()
     assert heading in source
     assert source.endswith(methods)
     assert methods.count("    def ") == 5

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
-from pipelines.weights import Lora
+from pipelines.network.weights import Lora
 from tests.fixtures.doc_pages import DOCS, ROOT, all_blocks, blocks
 from tests.fixtures.embedded import move, new_sd3
 

@@ -30,7 +30,7 @@ def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
     site = tmp_path / "site"
     assert 'src="../assets/figures/demo.png"' in (site / "results" / "demo.html").read_text()
     assert (site / "assets" / "figures" / "demo.png").is_file()
-    assert "flowalign.credit.Gain" in (site / "reference" / "api" / "credit.html").read_text()
+    assert "flowalign.credit.gain.Gain" in (site / "reference" / "api" / "credit.html").read_text()
     assert "zero_grad" in (site / "examples" / "index.html").read_text()
     assert "Needs a GPU." in (site / "models" / "wan.html").read_text()
 

@@ -21,7 +21,7 @@ def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
     run = tmp_path / "runs" / "demo"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished"
-    assert {"seen/strict", "unseen/strict", "diversity"} <= summary["after"].keys()
+    assert {"seen/exact_match", "unseen/exact_match", "diversity"} <= summary["after"].keys()
     assert summary["reward_calls"] == 2 * 384
     assert "<html" in (run / "report.html").read_text()[:200]
     checkpoint = run / "checkpoints" / "step-000002"

@@ -47,7 +47,7 @@ def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
     )
     rewards = tmp_path / "rewards.yaml"
     rewards.write_text(
-        "rewards:\n- class_path: reward_models.trained.TrainedReward\n"
+        "rewards:\n- class_path: reward_models.TrainedReward\n"
         f"  init_args: {{path: {model / 'model'}, device: cpu, prefix: learned_}}\n"
     )
     scores = tmp_path / "scores"
@@ -64,7 +64,7 @@ def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
     for dim in ("learned_colour", "learned_count", "learned_position"):
         found = agreement[dim]
         assert found["value"] > 0.5 + 3 * 0.5 / found["n"] ** 0.5, (dim, found)
-    run, verifier = tmp_path / "run", {"class_path": "reward_models.shapes.ShapesVerifier"}
+    run, verifier = tmp_path / "run", {"class_path": "reward_models.ShapesVerifier"}
     both = [*yaml.safe_load(rewards.read_text())["rewards"], verifier]
     command(
         "-m",
@@ -81,4 +81,4 @@ def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
         json.dumps(both),
     )
     after = json.loads((run / "summary.json").read_text())["after"]
-    assert {"learned_colour", "colour", "strict"} <= set(after)
+    assert {"learned_colour", "colour", "exact_match"} <= set(after)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from flowalign.cli.main import main
-from flowalign.runs.compose import compose
+from flowalign.runs.config.compose import compose
 from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.tiny_ltx2 import build_ltx2
 from tests.fixtures.tiny_video import build_wan22_5b
@@ -19,7 +19,7 @@ MODELS = {
 }
 METHODS = {
     "flow_grpo_wan21": {"prompts_per_step": 2, "rollout_batch_prompts": 2, "updates_per_step": 1},
-    "worldcompass_wan": {"prompts_per_step": 2, "extremes": None},
+    "worldcompass_wan": {"prompts_per_step": 2},
     "online_dpo_video": {"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 3},
 }
 
@@ -38,13 +38,14 @@ def small(name: str, method: str, folder: str) -> dict[str, Any]:
     recipe = values["recipe"]["init_args"]
     source = recipe["data"]["init_args"] if "data" in recipe else recipe
     source |= METHODS[method]
-    source.pop("thresholds", None)
+    for name in ("thresholds", "extremes"):
+        source.get("advantages", {}).pop(name, None)
     if "sampling" in source:
         source["sampling"] |= {"num_steps": 3, "samples_per_prompt": 3}
     if method == "worldcompass_wan":
         recipe["times"]["init_args"]["num_steps"] = 4
         recipe["times_per_sample"] = 2
-    rewards = [{"class_path": "reward_models.temporal.TemporalFlicker"}]
+    rewards = [{"class_path": "reward_models.TemporalFlicker"}]
     weights = {"rewards": rewards, "reward_weights": {"flicker": 1.0}}
     plain = {"num_steps": 2, "evaluation": None, "trackers": [], "device": "cpu", "threads": 1}
     return values | weights | plain

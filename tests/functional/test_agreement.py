@@ -164,7 +164,7 @@ def test_kendall_by_hand():
 
 
 def test_pairs_within_groups_are_all_and_once():
-    i, j = agreement.pairs_within(ints(4, 1, 4, 1, 4, 9))
+    i, j = agreement.list_pairs(ints(4, 1, 4, 1, 4, 9))
     assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 2), (0, 4), (1, 3), (2, 4)]
 
 
@@ -214,11 +214,13 @@ def test_leads_are_cooled_by_the_other_fold_and_equal_scores_stay_equal():
     """Fold 0 has T = 2 / ln 3, fold 1 is infallible: T = 0."""
     lead, share = t(2, 2, -2, 2, 5, 0, -3), t(1, 1, 0, 0, 1, 0.5, 0)
     fold = ints(0, 0, 0, 0, 1, 1, 1)
-    got = agreement.cooled(lead, share, fold)
+    got = agreement.calibrate_leads(lead, share, fold)
     half = math.log(3) / 2
     assert_close(got, t(math.inf, math.inf, -math.inf, math.inf, 5 * half, 0, -3 * half))
-    assert agreement.cooled(lead, share, fold * 0).isnan().all()
-    assert math.isnan(agreement.reliability(agreement.cooled(lead, share, fold * 0), share).error)
+    assert agreement.calibrate_leads(lead, share, fold * 0).isnan().all()
+    assert math.isnan(
+        agreement.reliability(agreement.calibrate_leads(lead, share, fold * 0), share).error
+    )
 
 
 def test_folds_keep_clusters_together_and_are_balanced():
@@ -232,12 +234,12 @@ def test_a_set_is_right_only_if_all_of_its_pairs_are():
     """Sets 5: both right; 2: one wrong; 9: a tie within .5; 4: a tie beyond it."""
     lead, human = t(1.0, -2.0, 1.0, 0.1, -0.5, 0.6), ints(1, -1, 1, -1, 0, 0)
     group, cluster = ints(5, 5, 2, 2, 9, 4), ints(7, 7, 8, 8, 7, 6)
-    right, owner = agreement.whole_sets(lead, human, group, 0.5, cluster)
+    right, owner = agreement.score_whole_sets(lead, human, group, 0.5, cluster)
     assert right.tolist() == [0.0, 0.0, 1.0, 1.0]  # in the order of the ids: 2, 4, 5, 9
     assert owner.tolist() == [8, 6, 7, 7]
 
 
 def test_a_decided_pair_within_the_threshold_is_right_by_its_order_and_equal_scores_fail():
     lead, human = t(0.1, 0.0), ints(1, 1)
-    right, _ = agreement.whole_sets(lead, human, ints(0, 1), 0.5, ints(0, 1))
+    right, _ = agreement.score_whole_sets(lead, human, ints(0, 1), 0.5, ints(0, 1))
     assert right.tolist() == [1.0, 0.0]

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.calibration import count_signs, damped_rule, initial_levels, paper_rule
+from flowalign.functional.noise_calibration import (
+    count_signs,
+    damped_rule,
+    initial_levels,
+    paper_rule,
+)
 from flowalign.functional.transition import DanceSDE, FlowSDE
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])

@@ -34,20 +34,20 @@ def test_means_are_over_valid_samples():
 def test_log_sigmoid_centred_by_hand():
     """A lead of ln 3 over the reference is 3/4, equality is 1/2."""
     reward, reference = rows([math.log(3) + 1, -2.0]), rows([1.0, -2.0])
-    got = combine.log_sigmoid_centred(reward, known(reward), reference)
+    got = combine.centre_log_sigmoid(reward, known(reward), reference)
     assert_close(got, rows([math.log(3 / 4), math.log(1 / 2)]))
 
 
 def test_its_sum_is_the_log_probability_that_all_are_good():
     reward, reference = torch.randn(5, 3, generator=seeded()), torch.zeros(5, 3)
     valid = torch.ones(5, 3, dtype=torch.bool)
-    centred = combine.log_sigmoid_centred(reward, valid, reference)
+    centred = combine.centre_log_sigmoid(reward, valid, reference)
     assert_close(centred.sum(1).exp(), reward.sigmoid().prod(1))
 
 
 def test_no_invalid_reward_and_none_without_reference_gets_a_number():
     reward, valid = rows([1.0, 2.0, 3.0]), rows([True, False, True])
-    got = combine.log_sigmoid_centred(reward, valid, rows([0.0, 0.0, NAN]))
+    got = combine.centre_log_sigmoid(reward, valid, rows([0.0, 0.0, NAN]))
     assert got.isfinite().tolist() == [[True, False, False]]
 
 

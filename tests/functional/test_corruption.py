@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.corruption import moving_mask, restored, step_at_level, step_at_share
+from flowalign.functional.corruption import (
+    moving_mask,
+    restore_unmasked,
+    step_at_level,
+    step_at_share,
+)
 
 SIGMAS = tensor([1.0, 0.9, 0.7, 0.4, 0.0])
 
@@ -34,7 +39,7 @@ def test_the_step_at_a_share_leaves_so_many_steps_and_at_least_one(num_steps, sh
 
 def test_outside_the_mask_is_the_real_clip_with_the_same_noise_at_the_level():
     x, clean, noise = tensor([[7.0, 8.0, 9.0]]), tensor([[1.0, 2.0, 3.0]]), tensor([[5.0, -2, 4]])
-    got = restored(x, clean, noise, tensor(0.25), tensor([[1.0, 0.0, 0.0]]))
+    got = restore_unmasked(x, clean, noise, tensor(0.25), tensor([[1.0, 0.0, 0.0]]))
     assert_close(got, tensor([[7.0, 1.0, 3.25]]))
 
 
@@ -42,7 +47,7 @@ def test_at_the_end_outside_the_mask_is_the_real_clip_to_the_last_bit():
     draw = seeded(3)
     x, clean, noise = (torch.randn(2, 3, 4, 5, 6, generator=draw) for _ in range(3))
     mask = (torch.rand(2, 1, 4, 5, 6, generator=draw) < 0.5).float()
-    got = restored(x, clean, noise, tensor(0.0), mask)
+    got = restore_unmasked(x, clean, noise, tensor(0.0), mask)
     inside = mask.bool().expand_as(x)
     assert torch.equal(got[~inside], clean[~inside])
     assert torch.equal(got[inside], x[inside])

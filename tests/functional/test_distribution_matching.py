@@ -9,12 +9,13 @@ from flowalign.functional.distribution_matching import (
     boundary,
     importance,
     levels_above,
+    mask_runaways,
     moved_data_loss,
-    ran_away,
-    renoised_noise,
+    renoise_boundary,
     signal_to_noise,
 )
-from flowalign.functional.matching import noised, per_row
+from flowalign.functional.noise_matching import add_noise
+from flowalign.functional.transition import per_row
 
 
 def draws(*shape, seed=0):
@@ -32,21 +33,21 @@ def test_an_euler_step_from_a_state_is_a_mixture_of_its_data_and_noise():
 def test_renoised_noise_has_unit_variance(m):
     own, fresh = draws(1, 200_000), draws(1, 200_000, seed=1)
     for t in (m + 0.01, (m + 1) / 2, 1.0):
-        noise = renoised_noise(own, fresh, torch.tensor(m), torch.tensor([t]))
+        noise = renoise_boundary(own, fresh, torch.tensor(m), torch.tensor([t]))
         assert float(noise.std()) == pytest.approx(1, abs=0.01)
 
 
 def test_at_its_own_level_a_boundary_keeps_its_noise_and_at_level_0_all_is_fresh():
     own, fresh, m = draws(2, 3, 5), draws(2, 3, 5, seed=1), torch.tensor(0.4)
-    torch.testing.assert_close(renoised_noise(own, fresh, m, torch.full((2,), 0.4)), own)
+    torch.testing.assert_close(renoise_boundary(own, fresh, m, torch.full((2,), 0.4)), own)
     t = torch.tensor([0.2, 0.9])
-    torch.testing.assert_close(renoised_noise(own, fresh, torch.tensor(0.0), t), fresh)
+    torch.testing.assert_close(renoise_boundary(own, fresh, torch.tensor(0.0), t), fresh)
 
 
 def test_a_renoised_boundary_is_the_boundary_scaled_and_fresh_noise_added():
     data, own, fresh = draws(2, 7), draws(2, 7, seed=1), draws(2, 7, seed=2)
     m, t = torch.tensor(0.4), torch.tensor([0.55, 0.9])
-    x = noised(data, renoised_noise(own, fresh, m, t), t)
+    x = add_noise(data, renoise_boundary(own, fresh, m, t), t)
     rho = (1 - t) / (1 - m)
     added = (t**2 - (rho * m) ** 2).sqrt()
     at_m = (1 - m) * data + m * own
@@ -89,7 +90,7 @@ def test_the_bounded_loss_is_a_root_whose_gradient_no_outlier_governs():
 def test_rows_run_away_only_far_and_only_the_way_of_their_advantage():
     error = torch.tensor([0.5, 1.5, 0.5, 1.5, 0.95])
     advantage = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0])
-    found = ran_away(error, torch.ones(5), advantage, 0.05)
+    found = mask_runaways(error, torch.ones(5), advantage, 0.05)
     assert found.tolist() == [True, False, False, True, False]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.entropy import merged_schedule, step_entropy
+from flowalign.functional.entropy import merge_steps, step_entropy
 from flowalign.functional.transition import CPS, FlowSDE, transition
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.6, 0.5, 0.2, 0.0])
@@ -32,7 +32,7 @@ def test_the_entropy_is_that_of_a_gaussian():
     ],
 )
 def test_a_step_grows_until_it_has_the_entropy(k, threshold, merged):
-    got = merged_schedule(FlowSDE(), SIGMAS, k, torch.tensor(0.7), threshold)
+    got = merge_steps(FlowSDE(), SIGMAS, k, torch.tensor(0.7), threshold)
     assert got.tolist() == torch.tensor(merged).tolist()
     assert SIGMAS.tolist() == torch.tensor([1.0, 0.8, 0.6, 0.5, 0.2, 0.0]).tolist()
 
@@ -42,13 +42,13 @@ def test_merges_of_the_released_script(k, steps):
     """finetune_g2rpo_hps_merge.sh: 16 steps, shift 3, eta 0.7, merge 1 1 2 at steps 0 1 2."""
     t = torch.linspace(1, 0, 17)
     sigmas = 3 * t / (1 + 2 * t)
-    got = merged_schedule(FlowSDE(), sigmas, k, torch.tensor(0.7), 2.2)
+    got = merge_steps(FlowSDE(), sigmas, k, torch.tensor(0.7), 2.2)
     assert got[k + 1] == sigmas[k + steps]
     assert torch.equal(got[k + steps :], sigmas[k + steps :])
 
 
 def test_a_kernel_whose_noise_shrinks_with_length_is_left_alone():
-    assert torch.equal(merged_schedule(CPS(), SIGMAS, 1, torch.tensor(0.7), 9.0), SIGMAS)
+    assert torch.equal(merge_steps(CPS(), SIGMAS, 1, torch.tensor(0.7), 9.0), SIGMAS)
 
 
 def test_a_step_of_length_zero_does_nothing():

@@ -13,13 +13,13 @@ from flowalign.functional.forward_process import (
     group_mean,
     group_preference,
     implicit_reward,
-    moved_too_far,
+    mask_outside_clip,
     negative_elbo,
     nft,
     norm_hinge,
     norm_ratio,
     optimality,
-    reward_adjusted,
+    reward_adjusted_matching,
     same_group,
     self_normalised_error,
     soft_clip,
@@ -74,7 +74,7 @@ def test_a_softly_clipped_advantage_stays_below_its_bound_and_keeps_small_ones()
 
 def test_ram_by_hand():
     """v_ref - 1/2 2 (v - d) = 1 - 3 = -2 away from d, so 3 - -2 squared."""
-    found = reward_adjusted(tensor([[3.0]]), tensor([[1.0]]), tensor([2.0]), 0.5)
+    found = reward_adjusted_matching(tensor([[3.0]]), tensor([[1.0]]), tensor([2.0]), 0.5)
     assert_close(found, tensor([25.0]))
 
 
@@ -110,7 +110,7 @@ def test_dgpo_by_hand():
 
 def test_rows_move_too_far_in_the_direction_of_their_advantage():
     error, old = tensor([1.0, 1.0, 1.0, 1.0]), tensor([1.2, 1.2, 0.8, 0.8])
-    moved = moved_too_far(error, old, tensor([1.0, -1.0, 1.0, -1.0]), 0.1)
+    moved = mask_outside_clip(error, old, tensor([1.0, -1.0, 1.0, -1.0]), 0.1)
     assert moved.tolist() == [True, False, False, True]
 
 

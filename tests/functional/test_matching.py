@@ -8,18 +8,18 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.matching import (
+from flowalign.functional.noise_matching import (
+    add_noise,
     frame_error,
     masked_error,
-    noised,
     sample_error,
     space_factor,
     step_at,
 )
 from flowalign.training.matching.noising import NoiseLevels, noise_for
-from flowalign.training.matching.points import ForwardNoise, Noised
-from flowalign.training.matching.references import Teacher
+from flowalign.training.matching.reference_models import Teacher
 from flowalign.training.matching.residuals import divergence, matching_residuals
+from flowalign.training.matching.state_source import ForwardNoise, NoisedExamples
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
 from flowalign.types import Examples, Residuals
@@ -57,12 +57,12 @@ def examples(*shape: int, paired: bool = True, seed: int = 3, **changes) -> Exam
 
 def test_a_state_is_the_mixture_of_data_and_noise_of_its_own_row():
     x0, noise = tensor([[1.0, 2.0], [3.0, -1.0]]), tensor([[5.0, -2.0], [7.0, 11.0]])
-    assert_close(noised(x0, noise, tensor([0.25, 0.9])), tensor([[2.0, 1.0], [6.6, 9.8]]))
+    assert_close(add_noise(x0, noise, tensor([0.25, 0.9])), tensor([[2.0, 1.0], [6.6, 9.8]]))
 
 
 def test_states_of_videos_have_one_time_a_row_too():
     x0, noise = torch.ones(2, 3, 4, 5, 6), torch.full((2, 3, 4, 5, 6), 3.0)
-    got = noised(x0, noise, tensor([0.0, 0.5]))
+    got = add_noise(x0, noise, tensor([0.0, 0.5]))
     assert (got[0] == 1).all()
     assert (got[1] == 2).all()
 
@@ -143,7 +143,7 @@ def levels(
     return noise_for(recipe(**cfg), PixelPolicy(), rows, first, key)
 
 
-def drawn(*args, **changes) -> Noised:
+def drawn(*args, **changes) -> NoisedExamples:
     return levels(*args, **changes).all()
 
 
@@ -232,13 +232,13 @@ def test_a_noise_level_belongs_to_the_step_that_starts_at_it_or_above():
 # Residuals ----------------------------------------------------------------------------------------
 
 
-def given(rows: Examples, sigma, noise) -> Noised:
-    return Noised(rows, tensor(noise), tensor(sigma))
+def given(rows: Examples, sigma, noise) -> NoisedExamples:
+    return NoisedExamples(rows, tensor(noise), tensor(sigma))
 
 
-def residuals_of(cfg, policy, part: Noised, **fields) -> Residuals:
+def residuals_of(cfg, policy, part: NoisedExamples, **fields) -> Residuals:
     """Residuals at the noised latents."""
-    return matching_residuals(cfg, policy, ForwardNoise().of(part, policy, None), fields)
+    return matching_residuals(cfg, policy, ForwardNoise().build(part, policy, None), fields)
 
 
 X0 = [[1.0, -2.0], [4.0, 0.5]]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from flowalign.functional.pairing import (
     check_margin,
-    dominating,
-    extremes,
-    over_gap,
+    pair_dominating,
+    pair_extremes,
+    pair_over_gap,
+    select_widest,
     stages_by_rank,
     stages_by_score,
-    widest,
 )
 from tests.fixtures.golden import GOLDEN, load
 
@@ -30,51 +30,51 @@ def tensor(*values):
 
 
 def test_the_extremes_are_those_of_what_is_known():
-    assert pairs(extremes(tensor(0.25, NAN, -1.5, 3.0, 2.0))) == [(3, 2)]
-    assert pairs(extremes(tensor(0.25, float("inf"), -1.5))) == [(0, 2)]
+    assert pairs(pair_extremes(tensor(0.25, NAN, -1.5, 3.0, 2.0))) == [(3, 2)]
+    assert pairs(pair_extremes(tensor(0.25, float("inf"), -1.5))) == [(0, 2)]
 
 
 def test_the_first_of_equal_extremes_stands_for_them():
-    assert pairs(extremes(tensor(1.0, 4.0, 0.5, 4.0, 0.5))) == [(1, 2)]
+    assert pairs(pair_extremes(tensor(1.0, 4.0, 0.5, 4.0, 0.5))) == [(1, 2)]
 
 
 @pytest.mark.parametrize("scores", [(), (NAN, NAN), (2.0,), (2.0, NAN), (2.0, 2.0, 2.0)])
 def test_no_pair_without_two_different_scores(scores):
-    assert pairs(extremes(tensor(*scores))) == []
-    assert pairs(over_gap(tensor(*scores))) == []
+    assert pairs(pair_extremes(tensor(*scores))) == []
+    assert pairs(pair_over_gap(tensor(*scores))) == []
 
 
 def test_a_gap_counts_from_its_minimum_on():
     total = tensor(0.5, 2.0, 1.25)
-    assert pairs(extremes(total, min_gap=1.5)) == [(1, 0)]
-    assert pairs(extremes(total, min_gap=1.501)) == []
-    assert pairs(over_gap(total)) == [(1, 0), (2, 0), (1, 2)]
-    assert pairs(over_gap(total, 0.75)) == [(1, 0), (2, 0), (1, 2)]
-    assert pairs(over_gap(total, 0.751)) == [(1, 0)]
+    assert pairs(pair_extremes(total, min_gap=1.5)) == [(1, 0)]
+    assert pairs(pair_extremes(total, min_gap=1.501)) == []
+    assert pairs(pair_over_gap(total)) == [(1, 0), (2, 0), (1, 2)]
+    assert pairs(pair_over_gap(total, 0.75)) == [(1, 0), (2, 0), (1, 2)]
+    assert pairs(pair_over_gap(total, 0.751)) == [(1, 0)]
 
 
 def test_all_pairs_come_in_the_order_of_their_positions():
-    found = over_gap(tensor(3.0, 1.0, NAN, 3.0, 2.0))
+    found = pair_over_gap(tensor(3.0, 1.0, NAN, 3.0, 2.0))
     assert pairs(found) == [(0, 1), (0, 4), (3, 1), (4, 1), (3, 4)]
 
 
 def test_a_dominating_medium_is_worse_in_no_dimension():
     scores = tensor([1.0, 5.0], [2.0, 5.0], [3.0, 4.75], [0.5, NAN])
     total = scores.nansum(1)
-    assert pairs(dominating(scores, total)) == [(1, 0)]
-    assert pairs(dominating(scores, total, tolerance=0.25)) == [(1, 0), (2, 0), (2, 1)]
-    assert pairs(dominating(scores, total, tolerance=0.25, min_gap=1.0)) == [(1, 0), (2, 0)]
+    assert pairs(pair_dominating(scores, total)) == [(1, 0)]
+    assert pairs(pair_dominating(scores, total, tolerance=0.25)) == [(1, 0), (2, 0), (2, 1)]
+    assert pairs(pair_dominating(scores, total, tolerance=0.25, min_gap=1.0)) == [(1, 0), (2, 0)]
 
 
 def test_dominance_needs_a_strictly_higher_total():
     scores = tensor([1.0, 2.0], [1.0, 2.0])
-    assert pairs(dominating(scores, scores.sum(1), tolerance=1.0)) == []
+    assert pairs(pair_dominating(scores, scores.sum(1), tolerance=1.0)) == []
 
 
 def test_the_widest_gaps_stay_in_their_order():
-    assert widest(tensor(0.5, 2.0, 0.25, 2.0, 1.0), 3).tolist() == [1, 3, 4]
-    assert widest(tensor(0.5, 2.0, 2.0), 1).tolist() == [1]
-    assert widest(tensor(0.5), 4).tolist() == [0]
+    assert select_widest(tensor(0.5, 2.0, 0.25, 2.0, 1.0), 3).tolist() == [1, 3, 4]
+    assert select_widest(tensor(0.5, 2.0, 2.0), 1).tolist() == [1]
+    assert select_widest(tensor(0.5), 4).tolist() == [0]
 
 
 def recorded_pairs(smallest: float) -> tuple[list[tuple[int, int]], torch.Tensor]:
@@ -83,7 +83,7 @@ def recorded_pairs(smallest: float) -> tuple[list[tuple[int, int]], torch.Tensor
     places, gaps = [], []
     for start in range(0, len(scores), 5):
         of_prompt = scores[start : start + 5]
-        for winner, loser in pairs(over_gap(of_prompt, smallest)):
+        for winner, loser in pairs(pair_over_gap(of_prompt, smallest)):
             places.append((start + min(winner, loser), start + max(winner, loser)))
             gaps.append(of_prompt[winner] - of_prompt[loser])
     return places, torch.stack(gaps)
@@ -132,7 +132,7 @@ def test_every_two_far_enough_apart_are_a_pair_once_and_the_right_way_round(scor
     expected = {
         (i, j) for i, a in enumerate(scores) for j, b in enumerate(scores) if a > b and a - b >= gap
     }
-    found = pairs(over_gap(tensor(*scores), gap))
+    found = pairs(pair_over_gap(tensor(*scores), gap))
     assert len(found) == len(expected)
     assert set(found) == expected
 
@@ -140,7 +140,7 @@ def test_every_two_far_enough_apart_are_a_pair_once_and_the_right_way_round(scor
 @given(SCORES)
 def test_dominance_over_one_dimension_is_the_gap_rule(scores):
     column = tensor(*scores)[:, None]
-    assert pairs(dominating(column, column[:, 0])) == pairs(over_gap(column[:, 0]))
+    assert pairs(pair_dominating(column, column[:, 0])) == pairs(pair_over_gap(column[:, 0]))
 
 
 @given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9), st.integers(1, 5))
@@ -155,16 +155,16 @@ def test_wider_gaps_never_come_later(gaps, count):
 
 def test_extremes_pair_the_second_best_with_the_second_worst_and_leave_out_equals_and_failures():
     total = torch.tensor([0.3, float("nan"), 0.9, 0.1, 0.3, 0.7, 0.2])
-    assert [side.tolist() for side in extremes(total, 3)] == [[2, 5], [3, 6]]
-    assert [side.tolist() for side in extremes(total, 1)] == [[2], [3]]
-    assert [len(side) for side in extremes(total[:2], 3)] == [0, 0]
+    assert [side.tolist() for side in pair_extremes(total, 3)] == [[2, 5], [3, 6]]
+    assert [side.tolist() for side in pair_extremes(total, 1)] == [[2], [3]]
+    assert [len(side) for side in pair_extremes(total[:2], 3)] == [0, 0]
 
 
 def test_of_several_extremes_only_those_far_enough_apart_stay():
     total = tensor(0.5, 4.0, 1.0, 3.0, 2.25, 2.0)
-    assert pairs(extremes(total, 3, 1.5)) == [(1, 0), (3, 2)]
-    assert pairs(extremes(total, 3, 2.0)) == [(1, 0), (3, 2)]
-    assert pairs(extremes(total, 3, 2.001)) == [(1, 0)]
+    assert pairs(pair_extremes(total, 3, 1.5)) == [(1, 0), (3, 2)]
+    assert pairs(pair_extremes(total, 3, 2.0)) == [(1, 0), (3, 2)]
+    assert pairs(pair_extremes(total, 3, 2.001)) == [(1, 0)]
 
 
 @pytest.mark.parametrize("value", [-0.5, NAN, float("inf")])

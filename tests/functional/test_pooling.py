@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.pooling import pooled, pooled_regions, soft_min, token_grid
+from flowalign.functional.pooling import pool_frames, pool_regions, soft_min, token_grid
 
 SCORES = torch.tensor([[[0.3, -2.0], [1.7, 5.0], [0.9, -2.5]], [[4.0, 0.0], [4.0, 1.0], [4.0, 8]]])
 
@@ -50,10 +50,10 @@ def test_the_gradient_of_soft_min_is_a_softmax_that_favours_bad_frames():
 def test_pooling_is_over_frames_and_a_missing_score_stays_one(over):
     t = 0.5 if over == "soft_min" else None
     wanted = {"mean": SCORES.mean(1), "min": SCORES.amin(1), "soft_min": soft_min(SCORES, 0.5)}
-    assert_close(pooled(SCORES, over, t), wanted[over])
+    assert_close(pool_frames(SCORES, over, t), wanted[over])
     broken = SCORES.clone()
     broken[0, 1, 1] = math.nan
-    assert pooled(broken, over, t).isnan().tolist() == [[False, True], [False, False]]
+    assert pool_frames(broken, over, t).isnan().tolist() == [[False, True], [False, False]]
 
 
 def test_tokens_lie_in_a_grid_over_the_places_of_a_latent():
@@ -70,7 +70,7 @@ def test_tokens_that_are_no_grid_are_refused():
 
 def test_regions_have_the_means_of_their_tokens():
     tokens = torch.tensor([[[1.0, 10.0], [2.0, 0.0], [3.0, 5.0], [5.0, 1.0], [0.0, 2.0], [4, 0]]])
-    halves = pooled_regions(tokens, (2, 3), (2, 1))  # rows of three tokens
+    halves = pool_regions(tokens, (2, 3), (2, 1))  # rows of three tokens
     assert halves.tolist() == [[[2.0, 5.0], [3.0, 1.0]]]
-    clip = pooled_regions(tokens, (3, 1, 2), (1, 1, 2))  # columns, over three frames
+    clip = pool_regions(tokens, (3, 1, 2), (1, 1, 2))  # columns, over three frames
     assert_close(clip, torch.tensor([[[4 / 3, 17 / 3], [11 / 3, 1 / 3]]]))

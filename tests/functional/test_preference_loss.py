@@ -27,10 +27,10 @@ from flowalign.functional.preference_loss import (
     mapo_likelihood,
     mapo_margin,
     relative_gap,
+    scale_row_gradients,
     segment_margin,
     sigmoid_link,
     weighted_score,
-    with_gradient_scaled,
 )
 from tests.fixtures.golden import load
 
@@ -294,7 +294,7 @@ def test_a_loser_is_scaled_down_to_the_length_of_the_winner_and_never_up():
 
 def test_what_flows_back_is_scaled_and_the_value_is_not():
     x = tensor([[2.0], [3.0]], requires_grad=True)
-    y = with_gradient_scaled(x, tensor([0.5, 2.0]))
+    y = scale_row_gradients(x, tensor([0.5, 2.0]))
     assert torch.equal(y, x)
     y.square().sum().backward()
     assert x.grad is not None

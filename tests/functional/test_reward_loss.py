@@ -32,21 +32,13 @@ def test_margins_by_hand():
     """Winner leads by ln 3 + 0.5 with margin 0.5: 3/4. Loser is behind by ln 3 - 0.5: 1/4."""
     a, b = t(LN3 + 0.5, LN3 - 0.5), torch.zeros(2)
     assert_close(loss.margin(a, b, t(1, 0), 0.5), t(-math.log(3 / 4), -math.log(1 / 4)))
-    gap = loss.rating_gap(t(1, 0, 0.5), t(5, 2, 4), t(2, 3, 1))
-    assert_close(gap, t(3, 1, 0))
-
-
-def test_a_rating_gap_scales_and_one_that_contradicts_the_label_teaches_nothing():
-    a, b = t(LN3, LN3).requires_grad_(), torch.zeros(2)
-    got = loss.scaled(a, b, t(1, 1), t(2, -2))
-    assert_close(got, t(-2 * math.log(3 / 4), 0))
-    assert_close(torch.autograd.grad(got.sum(), a)[0], t(-2 / 4, 0))
 
 
 def test_equal_scores_tie_with_two_thirds_at_k_five():
     """P(A) = sigmoid(-ln 5) = 1/6 twice, and (25 - 1) / 36 between them."""
-    got = loss.outcome_probabilities(torch.zeros(1), torch.zeros(1), t(math.log(5)))
-    assert_close(got, t(1 / 6, 2 / 3, 1 / 6)[None])
+    zero, log_k = torch.zeros(3), t(math.log(5))
+    got = loss.bt_with_ties(zero, zero, t(1, 0.5, 0), log_k)
+    assert_close(got, -t(1 / 6, 2 / 3, 1 / 6).log())
     assert math.exp(loss.log_k_of(2 / 3)) == pytest.approx(5)
 
 
@@ -171,27 +163,6 @@ def test_the_probabilities_of_all_levels_sum_to_one_for_cuts_of_each_dimension()
 # Masks --------------------------------------------------------------------------------------------
 
 
-def test_the_mean_divides_by_the_entries_that_count():
-    each = torch.tensor([[1.0, 2.0], [3.0, 50.0]])
-    mask = torch.tensor([[True, True], [True, False]])
-    assert loss.masked_mean(each, mask) == 2
-
-
-def test_without_any_entry_the_mean_is_zero_and_so_are_its_gradients():
-    a = t(1, 2).requires_grad_()
-    mean = loss.masked_mean(loss.bradley_terry(a, -a, t(1, 1)), torch.zeros(2).bool())
-    assert mean == 0
-    assert_close(torch.autograd.grad(mean, a)[0], torch.zeros(2))
-
-
-def test_a_missing_label_that_would_poison_the_gradient_is_refused():
-    a, mask = t(1, 2).requires_grad_(), torch.tensor([True, False])
-    each = loss.bradley_terry(a, -a, t(1, math.nan))
-    assert torch.autograd.grad(torch.where(mask, each, 0).sum(), a)[0].isnan().any()
-    with pytest.raises(ValueError, match="put a finite number where a label is missing"):
-        loss.masked_mean(loss.bradley_terry(a, -a, t(1, math.nan)), mask)
-
-
 @pytest.mark.parametrize("far", [-1e4, 1e4])
 @pytest.mark.parametrize("target", [0.0, 0.5, 1.0])
 def test_losses_and_gradients_are_finite_however_far_apart_the_scores_are(far, target):
@@ -251,7 +222,9 @@ def test_swapping_a_and_b_changes_nothing():
 def test_outcomes_with_ties_sum_to_one():
     a, b = random(2, 50, 3) * 20
     k = t(1e-6, 1, 30, dtype=torch.float64)
-    total = loss.outcome_probabilities(a, b, k).sum(-1)
+    ones = torch.ones_like(a)
+    outcomes = [loss.bt_with_ties(a, b, p * ones, k).neg().exp() for p in (1, 0.5, 0)]
+    total = torch.stack(outcomes).sum(0)
     assert_close(total, torch.ones(50, 3, dtype=torch.float64), atol=1e-14, rtol=0)
 
 
@@ -301,9 +274,8 @@ def align():
 
 
 def against(g, name, each, mask, a, b):
-    """The recorded mean is over all entries; ours times the share of those that count."""
-    share = mask.sum() / mask.numel()
-    mean = loss.masked_mean(each, mask) * share
+    """The recorded mean is over all entries, of which those outside the mask count 0."""
+    mean = torch.where(mask, each, 0.0).mean()
     assert_close(mean, g[f"{name}.loss"], rtol=1e-5, atol=0)
     ours = torch.autograd.grad(mean, (a, b))
     assert_close(ours, (g[f"{name}.grad_A"], g[f"{name}.grad_B"]), rtol=1e-5, atol=1e-7)
@@ -313,7 +285,7 @@ def against(g, name, each, mask, a, b):
 def test_pair_losses_are_those_of_videoalign(align, name):
     a, b = align["A"].requires_grad_(), align["B"].requires_grad_()
     p = align["target"]
-    gap = loss.rating_gap(p, align["scores_A"], align["scores_B"])
+    gap = (2 * p - 1) * (align["scores_A"] - align["scores_B"])  # negative if they contradict
     each = {
         "bt": lambda: loss.bradley_terry(a, b, p),
         "margin": lambda: loss.margin(a, b, p, gap),
@@ -321,21 +293,6 @@ def test_pair_losses_are_those_of_videoalign(align, name):
         "btt": lambda: loss.bt_with_ties(a, b, p, t(math.log(5))),
     }[name]()
     against(align, name, each, align["labelled" if name == "btt" else "decided"], a, b)
-
-
-def test_scaled_is_that_of_videoalign_where_ratings_do_not_contradict_the_label(align):
-    """Elsewhere the reference pushes the model away from the label: its gradient has that sign."""
-    a, b, p = align["A"].requires_grad_(), align["B"], align["target"]
-    gap = loss.rating_gap(p, align["scores_A"], align["scores_B"])
-    agree = align["decided"] & (gap >= 0)
-    contradict = align["decided"] & (gap < 0)
-    ours = torch.autograd.grad(loss.scaled(a, b, p, gap).sum() / 30, a)[0]
-    theirs = align["scaled.grad_A"]
-    assert agree.sum() > 5
-    assert_close(ours[agree], theirs[agree], rtol=1e-5, atol=1e-7)
-    assert contradict.sum() > 3
-    assert (ours[contradict] == 0).all()
-    assert (theirs[contradict] * (2 * p[contradict] - 1) > 0).all()
 
 
 def test_regression_is_that_of_videoalign(align):
@@ -390,4 +347,4 @@ def test_hpsv3_with_a_tie_threshold_mixes_pairs_and_ours_does_not(hps):
     kept = (votes[:, 0] - votes[:, 1]).abs() > 0.25
     each = loss.bradley_terry(a[:, 0], b[:, 0], p)
     assert_close(g["bt_ties"], kept.float().mean() * each.mean(), rtol=1e-5, atol=0)
-    assert not math.isclose(loss.masked_mean(each, kept).item(), g["bt_ties"].item(), rel_tol=0.1)
+    assert not math.isclose(each[kept].mean().item(), g["bt_ties"].item(), rel_tol=0.1)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowalign.functional.matching import noised
+from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.score_distillation import distillation_gradient, noise_weights
 
 
@@ -46,7 +46,7 @@ def test_the_gradient_is_that_of_the_variance_preserving_process():
     x0, noise, v = torch.randn(3, 3, 2, 5, generator=generator).double()
     sigma = torch.tensor([0.1, 0.5, 0.9]).double()
     s = sigma[:, None, None]
-    predicted = noised(x0, noise, sigma) + (1 - s) * v
+    predicted = add_noise(x0, noise, sigma) + (1 - s) * v
     alpha_bar = (1 - s) ** 2 / ((1 - s) ** 2 + s**2)
     wanted = (1 - alpha_bar) * (predicted - noise)
     torch.testing.assert_close(

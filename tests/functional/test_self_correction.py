@@ -5,16 +5,16 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from flowalign.functional.matching import noised
+from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.self_correction import (
     level_after,
     point_weights,
-    renoised,
+    renoise,
     velocity_to_data,
 )
 from flowalign.losses.matching.sft import SFT
-from flowalign.training.matching.points import GuidedStep, MatchedPoints, Noised
 from flowalign.training.matching.residuals import matching_residuals
+from flowalign.training.matching.state_source import GuidedStep, MatchedStates, NoisedExamples
 from flowalign.types import Examples, VelocityField
 from tests.fixtures.golden import load, tiny_velocity
 from tests.fixtures.pixel import PixelPolicy
@@ -31,18 +31,18 @@ def test_a_level_later_is_found_between_the_levels_of_the_schedule():
 
 def test_renoising_by_the_noise_of_a_state_is_noising_it_further():
     data, noise = tensor([[1.0, -2.0]]), tensor([[0.5, 3.0]])
-    x = noised(data, noise, tensor([0.2]))
+    x = add_noise(data, noise, tensor([0.2]))
     assert_close(
-        renoised(x, noise, tensor([0.2]), tensor([0.7])), noised(data, noise, tensor([0.7]))
+        renoise(x, noise, tensor([0.2]), tensor([0.7])), add_noise(data, noise, tensor([0.7]))
     )
-    off = renoised(tensor([[2.0, 2.0]]), noise, tensor([0.2]), tensor([0.6]))
+    off = renoise(tensor([[2.0, 2.0]]), noise, tensor([0.2]), tensor([0.6]))
     assert_close(off, tensor([[1.25, 2.5]]))  # half way
-    assert_close(renoised(x, noise, tensor([1.0]), tensor([1.0])), x)
+    assert_close(renoise(x, noise, tensor([1.0]), tensor([1.0])), x)
 
 
 def test_the_velocity_to_the_data_is_noise_minus_data_on_their_line():
     data, noise = tensor([[1.0, -2.0]]), tensor([[0.5, 3.0]])
-    x = noised(data, noise, tensor([0.2]))
+    x = add_noise(data, noise, tensor([0.2]))
     assert_close(velocity_to_data(x, data, tensor([0.2])), noise - data)
     assert_close(velocity_to_data(tensor([[2.0, 0.0]]), data, tensor([0.5])), tensor([[2.0, 4.0]]))
 
@@ -90,7 +90,7 @@ class OneStep(VelocityField):
         return self.given
 
 
-def points_of(case: str, cfg: GuidedStep) -> tuple[Recorded, MatchedPoints]:
+def points_of(case: str, cfg: GuidedStep) -> tuple[Recorded, MatchedStates]:
     """The recorded samples and their points, of levels drawn as they were."""
     recorded = load("F_soar")
     policy = Recorded(recorded, case)
@@ -105,8 +105,8 @@ def points_of(case: str, cfg: GuidedStep) -> tuple[Recorded, MatchedPoints]:
         weight=torch.ones(4).double(),
         desirable=torch.ones(4, dtype=torch.bool),
     )
-    part = Noised(rows, recorded[f"{case}.z1"].double(), sigma, drawn)
-    return policy, cfg.of(part, policy, OneStep(recorded[f"{case}.v_cfg"]))
+    part = NoisedExamples(rows, recorded[f"{case}.z1"].double(), sigma, drawn)
+    return policy, cfg.build(part, policy, OneStep(recorded[f"{case}.v_cfg"]))
 
 
 def test_points_loss_and_gradient_are_those_of_the_authors_code():
@@ -114,7 +114,7 @@ def test_points_loss_and_gradient_are_those_of_the_authors_code():
     policy, points = points_of("ode6", cfg)
     assert_close(points.x[4:].float(), recorded["aux_latents"], atol=1e-5, rtol=1e-5)
     assert_close(points.sigma[4:].float(), recorded["aux_sigma"])
-    settings = recipe(loss=SFT(), points=cfg)
+    settings = recipe(loss=SFT(), states=cfg)
     residuals = matching_residuals(settings, policy, points, {})
     loss, _ = settings.loss.loss(residuals, points.examples)
     assert float(loss) == pytest.approx(float(recorded["loss_total"]), rel=1e-5)

@@ -7,16 +7,16 @@ from flowalign.functional import signal
 from flowalign.functional.signal import (
     Moments,
     Products,
-    above_noise,
     best_weights,
-    crossed,
+    cross_fit,
     inner_products,
-    left_out,
+    leave_one_out,
     moments,
     moments_of_halves,
-    projected,
+    project,
     signal_to_noise,
     standard_error,
+    subtract_estimation_error,
 )
 
 
@@ -67,7 +67,7 @@ def test_products_of_long_gradients_are_taken_in_parts(monkeypatch):
     whole = products_of(gradients)
     monkeypatch.setattr(signal, "_COLUMNS", 2)
     torch.testing.assert_close(products_of(gradients), whole)
-    assert torch.equal(whole.sums, whole.sums.permute(2, 3, 0, 1))
+    torch.testing.assert_close(whole.sums, whole.sums.permute(2, 3, 0, 1))
 
 
 def test_a_scale_multiplies_every_entry_before_the_products():
@@ -124,8 +124,8 @@ def test_projections_keep_inner_products_on_average():
     a, b = torch.arange(10.0), torch.arange(10.0).flip(0) ** 2 / 9
     generator = torch.Generator().manual_seed(0)
     signs = [torch.randint(2, (10,), generator=generator).bool() for _ in range(200)]
-    values = torch.stack([projected(a, one, 4) @ projected(b, one, 4) for one in signs])
-    assert projected(a, signs[0], 4).shape == (4,)
+    values = torch.stack([project(a, one, 4) @ project(b, one, 4) for one in signs])
+    assert project(a, signs[0], 4).shape == (4,)
     assert (values.mean() - a @ b).abs() < 5 * values.std() / 200**0.5
     assert values.std() > 1
 
@@ -133,7 +133,7 @@ def test_projections_keep_inner_products_on_average():
 def test_a_projection_by_hand():
     """Entries 1 and 5 are one sum, 2 and 6 another; the third and the sixth are negated."""
     signs = torch.tensor([True, True, False, True, True, False])
-    assert projected(torch.arange(1.0, 7.0), signs, 4).tolist() == [6.0, -4.0, -3.0, 4.0]
+    assert project(torch.arange(1.0, 7.0), signs, 4).tolist() == [6.0, -4.0, -3.0, 4.0]
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_intervals_cover_the_truth():
     truth, covered = MEANS @ MEANS.T, torch.zeros(3)
     for seed in range(300):
         products = products_of(drawn(32, seed, MEANS, SCALES), 16)
-        left = left_out(lambda kept, p=products: moments(p, kept).signal.diagonal(), 16)
+        left = leave_one_out(lambda kept, p=products: moments(p, kept).signal.diagonal(), 16)
         found = moments(products).signal.diagonal()
         covered += (found - truth.diagonal()).abs() < 2 * standard_error(left)
     assert (covered / 300 > 0.88).all()
@@ -177,7 +177,7 @@ def test_signal_that_does_not_stand_out_is_taken_away():
 
     The lower one taken from the upper leaves 2, along (1, sqrt 2 - 1) / sqrt(4 - 2 sqrt 2).
     """
-    found = above_noise(
+    found = subtract_estimation_error(
         Moments(
             torch.tensor([[2.0, 2.0], [2.0, 0.0]]).double(),
             torch.diag(torch.tensor([1.0, 4.0])).double(),
@@ -192,8 +192,10 @@ def test_signal_that_does_not_stand_out_is_taken_away():
 
 def test_signals_known_exactly_stand_out_whole_and_their_negative_not_at_all():
     exact = Moments(MEANS @ MEANS.T, NOISE)
-    torch.testing.assert_close(above_noise(exact).signal, exact.signal, atol=1e-12, rtol=0)
-    negative = above_noise(Moments(-exact.signal, NOISE))
+    torch.testing.assert_close(
+        subtract_estimation_error(exact).signal, exact.signal, atol=1e-12, rtol=0
+    )
+    negative = subtract_estimation_error(Moments(-exact.signal, NOISE))
     torch.testing.assert_close(negative.signal, 0 * exact.signal, atol=1e-12, rtol=0)
 
 
@@ -205,7 +207,7 @@ def test_a_signal_that_no_step_has_gives_no_weights():
 def test_gradients_of_zero_have_no_signal_to_noise():
     nothing = products_of(torch.zeros(8, 2, 3))
     assert signal_to_noise(moments(nothing), torch.ones(2).double()) == 0
-    assert crossed(nothing) == 0
+    assert cross_fit(nothing) == 0
 
 
 def test_weights_are_judged_by_batches_that_did_not_choose_them():
@@ -213,7 +215,7 @@ def test_weights_are_judged_by_batches_that_did_not_choose_them():
     nothing, steps = torch.zeros(6, 40, dtype=torch.float64), torch.ones(6).double()
     products = [products_of(drawn(12, seed, nothing, steps)) for seed in range(100)]
     own = torch.stack([signal_to_noise(m, best_weights(m)) for m in map(moments, products)])
-    judged = torch.stack([crossed(one) for one in products])
+    judged = torch.stack([cross_fit(one) for one in products])
     assert own.mean() > 0.01
     assert judged.mean().abs() < 4 * judged.std() / len(judged) ** 0.5
 
@@ -223,8 +225,8 @@ def test_weights_found_elsewhere_are_judged_here():
     early = torch.tensor([[3.0, 0.0], [0.0, 0.0]])
     ones = torch.ones(2)
     before, after = (products_of(drawn(12, 0, means, ones)) for means in (early, early.flip(0)))
-    assert crossed(after, chosen_by=before) < 0.2 * crossed(after)
-    assert crossed(before, chosen_by=before) == crossed(before)
+    assert cross_fit(after, chosen_by=before) < 0.2 * cross_fit(after)
+    assert cross_fit(before, chosen_by=before) == cross_fit(before)
 
 
 def test_blocks_keep_their_half_when_others_are_left_out():
@@ -234,16 +236,16 @@ def test_blocks_keep_their_half_when_others_are_left_out():
     odd = torch.arange(8) % 2 == 1
     halves = moments(products, odd), moments(products, kept & ~odd)
     judged = [signal_to_noise(halves[1 - i], best_weights(half)) for i, half in enumerate(halves)]
-    assert crossed(products, kept) == pytest.approx(float(sum(judged) / 2))
+    assert cross_fit(products, kept) == pytest.approx(float(sum(judged) / 2))
 
 
 def test_the_error_of_a_mean_is_the_textbook_one():
     values = torch.tensor([1.0, 2.0, 4.0, 8.0])
-    left = left_out(lambda kept: values[kept].mean(), 4)
+    left = leave_one_out(lambda kept: values[kept].mean(), 4)
     assert float(standard_error(left)) == pytest.approx(float(values.std() / 2))
 
 
-@pytest.mark.parametrize(("count", "work"), [(1, moments), (3, crossed)])
+@pytest.mark.parametrize(("count", "work"), [(1, moments), (3, cross_fit)])
 def test_too_few_blocks_are_refused(count, work):
     with pytest.raises(ValueError, match="there are 1 blocks of gradients"):
         work(Products(torch.zeros(count, 2, count, 2), torch.ones(count, dtype=torch.long)))

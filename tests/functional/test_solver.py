@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.solver import second_order_step, thinned_schedule
+from flowalign.functional.solver import second_order_step, thin_schedule
 from tests.fixtures.golden import load
 
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
@@ -50,9 +50,9 @@ def test_steps_from_noise_and_to_data_are_euler_steps(sigmas):
 
 def test_passed_points_move_to_the_start_of_the_longer_step():
     sigmas = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.2, 0.0])
-    got = thinned_schedule(sigmas, [1, 3, 5])
+    got = thin_schedule(sigmas, [1, 3, 5])
     assert_close(got, torch.tensor([1.0, 0.9, 0.9, 0.4, 0.4, 0.0]))
-    assert_close(thinned_schedule(sigmas, [2, 3, 4, 5]), sigmas)
+    assert_close(thin_schedule(sigmas, [2, 3, 4, 5]), sigmas)
 
 
 def test_states_of_diffusion_nft_are_reproduced():

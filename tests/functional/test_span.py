@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from flowalign.functional.span import span_log_density, spans_of
+from flowalign.functional.span import find_spans, span_log_density
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import CPS, FlowSDE, log_density, transition
 
@@ -22,7 +22,7 @@ SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.3, 0.0], dtype=torch.float64)
     ],
 )
 def test_spans_are_runs_of_consecutive_steps(trained, longest, spans):
-    assert spans_of(trained, longest) == spans
+    assert find_spans(trained, longest) == spans
 
 
 def test_two_steps_by_hand():

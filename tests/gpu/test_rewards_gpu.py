@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.pickscore import PickScore
-from reward_models.temporal import TemporalFlicker
-from reward_models.trained import TrainedReward
+from reward_models.preference.pickscore import PickScore
+from reward_models.signals.temporal import TemporalFlicker
+from reward_models.wrappers.trained import TrainedReward
 
 pytestmark = [
     pytest.mark.gpu,

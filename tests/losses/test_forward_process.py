@@ -13,7 +13,8 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from flowalign.functional.forward_process import nft, optimality, self_normalised_error
-from flowalign.functional.matching import noised, per_row, sample_error
+from flowalign.functional.noise_matching import add_noise, sample_error
+from flowalign.functional.transition import per_row
 from flowalign.losses import (
     AWM,
     CRD,
@@ -62,7 +63,7 @@ def assert_gradient(got: Tensor, recorded: Tensor, rtol: float = 1e-4) -> None:
 
 def recorded_residuals(recorded, sigma, noise, x0, cond, *networks):
     """Residuals of these networks on the recorded noise, in their order, and the target."""
-    x = noised(x0.double(), noise.double(), sigma.double())
+    x = add_noise(x0.double(), noise.double(), sigma.double())
     target = (noise - x0).double()
     return [tiny_velocity(recorded, n, x, sigma, cond) - target for n in networks], target
 

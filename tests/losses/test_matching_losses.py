@@ -7,7 +7,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.dense_dpo import DenseDPO
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.focus_dpo import FocusDPO

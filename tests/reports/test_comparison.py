@@ -4,7 +4,6 @@ Two methods of two seeds. The mean curve of `plain` is .15, .25, .65 after 0, 10
 that of `dense` is .15, .60, .80 after 0, 5, 15, each of which costs it three reward calls.
 """
 
-import html
 import json
 import math
 import re
@@ -30,7 +29,7 @@ from flowalign.reports.comparison import (
 )
 from flowalign.reports.comparison_page import page, write_comparison
 from flowalign.reports.run_report import write_report
-from tests.fixtures.fake_run import BLANK
+from tests.fixtures.pages import addresses, charts
 
 
 def run(seed, values, trajectories, calls=1.0, seconds=1.0, diversity=math.nan):
@@ -122,14 +121,14 @@ def test_at_equal_budget_every_seed_is_interpolated_before_the_mean_is_taken():
 
 def test_the_leader_depends_on_what_is_counted():
     """15 trajectories: .45 against .80. 20 reward calls: .65 against .633."""
-    result = compare("strict", [PLAIN, DENSE])
+    result = compare("exact_match", [PLAIN, DENSE])
     assert result.rows[0].at_budget["trajectories"].mean == pytest.approx(0.45)
     assert leads(result, "trajectories") == [False, True]
     assert leads(result, "reward_calls") == [True, False]
 
 
 def test_equal_methods_share_the_lead():
-    assert leads(compare("strict", [PLAIN, PLAIN]), "seconds") == [True, True]
+    assert leads(compare("exact_match", [PLAIN, PLAIN]), "seconds") == [True, True]
 
 
 def test_the_mean_curve_ends_at_the_mean_of_the_ends_though_seconds_differ():
@@ -147,7 +146,7 @@ def test_an_evaluation_that_one_seed_lacks_is_not_averaged():
 
 def test_reaching_the_baseline_is_told_as_a_share_of_its_own_cost():
     """.65 is a quarter of the way from .60 to .80: 7.5 of 20 trajectories, 22.5 of 20 calls."""
-    plain, dense = compare("strict", [PLAIN, DENSE]).rows
+    plain, dense = compare("exact_match", [PLAIN, DENSE]).rows
     assert [plain.reach[axis].share for axis in AXES] == [1.0] * 4
     assert plain.reach["seconds"].cost == pytest.approx(120)
     told = [(dense.reach[axis].cost, dense.reach[axis].share) for axis in AXES]
@@ -160,7 +159,7 @@ def test_reaching_the_baseline_is_told_as_a_share_of_its_own_cost():
 
 
 def test_a_method_that_never_gets_there_has_no_cost():
-    _, plain = compare("strict", [DENSE, PLAIN]).rows
+    _, plain = compare("exact_match", [DENSE, PLAIN]).rows
     assert math.isnan(plain.reach["trajectories"].cost)
     assert math.isnan(plain.reach["trajectories"].share)
 
@@ -183,9 +182,8 @@ def test_a_baseline_that_ends_where_it_began_needed_nothing_and_gives_no_share()
 
 
 def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
     monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
-    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]), ["dense seed 2"])
+    write_comparison(tmp_path, compare("exact_match", [PLAIN, DENSE]), ["dense seed 2"])
     content = json.loads((tmp_path / "compare.json").read_text())
     again = methods_of(content)
     assert again[0] == PLAIN
@@ -197,12 +195,11 @@ def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatc
 
 def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
-    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
     folder = tmp_path / "dense" / "seed1"
     folder.mkdir(parents=True)
     write_report(folder)
     assert "compare.html" not in (folder / "report.html").read_text()
-    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
+    write_comparison(tmp_path, compare("exact_match", [PLAIN, DENSE]))
     page = (tmp_path / "compare.html").read_text()
     assert re.findall('href="(.*?)">(.*?)</a>', page) == [("dense/seed1/report.html", "0.900")]
     report = (folder / "report.html").read_text()
@@ -213,7 +210,7 @@ def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, m
 
 def test_the_smallest_difference_is_told_after_training_and_at_each_budget():
     """Ends .5, .8 and .7, .9: variances .045 and .02, freedom 2, so sqrt(.0325) sqrt(2 / 2)."""
-    result = compare("strict", [PLAIN, DENSE])
+    result = compare("exact_match", [PLAIN, DENSE])
     assert result.fewest_seeds == 2
     assert result.smallest_final == pytest.approx((4.30265 + 1.06066) * math.sqrt(0.0325))
     # 15 trajectories: .4, .5 and .7, .9, each a half step of 10 from the evaluation before.
@@ -226,19 +223,24 @@ def test_the_smallest_difference_is_told_after_training_and_at_each_budget():
 
 def test_the_page_repeats_what_runs_said_of_their_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
-    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
     folder = tmp_path / "dense" / "seed1"
     folder.mkdir(parents=True)
     told = {"warnings": {"diversity": "after 15 steps diversity is 0.3"}}
     (folder / "summary.json").write_text(json.dumps(told))
-    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
+    write_comparison(tmp_path, compare("exact_match", [PLAIN, DENSE]))
     content = (tmp_path / "compare.html").read_text()
     assert "Warning: dense seed 1: after 15 steps diversity is 0.3." in content
 
 
 def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():
-    content = page("runs", compare("strict", [PLAIN, DENSE]))
-    assert set(re.findall(r'(?:src|href)="(.{12})', content)) == {"data:image/s"}
-    hovers = [json.loads(html.unescape(h)) for h in re.findall('data-hover="(.*?)"', content)]
-    assert [h["name"] for h in hovers] == ["reward calls", "network evaluations", "seconds"]
-    assert hovers[0]["lines"][0] == ["plain", [0, 10, 20], [0.15, 0.25, 0.65]]
+    content = page("runs", compare("exact_match", [PLAIN, DENSE]))
+    assert addresses(content) == []
+    drawn = charts(content)
+    assert [chart["x"] for chart in drawn.values()] == [
+        "reward calls",
+        "network evaluations",
+        "seconds",
+    ]
+    plain = drawn["Equal reward calls"]["lines"][0]
+    assert plain["label"] == "plain"
+    assert plain["columns"] == [[0, 10, 20], [0.15, 0.25, 0.65], [0.1, 0.2, 0.5], [0.2, 0.3, 0.8]]

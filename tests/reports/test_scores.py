@@ -9,13 +9,13 @@ import torch
 
 from flowalign.reports import run_report as report
 from flowalign.reports.scores import changes, leading, read_scores, verdicts, worst
-from flowalign.training.evaluate import Evaluated, SampleScores, save_grid
+from flowalign.training.evaluate import EvaluationResult, SampleScores, save_grid
 from flowalign.types import Request, plain_requests
-from tests.fixtures.fake_run import BLANK, PROMPTS, fake_run
+from tests.fixtures.fake_run import PROMPTS, fake_run
 
 ITEMS = [("seen", prompt) for prompt in PROMPTS] + [("unseen", "a white circle")] * 2
 """The twelve prompts with a picture, and one with two samples that has none."""
-DIMS = ("strict", "beauty")
+DIMS = ("exact_match", "beauty")
 BEFORE = [[1.0, 0.5]] * 12 + [[0.0, 0.25], [1.0, 0.75]]
 AFTER = [[1.0, 0.5]] * 10 + [[0.0, 0.125], [math.nan, math.nan]] + [[0.0, 0.0], [0.0, 0.5]]
 
@@ -28,12 +28,11 @@ def write(folder, step, values, dims=DIMS):
         list(range(12)),
     )
     pictures = torch.zeros(12, 1, 3, 32, 32)
-    save_grid(folder, step, Evaluated({}, pictures, plain_requests(PROMPTS), scores=scores))
+    save_grid(folder, step, EvaluationResult({}, pictures, plain_requests(PROMPTS), scores=scores))
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
+def folder(tmp_path):
     folder = fake_run(tmp_path / "run")
     for file in (folder / "samples").iterdir():
         file.unlink()
@@ -53,22 +52,22 @@ def test_every_picture_has_its_scores_and_a_verdict_says_right_or_wrong(folder):
     assert list(shown) == PROMPTS
     right, wrong = ' class="right"', ' class="wrong"'
     assert shown[PROMPTS[0]] == [
-        ("strict", right, "right", right, "right"),
+        ("exact_match", right, "right", right, "right"),
         ("beauty", "", "0.500", "", "0.500"),
     ]
     assert shown[PROMPTS[10]] == [
-        ("strict", right, "right", wrong, "wrong"),
+        ("exact_match", right, "right", wrong, "wrong"),
         ("beauty", "", "0.500", "", "0.125"),
     ]
-    assert shown[PROMPTS[11]][0] == ("strict", right, "right", "", "-")
+    assert shown[PROMPTS[11]][0] == ("exact_match", right, "right", "", "-")
 
 
 def test_a_dimension_that_is_not_only_0_and_1_or_always_the_same_says_no_verdict(folder):
     both = [read_scores(folder / "samples", step) for step in (0, 40)]
-    assert verdicts(both) == {"strict"}
+    assert verdicts(both) == {"exact_match"}
     write(folder, 0, [[1.0, 0.5]] * 14)
     assert verdicts([read_scores(folder / "samples", 0)]) == set()
-    assert leading({"strict", "count"}) == "strict"
+    assert leading({"exact_match", "count"}) == "exact_match"
     assert leading({"count"}) == "count"
     assert leading({"count", "shape"}) == ""
 
@@ -76,7 +75,7 @@ def test_a_dimension_that_is_not_only_0_and_1_or_always_the_same_says_no_verdict
 def test_the_worst_prompts_are_those_that_fell_most_and_those_that_end_lowest(folder):
     """Weighted 2 and 4: an untouched prompt 2 + 2 = 4; the eleventh falls from 4 to 0.5; that of
     two samples from the mean of 1 and 5 to the mean of 0 and 2; the twelfth has no score."""
-    (folder / "config.yaml").write_text("reward_weights: {strict: 2.0, beauty: 4.0}\n")
+    (folder / "config.yaml").write_text("reward_weights: {exact_match: 2.0, beauty: 4.0}\n")
     page = report.write_report(folder).read_text()
     tables = re.findall(r'<table class="prompts">(.*?)</table>', page, re.DOTALL)
     rows = [re.findall("<tr>" + 5 * "<td.*?>(.*?)</td>" + "</tr>", table) for table in tables]
@@ -94,7 +93,7 @@ def test_the_first_evaluation_alone_has_no_change(folder):
     assert re.search('white circle</td>.*<td class="n">-</td>.*<td class="n">-</td></tr>', page)
 
 
-@pytest.mark.parametrize("broken", ['{"dims": ["strict"', ""])
+@pytest.mark.parametrize("broken", ['{"dims": ["exact_match"', ""])
 def test_scores_cut_short_cost_only_themselves(folder, broken):
     for step in (0, 40):
         (folder / "samples" / f"step-{step:06}.json").write_text(broken)

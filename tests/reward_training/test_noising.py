@@ -5,18 +5,18 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features
-from flowalign.media.media import Media
-from flowalign.reward_training.embeddings import Sample
+from flowalign.reward_training.embeddings import RewardSample
 from flowalign.reward_training.labels import Preferences
 from flowalign.reward_training.losses import BradleyTerry
-from flowalign.reward_training.noising import NoisedSamples
+from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.training import RewardTrainer
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import Uniform
 from flowalign.types import NoisyBackbone
-from reward_models.heads import MLP
+from reward_models.backbones.heads import MLP
 from tests.fixtures.pixel import PixelPolicy
 
 
@@ -37,7 +37,7 @@ class Noisy(NoisyBackbone):
     def embed(self, batch):
         raise AssertionError("latents are given")
 
-    def noised(self, clean, sigma, noise):
+    def add_noise(self, clean, sigma, noise):
         x = (1 - sigma[:, None]) * clean.joint + sigma[:, None] * noise
         return Features(torch.cat([x, sigma[:, None]], 1), clean.prompt)
 
@@ -51,7 +51,7 @@ def preferences(records=12, m=3):
     clean = torch.randn(count, 4, generator=generator)
     labels = -clean[candidate.clamp(min=0), 0][..., None]
     labels[0, 2] = torch.nan
-    samples = [Sample(Media(data=b"x"), f"prompt {i}") for i in range(count)]
+    samples = [RewardSample(Media(data=b"x"), f"prompt {i}") for i in range(count)]
     part = torch.arange(records) % 3
     features = Features(clean, torch.arange(count)[:, None].float())
     return Preferences(samples, candidate, labels, part), features
@@ -59,7 +59,7 @@ def preferences(records=12, m=3):
 
 def noised(seed=0, **times):
     known, clean = preferences()
-    return NoisedSamples(Noisy(), clean, known, Uniform(**times), seed), clean
+    return NoisedFeatures(Noisy(), clean, known, Uniform(**times), seed), clean
 
 
 def taken(features, clean, samples):
@@ -72,7 +72,7 @@ def taken(features, clean, samples):
 def test_candidates_of_a_record_share_noise_and_level_and_records_do_not(how):
     source, clean = noised(low=0.3)
     samples = torch.arange(35) if how == "held" else torch.tensor([0, 1, 5, 6, 7, 34])
-    found = source.held() if how == "held" else source.drawn(samples, 3)
+    found = source.draw_held_out() if how == "held" else source.draw(samples, 3)
     sigma, noise = taken(found, clean, samples)
     record = (samples + 1) // 3
     for one in record.unique():
@@ -86,11 +86,13 @@ def test_candidates_of_a_record_share_noise_and_level_and_records_do_not(how):
 def test_every_update_draws_anew_and_the_held_draws_never_change():
     source, _ = noised()
     samples = torch.arange(6)
-    first, again, next_one = (source.drawn(samples, update).joint for update in (1, 1, 2))
+    first, again, next_one = (source.draw(samples, update).joint for update in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.isclose(first, next_one).any()
-    assert torch.equal(source.held().joint, source.held().joint)
-    assert not torch.isclose(source.held().joint, noised(seed=1)[0].held().joint).any()
+    assert torch.equal(source.draw_held_out().joint, source.draw_held_out().joint)
+    assert not torch.isclose(
+        source.draw_held_out().joint, noised(seed=1)[0].draw_held_out().joint
+    ).any()
 
 
 def test_a_trainer_learns_from_fresh_draws_and_is_assessed_at_held_ones():
@@ -100,9 +102,9 @@ def test_a_trainer_learns_from_fresh_draws_and_is_assessed_at_held_ones():
     trainer = RewardTrainer(
         source.backbone, MLP(hidden=[8]), dimension, source.preferences, source, *settings
     )
-    assert torch.equal(trainer.features.joint, source.held().joint)
+    assert torch.equal(trainer.features.joint, source.draw_held_out().joint)
     seen = []
-    object.__setattr__(source, "drawn", lambda s, u, old=source.drawn: seen.append(u) or old(s, u))
+    object.__setattr__(source, "draw", lambda s, u, old=source.draw: seen.append(u) or old(s, u))
     metrics = list(trainer.epochs())
     assert seen == [0, 1, 2, 3]
     rows = trainer.preferences.rows("held_out")

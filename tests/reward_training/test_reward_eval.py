@@ -1,6 +1,5 @@
 """`flowalign reward eval`: tables with known answers, and the page made of them."""
 
-import argparse
 import json
 import math
 import re
@@ -9,12 +8,12 @@ import subprocess
 import pytest
 import torch
 
-from flowalign.cli import score as score_command
-from flowalign.cli.reward import add_eval_arguments, run_eval
-from flowalign.functional.agreement import pairs_within
+from flowalign.cli.commands.reward import run as run_reward
+from flowalign.cli.main import parse
+from flowalign.functional.agreement import list_pairs
 from flowalign.reward_training import eval as reward_eval
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
-from flowalign.reward_training.pairs import both_orders, pairs, read_scores
+from flowalign.reward_training.pairs import find_both_orders, pair_rows, read_scores
 from flowalign.utils.errors import ConfigError
 
 
@@ -39,9 +38,7 @@ def write(folder, rows):
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    add_eval_arguments(parser)
-    return run_eval(parser.parse_args([str(word) for word in words]))
+    return run_reward(parse(["reward", "eval", *map(str, words)]))
 
 
 RANKED = [
@@ -141,7 +138,7 @@ def test_ratings_compare_edits_of_one_source_only(tmp_path):
         for k, source in enumerate(sources)
     ]
     table = read_scores(write(tmp_path, rows) / "scores.jsonl")
-    assert pairs(table, "VQ", "rating/q").lead.tolist() == [-1.0]
+    assert pair_rows(table, "VQ", "rating/q").lead.tolist() == [-1.0]
 
 
 def test_an_invalid_score_is_neither_right_nor_wrong(tmp_path):
@@ -150,7 +147,7 @@ def test_an_invalid_score_is_neither_right_nor_wrong(tmp_path):
         medium("e", 0, 9.0, False, rank__overall=2),
         medium("e", 1, None, True, rank__overall=1),
     ]
-    found = pairs(read_scores(write(tmp_path, rows) / "scores.jsonl"), "VQ", "rank/overall")
+    found = pair_rows(read_scores(write(tmp_path, rows) / "scores.jsonl"), "VQ", "rank/overall")
     assert (len(found.lead), found.unscored) == (2, 1)
 
 
@@ -163,7 +160,7 @@ def test_votes_are_shares_and_the_majority_decides(tmp_path):
         medium("c", 0, 1.0, votes__text=0.0),
         medium("c", 1, 0.0, votes__text=0.2),
     ]
-    found = pairs(read_scores(write(tmp_path, rows) / "scores.jsonl"), "VQ", "votes/text")
+    found = pair_rows(read_scores(write(tmp_path, rows) / "scores.jsonl"), "VQ", "votes/text")
     assert found.share.tolist() == pytest.approx([0.7, 0.5, 0.0])
     assert found.human.tolist() == [1, 0, -1]
 
@@ -177,7 +174,7 @@ def test_ratings_compare_media_of_one_prompt_and_correlate_all(tmp_path):
         medium("e", 0, 0.0, prompt="", rating__q=1),
     ]
     table = read_scores(write(tmp_path, rows) / "scores.jsonl")
-    assert pairs(table, "VQ", "rating/q").lead.tolist() == [-2.0]
+    assert pair_rows(table, "VQ", "rating/q").lead.tolist() == [-2.0]
     (result,) = evaluate(table, Settings(repeats=0))["results"]
     assert result["measures"]["spearman"]["value"] == pytest.approx(1.0)
     assert result["measures"]["spearman"]["n"] == 5
@@ -200,7 +197,7 @@ def test_a_judge_that_prefers_what_comes_first_is_found_out(tmp_path):
         *two("6", "o", "y", "x", (2.0, 1.0)),
     ]
     table = read_scores(write(tmp_path, rows) / "scores.jsonl")
-    forward, backward, _ = both_orders(table, "VQ")
+    forward, backward, _ = find_both_orders(table, "VQ")
     assert (forward.tolist(), backward.tolist()) == ([1.0, 1.0], [1.0, -1.0])
     (swap,) = evaluate(table, Settings(repeats=0))["swaps"]
     assert (swap["value"], swap["n"]) == (0.5, 2)
@@ -271,7 +268,7 @@ def test_the_page_leads_with_the_best_and_needs_no_other_file(tmp_path):
     assert "&lt;Size&gt;" in page
     assert "<Size>" not in page
     assert not re.search(r'(src|href)="(?!data:)', page)
-    assert page.count("<img") == 4
+    assert page.count("<figure") == 4
     assert "NaN" not in (tmp_path / "eval.json").read_text()
 
 
@@ -330,13 +327,11 @@ def test_what_is_no_scored_table_is_refused(tmp_path, rows, message):
 
 def test_a_dataset_is_scored_first_by_the_verb_that_does_it(tmp_path, monkeypatch):
     """The command is one that `flowalign score` understands; what it writes is evaluated."""
-    parser = argparse.ArgumentParser()
-    score_command.add_arguments(parser)
     seen = []
 
     def score(command, check, **tied):
-        assert command[1:3] == ["-m", "flowalign.cli.score"]
-        seen.append(parser.parse_args(command[3:]))
+        assert command[1:3] == ["-m", "flowalign"]
+        seen.append(parse(command[3:]))
         write(tmp_path, RANKED)
         return subprocess.CompletedProcess(command, 0)
 
@@ -364,5 +359,5 @@ def test_people_who_decided_on_nothing_get_a_page_too(tmp_path):
 
 
 def test_pairs_of_a_record_are_in_the_order_of_its_media():
-    i, j = pairs_within(torch.tensor([0, 0, 0]))
+    i, j = list_pairs(torch.tensor([0, 0, 0]))
     assert (i < j).all()

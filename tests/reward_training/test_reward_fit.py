@@ -1,14 +1,14 @@
 """`flowalign reward fit`: weights of a checklist from a table, and what it refuses."""
 
-import argparse
 import json
 import math
 
 import pytest
 
-from flowalign.cli.reward import add_fit_arguments, run_fit
+from flowalign.cli.commands.reward import run as run_reward
+from flowalign.cli.main import parse
 from flowalign.utils.errors import ConfigError
-from reward_models.sheet import Item, Sheet, read_sheet
+from reward_models.questions.question_set import Item, QuestionSet, read_question_set
 
 ITEMS = [
     Item("sharp?", 9.0, "look"),
@@ -20,11 +20,11 @@ ITEMS = [
 def rewards(folder, items="true", **sheet):
     """A rewards file with a checklist of three items, whose weights of 9 nobody fitted."""
     given = {"reduction": "sum", "licence": "none", "conditions": {"face": "face?"}} | sheet
-    (folder / "sheet.json").write_text(Sheet("small", "image", items=ITEMS, **given).text())
+    (folder / "sheet.json").write_text(QuestionSet("small", "image", items=ITEMS, **given).text())
     (folder / "rewards.yaml").write_text(
-        "rewards:\n- class_path: reward_models.checklist.Checklist\n  init_args:\n"
+        "rewards:\n- class_path: reward_models.Checklist\n  init_args:\n"
         "    judge: {class_path: tests.fixtures.fake_judge.FakeJudge}\n"
-        f"    sheet: {folder / 'sheet.json'}\n    items: {items}\n"
+        f"    question_set: {folder / 'sheet.json'}\n    items: {items}\n"
     )
     return folder / "rewards.yaml"
 
@@ -44,9 +44,7 @@ def table(folder, pairs, names=("item_00", "item_01", "item_02")):
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    add_fit_arguments(parser)
-    return run_fit(parser.parse_args([str(word) for word in words]))
+    return run_reward(parse(["reward", "fit", *map(str, words)]))
 
 
 def test_weights_are_those_of_the_formula_and_what_never_helps_goes(tmp_path, capsys):
@@ -57,7 +55,7 @@ def test_weights_are_those_of_the_formula_and_what_never_helps_goes(tmp_path, ca
     out = tmp_path / "fitted.json"
     given = ("--rewards", rewards(tmp_path), "--humans", "rank/overall", "--out", out)
     assert run(table(tmp_path, pairs), *given, "--held_out", "0.01") == 0
-    sheet = read_sheet(str(out))
+    sheet = read_question_set(str(out))
     assert [item.question for item in sheet.items] == ["sharp?"]
     assert sheet.items[0].weight == pytest.approx(math.log(3), abs=0.03)
     assert sheet.conditions == {}
@@ -73,7 +71,7 @@ def test_ridge_shrinks_and_the_seed_draws_the_held_out_pairs(tmp_path):
     weights = []
     for options in ((), ("--ridge", "0.5"), ("--seed", "7")):
         assert run(folder, *given, tmp_path / "new" / "out.json", *options) == 0
-        weights.append(read_sheet(str(tmp_path / "new" / "out.json")).items[0].weight)
+        weights.append(read_question_set(str(tmp_path / "new" / "out.json")).items[0].weight)
     assert weights[1] < weights[0]
     assert weights[2] != weights[0]
 
@@ -98,7 +96,7 @@ def test_a_list_without_a_reward_that_can_be_fitted_is_refused(tmp_path):
     folder = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0), ((0, 1, 0), (1, 0, 1), 1)])
     given = ("--humans", "rank/overall", "--out", tmp_path / "out.json")
     with pytest.raises(ConfigError, match="has 0 rewards whose weights can be fitted"):
-        run(folder, "--rewards", "reward_models.jpeg.JpegSize", *given)
+        run(folder, "--rewards", "reward_models.JpegSize", *given)
     one = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0)])
     with pytest.raises(ConfigError, match="has 1 scored pairs in rank/overall; 2 are needed"):
         run(one, "--rewards", rewards(tmp_path), *given)

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from flowalign.data.records import Record
+from flowalign.data.media.media import Media
+from flowalign.data.media_record import Record
 from flowalign.functional.rating import Features, ridge
-from flowalign.media.media import Media
-from flowalign.reward_training.embeddings import Sample
-from flowalign.reward_training.figures import figures
-from flowalign.reward_training.folder import restore_state, save_state
-from flowalign.reward_training.labels import PARTS, Preferences, gather
+from flowalign.reward_training.agreement import measure_agreement
+from flowalign.reward_training.embeddings import RewardSample
+from flowalign.reward_training.labels import PARTS, Preferences, gather_preferences
 from flowalign.reward_training.losses import (
     BradleyTerry,
     BradleyTerryTies,
@@ -23,13 +22,14 @@ from flowalign.reward_training.losses import (
     Thurstone,
     Uncertainty,
     VoteFraction,
-    pairs_of,
+    label_pairs,
 )
+from flowalign.reward_training.model_folder import restore_state, save_state
 from flowalign.reward_training.recipe import Dimension, Ridge, Schedule
-from flowalign.reward_training.training import RewardTrainer, weighted
+from flowalign.reward_training.training import RewardTrainer, weigh_losses
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.types import Backbone
-from reward_models.heads import MLP, Linear, PromptGated
+from reward_models.backbones.heads import MLP, Linear, PromptGated
 from tests.fixtures.training import checked
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def preferences(labels, seed=0):
     """One prompt per record; every fifth record is held out, every fifth tested."""
     records, m = labels.shape[:2]
     part = torch.tensor([0, 1, 0, 2, 0])[torch.arange(records) % 5]
-    samples = [Sample(Media(data=b"x"), f"prompt {i // m}") for i in range(records * m)]
+    samples = [RewardSample(Media(data=b"x"), f"prompt {i // m}") for i in range(records * m)]
     table = labels if labels.ndim == 3 else labels[..., None]
     return Preferences(samples, torch.arange(records * m).view(records, m), table, part)
 
@@ -110,7 +110,7 @@ def learn(features, labels, dimension, head=None, **settings):
 def accuracy(some, labels, kind, score=None, part="test"):
     rows = some.preferences.rows(part)
     score = some.scores(rows).score[..., 0] if score is None else score[rows]
-    return figures(score, labels[rows], kind)
+    return measure_agreement(score, labels[rows], kind)
 
 
 def drawn(probability, seed=1):
@@ -149,13 +149,13 @@ def test_ties_teach_how_readily_people_see_one():
     share = float((labels[:, 0] == labels[:, 1]).float().mean())
     assert 0.15 < share < 0.5
     some = learn(x, labels, Dimension(loss=BradleyTerryTies(tie_share=0.9)), epochs=12, rate=0.2)
-    assert some.dimensions["quality"].loss.learned()["k"] == pytest.approx(k, rel=0.12)
+    assert some.dimensions["quality"].loss.learned_values()["k"] == pytest.approx(k, rel=0.12)
     found, best = accuracy(some, labels, "ranks"), accuracy(some, labels, "ranks", true)
     assert found["accuracy"] > best["accuracy"] - 0.02
     assert found["accuracy_with_ties"] > best["accuracy_with_ties"] - 0.03
     fixed = BradleyTerryTies(learn_k=False)
     learn(x, labels, Dimension(loss=fixed), epochs=1)
-    assert fixed.learned()["k"] == pytest.approx(5.0, rel=1e-3)
+    assert fixed.learned_values()["k"] == pytest.approx(5.0, rel=1e-3)
 
 
 def disputed():
@@ -194,7 +194,7 @@ def test_levels_are_learned_with_their_cuts():
     some = learn(x, labels, Dimension(loss=loss, labels="ratings"), epochs=12, rate=0.3)
     found, best = accuracy(some, labels, "ratings"), accuracy(some, labels, "ratings", true)
     assert found["spearman"] > best["spearman"] - 0.02
-    gaps = torch.tensor(loss.learned()["cuts"]).diff()
+    gaps = torch.tensor(loss.learned_values()["cuts"]).diff()
     torch.testing.assert_close(gaps, cuts.diff(), atol=0.35, rtol=0)
     labels[0] = 4.0
     with pytest.raises(ValueError, match="a rating of 4 is none of the levels"):
@@ -241,7 +241,7 @@ def test_shares_of_votes_are_soft_targets(loss):
 
 
 def test_pairs_of_ranks_votes_and_ratings_by_hand():
-    ranks = pairs_of(torch.tensor([[1.0, 3.0, 3.0], [2.0, NAN, 1.0], [NAN, 1.0, NAN]]), "ranks")
+    ranks = label_pairs(torch.tensor([[1.0, 3.0, 3.0], [2.0, NAN, 1.0], [NAN, 1.0, NAN]]), "ranks")
     assert ranks.record.tolist() == [0, 0, 0, 1]
     assert list(zip(ranks.a.tolist(), ranks.b.tolist(), strict=True)) == [
         (0, 1),
@@ -250,9 +250,9 @@ def test_pairs_of_ranks_votes_and_ratings_by_hand():
         (0, 2),
     ]
     assert ranks.target.tolist() == [1.0, 1.0, 0.5, 0.0]
-    ratings = pairs_of(torch.tensor([[1.0, 3.0], [2.0, 2.0]]), "ratings")
+    ratings = label_pairs(torch.tensor([[1.0, 3.0], [2.0, 2.0]]), "ratings")
     assert ratings.target.tolist() == [0.0, 0.5]
-    votes = pairs_of(torch.tensor([[0.2, 0.6, 0.2], [0.0, 0.0, 1.0]]), "votes")
+    votes = label_pairs(torch.tensor([[0.2, 0.6, 0.2], [0.0, 0.0, 1.0]]), "votes")
     torch.testing.assert_close(votes.target, torch.tensor([0.25, 0.5, 0.75, 0.0, 0.0]))
     assert votes.record.tolist() == [0, 0, 0, 1, 1]  # two without votes were not compared
 
@@ -289,7 +289,7 @@ def test_records_become_a_table_divided_by_prompt():
     records[5] = replace(records[5], prompt="PROMPT  2", problem="")  # of records 4 and 5
     records.append(replace(records[0], problem="duplicate id: x"))
     records.append(Record("#u", "prompt 1", [Media(path="u.png")], ranks={"a": [1.0]}))
-    table = gather(records, {"a": "ranks", "b": "ratings"}, 0, (0.2, 0.1))
+    table = gather_preferences(records, {"a": "ranks", "b": "ratings"}, 0, (0.2, 0.1))
     assert table.labels.shape == (40, 3, 2)
     assert table.labels[0, :, 0].isnan().all()
     assert table.labels[1, :, 0].tolist() == [1, 2, 2]
@@ -304,19 +304,19 @@ def test_records_become_a_table_divided_by_prompt():
     assert not parts[0] & parts[2]
     assert not parts[1] & parts[2]
     assert table.samples[int(table.candidate[7, 2])].media.path == "7-2.png"
-    other = gather(records, {"a": "ranks", "b": "ratings"}, 1, (0.2, 0.1))
+    other = gather_preferences(records, {"a": "ranks", "b": "ratings"}, 1, (0.2, 0.1))
     assert other.part.tolist() != table.part.tolist()
     assert other.fingerprint() != table.fingerprint()
 
 
 def test_a_candidate_that_failed_loses_its_labels_only():
-    table = gather(
+    table = gather_preferences(
         [record(i, f"p{i}", ranks={"a": [1.0, 2.0, 3.0]}) for i in range(9)],
         {"a": "ranks"},
         0,
         (0.2, 0.0),
     )
-    less = table.without([4])
+    less = table.exclude([4])
     assert less.labels[1, :, 0].isnan().tolist() == [False, True, False]
     assert int(less.labels.isnan().sum()) == 1
 
@@ -326,11 +326,11 @@ def test_data_that_say_nothing_of_a_dimension_are_refused_by_name():
     with pytest.raises(
         ValueError, match=r"no record has ranks of 'b'; the data have ranks of \['a'\]"
     ):
-        gather(records, {"a": "ranks", "b": "ranks"}, 0, (0.2, 0.1))
+        gather_preferences(records, {"a": "ranks", "b": "ranks"}, 0, (0.2, 0.1))
     with pytest.raises(ValueError, match="no record of the data has ratings of a"):
-        gather(records, {"a": "ratings"}, 0, (0.2, 0.1))
+        gather_preferences(records, {"a": "ratings"}, 0, (0.2, 0.1))
     with pytest.raises(ValueError, match="1 prompts cannot be divided"):
-        gather([replace(r, prompt="p") for r in records], {"a": "ranks"}, 0, (0.2, 0.1))
+        gather_preferences([replace(r, prompt="p") for r in records], {"a": "ranks"}, 0, (0.2, 0.1))
 
 
 # The loop -----------------------------------------------------------------------------------------
@@ -422,9 +422,9 @@ def test_training_stops_when_the_held_out_loss_no_longer_falls_and_keeps_the_bes
     assert len(held) == best + 1 + 3 < 60
     some.use_best()
     rows = some.preferences.rows("held_out")
-    assert float(weighted(some.dimensions, some._losses(some.scores(rows), rows))) == pytest.approx(
-        held[best]
-    )
+    assert float(
+        weigh_losses(some.dimensions, some._losses(some.scores(rows), rows))
+    ) == pytest.approx(held[best])
 
 
 def test_gradients_that_are_not_finite_end_the_training_with_advice():
@@ -505,10 +505,12 @@ def test_gates_learn_which_aspect_decides_for_which_prompt(first_stage):
     some.use_best()
     rows = some.preferences.rows("test")
     score = some.scores(rows).score[..., 2]
-    found = figures(score, labels[rows][..., 2], "ranks")["accuracy"]
+    found = measure_agreement(score, labels[rows][..., 2], "ranks")["accuracy"]
     plain = trainer(x, labels, dimensions, Linear(), prompt, epochs=15)
     list(checked(1, plain.epochs()))
-    without = figures(plain.scores(rows).score[..., 2], labels[rows][..., 2], "ranks")["accuracy"]
+    without = measure_agreement(plain.scores(rows).score[..., 2], labels[rows][..., 2], "ranks")[
+        "accuracy"
+    ]
     assert found > 0.93 > 0.85 > without
     first = some.preferences.candidate[rows][:, 0]
     (gate,) = some.rater.head.weights(some.rater.prompt(prompt[first]))

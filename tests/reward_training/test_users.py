@@ -64,7 +64,7 @@ def test_a_user_is_the_directions_of_the_first_choices(choices, tmp_path):
     cfg = UserEmbeddings(
         backbone=MeanColour(), path=str(choices), shots=2, micro_batch=1, output="u.safetensors"
     )
-    found = cfg.embedded()
+    found = cfg.embed()
     assert [*found] == ["ann"]
     wanted = torch.stack([direction("red", "blue"), direction("red", "grey")])
     assert_close(found["ann"], wanted)
@@ -78,7 +78,7 @@ def test_longer_features_count_no_more():
 def test_too_few_choices_and_other_files_are_refused(choices):
     given = {"backbone": MeanColour(), "path": str(choices)}
     with pytest.raises(ValueError, match="the most of a user_id are 3"):
-        UserEmbeddings(**given, shots=4, output="u.safetensors").choices()
+        UserEmbeddings(**given, shots=4, output="u.safetensors").select_choices()
     with pytest.raises(ValueError, match=r"must end in \.safetensors"):
         UserEmbeddings(**given, output="u.pt")
 

@@ -6,19 +6,18 @@ from argparse import Namespace
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flowalign.cli.main import VERBS, run
-from flowalign.cli.messages import MAX_LINES
+from flowalign.cli.commands import train as train_command
+from flowalign.cli.dispatch import MAX_LINES, run_verb
 from flowalign.rewards.checked import (
     CheckedReward,
     RewardError,
     RewardFailure,
+    check_output,
     check_spec,
-    checked,
     load,
 )
 from flowalign.rewards.composite import Rewards
@@ -130,7 +129,7 @@ def test_a_value_that_is_not_finite_has_failed_whatever_its_model_says(bad):
 
 def test_a_failed_score_is_not_a_number_even_if_its_model_left_one_there():
     valid = torch.tensor([[True, False]] * 3)
-    output = checked(SPEC, changed(valid=valid, reasons={0: "dark"}), 3)
+    output = check_output(SPEC, changed(valid=valid, reasons={0: "dark"}), 3)
     assert output.values[:, 1].isnan().all()
     assert output.values[:, 0].tolist() == [0.0, 2.0, 4.0]
     assert output.reasons == {0: "dark"}
@@ -203,9 +202,9 @@ def test_training_ends_with_exit_code_1_and_one_short_message(capsys, monkeypatc
             return batch.medium
 
     rewards = Rewards([Typo(None)], {"warm": 1.0})
-    training = SimpleNamespace(run=lambda _: train(new_recipe(), new_learner(), rewards))
-    monkeypatch.setitem(VERBS, "train", training)
-    assert run(Namespace(verb="train")) == 1
+    training = lambda _: train(new_recipe(), new_learner(), rewards)  # noqa: E731
+    monkeypatch.setattr(train_command, "run", training)
+    assert run_verb(Namespace(verb="train", module="train")) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) <= MAX_LINES
     assert "warmth" in said

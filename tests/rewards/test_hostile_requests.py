@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flowalign.cli.ranges import Parser
-from flowalign.cli.serve import add_arguments, run
-from flowalign.rewards.limits import Limits, Refused, Room
-from flowalign.rewards.listening import bound
+from flowalign.cli.commands.serve import run
+from flowalign.cli.options import Parser
+from flowalign.cli.serve import add_arguments
+from flowalign.rewards.batching import Limits, Refusal, Room
+from flowalign.rewards.server import listen
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
-from reward_models.remote import RemoteReward
+from reward_models.wrappers.remote import RemoteReward
 from tests.fixtures.running import Running
 from tests.fixtures.served import (
     JSON,
@@ -34,7 +35,7 @@ from tests.fixtures.served import (
 )
 
 CONTENT = "application/x-flowalign"
-SMALL = {"max_picture_mp": 1.0, "max_request_mp": 2.0, "max_request_mb": 8.0, "max_held_mb": 64.0}
+SMALL = {"max_image_mp": 1.0, "max_request_mp": 2.0, "max_request_mb": 8.0, "max_held_mb": 64.0}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_a_malformed_request_is_refused_with_a_reason_and_disables_nothing(there
     assert 0 < len(json.loads(answer)["error"]) < 1000
     assert there.service.health()["status"] == "ready"
     assert post(there.url, JSON, json_request())[0] == 200
-    assert there.service.room.requests == there.service.room.size == 0
+    assert there.service.room.held == {}
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -61,8 +62,8 @@ def test_pictures_are_refused_by_their_declared_size_before_they_are_decoded(
     def decode(*_):
         raise AssertionError("it was decoded")
 
-    monkeypatch.setattr("flowalign.rewards.requests._decoded", decode)
-    monkeypatch.setattr("flowalign.rewards.requests.batch_of", decode)
+    monkeypatch.setattr("flowalign.rewards.protocol._decode_images", decode)
+    monkeypatch.setattr("flowalign.rewards.protocol._decode_tensors", decode)
     status, answer = post(there.url, *OVERSIZED[name])
     assert (status, "pixels" in answer or "MP" in answer) == (413, True)
 
@@ -111,24 +112,24 @@ def test_a_request_that_stops_half_way_is_refused_and_let_go():
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"not received within 0.1 seconds" in answer
-        assert there.service.room.requests == there.service.room.size == 0
+        assert there.service.room.held == {}
 
 
 def test_bodies_are_received_up_to_a_number_and_a_size():
     limits = Limits(max_requests=2, max_request_mb=1.0, max_request_mp=0.1, max_held_mb=4.0)
     room = Room(limits)
-    with room.hold() as first, room.hold() as second:
-        first.add(3 * 2**20)
-        with pytest.raises(Refused, match="fill 4 MB") as full:
-            second.add(2**20 + 1)
-        with pytest.raises(Refused, match="2 requests are waiting"), room.hold():
+    with room.admit() as hold_first, room.admit() as hold_second:
+        hold_first(3 * 2**20)
+        with pytest.raises(Refusal, match="fill 4 MB") as full:
+            hold_second(2**20 + 1)
+        with pytest.raises(Refusal, match="2 requests are waiting"), room.admit():
             pass
         assert full.value.status == 503
-    assert (room.requests, room.size) == (0, 0)
+    assert room.held == {}
 
 
 def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr("flowalign.rewards.http.RETRY_AFTER_S", 0)
+    monkeypatch.setattr("flowalign.rewards.server.RETRY_AFTER_S", 0)
     gate = threading.Event()
 
     class Slow(Level):
@@ -143,7 +144,7 @@ def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatc
         ]
         busy, room = [], there.service.room
         while not busy:
-            if room.requests:
+            if room.held:
                 connection = socket.create_connection(("127.0.0.1", there.port), 60)
                 connection.sendall(b"POST /score HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
                 busy = [connection.recv(65536)]
@@ -156,12 +157,12 @@ def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatc
 
 
 def test_a_busy_server_is_no_failure_of_a_client_without_retries(monkeypatch):
-    monkeypatch.setattr("flowalign.rewards.http.RETRY_AFTER_S", 0)
+    monkeypatch.setattr("flowalign.rewards.server.RETRY_AFTER_S", 0)
     with Running(Level(), max_requests=1) as there:
         reward = RemoteReward(there.url, ["level"], retries=0, timeout=60.0)
         reward.load()
-        there.service.room.requests = 1
-        threading.Timer(0.1, lambda: setattr(there.service.room, "requests", 0)).start()
+        there.service.room.held["other"] = 0
+        threading.Timer(0.1, there.service.room.held.clear).start()
         assert reward.score(MediaBatch(torch.rand(1, 1, 3, 2, 2), ["a"])).valid.all()
 
 
@@ -173,16 +174,18 @@ def test_a_port_that_does_not_exist_is_refused_at_once(capsys, port):
 
 
 def test_a_port_in_use_is_said_in_one_line():
-    with bound("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1, port {port}: ") as said:
+        with pytest.raises(
+            ConfigError, match=f"cannot serve on host '127.0.0.1', port {port}: "
+        ) as said:
             run(arguments("--port", str(port)))
     assert len(str(said.value).splitlines()) == 1
 
 
 def test_a_host_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv("FLOWALIGN_REWARD_TOKEN", "secret")
-    with pytest.raises(ConfigError, match="--host 'no such host' is no address"):
+    with pytest.raises(ConfigError, match="cannot serve on host 'no such host'"):
         run(arguments("--host", "no such host", "--port", "0"))
 
 
@@ -195,7 +198,7 @@ def test_a_host_that_is_not_here_is_refused(monkeypatch):
         ("deadline", "0"),
         ("read_timeout", "inf"),
         ("max_request_mb", "-3"),
-        ("max_picture_mp", "0"),
+        ("max_image_mp", "0"),
         ("max_request_mp", "nan"),
         ("max_held_mb", "0"),
         ("max_requests", "0"),
@@ -215,7 +218,7 @@ def test_room_for_less_than_the_largest_request_is_refused():
 def arguments(*words):
     parser = Parser()
     add_arguments(parser)
-    return parser.parse_args(["reward_models.jpeg.JpegSize", *words])
+    return parser.parse_args(["reward_models.JpegSize", *words])
 
 
 @pytest.mark.slow

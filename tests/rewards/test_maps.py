@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from flowalign.rewards.checked import CheckedReward, RewardError
 from flowalign.rewards.composite import Rewards
+from flowalign.training.matching.source import StreamContext
 from flowalign.training.recipe import RunContext
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 from tests.fixtures.pixel import PixelPolicy, Redness
@@ -99,7 +100,7 @@ def test_the_map_of_a_reward_weighs_the_places_of_each_sample(tmp_path):
     cfg = groups(tmp_path, weight_map="mapped")
     cfg.check(context(Mapped()))
     policy, rewards = VideoPixel(), Rewards([Mapped(dark=[1])], {"redness": 1.0})
-    examples = batch_of(cfg.open(new_learner(policy), rewards, 0)).examples
+    examples = batch_of(cfg.open(new_learner(policy), StreamContext(rewards, 0))).examples
     shining = policy.decode(examples.latents).mean(2)[:, None]
     expected = interpolate(shining, size=GRID, mode="area")
     expected = expected / expected.mean((1, 2, 3, 4), keepdim=True)

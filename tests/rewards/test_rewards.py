@@ -120,9 +120,9 @@ def test_rewards_of_one_batch_are_computed_while_the_next_is_sampled():
 
     learner.policy.velocity = watched
     cfg = new_recipe(rollout_batch_prompts=1)
-    collect_rollouts(cfg, learner, Rewards([model], {"redness": 1.0}), plain_requests(THREE), 0, 0)(
-        [4]
-    )
+    collect_rollouts(
+        cfg.rollouts, learner, Rewards([model], {"redness": 1.0}), plain_requests(THREE), 0, 0
+    )([4])
     assert model.calls == [4, 4, 4]
     assert len(calls) == 3 * 4
 
@@ -155,8 +155,8 @@ def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
     model, learner = Rank(), new_learner()
     cfg = new_recipe({"micro_batch": micro_batch})
     rewards = Rewards([Redness(), model], {"rank": 1.0})
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    values = completion_values(cfg, learner, rewards, trajectory)([4])[:, 0]
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory)([4])[:, 0]
     assert len(model.groups) == 1
     assert [len(set(model.groups[0][i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
     assert len(set(model.groups[0])) == 3
@@ -168,8 +168,8 @@ def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
 def test_states_of_different_steps_are_different_groups():
     model, learner = Rank(), new_learner()
     cfg = new_recipe(credit=Gain())
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    completion_values(cfg, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    completion_values(cfg.rollouts, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
     assert len(set(model.groups[0])) == 6
 
 
@@ -207,7 +207,7 @@ def test_loading_prepares_exactly_the_models_that_need_it():
 
 def test_log_sigmoid_centred_by_hand_and_only_where_named():
     transform = LogSigmoidCentred(reference={"b": 0.5}, scale=0.25)
-    trajectory = replace(new_recipe().empty_trajectory([0]), requests=plain_requests("xy"))
+    trajectory = replace(new_recipe().rollouts.empty_trajectory([0]), requests=plain_requests("xy"))
     values = torch.tensor([[[3.0, 0.5], [4.0, 1.0]], [[5.0, math.nan], [6.0, 0.0]]])
     given = TransformedValues(Given(values), ("a", "b"), transform, trajectory)([0, 1])
     half, two = math.log(0.5), math.log(1 / (1 + math.exp(-2)))
@@ -235,7 +235,7 @@ def test_outcomes_of_earlier_steps_are_centred_by_their_own_request():
     values = torch.tensor([[3.0], [3.0], [5.0]])
     transform = LogSigmoidCentred(reference_columns={"redness": "usual"})
     requests = [Request("x", metadata={"usual": u}) for u in (1.0, 1.0, 4.0, 4.0)]
-    empty = new_recipe().empty_trajectory([0])
+    empty = new_recipe().rollouts.empty_trajectory([0])
     trajectory = replace(empty, requests=requests, group_size=2)
     given = Earlier(PastOutcomes(values, torch.tensor([1, 0, 1])))
     past = TransformedValues(given, ("redness",), transform, trajectory).past(1)
@@ -259,12 +259,16 @@ def test_a_request_without_its_reference_is_named_with_its_row():
 
 
 def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
-    learner, cfg = new_learner(), new_recipe(advantage_scale="none")
+    learner, cfg = new_learner(), new_recipe(advantages={"scale": "none"})
     reference = LogSigmoidCentred(reference={"redness": -5.0})
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    plain, raw = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
-    cfg = new_recipe(advantage_scale="none", value_transform=reference)
-    moved, same = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    plain, raw = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
+    cfg = new_recipe(advantages={"scale": "none", "value_transform": reference})
+    moved, same = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     assert raw["reward/redness"] == same["reward/redness"]
     ratio = moved.advantage.abs().sum() / plain.advantage.abs().sum()
     assert 0.003 < ratio < 0.01, "far above the reference, log sigmoid is nearly flat: e^-5"
@@ -272,14 +276,18 @@ def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
 
 def test_dominated_samples_are_not_trained_and_the_baseline_is_everyones():
     learner = new_learner()
-    trajectory = rollout(new_recipe(), learner, plain_requests(THREE), 0, 0)
+    trajectory = rollout(new_recipe().rollouts, learner, plain_requests(THREE), 0, 0)
     rewards = new_rewards(redness=1.0, green=1.0)
     everyone, _ = credited(
-        new_recipe(), learner, completion_values(new_recipe(), learner, rewards, trajectory)
+        new_recipe(),
+        learner,
+        completion_values(new_recipe().rollouts, learner, rewards, trajectory),
     )
-    cfg = new_recipe(pareto="group")
-    some, metrics = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
-    final = completion_values(cfg, learner, rewards, trajectory)([4])[:, 0].view(3, 4, 2)
+    cfg = new_recipe(advantages={"pareto": "group"})
+    some, metrics = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory)
+    )
+    final = completion_values(cfg.rollouts, learner, rewards, trajectory)([4])[:, 0].view(3, 4, 2)
     above = (final[:, :, None] >= final[:, None]).all(3) & (final[:, :, None] > final[:, None]).any(
         3
     )
@@ -300,7 +308,10 @@ def test_one_weighted_dimension_leaves_the_best_of_the_batch_only():
 
 def test_a_dimension_beyond_its_threshold_loses_weight_and_one_below_gains():
     for at, rises in ((5.0, True), (-5.0, False)):
-        rewards, cfg = new_rewards(), new_recipe(thresholds=Thresholds(at={"redness": at}))
+        rewards, cfg = (
+            new_rewards(),
+            new_recipe(advantages={"thresholds": Thresholds(at={"redness": at})}),
+        )
         weights = [m["weight/redness"] for m in train(cfg, new_learner(), rewards, steps=3)]
         assert weights[0] == 0.5
         assert (weights[2] > weights[1] > weights[0]) == rises
@@ -308,7 +319,9 @@ def test_a_dimension_beyond_its_threshold_loses_weight_and_one_below_gains():
 
 def test_thresholds_refuse_unweighted_dimensions():
     with pytest.raises(ValueError, match="thresholds name green; weighted dimensions are redness"):
-        new_recipe(thresholds=Thresholds(at={"green": 1.0})).check_rewards(new_rewards())
+        new_recipe(
+            advantages={"thresholds": Thresholds(at={"green": 1.0})}
+        ).advantages.check_rewards(new_rewards())
     with pytest.raises(ValueError, match="need a dimension"):
         Thresholds(at={})
 
@@ -318,7 +331,7 @@ def test_multipliers_survive_a_checkpoint_bit_for_bit(tmp_path):
     later = start.update(torch.tensor([0.9, math.nan])).update(torch.tensor([-0.7, math.nan]))
     learner = new_learner()
     folder = save(tmp_path, 1, learner, "x: 1", {"multipliers": later.state()})
-    again: Multipliers = start.restored(restore(folder, learner)["multipliers"])
+    again: Multipliers = start.restore(restore(folder, learner)["multipliers"])
     assert torch.equal(again.raw, later.raw)
     assert torch.equal(again.velocity, later.velocity)
     assert later.raw[0] != 0

@@ -12,12 +12,12 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.rewards.checked import CheckedReward, RewardGone
-from flowalign.rewards.config import rewards_of
+from flowalign.rewards.config import build_reward_models
 from flowalign.rewards.protocol import output_from_json, output_to_json
 from flowalign.rewards.scorer import TOKEN
 from flowalign.types import MediaBatch, RewardOutput
 from flowalign.utils.errors import ConfigError
-from reward_models.scorer_process import ScorerProcess
+from reward_models.wrappers.scorer_process import ScorerProcess
 from tests.fixtures.scorers import Mortal, Places
 
 PLACES = {"class_path": "tests.fixtures.scorers.Places", "init_args": {"seconds": 0.0}}
@@ -45,15 +45,15 @@ def calls(folder: Path) -> list[list[int]]:
 
 def test_a_run_file_says_what_runs_where_and_the_class_is_checked_here():
     entry = {
-        "class_path": "reward_models.scorer_process.ScorerProcess",
+        "class_path": "reward_models.ScorerProcess",
         "init_args": {"reward": PLACES, "device": "cuda:3"},
     }
-    (model,), text = rewards_of({"rewards": [entry]}, "x.yaml")
+    (model,), text = build_reward_models({"rewards": [entry]}, "x.yaml")
     assert (model.spec.name, model.spec.dims, model.spec.maps) == ("places", ("bright",), True)
     assert "tests.fixtures.scorers.Places" in text
     wrong = entry["init_args"] | {"reward": PLACES | {"init_args": {"secnds": 1}}}
     with pytest.raises(ConfigError, match="secnds"):
-        rewards_of({"rewards": [entry | {"init_args": wrong}]}, "x.yaml")
+        build_reward_models({"rewards": [entry | {"init_args": wrong}]}, "x.yaml")
 
 
 def test_a_class_of_another_environment_declares_its_dimensions():

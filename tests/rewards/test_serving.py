@@ -14,11 +14,11 @@ from PIL import Image
 from safetensors.torch import load
 from torch.testing import assert_close
 
-from flowalign.cli.serve import is_loopback, run, snippet
-from flowalign.rewards.batching import Batcher
+from flowalign.cli.commands.common import is_loopback
+from flowalign.cli.commands.serve import format_snippet, run
+from flowalign.rewards.batching import Batcher, Limits
 from flowalign.rewards.checked import RewardError
-from flowalign.rewards.limits import Limits
-from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
+from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, read_request
 from flowalign.types import (
     Column,
     Loadable,
@@ -30,7 +30,7 @@ from flowalign.types import (
     RewardSpec,
 )
 from flowalign.utils.errors import ConfigError
-from reward_models.remote import RemoteReward
+from reward_models.wrappers.remote import RemoteReward
 from tests.fixtures.running import Running
 
 pytestmark = pytest.mark.slow
@@ -108,7 +108,7 @@ def test_pixels_of_8_bits_travel_unchanged_in_a_quarter_of_the_bytes():
     batch = batch_of()
     eight = MediaBatch((batch.media * 255).round() / 255, batch.prompts)
     small, full = (b"".join(pack_batch(eight, kind, {})) for kind in ("8bit", "float32"))
-    assert torch.equal(unpack_batch(small)[0].media, eight.media)
+    assert torch.equal(read_request(small, CONTENT_TYPE, lambda _: None)[1].media, eight.media)
     assert 0 <= len(full) - len(small) - 3 * eight.media.numel() < 16
     assert load(small)["media"].dtype == torch.uint8
 
@@ -244,7 +244,7 @@ def test_a_server_that_dies_gives_invalid_rows_and_one_that_comes_back_is_used_a
         assert reward.score(batch).valid.all()
     dead = reward.score(batch)
     assert not dead.valid.any()
-    assert "failed 1 times, last with ConnectionRefusedError" in dead.reasons[0]
+    assert "failed 1 times, last with ConnectError" in dead.reasons[0]
     with Running(Mean(), port=there.port):
         assert reward.score(batch).valid.all()
 
@@ -417,7 +417,7 @@ def test_the_snippet_is_a_run_files_reward_list(tmp_path):
 
     with Running(Mean(), Mean("other")) as there:
         file = tmp_path / "rewards.yaml"
-        file.write_text(snippet(there.service, there.url))
+        file.write_text(format_snippet(there.service.batchers, there.url))
         models, _ = load_rewards(str(file))
     assert [m.model for m in models] == ["mean", "other"]
     assert models[1].spec.dims == ("level", "length")

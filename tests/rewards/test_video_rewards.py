@@ -15,16 +15,17 @@ from flowalign.rewards.objectives import Thresholds
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
-from reward_models.backbones import Encoder
-from reward_models.gated import Gated
-from reward_models.motion import DynamicDegree, FlowSmoothness
-from reward_models.per_frame import PerFrame
-from reward_models.sheet import read_sheet
-from reward_models.temporal import SubjectConsistency, TemporalFlicker
-from reward_models.vision_reward import vision_reward_video
+from reward_models.backbones.backbones import Encoder
+from reward_models.preference.vision_reward import vision_reward_video
+from reward_models.questions.question_set import read_question_set
+from reward_models.signals.motion import DynamicDegree, FlowSmoothness
+from reward_models.signals.temporal import SubjectConsistency, TemporalFlicker
+from reward_models.wrappers.gated import Gated
+from reward_models.wrappers.per_frame import PerFrame
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import recipe
@@ -102,7 +103,7 @@ def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
     evaluate(policy, rewards, Evaluation(prompts={"all": str(prompts)}, num_prompts=5), ALONE)
     assert model.fps == [8.0] * 5
     cfg = Rollouts(prompts=str(prompts), prompts_per_step=2, samples_per_prompt=3, num_steps=2)
-    next(cfg.open(new_learner(policy), rewards, 0).batches([0]))
+    next(cfg.open(new_learner(policy), StreamContext(rewards, 0)).batches([0]))
     assert model.fps == [8.0] * 11
 
 
@@ -136,7 +137,7 @@ def test_rewards_that_do_not_fit_the_policys_media_are_refused_without_weights()
             Rewards([Redness(), model], {}).check_policy(pictures)
     with pytest.raises(ValueError, match="'flow_smoothness' scores videos; PixelPolicy makes pic"):
         Rewards([FlowSmoothness()], {}).check_policy(pictures)
-    with pytest.raises(ValueError, match=r"'redness' scores images; Slides .*per_frame\.PerFrame"):
+    with pytest.raises(ValueError, match=r"'redness' scores images; Slides .*models\.PerFrame"):
         Rewards([Redness()], {}).check_policy(videos)
     Rewards([Redness()], {}).check_policy(pictures)
     Rewards([DynamicDegree(), FlowSmoothness(), PerFrame(Redness())], {}).check_policy(videos)
@@ -181,10 +182,10 @@ def test_visionreward_video_is_a_reward_of_an_online_step():
     rewards = Rewards([vision_reward_video(judge_)], {"overall": 1.0})
     cfg = new_recipe({"micro_batch": 4})
     batch, metrics = credited(
-        cfg, learner, collect_rollouts(cfg, learner, rewards, plain_requests(THREE), 0, 0)
+        cfg, learner, collect_rollouts(cfg.rollouts, learner, rewards, plain_requests(THREE), 0, 0)
     )
     assert len(judge_.asked) == 12
-    sheet = read_sheet("vision_reward_video")
+    sheet = read_question_set("vision_reward_video")
     written = [q.replace("[[prompt]]", "bb") for q in sheet.questions]
     assert judge_.asked[4:8] == [written] * 4
     weights = [item.weight for item in sheet.items]
@@ -210,10 +211,10 @@ class Quarters(Encoder):
     def read(self):
         self.module = nn.Identity()
 
-    def pictures(self, frames):
+    def embed_images(self, frames):
         return F.adaptive_avg_pool2d(frames, 2).flatten(1) - 0.5
 
-    def prompts(self, prompts):
+    def embed_prompts(self, prompts):
         return torch.zeros(len(prompts), 0)
 
 
@@ -233,7 +234,7 @@ CALM = {"smoothness": 0.3, "flicker": 0.2, "consistency": 0.1}
 def judged(rewards: Rewards, **recipe):
     """Advantages of a prompt's four samples, and their rewards by name."""
     cfg, learner = new_recipe(**recipe), new_learner(Slides())
-    values = collect_rollouts(cfg, learner, rewards, plain_requests(["a"]), 0, 0)
+    values = collect_rollouts(cfg.rollouts, learner, rewards, plain_requests(["a"]), 0, 0)
     batch, metrics = credited(cfg, learner, values)
     named = dict(zip(rewards.dims, values([4])[:, 0].T.tolist(), strict=True))
     return batch.advantage[:, 0].tolist(), named, metrics
@@ -250,7 +251,7 @@ def test_alone_the_rewards_of_calm_prefer_the_still_clip():
 def test_below_a_threshold_of_motion_the_still_clip_is_not_preferred():
     rewards = Rewards([*calm(), DynamicDegree()], CALM | {"dynamic": 1.4})
     floor = Thresholds(at={"dynamic": 0.9}, rate=1.0)
-    advantage, scores, metrics = judged(rewards, thresholds=floor)
+    advantage, scores, metrics = judged(rewards, advantages={"thresholds": floor})
     assert scores["dynamic"] == [0, 1, 1, 1]
     assert metrics["weight/dynamic"] == pytest.approx(1.4 / 2)
     still, moving = -math.sqrt(3), 1 / math.sqrt(3)  # of 0, 1, 1, 1: mean 3/4, deviation sqrt(3)/4

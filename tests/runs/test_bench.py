@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from flowalign.runs import bench
+from flowalign.runs.bench import stage_times as bench
+from flowalign.runs.bench.floor import Floor
 from flowalign.runs.config import load
-from flowalign.runs.floor import Floor
-from flowalign.runs.session import start
-from flowalign.training.policy_gradient.plan import evaluations
+from flowalign.runs.session.session import start
+from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.utils.stages import Stages, stage
 
 SMALL = ["recipe.sampling.samples_per_prompt=3", "recipe.sampling.num_steps=4"]

@@ -2,18 +2,18 @@
 
 import pytest
 
-from flowalign.runs.changes import changes, check_resumable, listed
+from flowalign.runs.config.changes import check_resumable, find_changes, shorten_list
 
 BEFORE = {
     "policy": {
-        "class_path": "pipelines.sd3.SD3",
+        "class_path": "pipelines.SD3",
         "init_args": {"path": "sd3", "lora": {"rank": 4, "alpha": 8}, "new": None},
     },
     "recipe": {
         "class_path": "flowalign.training.PolicyGradient",
         "init_args": {"prompts": "a.txt", "micro_batch": 8, "sampling": {"micro_batch": 8}},
     },
-    "rewards": [{"class_path": "reward_models.jpeg.JpegSize"}],
+    "rewards": [{"class_path": "reward_models.JpegSize"}],
     "ema": {"decay": 0.9, "every": 1},
     "num_steps": 10,
     "seed": 1,
@@ -75,9 +75,9 @@ def test_many_differences_are_counted_within_five_lines():
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
     assert lines[3] == "and 2 more"
-    assert listed(["a", "b", "c"]) == ["a", "b", "c"]
+    assert shorten_list(["a", "b", "c"]) == ["a", "b", "c"]
 
 
 def test_long_values_are_cut():
-    (change,) = changes({"a": "x" * 500}, {"a": 1})
+    (change,) = find_changes({"a": "x" * 500}, {"a": 1})
     assert str(change) == f"a: {'x' * 57}... -> 1"

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -17,15 +18,16 @@ import yaml
 from PIL import Image
 
 from flowalign.cli import main as cli
+from flowalign.cli.commands import compare as compare_command
 from flowalign.reports import comparison_page
 from flowalign.reports.comparison import AXES, Comparison
 from flowalign.reports.comparison_chart import spent_by_all
-from flowalign.runs import compare as comparing
-from flowalign.runs import steps
-from flowalign.runs.compare import Request, compare, curve, held_out
 from flowalign.runs.config import load
+from flowalign.runs.session import train_session
+from flowalign.studies import compare as comparing
+from flowalign.studies.compare import ComparisonRequest, compare, curve, held_out
 from flowalign.training.learner import TrainingFailure
-from tests.fixtures.fake_run import BLANK
+from tests.fixtures.pages import addresses, charts
 from tests.fixtures.pixel import Redness
 
 pytestmark = pytest.mark.slow
@@ -38,14 +40,13 @@ P, S = 2, 3
 def _drawing_only_where_it_matters(request, monkeypatch):
     """Drawing takes a second; the test that looks at pictures asks for `drawn`."""
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(comparison_page, "chart", lambda *_: BLANK)
         monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
-        monkeypatch.setattr(steps, "write_report", lambda _: None)
+        monkeypatch.setattr(train_session, "write_report", lambda _: None)
 
 
 @pytest.fixture
 def drawn():
-    """The charts are really drawn."""
+    """The picture is really drawn."""
 
 
 @pytest.fixture
@@ -115,11 +116,11 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(comparing, "run_all", run_all)
 
 
-def request(*configs, out, seeds=(0, 1), **others) -> Request:
+def request(*configs, out, seeds=(0, 1), **others) -> ComparisonRequest:
     """Each method is one run file, or several that are composed."""
     others = {"metric": "redness"} | others
     files = [[c] if isinstance(c, str) else c for c in configs]
-    return Request(files, others.pop("overrides", []), list(seeds), Path(out), **others)
+    return ComparisonRequest(files, others.pop("overrides", []), list(seeds), Path(out), **others)
 
 
 @cache
@@ -231,35 +232,43 @@ def test_the_page_needs_nothing_but_itself_and_shows_all_methods(
 ):
     compare(request(*finished, out=tmp_path / "out"), quiet)
     page = (tmp_path / "out" / "compare.html").read_text()
-    sources = re.findall(r'(?:src|href)="(.{19})', page)
-    assert sources == ["data:image/svg+xml;"] * 3
-    bare = re.sub(r'src="data:[^"]*"', "", page)
-    assert "http" not in bare
-    assert re.findall("<script[^>]*>", bare) == ["<script>"]
-    assert "fast ends highest in held-out redness: 0.750 ± 0.071" in bare
-    assert "<b>0.750 ± 0.071</b>" in bare
-    assert "0.500 / 0.700" in bare
-    assert "supports no claim" not in bare
+    assert list(charts(page)) == [
+        "Equal reward calls",
+        "Equal network evaluations",
+        "Equal seconds",
+    ]
+    assert addresses(page) == []
+    assert re.findall("<script[^>]*>", page) == ["<script>"]
+    assert "fast ends highest in held-out redness: 0.750 ± 0.071" in page
+    assert "<b>0.750 ± 0.071</b>" in page
+    assert "0.500 / 0.700" in page
+    assert "supports no claim" not in page
     assert 1500 < Image.open(tmp_path / "out" / "compare.png").width < 3000
 
 
 def test_the_page_shows_what_steps_earned_where_a_method_credits_steps(
     finished, tmp_path, nothing_runs
 ):
-    """The last picture of the lowest seed, of the methods that have one."""
+    """The last record of the lowest seed, of the methods that have one."""
     out = tmp_path / "out"
     compare(request(*finished, out=out), quiet)
     assert "What each step earned" not in (out / "compare.html").read_text()
     folder = out / "fast" / "seed0" / "credit"
     folder.mkdir()
     for step, colour in ((0, "red"), (9, "blue")):
-        Image.new("RGB", (1800, 600), colour).save(folder / f"step-{step:06d}.png")
+        content = {"step": step, "prompt": "a", "method": "Gain", "rule": "", "weights": {"x": 1.0}}
+        content |= {"sigmas": [1.0, 0.0], "states": [1], "values": [[0.5]], "credit": [[0.5]]}
+        content |= {"advantage": [[1.0]], "marked": None, "source_row": None}
+        content |= {"image_states": [1], "num_images": 1}
+        (folder / f"step-{step:06d}.json").write_text(json.dumps(content))
+        Image.new("RGB", (20, 20), colour).save(folder / f"step-{step:06d}.png")
     comparison = compare(request(*finished, out=out), quiet)
-    ((name, address),) = comparison_page.credit_pictures(out, comparison)
-    picture = Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
+    ((name, view),) = comparison_page.credit_views(out, comparison)
     assert name == "fast"
-    assert picture.size == (900, 300)
-    assert picture.getpixel((5, 5))[2] > 200
+    assert view.record.step == 9
+    address = view.tables[0].rows[0].cells[-1].image
+    picture = Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
+    assert picture.getpixel((5, 5)) == (0, 0, 255)
     assert "What each step earned" in (out / "compare.html").read_text()
 
 
@@ -350,11 +359,18 @@ def test_one_seed_is_allowed_and_said_to_support_no_claim(finished, tmp_path, no
 
 
 def test_the_metric_is_the_mean_over_splits_not_over_pictures():
-    row = {"eval/a/strict": 0.2, "eval/b/strict": 0.6, "eval/strict": 0.3, "eval/a/colour": 1.0}
-    assert held_out(row, "strict") == pytest.approx(0.4)
-    assert held_out({"eval/a/strict": 0.2, "eval/strict": 0.3}, "strict") == 0.2
+    row = {
+        "eval/a/exact_match": 0.2,
+        "eval/b/exact_match": 0.6,
+        "eval/exact_match": 0.3,
+        "eval/a/colour": 1.0,
+    }
+    assert held_out(row, "exact_match") == pytest.approx(0.4)
+    assert held_out({"eval/a/exact_match": 0.2, "eval/exact_match": 0.3}, "exact_match") == 0.2
     assert held_out({"eval/diversity": 1.5}, "diversity") == 1.5
-    assert held_out({"eval/a/strict": None}, "strict") != held_out({}, "strict")  # both are NaN
+    assert held_out({"eval/a/exact_match": None}, "exact_match") != held_out(
+        {}, "exact_match"
+    )  # both are NaN
 
 
 def test_a_repeated_evaluation_counts_once_and_a_null_not_at_all(finished, tmp_path, nothing_runs):
@@ -376,13 +392,6 @@ def test_a_curve_holds_the_seconds_of_its_own_seed(finished, tmp_path):
     folder = tmp_path / "out" / "fast" / "seed1"
     single = comparing.Single(entries[1], 1, folder, "keep")
     assert [p.costs["seconds"] for p in curve(single, "redness").points] == [0, 3, 6]
-
-
-def test_a_run_of_an_earlier_version_without_costs_is_named(finished, tmp_path, nothing_runs):
-    metrics = tmp_path / "out" / "fast" / "seed0" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace("cost/", "old/"))
-    with pytest.raises(ValueError, match=r"fast/seed0 recorded no costs.*delete"):
-        compare(request(*finished, out=tmp_path / "out"), quiet)
 
 
 def test_other_settings_are_refused_with_the_difference_and_a_way_out(
@@ -478,7 +487,7 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, tmp_path, not
 
 def test_strict_is_compared_unless_told_otherwise(tmp_path):
     (entry,) = comparing.read(request("configs/shapes.yaml", out=tmp_path))
-    assert comparing.metric_of(None, [entry]) == "strict"
+    assert comparing.metric_of(None, [entry]) == "exact_match"
     assert comparing.metric_of("colour", [entry]) == "colour"
     assert comparing.metric_of("diversity", [entry]) == "diversity"
 
@@ -509,7 +518,7 @@ def test_the_command_line_hands_over_files_seeds_and_overrides(
     finished, tmp_path, nothing_runs, monkeypatch
 ):
     asked = []
-    monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
+    monkeypatch.setattr(compare_command, "compare", lambda r, s: asked.append(r) or compare(r, s))
     code = command_line(
         *finished,
         "num_steps=2",
@@ -529,7 +538,7 @@ def test_the_command_line_hands_over_files_seeds_and_overrides(
     assert code == 0
     overrides = ["num_steps=2", "--recipe.sampling.samples_per_prompt", "3", "--num_steps=2"]
     files = [[config] for config in finished]
-    assert asked == [Request(files, overrides, [0, 1], tmp_path / "out", 1, "redness")]
+    assert asked == [ComparisonRequest(files, overrides, [0, 1], tmp_path / "out", 1, "redness")]
 
 
 def test_methods_are_composed_of_their_files_and_named_after_the_last(write, tmp_path, monkeypatch):
@@ -539,7 +548,7 @@ def test_methods_are_composed_of_their_files_and_named_after_the_last(write, tmp
     (tmp_path / "small.yaml").write_text("recipe: {prompts_per_step: 1}")
     small, asked = f"{tmp_path / 'small.yaml'}+{fast}", []
     monkeypatch.setattr(comparing, "run_all", lambda jobs, *_: asked.extend(jobs) or jobs)
-    monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
+    monkeypatch.setattr(compare_command, "compare", lambda r, s: asked.append(r) or compare(r, s))
     argv = ["--base", base, "--seeds", "0", "--out", str(out), "--metric", "redness"]
     assert command_line(f"{tmp_path / 'small.yaml'}", small, *argv) == 1, "no job was run"
     request, *jobs = asked
@@ -575,6 +584,27 @@ class Broken(Redness):
         raise OSError("the reward server is gone")
 
 
+STOPPED = "TEST_COMPARE_STOPPED"
+"""Variable that makes runs wait for a signal in their seventh reward call."""
+
+
+class Waiting(Redness):
+    """A reward that waits for a signal, which so finds every run unfinished."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.signals, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told)  # rewards are made in the main thread, and score in another
+
+    def score(self, batch):
+        self.calls += 1
+        if self.calls == 7 and STOPPED in os.environ:
+            os.read(self.signals, 1)
+        return super().score(batch)
+
+
 def _start(*argv: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "flowalign", "compare", *argv],
@@ -584,46 +614,35 @@ def _start(*argv: str) -> subprocess.Popen:
     )
 
 
-def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_path):
+def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_path, monkeypatch):
     """Real processes: two at once, stopped, gone on; a failing run beside them."""
+    monkeypatch.setenv(STOPPED, "1")
     bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])
+    waits = {"rewards": [{"class_path": "tests.runs.test_compare.Waiting"}]}
     out = tmp_path / "out"
-    argv = [
-        write("plain"),
-        write("fast", 3e-2),
-        "--seeds",
-        "0",
-        "--out",
-        str(out),
-        "--jobs",
-        "2",
-        "--metric",
-        "redness",
-        "--num_steps",
-        "400",
-        "--evaluation.every",
-        "100",
-        "--checkpoints.every",
-        "1000",
-    ]
+    options = {"--seeds": 0, "--out": out, "--jobs": 2, "--metric": "redness", "--num_steps": 12}
+    options |= {"--evaluation.every": 6, "--checkpoints.every": 1000}
+    argv = [write("plain", **waits), write("fast", 3e-2, **waits)]
+    argv += [str(word) for option in options.items() for word in option]
     process = _start(*argv)
     files = [out / name / "seed0" / "metrics.jsonl" for name in ("plain", "fast")]
-    while not all(file.exists() and len(file.read_text().splitlines()) > 3 for file in files):
+    while not all(file.exists() and len(file.read_text().splitlines()) > 2 for file in files):
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
     assert "the same command goes on" in output
     for file in files:
         assert json.loads((file.parent / "summary.json").read_text())["status"] == "interrupted"
+    monkeypatch.delenv(STOPPED)
     process = _start(*argv[:2], bad, *argv[2:])
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 1, output
     assert "1 of 3 runs failed" in output
     assert "the reward server is gone" in (out / "bad" / "seed0.log").read_text()
     rows = json.loads((out / "compare.json").read_text())["rows"]
-    assert [row["method"]["runs"][0]["points"][-1]["step"] for row in rows] == [400, 400]
+    assert [row["method"]["runs"][0]["points"][-1]["step"] for row in rows] == [12, 12]
     assert "resumed" in (out / "plain" / "seed0.log").read_text()
 
 
@@ -634,7 +653,7 @@ def test_costs_that_a_run_never_had_are_not_compared():
         "seconds": 1.5,
         "trajectories": 64.0,
     }
-    comparison = Comparison("strict", budgets, (), 0, math.nan, {})
+    comparison = Comparison("exact_match", budgets, (), 0, math.nan, {})
     assert spent_by_all(comparison, AXES) == ["network_evaluations", "seconds", "trajectories"]
-    nothing = Comparison("strict", dict.fromkeys(budgets, 0.0), (), 0, math.nan, {})
+    nothing = Comparison("exact_match", dict.fromkeys(budgets, 0.0), (), 0, math.nan, {})
     assert spent_by_all(nothing, AXES) == list(AXES)

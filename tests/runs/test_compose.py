@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowalign.runs.compose import FROM_NAMES, Composed, compose, origin_of, read_mapping
+from flowalign.runs.config.compose import FROM_NAMES, Composition, compose, find_origin
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import read_mapping
 
 MODEL = {
-    "policy": {"class_path": "pipelines.sd3.SD3", "init_args": {"path": "here", "height": 32}},
+    "policy": {"class_path": "pipelines.SD3", "init_args": {"path": "here", "height": 32}},
     "reward_weights": {"colour": 0.7, "count": 0.2},
     "recipe": {
         "class_path": "flowalign.training.PolicyGradient",
@@ -43,11 +44,11 @@ def write(name: str, settings: object) -> str:
     return name
 
 
-def recipe_of(composed: Composed) -> dict:
+def recipe_of(composed: Composition) -> dict:
     return composed.values["recipe"]["init_args"]
 
 
-def composed(*settings: object) -> Composed:
+def composed(*settings: object) -> Composition:
     return compose(
         [write(f"{letter}.yaml", s) for letter, s in zip("abcd", settings, strict=False)]
     )
@@ -98,8 +99,8 @@ def test_a_component_met_by_nothing_stays_without_arguments():
 
 
 def test_a_component_given_again_keeps_no_argument_of_the_old_one():
-    result = composed(MODEL, {"policy": {"class_path": "pipelines.sd3.SD3"}})
-    assert result.values["policy"] == {"class_path": "pipelines.sd3.SD3"}
+    result = composed(MODEL, {"policy": {"class_path": "pipelines.SD3"}})
+    assert result.values["policy"] == {"class_path": "pipelines.SD3"}
 
 
 def test_null_and_plain_values_replace_whole_mappings():
@@ -213,7 +214,7 @@ def test_files_of_the_package_are_found_from_any_folder():
     ],
 )
 def test_the_origin_of_a_key_is_found_with_and_without_init_args(key, file):
-    assert origin_of(composed(MODEL, METHOD).origins, key) == file
+    assert find_origin(composed(MODEL, METHOD).origins, key) == file
 
 
 def test_no_file_at_all_is_refused():

@@ -3,9 +3,9 @@
 import pytest
 
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
+from flowalign.runs.planning.plan import plan
 from flowalign.utils.errors import ConfigError
-from pipelines.flux1 import LORA
+from pipelines.families.flux1 import LORA
 from tests.fixtures.run_files import CONFIGS as FOLDER
 from tests.fixtures.run_files import METHODS, MODELS, files_of, loaded
 
@@ -29,7 +29,7 @@ def some(paths):
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_run_file_parses(path):
     run, text = loaded(path)
-    assert f"class_path: {type(run.policy).__module__}.{type(run.policy).__name__}" in text
+    assert f"class_path: pipelines.{type(run.policy).__name__}" in text
 
 
 @pytest.mark.parametrize("path", some(CONFIGS), ids=named)
@@ -131,7 +131,7 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
     assert (tree.samples_per_prompt, tree.eta) == (16, 0.3)
     assert (runs["tp_grpo"].sampling.eta, runs["tp_grpo"].algorithm.kl_coef) == (0.7, 1e-4)
     assert runs["stepwise_flow_grpo"].completion.max_steps == 5
-    assert runs["stepwise_flow_grpo"].advantage_scale == "joint"
+    assert runs["stepwise_flow_grpo"].advantages.scale == "joint"
     assert runs["g2rpo"].credit.strides == [1, 2, 3]
     assert runs["e_grpo"].sampling.merge == 2.2
     assert runs["mixgrpo"].sampling.sde_window.every == 150
@@ -142,7 +142,7 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
     [
         (["recipe.credit=flowalign.credit.Branch"], r"set recipe\.sampling\.branching"),
         (
-            ["recipe.credit=flowalign.credit.LeafAdvantage", "recipe.advantage_scale=given"],
+            ["recipe.credit=flowalign.credit.LeafAdvantage", "recipe.advantages.scale=given"],
             r"recipe\.sampling\.branching to flowalign\.sampling\.(branching\.)?Tree",
         ),
         (
@@ -165,11 +165,11 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
             r"these trajectories branch",
         ),
         (
-            ["recipe.credit=flowalign.credit.Contrast", "recipe.advantage_scale=given"],
+            ["recipe.credit=flowalign.credit.Contrast", "recipe.advantages.scale=given"],
             r"set recipe\.sampling\.seeds_per_prompt to 1",
         ),
         (["recipe.credit=flowalign.credit.Granular"], r"set it to given"),
-        (["recipe.advantage_scale=given"], r"Outcome gives no advantages: choose from group"),
+        (["recipe.advantages.scale=given"], r"Outcome gives no advantages: choose from group"),
         (
             ["recipe.algorithm=flowalign.losses.StepDPO", "recipe.updates_per_step=17"],
             r"updates_per_step is 17, but a loss of pairs divides a step by prompts",

@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flowalign.runs import load, start, train
-from flowalign.runs.plan import plan
+from flowalign.runs.planning.plan import plan
 from flowalign.training.recipe import Recipe
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.tiny_video import build_wan
@@ -60,8 +60,8 @@ def settings(model, recipe, **changes):
         "lora": {"rank": 2, "alpha": 3, "target_modules": TARGETS},
     }
     return {
-        "policy": {"class_path": "pipelines.wan.Wan", "init_args": made},
-        "rewards": [{"class_path": "reward_models.temporal.TemporalFlicker"}],
+        "policy": {"class_path": "pipelines.Wan", "init_args": made},
+        "rewards": [{"class_path": "reward_models.TemporalFlicker"}],
         "reward_weights": {"flicker": 1.0},
         "num_steps": 3,
         "recipe": recipe,
@@ -170,7 +170,7 @@ CRITIC = "recipe.credit.class_path=flowalign.credit.LambdaReturn"
     ("file", "changes", "why"),
     [
         (SD3, [], "SD3 divides no tokens"),
-        (SD3, [], "allowed here: 1. Others do: pipelines.wan.Wan"),
+        (SD3, [], "allowed here: 1. Others do: pipelines.Wan"),
         (VIDEO, ["sharding.context_degree=0"], "is 0; it must be at least 1"),
         (VIDEO, ["sharding.context_degree=3"], "20 tokens of a clip are no multiple"),
         (VIDEO, ["sharding.context_degree=3"], "1, 2, 4; or a width 48 or height 48"),

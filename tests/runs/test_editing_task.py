@@ -7,7 +7,7 @@ import yaml
 
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import load_rewards
-from flowalign.runs.compose import compose
+from flowalign.runs.config.compose import compose
 
 ROOT = Path(__file__).parents[2]
 TASK = "configs/tasks/editing.yaml"

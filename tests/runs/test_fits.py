@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flowalign.cli.main import main
-from flowalign.runs import fits
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
+from flowalign.runs.planning import fits
+from flowalign.runs.planning.plan import plan
 from flowalign.training.recipe import MemoryPart
 
 GB = 10**9
@@ -75,7 +75,7 @@ def out_of(function):
 
 
 def test_what_ran_out_is_told_with_the_next_settings_in_five_lines():
-    told = fits.shortage(out_of("backward"), PARTS).splitlines()
+    told = fits.explain_shortage(out_of("backward"), PARTS).splitlines()
     assert told[0] == (
         "out of memory on the GPU for activations, planned at 30 GB, of 74 GB in all without "
         "reward models"
@@ -89,8 +89,8 @@ def test_what_ran_out_is_told_with_the_next_settings_in_five_lines():
 
 
 def test_a_reward_model_that_ran_out_is_named():
-    assert "serve the rewards" in fits.shortage(out_of("score"), PARTS)
-    assert "GPU, of 74 GB" in fits.shortage(out_of("anything"), PARTS)
+    assert "serve the rewards" in fits.explain_shortage(out_of("score"), PARTS)
+    assert "GPU, of 74 GB" in fits.explain_shortage(out_of("anything"), PARTS)
 
 
 @pytest.mark.slow

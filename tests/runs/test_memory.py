@@ -7,9 +7,9 @@ import torch
 
 from flowalign.credit import Branch, Gain
 from flowalign.losses import SpanGRPO
-from flowalign.runs import memory
 from flowalign.runs.config import Run, load
-from flowalign.runs.plan import plan
+from flowalign.runs.planning import memory
+from flowalign.runs.planning.plan import plan
 from flowalign.sampling import Fixed, FixedFrames, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import MemoryPart, RecipePlan

@@ -46,9 +46,9 @@ def outcome(file: str, key: str, value: str) -> str:
     ("key", "value"),
     [
         ("optimizer.warmup", "-5"),
-        ("recipe.advantage_clip", "-1"),
-        ("recipe.advantage_clip", ".nan"),
-        ("recipe.std_floor", ".inf"),
+        ("recipe.advantages.clip", "-1"),
+        ("recipe.advantages.clip", ".nan"),
+        ("recipe.advantages.std_floor", ".inf"),
         ("recipe.algorithm.surrogate.clip", ".nan"),
         ("recipe.sampling.eta", ".nan"),
         ("optimizer.eps", "-1e-8"),

@@ -10,9 +10,9 @@ import yaml
 from PIL import Image
 
 from flowalign.cli import main as cli
-from flowalign.runs.compose import compose
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
+from flowalign.runs.config.compose import compose
+from flowalign.runs.planning.plan import plan
 from flowalign.training import Matching
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.preference import painted
@@ -86,13 +86,6 @@ def test_the_class_of_the_recipe_makes_it_a_run_of_preferences(written):
     assert not isinstance(load("configs/shapes.yaml")[0].recipe, Matching)
 
 
-def test_a_run_file_with_data_of_its_own_is_of_version_0_1(tmp_path):
-    file = tmp_path / "old.yaml"
-    file.write_text("{num_steps: 1, data: {class_path: flowalign.preference.stored.Stored}}")
-    message = f"{file} is a run file of flowalign 0.1; convert it once: flowalign convert {file}"
-    assert complaint(str(file)) == message
-
-
 def test_what_was_resolved_resolves_to_itself(written, tmp_path):
     _, text = load(written())
     again = tmp_path / "resolved.yaml"
@@ -135,7 +128,7 @@ WRONG = {
     DATA + "batch_size": (0, "recipe.data.batch_size is 0"),
     DATA + "flip": (2.0, "recipe.data.flip is 2.0"),
     DATA + "cache_dtype": ("fp8", "cache_dtype", "fp8", "bfloat16"),
-    "reward_weights": ({"strickt": 1.0}, "strickt", "strict"),
+    "reward_weights": ({"strickt": 1.0}, "strickt", "exact_match"),
 }
 
 
@@ -170,10 +163,10 @@ def with_rollouts(stored: str, **changes) -> str:
 
 
 def test_rollouts_without_rewards_are_refused(written):
-    for wrong in ({"rewards": []}, {"reward_weights": {"strict": 0.0}}, {}):
+    for wrong in ({"rewards": []}, {"reward_weights": {"exact_match": 0.0}}, {}):
         message = complaint(with_rollouts(written(), **wrong))
         assert "data of class Rollouts pairs samples by rewards" in message
-    run, _ = load(with_rollouts(written(), reward_weights={"strict": 1.0}))
+    run, _ = load(with_rollouts(written(), reward_weights={"exact_match": 1.0}))
     assert isinstance(run.recipe, Matching)
 
 
@@ -187,7 +180,7 @@ def test_attributes_and_a_teacher_come_together(written, tmp_path):
 
 
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
-    rewarded = {"reward_weights": {"strict": 1.0}}
+    rewarded = {"reward_weights": {"exact_match": 1.0}}
     for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "masks")):
         changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
@@ -234,7 +227,7 @@ def test_stored_pairs_are_refused_for_a_policy_whose_states_hold_more_than_media
         "video": {"height": 32, "width": 32, "num_frames": 9, "fps": 24.0},
         "lora": None,
     }
-    sounding = {"class_path": "pipelines.ltx2.LTX2", "init_args": arguments}
+    sounding = {"class_path": "pipelines.LTX2", "init_args": arguments}
     plain = {"rewards": [], "evaluation": None, DATA + "held_out": None}
     message = complaint(written({"policy": sounding} | plain))
     assert "recipe.data: LTX2 denoises a clip with its sound, and stored clips" in message
@@ -270,7 +263,7 @@ def test_a_loss_without_reference_is_planned_so_until_a_kl_needs_one(written):
 
 def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
     guided = written({"policy/init_args/guidance": 3.0})
-    rows = plan(load(with_rollouts(guided, reward_weights={"strict": 1.0}))[0])
+    rows = plan(load(with_rollouts(guided, reward_weights={"exact_match": 1.0}))[0])
     assert rows["samples per step"] == "15 = 3 prompts x 5"
     assert rows["pairs per step"] == "at most 3"
     assert rows["sampling evaluations per step"] == str(15 * 7 * 2)

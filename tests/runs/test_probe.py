@@ -9,11 +9,11 @@ from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.functional.signal import moments
-from flowalign.runs import probe_sums as module
-from flowalign.runs.opening import opened
-from flowalign.runs.probe import Opened, gradients_of_steps, probe, probes
-from flowalign.runs.probe_sums import BlockSums, adam_scale, projection
+from flowalign.runs.session.opening import open_run
 from flowalign.sampling.sde_windows import Random
+from flowalign.studies.probe import sums as module
+from flowalign.studies.probe.measure import gradients_of_steps, probe, probes
+from flowalign.studies.probe.sums import BlockSums, adam_scale, projection
 from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
@@ -25,8 +25,10 @@ from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_re
 def one_batch(step_weight="uniform", micro_batch=5):
     recipe = new_recipe(step_weight=step_weight, micro_batch=micro_batch)
     learner = new_learner()
-    trajectory = rollout(recipe, learner, Requests(plain_requests(PROMPTS), 3).batch(0, 3), 0, 0)
-    values = completion_values(recipe, learner, new_rewards(), trajectory)
+    trajectory = rollout(
+        recipe.rollouts, learner, Requests(plain_requests(PROMPTS), 3).batch(0, 3), 0, 0
+    )
+    values = completion_values(recipe.rollouts, learner, new_rewards(), trajectory)
     return recipe, learner, credited(recipe, learner, values)[0]
 
 
@@ -77,8 +79,8 @@ def run(tmp_path):
 
 
 def found_of(run, batches, moments=None):
-    _, learner, rewards, costs = opened(run)
-    found = probe(run, Opened(None, learner, rewards, costs), batches, moments)
+    parts = open_run(run)
+    found = probe(run, parts, batches, moments)
     assert found is not None
     return found
 
@@ -158,7 +160,7 @@ def test_batches_in_which_no_reward_counts_are_no_probe(run):
 
 def test_the_update_is_the_gradient_over_the_root_of_its_mean_square(run):
     """By hand from all batches: one block each, gradients multiplied by 1 / (rms + eps)."""
-    _, learner, rewards, costs = opened(run)
+    parts = open_run(run)
     seen = {}
     add = BlockSums.add
 
@@ -168,7 +170,7 @@ def test_the_update_is_the_gradient_over_the_root_of_its_mean_square(run):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockSums, "add", watched)
-        found = probe(run, Opened(None, learner, rewards, costs), 6)
+        found = probe(run, parts, 6)
     whole = [sum(w * seen[i, k] for k, w in enumerate(found.own)) for i in range(6)]
     clipped = [g * min(1.0, 1.0 / float(g.norm())) for g in whole]
     rms = torch.stack(clipped).square().mean(0).sqrt() + 1e-8

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from flowalign.functional.signal import best_weights, crossed, moments
-from flowalign.runs.probe_figures import (
+from flowalign.functional.signal import best_weights, cross_fit, moments
+from flowalign.studies.probe.figures import (
     comparison,
     drift,
-    ranking,
-    recommended,
-    recommended_weights,
+    rank,
+    recommend,
+    recommend_weights,
     summary,
 )
 from tests.fixtures.probes import new_judged
@@ -35,7 +35,7 @@ def test_the_summary_has_both_metrics_costs_and_the_clip(tmp_path):
         assert [s["best_weight"] for s in steps] == best_weights(truth).tolist()
         assert all(s["signal_error"] > 0 < s["noise_error"] for s in steps)
     row = found["gradient"]["signal_to_noise"]["best weights"]
-    assert row["value"] == pytest.approx(float(crossed(judged.probe.gradient)))
+    assert row["value"] == pytest.approx(float(cross_fit(judged.probe.gradient)))
     assert row["per"]["network_evaluations"] == pytest.approx(row["value"])
     assert row["per"]["reward_calls"] == pytest.approx(row["value"] * 1000 / 96)
     assert row["per"]["seconds"] == pytest.approx(row["value"] * 30)
@@ -46,7 +46,7 @@ def test_the_summary_has_both_metrics_costs_and_the_clip(tmp_path):
 def test_the_ranking_is_by_signal_for_evaluations_and_not_for_batches(tmp_path):
     dear = new_judged(tmp_path, "dear", EARLY, evaluations=10_000)
     cheap = new_judged(tmp_path, "cheap", EARLY, seed=1)
-    rows = ranking([dear, cheap])
+    rows = rank([dear, cheap])
     assert [row["name"] for row in rows] == ["cheap", "dear"]
     assert rows[0]["behind"] is None
     assert not rows[1]["within_error"]
@@ -57,15 +57,15 @@ def test_the_ranking_is_by_signal_for_evaluations_and_not_for_batches(tmp_path):
 def test_noise_that_two_settings_share_is_no_error_of_their_difference(tmp_path):
     """The same batches at two prices: nothing but the price differs."""
     one, other = (new_judged(tmp_path, name, EARLY, seed=3) for name in ("one", "other"))
-    row = ranking([one, other])[1]
+    row = rank([one, other])[1]
     assert row["behind"] == {"value": 0.0, "error": 0.0}
-    apart = ranking([one, new_judged(tmp_path, "apart", EARLY, seed=4)])[1]
+    apart = rank([one, new_judged(tmp_path, "apart", EARLY, seed=4)])[1]
     assert apart["behind"]["error"] > 0
 
 
 def test_weights_of_noise_are_not_recommended_on_average(tmp_path):
     """Judged by other batches, they show more than equal weights about every other time."""
-    found = [recommended_weights(new_judged(tmp_path, "x", NOTHING, seed=k)) for k in range(30)]
+    found = [recommend_weights(new_judged(tmp_path, "x", NOTHING, seed=k)) for k in range(30)]
     assert 4 < sum(weights is not None for weights in found) < 26
     assert all(any(weights) for weights in found if weights)
 
@@ -76,9 +76,9 @@ def test_recommended_are_the_best_weights_of_the_best_setting_at_the_last_weight
         new_judged(tmp_path, "early", EARLY, "step-000020"),
         new_judged(tmp_path, "nothing", NOTHING, "step-000020"),
     ]
-    best = recommended(judged)
+    best = recommend(judged)
     assert best is judged[1]
-    weights = recommended_weights(best)
+    weights = recommend_weights(best)
     assert weights[0] == 1
     assert max(weights[1:]) < 0.5
     assert comparison(judged)["recommended"] == {

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.runs import probe_settings as module
 from flowalign.runs.config import load
-from flowalign.runs.probe_overlay import difference, write_overlay
-from flowalign.runs.probe_settings import (
+from flowalign.studies.probe import settings as module
+from flowalign.studies.probe.overlay import difference, write_overlay
+from flowalign.studies.probe.settings import (
     Option,
     checkpoints,
     find_checkpoint,
@@ -89,7 +89,7 @@ def test_settings_are_the_product_of_all_axes_and_weights_come_last_in_their_nam
 def test_what_cannot_be_probed_is_refused_before_weights_are_read(
     options, told, capsys, monkeypatch
 ):
-    monkeypatch.setattr("flowalign.runs.probe.probes", None)
+    monkeypatch.setattr("flowalign.cli.commands.probe.probes", None)
     with pytest.raises(SystemExit) as stop:
         main(["probe", SHAPES, *options])
     shown = capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_what_cannot_be_probed_is_refused_before_weights_are_read(
 
 
 def test_moments_that_would_be_unknown_are_refused(monkeypatch):
-    monkeypatch.setattr("flowalign.runs.probe_sums.MOST_BYTES", 0)
+    monkeypatch.setattr("flowalign.studies.probe.sums.MOST_BYTES", 0)
     found = settings([SHAPES], [], [], [])
     with pytest.raises(ConfigError, match=r"--metric is update, but the [\d,]+ trained parameters"):
         module.check_metric(found, 16)

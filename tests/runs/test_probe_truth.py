@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flowalign.functional.signal import (
     Moments,
     best_weights,
-    left_out,
+    leave_one_out,
     moments,
     signal_to_noise,
     standard_error,
@@ -25,8 +25,8 @@ from flowalign.functional.signal import (
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.runs.config import Run
-from flowalign.runs.opening import opened
-from flowalign.runs.probe import Opened, Probe, probe
+from flowalign.runs.session.opening import open_run
+from flowalign.studies.probe.measure import Probe, probe
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.small_run import new_run
 from tests.fixtures.training import checked, new_recipe
@@ -61,8 +61,7 @@ class LinearPolicy(PixelPolicy):
 def new_linear(folder, seed: int = 0, **recipe) -> Run:
     given = {
         "algorithm": GRPO(PPOClip(1e6)),
-        "advantage_scale": "none",
-        "advantage_clip": 1e6,
+        "advantages": {"scale": "none", "clip": 1e6},
         "prompts_per_step": PROMPTS,
     }
     settings = new_recipe({"num_steps": STEPS, "samples_per_prompt": GROUP}, **given | recipe)
@@ -91,8 +90,8 @@ def truth(run: Run) -> Moments:
 
 
 def probed(run: Run, batches: int) -> Probe:
-    _, learner, rewards, costs = opened(run)
-    found = probe(run, Opened(None, learner, rewards, costs), batches)
+    parts = open_run(run)
+    found = probe(run, parts, batches)
     assert found is not None
     return found
 
@@ -107,7 +106,7 @@ def estimates(found: Probe) -> Sequence[tuple[Tensor, Tensor]]:
         return torch.cat([*(m.flatten() for m in one), signal_to_noise(one, ones)[None]])
 
     every = all_of(torch.ones(blocks, dtype=torch.bool))
-    return every, standard_error(left_out(all_of, blocks))
+    return every, standard_error(leave_one_out(all_of, blocks))
 
 
 def flat_truth(run: Run) -> Tensor:

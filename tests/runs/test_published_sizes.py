@@ -3,7 +3,7 @@
 import pytest
 
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
+from flowalign.runs.planning.plan import plan
 from tests.fixtures.published_sizes import FOLDERS, write_configurations
 from tests.fixtures.run_files import CONFIGS
 

@@ -3,8 +3,8 @@
 import pytest
 
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
-from flowalign.runs.recipes import Combination, combination, recipes
+from flowalign.runs.library.run_files import Combination, combination, recipes
+from flowalign.runs.planning.plan import plan
 from tests.fixtures.configuration_folders import MODELS, configurations
 from tests.fixtures.run_files import CONFIGS
 
@@ -33,7 +33,9 @@ def test_a_model_has_a_plan_for_every_kind_of_method_on_configuration_files_alon
     monkeypatch, tmp_path, model
 ):
     """But for the memory of decoding clips, which takes seconds and depends on no method."""
-    monkeypatch.setattr("pipelines.video.with_media", lambda found, policy: found)
+    monkeypatch.setattr(
+        "pipelines.video.VideoCodec.extend_plan", lambda codec, plan, encoders: plan
+    )
     path = configurations(model, tmp_path)
     for kind in KINDS:
         one = run_of(model, kind)

@@ -9,7 +9,7 @@ from flowalign.losses import DPO
 from flowalign.rewards import LogSigmoidCentred
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import load_rewards
-from flowalign.runs.compose import compose
+from flowalign.runs.config.compose import compose
 
 ROOT = Path(__file__).parents[2]
 TASKS = {
@@ -43,7 +43,7 @@ def test_a_task_weighs_its_own_rewards_and_leaves_the_policy(task, tmp_path):
     rewards = Rewards(models, weights)
     rewards.check_weights()
     if task.endswith("lsc.yaml"):
-        settings = both.values["recipe"]["init_args"]["value_transform"]
+        settings = both.values["recipe"]["init_args"]["advantages"]["value_transform"]
         LogSigmoidCentred(**settings).check(rewards)
         assert settings["reference_columns"].keys() == wanted.keys()
 

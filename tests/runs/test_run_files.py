@@ -1,6 +1,6 @@
-"""The composed run files hold what the complete ones of version 0.1 held, or what papers publish.
+"""The composed run files hold what the first complete ones held, or what papers publish.
 
-`old_run_files.json` says for each old file which files are given in its place. Where that is a
+`composed_run_files.json` says for each old file which files are given in its place. Where that is a
 list, the run is named after these files: only there `output_dir` differs. The tables below say
 which other values differ, and why.
 """
@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from flowalign.functional.matching import step_at
-from flowalign.runs.compose import compose, read_mapping
-from flowalign.runs.convert import converted
-from flowalign.runs.plan import plan
+from flowalign.functional.noise_matching import step_at
+from flowalign.runs.config.compose import compose
+from flowalign.runs.planning.plan import plan
+from flowalign.utils.strict_yaml import read_mapping
 from tests.fixtures.run_files import CONFIGS, METHODS, loaded
 
 ROOT = Path(__file__).parents[2]
-OLD = json.loads((ROOT / "assets/golden/run_files_0.1.json").read_text())
-SUCCESSORS = json.loads((ROOT / "tests/runs/old_run_files.json").read_text())
+OLD = json.loads((ROOT / "assets/golden/run_files.json").read_text())
+SUCCESSORS = json.loads((ROOT / "tests/runs/composed_run_files.json").read_text())
 OLD_LINES = 4932
 """The lines below configs/ when every run file was complete."""
 
@@ -38,7 +38,7 @@ SINCE = (
         "wan22_14b_i2v",
     ),
 )
-"""The models that came after version 0.1."""
+"""The models that came later."""
 
 NEW = [
     ["configs/credit/flux1_dev/cogni_edit.yaml"],
@@ -117,7 +117,7 @@ NEW = [
     ["configs/shapes_tdm_r1.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/tdm.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/tdm_r1.yaml"],
-    ["configs/shapes_co_trained.yaml"],
+    ["configs/shapes_online_reward.yaml"],
     ["configs/shapes_flow_nrg.yaml"],
     ["configs/credit/shapes/latent_gain.yaml"],
     ["configs/credit/shapes/euphonium.yaml"],
@@ -128,13 +128,13 @@ NEW = [
     ),
     ["configs/reward_gradient/flux1_dev.yaml", "configs/methods/srpo.yaml"],
 ]
-"""Runs that version 0.1 did not have."""
+"""Runs that came later."""
 
 TWO = {"updates_per_step": 2}
 """Flow-GRPO's number for methods on its code base: at one update per rollout no clip acts."""
 FOUR = {"updates_per_step": 4}
 """That of DanceGRPO, MixGRPO, and methods compared with them whose own is not known."""
-FLOW_GRPO = TWO | {"advantage_scale": "batch"}
+FLOW_GRPO = TWO | {"advantages.scale": "batch"}
 """With its deviation over the whole batch."""
 B2 = {"epochs_per_step": 2, "sampling.untrained_steps": "shared_sde", "credit.history": 8}
 """Two epochs of each stage, noise before the split, and scores of eight stages before."""
@@ -142,7 +142,7 @@ PUBLISHED = {
     "branch_grpo": FOUR,
     "gcpo": FOUR,
     "dynamic_treerpo": FOUR,
-    "mixgrpo": FOUR | {"std_correction": 1},
+    "mixgrpo": FOUR | {"advantages.std_correction": 1},
     "b2_diffurl": B2,
     "flow_grpo_cps": FLOW_GRPO,
     "flow_grpo_fast": FLOW_GRPO,
@@ -153,7 +153,7 @@ PUBLISHED = {
 }
 """What differs on Stable Diffusion 3.5 and FLUX.1, by method; TWO for all others."""
 ELSEWHERE = {
-    "configs/preference/sd15_ppd.yaml": {"dressing.class_path": "flowalign.dressing.Users"},
+    "configs/preference/sd15_ppd.yaml": {"conditioning.class_path": "flowalign.conditioning.Users"},
     "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
     "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
     # on the embedded model, but for the runs of the study of credit
@@ -163,8 +163,8 @@ ELSEWHERE = {
     "configs/credit/shapes/gcpo.yaml": FOUR,
     # DanceGRPO trains the best and the worst of 24 videos, and adds noise at all steps
     "configs/hunyuan_video.yaml": {
-        "std_correction": 1,
-        "extremes": 4,
+        "advantages.std_correction": 1,
+        "advantages.extremes": 4,
         "sampling.samples_per_prompt": 24,
         "sampling.untrained_steps": "sde",
     },
@@ -190,9 +190,9 @@ STUDY = [
 DEFAULTS = {
     "updates_per_step": 1,
     "epochs_per_step": 1,
-    "advantage_scale": "group",
-    "std_correction": 0,
-    "extremes": None,
+    "advantages.scale": "group",
+    "advantages.std_correction": 0,
+    "advantages.extremes": None,
     "sampling.untrained_steps": "ode",
     "credit.threshold": 0.5,
     "credit.history": 0,
@@ -239,7 +239,7 @@ def settings(values: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 def changes(old: str) -> dict[str, Any]:
-    """Return what a run uses instead of what its file of version 0.1 said."""
+    """Return what a run uses instead of what its first file said."""
     folder, method = Path(old).parent.name, Path(old).stem
     real = PUBLISHED.get(method, TWO) if folder in ("sd35_medium", "flux1_dev") else {}
     return real | ELSEWHERE.get(old, {})
@@ -253,7 +253,7 @@ def test_every_old_run_file_has_a_successor():
 
 @pytest.mark.parametrize("old", OLD)
 def test_composed_values_equal_those_of_the_old_run_file(old):
-    now, before = compose(SUCCESSORS[old]).values, converted(OLD[old])
+    now, before = compose(SUCCESSORS[old]).values, dict(OLD[old])
     if len(SUCCESSORS[old]) > 1:
         names = "-".join(Path(file).stem for file in SUCCESSORS[old])
         assert now.pop("output_dir") == f"runs/{names}"

@@ -46,22 +46,30 @@ def written(folder, key: str, value: object):
 
 CASES = [(key, value) for key in GROUPS for value in (3, [1, 2], None, True, "three")]
 CASES += [(key, value) for key in NULLABLE for value in (3, [1, 2])]
-CASES += [(key, 3) for key in (RECIPE, "policy.init_args", f"{RECIPE}.algorithm.init_args")]
 
 
 @pytest.mark.parametrize(("key", "value"), CASES, ids=str)
 def test_a_run_file_names_the_group_and_the_value(tmp_path, key, value):
     message = refusal(written(tmp_path, key, value))
-    where = key if key.endswith("init_args") else key.replace(".init_args", "")
     shown = "null" if value is None else str(value)
-    assert f"run.yaml: {where}: is {shown}; it must be a mapping of settings" in message
+    expected = f"{key.replace('.init_args', '')} is {shown}; it must be a mapping of settings"
+    assert f"run.yaml: {expected}" in message
+
+
+@pytest.mark.parametrize("value", [3, [1, 2], None])
+@pytest.mark.parametrize("component", ["recipe", "policy", f"{RECIPE}.algorithm"])
+def test_arguments_of_a_component_are_a_mapping(tmp_path, component, value):
+    message = refusal(written(tmp_path, f"{component}.init_args", value))
+    where = component.replace(".init_args", "")
+    shown = f"init_args is of type {type(value).__name__}; it must be a mapping of settings"
+    assert f"run.yaml: {where}: {shown}" in message
 
 
 @pytest.mark.parametrize("value", ["3", "[1,2]", "null", "three"])
 @pytest.mark.parametrize("key", ["recipe.sampling", "recipe.sampling.states", "optimizer"])
 def test_an_override_names_the_group_and_the_value(key, value):
     shown = "[1, 2]" if value.startswith("[") else value
-    expected = f"{key}: is {shown}; it must be a mapping of settings"
+    expected = f"{key} is {shown}; it must be a mapping of settings"
     assert expected.replace(" ", "") in refusal(SHAPES, f"{key}={value}").replace(" ", "")
 
 
@@ -137,9 +145,9 @@ class Grouped(RewardModel):
 
 def test_a_group_of_a_reward_in_a_list_is_checked_too(tmp_path):
     grouped = {"class_path": f"{__name__}.Grouped", "init_args": {"settings": [3]}}
-    rewards = [{"class_path": "reward_models.jpeg.JpegSize"}, grouped]
+    rewards = [{"class_path": "reward_models.JpegSize"}, grouped]
     expected = "is [3]; it must be a mapping of settings: side"
-    assert f"rewards.1.settings: {expected}" in refusal(written(tmp_path, "rewards", rewards))
+    assert f"rewards.1.settings {expected}" in refusal(written(tmp_path, "rewards", rewards))
     file = tmp_path / "rewards.yaml"
     file.write_text(yaml.safe_dump({"rewards": rewards}))
     with pytest.raises(ConfigError) as caught:

@@ -12,11 +12,9 @@ from safetensors.torch import load_file
 from flowalign.runs import load, start, train
 from flowalign.runs.policy_setup import check_world
 from flowalign.types import Sharding
-from tests.fixtures.embedded import FOLDER as SD3
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.stopped_runs import SMALL
 
-assert SMALL["policy"]["init_args"]["path"] == SD3, "imported before ranks are forked"
 PROMPTS = "assets/shapes/prompts/train.txt"
 SAMPLING = {"num_steps": 4, "samples_per_prompt": 4, "eta": 1.0, "micro_batch": 7}
 FIXED = {"class_path": "flowalign.sampling.Fixed", "init_args": {"start": 0, "stop": 2}}
@@ -78,8 +76,8 @@ RECIPES = {
         "class_path": "flowalign.training.RewardGradient",
         "init_args": {
             **{"prompts": PROMPTS, "prompts_per_step": 3, "micro_batch": 2, "kl": 0.1},
-            "connection": {
-                "class_path": "flowalign.connections.DRaFT",
+            "gradient_path": {
+                "class_path": "flowalign.gradient_paths.DRaFT",
                 "init_args": {"last_steps": 2},
             },
             "start": {
@@ -135,10 +133,8 @@ def settings(recipe, **changes):
     return SMALL | own | {"optimizer": optimizer, "checkpoints": checkpoints} | changes
 
 
-def _runs(processes, folder, names, changes, resume):
-    for name in names:
-        own = settings(EVERY[name], **changes)
-        own["recipe"]["init_args"]["on_failed_check"] = "warn"
+def _runs(processes, folder, runs, resume):
+    for name, own in runs.items():
         file = Path(folder) / f"{name}{processes.rank}.yaml"
         file.write_text(yaml.safe_dump(own | {"output_dir": f"{folder}/{name}"}))
         run, text = load(str(file))
@@ -148,7 +144,10 @@ def _runs(processes, folder, names, changes, resume):
 def run(folder, names, world, *, resume=None, **changes):
     folder.mkdir(exist_ok=True)
     ranks = folder / f"ranks{world}{resume is None}"
-    on_ranks(_runs, world, ranks, str(folder), names, changes, resume)
+    runs = {name: settings(EVERY[name], **changes) for name in names}
+    for own in runs.values():
+        own["recipe"]["init_args"]["on_failed_check"] = "warn"
+    on_ranks(_runs, world, ranks, str(folder), runs, resume)
     return folder
 
 

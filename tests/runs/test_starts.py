@@ -9,23 +9,15 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.reports import run_report as report
-from flowalign.runs.compare import todo
-from flowalign.runs.run_directory import beginning
+from flowalign.runs.session.run_directory import begin_directory
+from flowalign.studies.compare import todo
 from flowalign.training import PolicyGradient, checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.utils.interrupts import Terminated, sigterm_stops
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.stopped_runs import assert_same_run
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    """Every run ends with a report; other tests draw its charts."""
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 def quiet(_: str) -> None: ...
@@ -72,7 +64,7 @@ def test_settings_of_a_run_that_is_refused_while_it_opens_are_taken_back(tmp_pat
     before = files(tmp_path)
 
     def opens():
-        with beginning(tmp_path, "threads: 2\n"):
+        with begin_directory(tmp_path, "threads: 2\n"):
             assert (tmp_path / "config.yaml").read_text() == "threads: 2\n"
             raise ValueError("its data are gone")
 

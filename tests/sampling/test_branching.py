@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowalign.sampling.branching import Chain, Comb, Layout, Tree, layout
+from flowalign.sampling.branching import BranchLayout, Chain, Comb, Tree, arrange_samples
 
 quick = settings(max_examples=80, deadline=None, database=None)
 
@@ -44,9 +44,9 @@ def test_chains_from_one_noise_share_what_is_before_the_first_noise():
 
 
 def test_seeds_repeat_the_arrangement():
-    got = layout(Chain(), 4, 2, eta(0.3, 0.0))
+    got = arrange_samples(Chain(), 4, 2, eta(0.3, 0.0))
     assert got.rows.source_row.tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 3, 3]]
-    alone = layout(Chain(), 3, 3, eta(0.3, 0.0))
+    alone = arrange_samples(Chain(), 3, 3, eta(0.3, 0.0))
     assert alone.rows.source_row.tolist() == [[0] * 3, [1] * 3, [2] * 3]
 
 
@@ -64,12 +64,12 @@ ARRANGED = st.one_of(
 )
 
 
-def prepare_for_loss(branching, window, seeds) -> Layout:
+def prepare_for_loss(branching, window, seeds) -> BranchLayout:
     levels = torch.tensor([0.5 if noisy else 0.0 for noisy in window])
     count = sum(window)
     size = {Tree: lambda b: b.children**count, Comb: lambda b: b.children * count}
     one = size.get(type(branching), lambda _: 3)(branching)
-    return layout(branching, one * seeds, seeds, levels)
+    return arrange_samples(branching, one * seeds, seeds, levels)
 
 
 @quick
@@ -105,12 +105,12 @@ def test_what_every_arrangement_keeps_to(kind, window, seeds):
 )
 def test_what_does_not_fit_is_refused_with_what_to_change(branching, samples, message):
     with pytest.raises(ValueError, match=message):
-        layout(branching, samples, 1, eta(0.5, 0.5, 0.0, 0.0))
+        arrange_samples(branching, samples, 1, eta(0.5, 0.5, 0.0, 0.0))
 
 
 def test_seeds_must_divide_the_samples():
     with pytest.raises(ValueError, match="is 5, which seeds_per_prompt 2 does not divide"):
-        layout(Chain(), 5, 2, eta(0.5, 0.0))
+        arrange_samples(Chain(), 5, 2, eta(0.5, 0.0))
 
 
 @pytest.mark.parametrize(

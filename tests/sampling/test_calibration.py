@@ -1,17 +1,15 @@
 """The calibration loop on gains with known probabilities: what it writes, resumes and refuses."""
 
-import base64
 import json
 import math
-import re
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowalign.data.requests import Requests
-from flowalign.functional.calibration import initial_levels
-from flowalign.reports.calibration_chart import draw_calibration
+from flowalign.functional.noise_calibration import initial_levels
+from flowalign.reports.calibration_chart import calibration_charts
 from flowalign.sampling.calibration import Calibration, calibrate, read_calibration
 from flowalign.training.policy_gradient.calibrate import draws
 from flowalign.types import plain_requests
@@ -254,20 +252,21 @@ def test_every_sample_has_its_own_prompt_and_noise():
 # Its picture --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rule", "aim"), [("damped", {"aim 40%"}), ("paper", set())])
-def test_the_picture_names_its_axes_and_its_lines(tmp_path, rule, aim):
+@pytest.mark.parametrize(("rule", "aim"), [("damped", " (aim: 40%)"), ("paper", "")])
+def test_the_charts_name_their_axes_and_their_lines(tmp_path, rule, aim):
     history = calibrate(cfg(rule=rule), Gains(), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
-    address = draw_calibration(history, tmp_path / "psi.png")
-    drawing = base64.b64decode(address.removeprefix("data:image/svg+xml;base64,")).decode()
-    words = set(re.findall("<!-- (.*?) -->", drawing))
-    assert {"initial", "after 6 iterations", "first", "last", "denoising step"} | aim <= words
-    assert any(word.startswith("aim") for word in words) == bool(aim)
-    assert (tmp_path / "psi.png").stat().st_size > 5000
-    assert draw_calibration(history) == address
+    levels, shares = calibration_charts(history)
+    named = [[line.label for line in chart.lines if not line.faint] for chart in (levels, shares)]
+    assert named == [["initial", "after 6 iterations"], ["first", "last"]]
+    assert levels.log
+    assert list(levels.lines[-1].y) == [history.psi[k] for k in levels.lines[-1].x]
+    assert shares.title == f"Share of gains above 0{aim}"
+    assert shares.y_marks == ([0.5, 0.4] if aim else [0.5])
+    assert {levels.x_label, shares.x_label} == {"denoising step"}
 
 
 def test_a_calibration_without_gains_has_no_picture(tmp_path):
     nothing = Gains(broken=lambda gains, iteration: gains * math.nan)
     history = calibrate(cfg(), nothing, SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     with pytest.raises(ValueError, match="6 iterations without gains"):
-        draw_calibration(history)
+        calibration_charts(history)

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from flowalign.credit.gain import Gain
-from flowalign.functional.completion import Completion
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.completion import complete, take
+from flowalign.sampling.complete_states import complete, take_rows
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.sampling.settings import Sampling
 from flowalign.training.reference import unguided
-from flowalign.training.rollouts.collecting import completion_values, finished, rollout
+from flowalign.training.rollouts.collecting import completion_values, finish_states, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
+from flowalign.types.completion import Completion
 from flowalign.utils.costs import Costs
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
@@ -40,7 +40,7 @@ def one_after_another(policy, trajectory: Trajectory, k: int, how: Completion) -
     rows = trajectory.rows.unique_rows(k)
     x, path = trajectory.state(k, rows), how.path(k, T)
     for j, i in pairwise(path):
-        cond = take(trajectory.cond, rows // trajectory.group_size)
+        cond = take_rows(trajectory.cond, rows // trajectory.group_size)
         v = policy.velocity(x, trajectory.sigmas[j], cond)
         x = x + (trajectory.sigmas[i] - trajectory.sigmas[j]) * v
     return x
@@ -112,7 +112,7 @@ def test_sixteen_leaves_cost_branchgrpos_203_evaluations():
             "branching": Tree(splits=[0, 3, 6, 9]),
         }
     )
-    empty_trajectory = recipe.empty_trajectory(range(19))
+    empty_trajectory = recipe.rollouts.empty_trajectory(range(19))
     # 1 root; 2 states at points 1-3, 4 at 4-6, 8 at 7-9, 16 at 10-19
     assert sum(len(empty_trajectory.rows.unique_rows(k)) for k in range(20)) == 203
 
@@ -122,7 +122,7 @@ def test_one_step_completion_is_the_prediction_of_the_data():
     policy = moving_policy()
     trajectory = trajectory_of(policy, [(1, ONE)])
     x, sigma = trajectory.state(1), trajectory.sigmas[1]
-    v = policy.velocity(x, sigma, take(trajectory.cond, torch.arange(6) // 3))
+    v = policy.velocity(x, sigma, take_rows(trajectory.cond, torch.arange(6) // 3))
     torch.testing.assert_close(trajectory.finished[1, ONE], x - sigma * v)
 
 
@@ -162,7 +162,7 @@ class Asking(CreditEstimator):
 
 def test_the_states_that_a_credit_method_asks_for_are_known_beforehand():
     recipe = new_recipe({"num_steps": T, "sde_window": Fixed(0, 2)}, credit=Asking(4, 1))
-    assert set(recipe.requested((0, 1))) == {(1, EVERY), (4, EVERY), (4, ONE)}
+    assert set(recipe.rollouts.requested((0, 1))) == {(1, EVERY), (4, EVERY), (4, ONE)}
 
 
 @pytest.mark.parametrize("k", [-1, T + 1])
@@ -185,10 +185,10 @@ def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget()
         recipe,
         learner,
         completion_values(
-            recipe,
+            recipe.rollouts,
             learner,
             rewards,
-            rollout(recipe, learner, plain_requests(["a", "bb", "ccc"]), 0, 0),
+            rollout(recipe.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0),
         ),
     )
     assert max(sizes) == 5
@@ -203,9 +203,9 @@ def test_tails_may_follow_averaged_or_untrained_weights(weights):
     torch.nn.init.normal_(learner.policy.denoiser[-1].weight)
     how = Completion(weights=weights)
     recipe = new_recipe({"num_steps": T, "sde_window": Fixed(0, 3)}, credit=Gain(), completion=how)
-    trajectory = rollout(recipe, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
+    trajectory = rollout(recipe.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
     assert bool(trajectory.finished) == (weights == "policy")
-    got = finished(learner, trajectory, [(1, how)], 100)[1, how]
+    got = finish_states(learner, trajectory, [(1, how)], 100)[1, how]
     field = learner.policy if weights == "policy" else learner.reference
     expected = one_after_another(field, trajectory, 1, EVERY)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
@@ -221,10 +221,10 @@ def test_tails_without_guidance_cost_half_and_are_those_of_the_unguided_policy()
         completion=how,
     )
     prompts = ["a red circle", "two blue squares"]
-    trajectory = rollout(recipe, learner, plain_requests(prompts), 0, 0)
+    trajectory = rollout(recipe.rollouts, learner, plain_requests(prompts), 0, 0)
     costs = Costs()
     costs.count(guided.denoiser)
-    got = finished(learner, trajectory, [(1, how)], 100)[1, how]
+    got = finish_states(learner, trajectory, [(1, how)], 100)[1, how]
     assert costs.sampling_evaluations == 4 * 2, "two steps, one evaluation each"
     wanted = complete(
         plain, replace(trajectory, cond=plain.encode(plain_requests(prompts))), [(1, EVERY)], 100

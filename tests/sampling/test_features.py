@@ -7,8 +7,8 @@ from torch import nn
 from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.features import Observed, averaged, last_layers
-from flowalign.sampling.kept import Kept
+from flowalign.sampling.features import FeatureRecorder, average_places, last_layers
+from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.sampling.settings import Sampling
@@ -26,7 +26,9 @@ def drawn(policy, features=(0, 2), prompts=("a", "bb"), **sampling):
     cfg = Sampling(**defaults | sampling)
     seeds = [generator(7, "noise", i) for i in range(len(prompts))]
     window = cfg.sde_window.steps(4, 0, torch.Generator())
-    return sample(policy, plain_requests(prompts), cfg, window, seeds, keep=Kept(features=features))
+    return sample(
+        policy, plain_requests(prompts), cfg, window, seeds, keep=RolloutOutputs(features=features)
+    )
 
 
 def test_features_are_what_the_last_layer_reads():
@@ -68,8 +70,9 @@ def test_sampling_prompts_in_batches_changes_no_features():
     found = []
     for size in (None, 2):
         cfg = new_recipe(rollout_batch_prompts=size, **learning)
+        requests, critic = plain_requests(PROMPTS[:3]), cfg.critic.start()
         values = collect_rollouts(
-            cfg, new_learner(), new_rewards(), plain_requests(PROMPTS[:3]), 0, 0, cfg.critic.start()
+            cfg.rollouts, new_learner(), new_rewards(), requests, 0, 0, critic
         )
         found.append([values.trajectory.features(k) for k in (0, 1, 2)])
     for whole, batched in zip(*found, strict=True):
@@ -79,10 +82,10 @@ def test_sampling_prompts_in_batches_changes_no_features():
 @pytest.mark.slow
 def test_guidance_gives_the_features_of_both_evaluations():
     """Without the prompt and with it, for each sample by itself."""
-    guided, plain = new_sd3(guidance=3.0), Observed(new_sd3())
+    guided, plain = new_sd3(guidance=3.0), FeatureRecorder(new_sd3())
     x = guided.noise(2, torch.Generator().manual_seed(0))
     prompts, sigma = ["a red circle", "three white triangles"], torch.tensor(0.7)
-    watched = Observed(guided)
+    watched = FeatureRecorder(guided)
     with torch.no_grad():
         watched.velocity(x, sigma, guided.encode(plain_requests(prompts)))
         for texts in (["", ""], prompts):
@@ -94,9 +97,9 @@ def test_guidance_gives_the_features_of_both_evaluations():
 
 def test_hidden_states_are_averaged_over_tokens_or_places():
     tokens, places = torch.tensor([[[1.0, 4.0], [3.0, 8.0]]]), torch.ones(1, 2, 3, 4)
-    assert averaged(tokens).tolist() == [[2.0, 6.0]]
-    assert averaged(places * torch.tensor([2.0, 5.0])[:, None, None]).tolist() == [[2.0, 5.0]]
-    assert averaged(tokens[:, 0].bfloat16()).tolist() == [[1.0, 4.0]]
+    assert average_places(tokens).tolist() == [[2.0, 6.0]]
+    assert average_places(places * torch.tensor([2.0, 5.0])[:, None, None]).tolist() == [[2.0, 5.0]]
+    assert average_places(tokens[:, 0].bfloat16()).tolist() == [[1.0, 4.0]]
 
 
 def test_the_last_layer_of_each_joined_network_is_found_and_those_of_blocks_are_not():

@@ -10,8 +10,8 @@ from flowalign.sampling.branching import Tree
 from flowalign.sampling.frame_windows import (
     FixedFrames,
     RandomFrames,
-    frame_windows,
-    shared_outside,
+    draw_frame_windows,
+    share_outside_windows,
 )
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
@@ -57,7 +57,7 @@ class Frames(PixelPolicy):
 def drawn(clip, policy=None, **sampling):
     cfg = new_recipe({"num_steps": 4, "samples_per_prompt": 4, "frame_window": clip} | sampling)
     learner = new_learner(policy or Frames())
-    return cfg, learner, rollout(cfg, learner, plain_requests(TWO), 0, 0)
+    return cfg, learner, rollout(cfg.rollouts, learner, plain_requests(TWO), 0, 0)
 
 
 def differing(trajectory, k):
@@ -91,17 +91,19 @@ def test_a_random_clip_is_drawn_for_each_prompt_and_step_and_reaches_every_place
     cfg, learner, _ = drawn(RandomFrames(2))
     seen = set()
     for step in range(12):
-        clips = differing(rollout(cfg, learner, plain_requests(TWO), 0, step), 4)
+        clips = differing(rollout(cfg.rollouts, learner, plain_requests(TWO), 0, step), 4)
         assert all(len(clip) == 2 and clip[1] == clip[0] + 1 for clip in clips)
         seen |= {clip[0] for clip in clips}
     assert seen == {0, 1, 2, 3}
-    again = [differing(rollout(cfg, learner, plain_requests(TWO), 0, 3), 4) for _ in range(2)]
+    again = [
+        differing(rollout(cfg.rollouts, learner, plain_requests(TWO), 0, 3), 4) for _ in range(2)
+    ]
     assert again[0] == again[1]
 
 
 def test_what_is_shared_is_the_first_samples_and_each_alone_stays_a_standard_normal():
     noise = torch.randn(4000, *SHAPE, generator=torch.Generator().manual_seed(1))
-    got = shared_outside(noise, [range(1, 3), range(4, 5)] * 1000)
+    got = share_outside_windows(noise, [range(1, 3), range(4, 5)] * 1000)
     first, second = got[:2], got[2:4]
     assert torch.equal(first[1, :, [0, 3, 4]], noise[0, :, [0, 3, 4]])
     assert torch.equal(first[:, :, 1:3], noise[:2, :, 1:3])
@@ -163,7 +165,7 @@ def test_transitions_keep_the_log_probabilities_of_the_policy():
 def test_only_the_weights_of_the_clip_move():
     cfg, learner = _run(FixedFrames(1, 3))
     before = flat(learner.policy.denoiser)
-    batch = with_advantages(rollout(cfg, learner, plain_requests(TWO), 0, 0), *CENTRED)
+    batch = with_advantages(rollout(cfg.rollouts, learner, plain_requests(TWO), 0, 0), *CENTRED)
     update(cfg, learner, batch, 0, 0)
     moved = (flat(learner.policy.denoiser) - before).abs()
     assert moved[[1, 2]].min() > 100 * moved[[0, 3, 4]].max()
@@ -174,9 +176,9 @@ def _run(clip):
 
 
 def test_clips_are_refused_for_pictures():
-    learner = new_learner()
+    learner, cfg = new_learner(), new_recipe({"frame_window": FixedFrames(0, 1)})
     with pytest.raises(ValueError, match=r"frames of a video, .*shape \(3,\).*use null"):
-        rollout(new_recipe({"frame_window": FixedFrames(0, 1)}), learner, plain_requests(TWO), 0, 0)
+        rollout(cfg.rollouts, learner, plain_requests(TWO), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +189,4 @@ def test_a_clip_outside_the_latent_frames_is_refused(clip):
     with pytest.raises(
         ValueError, match=r"sampling.frame_window \[.*outside the latent frames \[0, 5\)"
     ):
-        frame_windows(clip, SHAPE, [generator(0, "clip")])
+        draw_frame_windows(clip, SHAPE, [generator(0, "clip")])

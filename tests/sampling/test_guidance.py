@@ -7,8 +7,9 @@ from torch.testing import assert_close
 from flowalign.functional.transition import DanceSDE, FlowSDE, log_density, transition
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.frame_windows import FixedFrames
-from flowalign.sampling.guidance import Euphonium, FlowNRG, GuidedStep, gradient_at
-from flowalign.sampling.rollout import generate, sample
+from flowalign.sampling.guidance import Euphonium, FlowNRG, GuidedTransition, compute_gradient
+from flowalign.sampling.inference import generate
+from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.sampling.settings import Sampling
 from flowalign.types import plain_requests
@@ -75,7 +76,7 @@ def test_the_gradient_equals_finite_differences():
     guidance = nrg()
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(3)).double()
     cond, sigma = {"length": torch.tensor([[1.0], [3.0]]).double()}, torch.tensor(0.4).double()
-    found = gradient_at(guidance, x, sigma, cond)
+    found = compute_gradient(guidance, x, sigma, cond)
     for place in range(3):
         step = torch.zeros(3).double()
         step[place] = 1e-5
@@ -104,11 +105,11 @@ def test_only_the_steps_from_the_start_on_are_pushed_and_by_scale_dt_gradient():
 
 
 def test_the_two_forms_of_euphonium_agree_at_the_published_values():
-    step = GuidedStep(torch.linspace(1, 0, 17), 13, DanceSDE(), torch.full((2,), 0.25))
+    step = GuidedTransition(torch.linspace(1, 0, 17), 13, DanceSDE(), torch.full((2,), 0.25))
     gradient = torch.tensor([[1.0, -2.0, 3.0], [0.0, 4.0, -5.0]])
     released = euphonium(scale=0.01).push(gradient, step)
     assert_close(released, euphonium(form="paper").push(gradient, step))
-    twice = GuidedStep(step.sigmas, 13, step.kernel, torch.full((2,), 0.5))
+    twice = GuidedTransition(step.sigmas, 13, step.kernel, torch.full((2,), 0.5))
     assert_close(euphonium(scale=0.01).push(gradient, twice), released)
     assert_close(euphonium(form="paper").push(gradient, twice), 4 * released)
 

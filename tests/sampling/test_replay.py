@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.sampling.replay import CachedReplay
+from flowalign.sampling.rollout_replay import CachedReplay
 from flowalign.training.reference import unguided
 from flowalign.training.reward_gradient import FromRollouts
 from flowalign.types import plain_requests

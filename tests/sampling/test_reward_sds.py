@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from flowalign.functional.score_distillation import NoiseWeighting
-from flowalign.sampling.reward_sds import RewardSDS, completed, optimise
+from flowalign.sampling.reward_sds import RewardSDS, complete_states, optimise
 from flowalign.types import VelocityField, plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
@@ -31,7 +31,7 @@ def test_states_are_completed_from_levels_of_their_own():
     field, x = Proportional(), torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]])
     sigma, sigmas = torch.tensor([0.8, 0.3, 0.5]), torch.tensor([1.0, 0.5, 0.0])
     row = torch.arange(3)
-    ends = completed(field, x, x, sigma, sigmas, {"c": row}, row, micro_batch=2)
+    ends = complete_states(field, x, x, sigma, sigmas, {"c": row}, row, micro_batch=2)
     torch.testing.assert_close(ends, torch.tensor([[0.35], [0.7], [0.5]]) * x)
     assert field.levels == [0.5]  # the first velocities were given
 

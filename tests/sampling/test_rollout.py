@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import (
     CPS,
     DDIM,
@@ -19,14 +18,16 @@ from flowalign.functional.transition import (
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.completion import complete, take, velocity
-from flowalign.sampling.kept import Kept, Storage
-from flowalign.sampling.rollout import generate, sample
+from flowalign.sampling.complete_states import complete, evaluate_velocity, take_rows
+from flowalign.sampling.inference import generate
+from flowalign.sampling.recording import RolloutOutputs, Storage
+from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
+from flowalign.types.completion import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import move, new_sd3
@@ -60,7 +61,7 @@ def sd3():
 
 def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
     steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
-    keep = Kept(means=keep_means)
+    keep = RolloutOutputs(means=keep_means)
     return sample(policy, plain_requests(prompts), cfg, steps, seeds(len(prompts)), keep=keep)
 
 
@@ -75,7 +76,7 @@ def replayed(policy, trajectory, kernel, k, micro_batch):
     x, x_next = trajectory.state(k), trajectory.state(k + 1)
     rows = torch.arange(len(x)) // trajectory.group_size
     with torch.no_grad():
-        v = velocity(policy, x, trajectory.sigmas[k], trajectory.cond, rows, micro_batch)
+        v = evaluate_velocity(policy, x, trajectory.sigmas[k], trajectory.cond, rows, micro_batch)
     current = transition(kernel, x, v, trajectory.sigmas, k, trajectory.eta[:, k])
     return log_density(kernel, x_next, current)
 
@@ -115,8 +116,10 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     """Through the loop's own `minibatches`, whose chunks differ from those of sampling."""
     learner = new_learner(pixel_policy())
     cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    judged, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    judged, _ = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     seen = 0
     for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
         current = batch.transition(learner.policy)
@@ -144,7 +147,7 @@ def test_a_merged_step_jumps_with_the_noise_of_its_whole_length():
     torch.testing.assert_close(merged.state(2), merged.state(3), atol=1e-6, rtol=1e-6)
     rows = torch.zeros(2000, dtype=torch.long)
     with torch.no_grad():
-        x, cond = merged.state(1), take(merged.cond, rows)
+        x, cond = merged.state(1), take_rows(merged.cond, rows)
         v = policy.velocity(x, torch.tensor(0.75), cond)
         std = 0.6 * 3**0.5 * 0.5**0.5
         x1 = x + 0.25 * v
@@ -194,7 +197,7 @@ def test_outside_the_window_states_follow_euler_and_have_no_log_probability(kern
     for k in range(6):
         x, s, t = trajectory.state(k), trajectory.sigmas[k], trajectory.sigmas[k + 1]
         with torch.no_grad():
-            euler = x + (t - s) * policy.velocity(x, s, take(trajectory.cond, rows))
+            euler = x + (t - s) * policy.velocity(x, s, take_rows(trajectory.cond, rows))
         away = (trajectory.state(k + 1) - euler).abs().max()
         assert (away > 0.05) == bool(inside[k]), k
         if not inside[k]:
@@ -241,10 +244,12 @@ def test_samples_are_prompt_major_and_conditioned_on_their_own_prompt():
 
 def test_another_step_of_the_loop_draws_other_noise():
     learner, cfg = new_learner(), new_recipe()
-    a, b = (stacked(rollout(cfg, learner, plain_requests(THREE), 0, step)) for step in (0, 1))
+    a, b = (
+        stacked(rollout(cfg.rollouts, learner, plain_requests(THREE), 0, step)) for step in (0, 1)
+    )
     assert (a[:, 0] - b[:, 0]).abs().min() > 0
-    assert torch.equal(stacked(rollout(cfg, learner, plain_requests(THREE), 0, 0)), a)
-    assert not torch.equal(stacked(rollout(cfg, learner, plain_requests(THREE), 1, 0)), a)
+    assert torch.equal(stacked(rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)), a)
+    assert not torch.equal(stacked(rollout(cfg.rollouts, learner, plain_requests(THREE), 1, 0)), a)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
@@ -285,7 +290,7 @@ def test_finishing_follows_the_ode_from_any_state():
     noisy = draw(policy, cfg)
     x, s = noisy.state(3), noisy.sigmas
     with torch.no_grad():
-        v = policy.velocity(x, s[3], take(noisy.cond, torch.arange(6) // 2))
+        v = policy.velocity(x, s[3], take_rows(noisy.cond, torch.arange(6) // 2))
     torch.testing.assert_close(
         complete(policy, noisy, [(3, how)], 3)[3, how], x + (s[4] - s[3]) * v
     )
@@ -392,7 +397,9 @@ def test_untrained_steps_of_dancegrpo_are_noisy_in_every_sample_but_not_trained(
         mean = transition(
             cfg.kernel,
             trajectory.state(k),
-            velocity(policy, trajectory.state(k), trajectory.sigmas[k], trajectory.cond, ROWS, 64),
+            evaluate_velocity(
+                policy, trajectory.state(k), trajectory.sigmas[k], trajectory.cond, ROWS, 64
+            ),
             trajectory.sigmas,
             k,
             trajectory.eta[:, k],
@@ -465,7 +472,7 @@ def ode_from(policy, x, sigma, count, cond):
     grid = torch.linspace(float(sigma), 0.0, count + 1)
     with torch.no_grad():
         for k in range(count):
-            x = x + (grid[k + 1] - grid[k]) * policy.velocity(x, grid[k], take(cond, ROWS))
+            x = x + (grid[k + 1] - grid[k]) * policy.velocity(x, grid[k], take_rows(cond, ROWS))
     return x
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.functional.completion import Completion
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.sampling.search import Search, search
 from flowalign.types import LatentReward, plain_requests
+from flowalign.types.completion import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy

@@ -8,18 +8,18 @@ import torch
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.credit.redistribute import Redistribute
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.kept import Storage
+from flowalign.sampling.recording import Storage
 from flowalign.sampling.rollout import concat_trajectories
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
+from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.types import plain_requests
+from flowalign.types.completion import Completion
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
 
@@ -37,7 +37,7 @@ def moving_learner(**optimizer):
     return new_learner(policy, learning_rate=3e-2, **optimizer)
 
 
-def everything(cfg: Settings, steps) -> range:
+def everything(cfg: RolloutSettings, steps) -> range:
     return range(cfg.sampling.num_steps + 1)
 
 
@@ -57,7 +57,7 @@ KEPT = {
         [2, 3, 4, 5, 6],
     ),
     "read_by_credit": (
-        new_recipe(SIX, credit=Redistribute(), advantage_scale="given"),
+        new_recipe(SIX, credit=Redistribute(), advantages={"scale": "given"}),
         [2, 3, 4, 6],
     ),
     "read_for_chunks": (new_recipe(SIX, algorithm=LATENT_CHANGE), [0, 1, 2, 3, 4, 5, 6]),
@@ -67,7 +67,7 @@ KEPT = {
 
 @pytest.mark.parametrize(("cfg", "kept"), KEPT.values(), ids=KEPT)
 def test_kept_are_states_of_the_window_the_last_and_what_credit_and_chunks_read(cfg, kept):
-    trajectory = rollout(cfg, moving_learner(), plain_requests(THREE), 0, 0)
+    trajectory = rollout(cfg.rollouts, moving_learner(), plain_requests(THREE), 0, 0)
     assert sorted(trajectory.states) == kept
     for k, state in trajectory.states.items():
         assert len(state) == len(trajectory.rows.unique_rows(k)), (
@@ -82,12 +82,12 @@ def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajector
             return super().__call__(trajectory, values)
 
     cfg = new_recipe(SIX, credit=FarBack())
-    assert cfg.kept((2, 3)) == (1, 2, 3, 4, 6)
+    assert cfg.rollouts.kept_states((2, 3)) == (1, 2, 3, 4, 6)
     assert train(cfg, moving_learner(), steps=1)
 
 
 def test_a_state_that_was_not_kept_is_refused_by_its_number():
-    trajectory = rollout(new_recipe(SIX), moving_learner(), plain_requests(THREE), 0, 0)
+    trajectory = rollout(new_recipe(SIX).rollouts, moving_learner(), plain_requests(THREE), 0, 0)
     for read in (trajectory.state, trajectory.unique_states):
         with pytest.raises(ValueError, match=r"state 5 .*kept states \[2, 3, 4, 6\]"):
             read(5)
@@ -97,7 +97,7 @@ SHORT = {
     "window": lambda: new_recipe(SIX, epochs_per_step=2),
     "shared": lambda: new_recipe(SIX | {"seeds_per_prompt": 1}, updates_per_step=2),
     "completed_after": lambda: new_recipe(SIX, credit=Gain(), completion=ONE_STEP),
-    "redistribute": lambda: new_recipe(SIX, credit=Redistribute(), advantage_scale="given"),
+    "redistribute": lambda: new_recipe(SIX, credit=Redistribute(), advantages={"scale": "given"}),
     "tree": lambda: new_recipe(SIX | TREE, credit=Branch()),
     "comb": lambda: new_recipe(SIX | {"branching": Comb(children=2)}, credit=Branch()),
     "batches": lambda: new_recipe(SIX, rollout_batch_prompts=2),
@@ -108,10 +108,10 @@ SHORT = {
 @pytest.mark.parametrize("cfg", SHORT.values(), ids=SHORT)
 def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(cfg, monkeypatch):
     cfg, sizes, runs = cfg(), [], []
-    for keep in (Settings.kept, everything):
-        monkeypatch.setattr(Settings, "kept", keep)
+    for keep in (RolloutSettings.kept_states, everything):
+        monkeypatch.setattr(RolloutSettings, "kept_states", keep)
         learner = moving_learner()
-        sizes.append(num_bytes(rollout(cfg, learner, plain_requests(THREE), 0, 0)))
+        sizes.append(num_bytes(rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)))
         metrics = [
             {name: value for name, value in step.items() if not name.startswith(("ti", "thr"))}
             for step in train(cfg, learner, steps=3)
@@ -125,12 +125,12 @@ def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(c
 def test_the_bytes_of_a_rollout_by_hand():
     """12 samples of 3 values at 4 of 7 states; of a tree 3, 6, 12, 12 different states."""
     assert (
-        num_bytes(rollout(new_recipe(SIX), moving_learner(), plain_requests(THREE), 0, 0))
+        num_bytes(rollout(new_recipe(SIX).rollouts, moving_learner(), plain_requests(THREE), 0, 0))
         == 12 * 3 * 4 * 4
     )
     half = new_recipe(SIX | TREE | {"states": Storage(dtype="bfloat16")}, credit=Branch())
     assert (
-        num_bytes(rollout(half, moving_learner(), plain_requests(THREE), 0, 0))
+        num_bytes(rollout(half.rollouts, moving_learner(), plain_requests(THREE), 0, 0))
         == (3 + 6 + 12 + 12) * 3 * 2
     )
 
@@ -153,8 +153,10 @@ def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtyp
     storage = Storage(dtype=dtype, device=device)
     cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
     learner = moving_learner()
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    judged, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    judged, _ = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     batches = list(minibatches(judged, torch.arange(12), 7))
     assert sum(len(batch.x) for batch in batches) == int(trajectory.trained.sum())
     for batch in batches:
@@ -178,7 +180,7 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
     cfg = new_recipe(SIX, algorithm=GRPO(RatioNorm()), credit=Gain())
     learner = moving_learner()
     parts = [
-        rollout(cfg, learner, plain_requests([prompt]), 0, s)
+        rollout(cfg.rollouts, learner, plain_requests([prompt]), 0, s)
         for s, prompt in enumerate(("a", "ccc"))
     ]
     held = sum(map(num_bytes, parts))
@@ -194,22 +196,22 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
 
 def test_sampling_in_batches_leaves_no_state_beside_that_of_the_whole():
     cfg, learner = new_recipe(SIX, rollout_batch_prompts=1), moving_learner()
-    values = collect_rollouts(cfg, learner, new_rewards(), plain_requests(THREE), 0, 0)
+    values = collect_rollouts(cfg.rollouts, learner, new_rewards(), plain_requests(THREE), 0, 0)
     assert len(values.parts) == 3
     assert [num_bytes(part.trajectory) for part in values.parts] == [0, 0, 0]
     assert num_bytes(values.trajectory) == num_bytes(
-        rollout(cfg, learner, plain_requests(THREE), 0, 0)
+        rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
     )
 
 
 def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
-    """The meta device stands in for a GPU: `placed` must send there what is kept, means too."""
-    monkeypatch.setattr(Storage, "placed", lambda _, x: x.to("meta"))
+    """The meta device stands in for a GPU: `place` must send there what is kept, means too."""
+    monkeypatch.setattr(Storage, "place", lambda _, x: x.to("meta"))
     cfg = new_recipe(SIX, algorithm=GRPO(PPOClip(0.2)))
-    trajectory = rollout(cfg, moving_learner(), plain_requests(THREE), 0, 0)
+    trajectory = rollout(cfg.rollouts, moving_learner(), plain_requests(THREE), 0, 0)
     assert {state.device.type for state in trajectory.states.values()} == {"meta"}
     completed = rollout(
-        replace(cfg, credit=Gain()), moving_learner(), plain_requests(THREE), 0, 0
+        replace(cfg, credit=Gain()).rollouts, moving_learner(), plain_requests(THREE), 0, 0
     ).finished
     assert [x.device.type for x in completed.values()] == ["meta", "meta"]
     assert trajectory.device.type == trajectory.logp.device.type == "cpu"
@@ -219,7 +221,7 @@ def test_joined_trajectories_find_their_own_states():
     """Of trees, whose rows are fewer than their samples."""
     cfg, learner = new_recipe(SIX | TREE, credit=Branch()), moving_learner()
     first, second = (
-        rollout(cfg, learner, plain_requests([p]), 0, s) for p, s in (("a", 0), ("ccc", 1))
+        rollout(cfg.rollouts, learner, plain_requests([p]), 0, s) for p, s in (("a", 0), ("ccc", 1))
     )
     both = concat_trajectories([replace(t, states=dict(t.states)) for t in (first, second)])
     for k in (2, 3, 4, 6):

@@ -8,8 +8,6 @@ import pytest
 import yaml
 
 from flowalign.cli.main import main
-from flowalign.reports import run_report
-from tests.fixtures.fake_run import BLANK
 
 RECIPE = '''
 """Regress the velocity on one clean latent: fine-tuning in its shortest form."""
@@ -88,7 +86,6 @@ def run_file(tmp_path, monkeypatch) -> Path:
     """A run file of six steps whose recipe lies in a file beside it."""
     (tmp_path / "my_training.py").write_text(RECIPE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
     content = {
         "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
         "num_steps": 6,

@@ -16,25 +16,17 @@ from safetensors.torch import load_file
 from flowalign import runs
 from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
-from flowalign.reports import run_report as report
 from flowalign.runs.config import Run
-from flowalign.runs.run_directory import clear
+from flowalign.runs.session.run_directory import clear
 from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.measured import MeasuredWeight
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run, metrics, state
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    """Every run ends with a report; other tests draw its charts."""
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])

@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from flowalign.connections import DRaFTLV, LeapAlign
 from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.distributed.processes import Processes
+from flowalign.gradient_paths import DRaFTLV, LeapAlign
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
@@ -24,6 +23,7 @@ from flowalign.training.reward_gradient.loop import RewardGradientLoop
 from flowalign.types import plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
+from tests.fixtures.ranks import join_gloo, start_ranks
 from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards, train
 
 pytestmark = pytest.mark.slow
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.slow
 PIXEL_RECIPES = {
     "plain": {},
     "two updates, two epochs": {"updates_per_step": 2, "epochs_per_step": 2, "micro_batch": 5},
-    "compared over the batch": {"advantage_scale": "batch"},
-    "compared over all steps": {"advantage_scale": "joint"},
+    "compared over the batch": {"advantages": {"scale": "batch"}},
+    "compared over all steps": {"advantages": {"scale": "joint"}},
     "with a reference": {"algorithm": GRPO(PPOClip(0.2), kl_coef=0.5)},
     "preferring one of two": {
         "algorithm": StepDPO(),
@@ -47,8 +47,8 @@ PIXEL_RECIPES = {
         "micro_batch": 5,
     },
     "with a critic": {"credit": LambdaReturn(decay=0.9), "critic": Critic()},
-    "compared over all prompts": {"advantage_scale": "pooled"},
-    "against the mean of the others": {"advantage_scale": "leave_one_out"},
+    "compared over all prompts": {"advantages": {"scale": "pooled"}},
+    "against the mean of the others": {"advantages": {"scale": "leave_one_out"}},
     "keeping old means": {"algorithm": GRPO(RatioNorm(0.2)), "step_weight": "std"},
     "measured weights": {
         "sampling": {"sde_window": Random(2, 0, 3)},
@@ -92,12 +92,12 @@ def _sd3(processes, _):
     return flat(policy.denoiser), [], _comparable(metrics)
 
 
-def _rewarded(processes, connection):
+def _rewarded(processes, gradient_path):
     """The gradient of a reward, with noise of each sample's own and a reference."""
     learner = new_learner(PixelPolicy(), processes, ema=(0.9, 1))
     cfg = RewardGradient(
         prompts="",
-        connection=connection,
+        gradient_path=gradient_path,
         start=FromRollouts(num_steps=4, samples_per_prompt=2),
         kl=0.3,
         prompts_per_step=3,
@@ -117,31 +117,29 @@ def _comparable(metrics):
     return [{k: v for k, v in m.items() if not k.startswith(other)} for m in metrics]
 
 
-CONNECTIONS = {"DRaFT-LV": DRaFTLV(), "LeapAlign": LeapAlign()}
+GRADIENT_PATHS = {"DRaFT-LV": DRaFTLV(), "LeapAlign": LeapAlign()}
 IMAGES = "a LoRA of an image model"
 RUNS = {
     **{name: (_pixel, recipe) for name, recipe in PIXEL_RECIPES.items()},
     "drop_sample": (_failing, "drop_sample"),
     "drop_group": (_failing, "drop_group"),
-    **{name: (_rewarded, connection) for name, connection in CONNECTIONS.items()},
+    **{name: (_rewarded, gradient_path) for name, gradient_path in GRADIENT_PATHS.items()},
     IMAGES: (_sd3, None),
 }
 
 
 def _one_of_two(rank, names, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    processes = join_gloo(rank, 2, folder)
     for name in names:
         work, argument = RUNS[name]
-        made = work(Processes(rank, 2, torch.device("cpu")), argument)
-        torch.save(made, f"{folder}/{name}{rank}")
+        torch.save(work(processes, argument), f"{folder}/{name}{rank}")
         dist.barrier()
     dist.destroy_process_group()
 
 
 def _on_two(names, folder):
     """These runs on the same two processes; a call gives what the two ranks made of one."""
-    mp.start_processes(_one_of_two, (names, str(folder)), nprocs=2, start_method="fork")
+    start_ranks(_one_of_two, 2, names, str(folder))
     return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
 
 
@@ -174,7 +172,7 @@ def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, on_two
     _assert_two_equal_one(on_two, on_failure)
 
 
-@pytest.mark.parametrize("name", CONNECTIONS)
+@pytest.mark.parametrize("name", GRADIENT_PATHS)
 def test_two_processes_follow_the_reward_gradient_that_one_follows(name, on_two):
     _assert_two_equal_one(on_two, name)
 

@@ -9,11 +9,9 @@ import yaml
 
 from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
-from flowalign.reports import run_report
 from flowalign.sampling.guidance import FlowNRG
 from flowalign.training.evaluate import Evaluation, evaluate, save_grid
 from flowalign.types import prompts_of
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
@@ -54,8 +52,7 @@ def test_an_evaluation_is_guided_by_its_latent_reward(cfg):
 
 
 @pytest.fixture
-def run_file(tmp_path, cfg, monkeypatch):
-    monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
+def run_file(tmp_path, cfg):
     prompts = str(tmp_path / "seen.txt")
     content = {
         "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
@@ -107,6 +104,6 @@ def test_a_run_that_fails_says_why_in_its_folder(run_file, monkeypatch):
     def disk_is_full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("flowalign.runs.steps.save_grid", disk_is_full)
+    monkeypatch.setattr("flowalign.runs.session.train_session.save_grid", disk_is_full)
     assert exit_code("train", run_file) == 1
     assert (run_file.parent / "run" / "failure.txt").read_text() == "no space left on device\n"

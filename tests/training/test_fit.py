@@ -6,25 +6,25 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from flowalign.data.requests import located_requests
+from flowalign.data.requests import read_located_requests
 from flowalign.runs.config import load
-from flowalign.training.fit import check_requests
-from flowalign.types import Loadable, Takes
+from flowalign.training.compatibility import check_requests
+from flowalign.types import InputSpec, Loadable
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 
 
 class Painter(PixelPolicy):
-    takes = Takes(references=(1, 2), mask=True, kind="source", crop=(3, 3))
+    input_spec = InputSpec(references=(1, 2), mask=True, kind="source", crop=(3, 3))
 
 
 class Exact(PixelPolicy):
-    takes = Takes(references=(1, 1), kind="source", size=(6, 8))
+    input_spec = InputSpec(references=(1, 1), kind="source", size=(6, 8))
 
 
 class ClipEditor(PixelPolicy):
-    takes = Takes(references=(1, 1), kind="source", frames=(2, 5))
+    input_spec = InputSpec(references=(1, 1), kind="source", frames=(2, 5))
 
 
 @pytest.fixture
@@ -47,11 +47,13 @@ def folder(tmp_path):
 
 def check(folder, policy, rewards, **row):
     file = folder / "edits.jsonl"
-    image = "a.png" if policy.takes.frames[0] == 1 else "moving.webp"
-    good = {"prompt": "a", "image": image} | ({"mask": "hole.png"} if policy.takes.mask else {})
+    image = "a.png" if policy.input_spec.frames[0] == 1 else "moving.webp"
+    good = {"prompt": "a", "image": image} | (
+        {"mask": "hole.png"} if policy.input_spec.mask else {}
+    )
     rows = good, {"prompt": "b", **row}
     file.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    check_requests(policy, rewards, located_requests(str(file)))
+    check_requests(policy, rewards, read_located_requests(str(file)))
 
 
 WRONG = {
@@ -144,4 +146,4 @@ def test_a_run_is_refused_before_weights_load(tmp_path):
 
 def test_the_key_that_once_named_pictures_says_where_they_went():
     with pytest.raises(ConfigError, match="field `image` of each row of the prompts file"):
-        load("configs/shapes.yaml", ["policy=pipelines.wan_i2v.WanI2V", "policy.images=a.jsonl"])
+        load("configs/shapes.yaml", ["policy=pipelines.WanI2V", "policy.images=a.jsonl"])

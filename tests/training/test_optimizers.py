@@ -6,27 +6,20 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flowalign.reports import run_report as report
-from flowalign.runs import memory
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
+from flowalign.runs.planning import memory
+from flowalign.runs.planning.plan import plan
 from flowalign.training import checkpoint
 from flowalign.training.learner import Optimizer
 from flowalign.training.optimizers import MOMENT_BYTES, new_optimizer, put_back, state_tensors
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run, state
 
 SHAPES = "configs/shapes.yaml"
 SETTINGS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 KINDS = ("adamw_8bit", "adamw_offloaded")
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 def updated(kind, steps=5):

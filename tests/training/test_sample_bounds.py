@@ -8,10 +8,8 @@ import yaml
 
 from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
-from flowalign.reports import run_report
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.sample_bounds import SampleBounds
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
 
@@ -100,9 +98,8 @@ def test_an_evaluation_averages_the_sharpness_of_all_its_samples(cfg):
 
 
 @pytest.mark.slow
-def test_a_run_warns_as_it_goes_and_in_its_files(tmp_path, cfg, monkeypatch, capfd):
+def test_a_run_warns_as_it_goes_and_in_its_files(tmp_path, cfg, capfd):
     """The policy is trained so fast that bounds around 1 cannot hold."""
-    monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
     bounds = {"least_diversity": 1.0, "least_sharpness": 1.0, "most_sharpness": 1.0}
     content = {
         "policy": {"class_path": "tests.training.test_sample_bounds.Squares"},

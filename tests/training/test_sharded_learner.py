@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.processes import whole
-from flowalign.distributed.sharding import hollow, shard
+from flowalign.distributed.processes import gather_whole
+from flowalign.distributed.shard_weights import copy_without_values, shard
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.reference import WeightOverride
 from flowalign.types import Request
 from tests.fixtures.embedded import new_sd3
-from tests.fixtures.ranks import on_fresh_ranks, on_ranks
+from tests.fixtures.ranks import on_ranks
 from tests.fixtures.training import ALONE
 
 pytestmark = pytest.mark.slow
@@ -46,16 +46,19 @@ def outcome(learner, norms):
     slow = learner.fields["slow"].velocity(*batch(learner.policy, 1))
     average = learner.averages["ema"].average
     gathered = [
-        [whole(t.detach()).clone() for t in ts] for ts in (learner.parameters, average, moments)
+        [gather_whole(t.detach()).clone() for t in ts]
+        for ts in (learner.parameters, average, moments)
     ]
     return gathered, reference, slow, norms
 
 
 def shared(policy, processes):
     if processes.world > 1:
-        empty = hollow(policy.denoiser)
-        shards = shard(policy.networks(), processes, processes.world)
-        policy.twin = partial(shards.twin, policy.denoiser, empty, policy.blocks)
+        empty = copy_without_values(policy.denoiser)
+        shards = shard(policy.network.modules(), processes, processes.world)
+        policy.network.frozen_copy = partial(
+            shards.frozen_copy, policy.denoiser, empty, policy.network.blocks
+        )
 
 
 def trained(processes, checkpointing):
@@ -91,7 +94,7 @@ def test_two_processes_that_share_all_weights_make_the_updates_of_one(tmp_path, 
 
 def _held(processes):
     policy = new_sd3(lora=None)
-    shard(policy.networks(), processes, 2)
+    shard(policy.network.modules(), processes, 2)
     learner = Learner.__new__(Learner)
     learner.policy, learner.parameters = policy, list(policy.denoiser.parameters())
     assert all(isinstance(p, DTensor) for p in learner.parameters)
@@ -134,8 +137,8 @@ def _resident(name):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_process_of_two_takes_about_three_fifths_of_the_memory(tmp_path):
     """Six copies of the weights in float32 if they are whole, half of them if not: .59 in all."""
-    ((alone, parameters),) = on_fresh_ranks(_peak, 1, tmp_path / "one")
-    peaks = [peak for peak, _ in on_fresh_ranks(_peak, 2, tmp_path / "two")]
+    ((alone, parameters),) = on_ranks(_peak, 1, tmp_path / "one")
+    peaks = [peak for peak, _ in on_ranks(_peak, 2, tmp_path / "two")]
     whole = 6 * 4 * parameters
     assert alone > 0.9 * whole, f"only {alone / 1e6:.0f} of {whole / 1e6:.0f} MB were seen"
     assert max(peaks) <= 0.65 * whole, f"{max(peaks) / 1e6:.0f} of {whole / 1e6:.0f} MB"

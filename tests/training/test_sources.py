@@ -15,19 +15,20 @@ from torch import Tensor
 
 from flowalign.cli.main import main
 from flowalign.curation.scoring.rows import assemble, prepare
-from flowalign.data.preference.convert import read_pairs
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import Requests, read_requests
 from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.sample import Medium, _lines
+from flowalign.runs.sample.job import Medium, _format_rows
 from flowalign.training.evaluate import Evaluation, evaluate, save_grid
 from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.types.request import Request
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
+from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.training import ALONE, new_learner, new_recipe
 
 RUN = """
@@ -75,7 +76,7 @@ def test_online_dpo_scores_each_sample_with_its_own_source(tmp_path):
     cfg = Rollouts(
         prompts=write_sources(tmp_path), prompts_per_step=5, samples_per_prompt=3, micro_batch=4
     )
-    stream = cfg.open(new_learner(SourcePolicy()), own(), 0)
+    stream = cfg.open(new_learner(SourcePolicy()), StreamContext(own(), 0))
     batches = list(stream.batches([0, 1]))
     assert [batch.metrics["reward/own"] for batch in batches] == [1, 1]
     told = batches[0].examples.cond["length"]
@@ -116,9 +117,11 @@ def test_stored_pairs_are_conditioned_on_their_own_source_and_refused_without(tm
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs, _ = read_pairs(str(tmp_path / "pairs.jsonl"))
-    assert [pair.chosen.request.given for pair in pairs] == [one.given for one in requests[1:]]
+    assert [pair.chosen.request.input_digest for pair in pairs] == [
+        one.input_digest for one in requests[1:]
+    ]
     data = StoredDataset(path=str(tmp_path / "pairs.jsonl"), batch_size=2)
-    stream = data.open(new_learner(SourcePolicy()), own(), 0)
+    stream = data.open(new_learner(SourcePolicy()), StreamContext(own(), 0))
     (batch,) = stream.batches([0])
     told = (255 * batch.examples.cond["length"][:, 0]).round().tolist()
     assert sorted(told) == [15, 15, 25, 25]
@@ -127,7 +130,7 @@ def test_stored_pairs_are_conditioned_on_their_own_source_and_refused_without(tm
         del row["references"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="takes 1 source references, and the request has 0"):
-        data.open(new_learner(SourcePolicy()), own(), 0)
+        data.open(new_learner(SourcePolicy()), StreamContext(own(), 0))
 
 
 def test_a_report_shows_the_source_beside_the_result(tmp_path):
@@ -152,8 +155,8 @@ def test_a_grid_has_the_sources_first_and_a_listing_names_them(tmp_path):
         assert grid.size == (2 + 5 * 3, 2 + 2 * 3), "a source and four pictures of a pixel a row"
         assert [grid.getpixel((2, y))[0] for y in (2, 5)] == [5, 15]
     listed = read_requests(str(tmp_path / "out" / "metadata.jsonl"))
-    wanted = [request.given for request in read_requests(str(tmp_path / "edits.jsonl"))]
-    assert [request.given for request in listed] == [one for one in wanted for _ in range(2)]
+    wanted = [request.input_digest for request in read_requests(str(tmp_path / "edits.jsonl"))]
+    assert [request.input_digest for request in listed] == [one for one in wanted for _ in range(2)]
 
 
 @pytest.mark.slow
@@ -177,7 +180,7 @@ def test_a_training_of_several_processes_scores_each_sample_with_its_own_source(
 
 def test_the_listing_of_samples_has_the_further_columns_of_their_requests():
     request = Request("a", metadata={"target": [1, 2], "id": "theirs"})
-    (line,) = _lines([Medium(request, 3, 1)], 0)
+    (line,) = _format_rows([Medium(request, 3, 1)], 0)
     row = json.loads(line)
     assert row["target"] == [1, 2]
     assert row["id"] == "000003-01"

@@ -97,7 +97,6 @@ def test_every_yaml_file_of_the_package_is_read_as_before():
     [
         ["check", "FILE"],
         ["check", "configs/shapes.yaml", "FILE"],
-        ["convert", "FILE"],
         ["clip-pairs", "FILE"],
         ["reward", "train", "FILE"],
         ["score", "pictures.jsonl", "--rewards", "FILE", "--out", "scores"],

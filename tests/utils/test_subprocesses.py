@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from flowalign.utils.subprocesses import Job, run_all
+from flowalign.utils.subprocesses import CommandJob, run_all
 
 
-def job(folder: Path, name: str, code: str) -> Job:
-    return Job(name, [sys.executable, "-c", code], folder / "logs" / f"{name}.log")
+def job(folder: Path, name: str, code: str) -> CommandJob:
+    return CommandJob(name, [sys.executable, "-c", code], folder / "logs" / f"{name}.log")
 
 
 def test_a_failure_is_named_its_output_is_kept_and_the_others_go_on(tmp_path):
@@ -50,7 +50,7 @@ def test_no_more_than_asked_for_run_at_once(tmp_path):
 
 STOPPED = """
 import sys, pathlib
-from flowalign.utils.subprocesses import Job, run_all
+from flowalign.utils.subprocesses import CommandJob, run_all
 folder = pathlib.Path(sys.argv[1])
 code = '''
 import signal, sys, time, pathlib
@@ -63,7 +63,8 @@ time.sleep(0.3)
 print("saved", len(asked), flush=True)
 sys.exit(130)
 '''
-jobs = [Job(n, [sys.executable, "-c", code, str(folder), n], folder / f"{n}.log") for n in "abc"]
+command = [sys.executable, "-c", code, str(folder)]
+jobs = [CommandJob(name, [*command, name], folder / f"{name}.log") for name in "abc"]
 try:
     run_all(jobs, 2, lambda text: print(text, flush=True))
 except KeyboardInterrupt:

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.corruption import restored
-from flowalign.functional.matching import noised
+from flowalign.functional.corruption import restore_unmasked
+from flowalign.functional.noise_matching import add_noise
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.completion import velocity
-from flowalign.sampling.rollout import encode_once
+from flowalign.sampling.complete_states import evaluate_velocity
+from flowalign.sampling.inference import encode_once
 from flowalign.types import Policy, Request
 from flowalign.utils.seeds import generator
 
@@ -28,7 +28,7 @@ class Clips:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ClipScores:
     """Holds the rewards of some clips."""
 
     total: Float[Tensor, "n"]
@@ -56,18 +56,18 @@ class ClipRegenerator:
         """Identifier of the policy's media encoder; weights are read to find it."""
         return self.policy.encoders()[0]
 
-    def draws(self, purpose: str, clips: Clips) -> list[torch.Generator]:
+    def make_generators(self, purpose: str, clips: Clips) -> list[torch.Generator]:
         """Return a random generator for each clip: a function of seed, purpose and clip."""
         return [generator(self.seed, f"clip {purpose}", number) for number in clips.numbers]
 
-    def noise(self, purpose: str, clips: Clips) -> Float[Tensor, "n C F H W"]:
+    def draw_noise(self, purpose: str, clips: Clips) -> Float[Tensor, "n C F H W"]:
         """Draw standard normal noise for each clip, whatever the policy's first sigma."""
         shape = clips.latents.shape[1:]
-        drawn = [torch.randn(shape, generator=g) for g in self.draws(purpose, clips)]
+        drawn = [torch.randn(shape, generator=g) for g in self.make_generators(purpose, clips)]
         return torch.stack(drawn).to(clips.latents)
 
     @torch.no_grad()
-    def regenerated(
+    def regenerate(
         self,
         clips: Clips,
         noise: Float[Tensor, "n C F H W"],
@@ -76,41 +76,41 @@ class ClipRegenerator:
     ) -> Float[Tensor, "n C F H W"]:
         """Noise clips to the level of step `starts`, and denoise them from there by the ODE.
 
-        With a mask, only places inside it change, see `restored`. A clip joins the loop at its own
-        start, so that clips of different noise levels share network calls.
+        With a mask, only places inside it change, see `restore_unmasked`. A clip joins the loop at
+        its own start, so that clips of different noise levels share network calls.
         """
         policy, clean = self.policy, clips.latents
         sigmas = policy.schedule(self.num_steps)
         cond, row = encode_once(policy, clips.requests)
         row, starts = row.to(clean.device), starts.to(clean.device)
-        x = noised(clean, noise, sigmas[starts])
+        x = add_noise(clean, noise, sigmas[starts])
         for k in range(int(starts.min()), self.num_steps):
             here = starts <= k
-            v = velocity(policy, x[here], sigmas[k], cond, row[here], self.micro_batch)
+            v = evaluate_velocity(policy, x[here], sigmas[k], cond, row[here], self.micro_batch)
             x[here] = x[here] + (sigmas[k + 1] - sigmas[k]) * v
             if mask is not None:
-                kept = restored(x, clean, noise, sigmas[k + 1], mask)
-                x = torch.where(_rows(here, x), kept, x)
+                kept = restore_unmasked(x, clean, noise, sigmas[k + 1], mask)
+                x = torch.where(_expand_rows(here, x), kept, x)
         return x
 
-    def decoded(self, latents: Float[Tensor, "n C F H W"]) -> Float[Tensor, "n T 3 h w"]:
+    def decode(self, latents: Float[Tensor, "n C F H W"]) -> Float[Tensor, "n T 3 h w"]:
         """Decode latents to frames in [0, 1], on the CPU."""
         self.rewards.costs.decodes += len(latents)
         return torch.cat([self.policy.decode(x).cpu() for x in latents.split(self.micro_batch)])
 
-    def scores(self, media: Float[Tensor, "n T 3 h w"], requests: Sequence[Request]) -> Scores:
+    def score(self, media: Float[Tensor, "n T 3 h w"], requests: Sequence[Request]) -> ClipScores:
         """Score clips of one length by the rewards and their weights."""
         output = self.rewards.score(self.rewards.batch(media, requests, fps=self.policy.fps))
         weights, unknown = self.rewards.weights, ~self.rewards.usable(output.valid)
         weighted = weights != 0
         total = (output.values[:, weighted] * weights[weighted]).sum(1)
         dims = zip(self.rewards.dims, output.values.unbind(1), weighted.tolist(), strict=True)
-        return Scores(
+        return ClipScores(
             total.masked_fill(unknown, torch.nan),
             {dim: values for dim, values, counts in dims if counts},
             {i: output.reasons.get(i, "no reason given") for i in unknown.nonzero()[:, 0].tolist()},
         )
 
 
-def _rows(which: Bool[Tensor, "n"], like: Tensor) -> Tensor:
+def _expand_rows(which: Bool[Tensor, "n"], like: Tensor) -> Tensor:
     return which.view(-1, *[1] * (like.ndim - 1))

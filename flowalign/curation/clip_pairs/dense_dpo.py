@@ -14,16 +14,22 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, Scores
-from flowalign.curation.clip_pairs.method import ClipPair, Dropped, Method, Results, Side
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
+from flowalign.curation.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
 from flowalign.functional.corruption import step_at_level
-from flowalign.functional.segments import Span, frames_of, preferred, spans, temporal_stride
+from flowalign.functional.segments import (
+    Span,
+    compare_with_margin,
+    find_frames,
+    split_spans,
+    temporal_stride,
+)
 from flowalign.rewards.composite import Rewards
-from flowalign.utils.ranges import Decay, NonNegativeFloat, PositiveFloat, UnitInterval
+from flowalign.types.ranges import Decay, NonNegativeFloat, PositiveFloat, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
-class DensePairs(Method):
+class DensePairs(PairGenerator):
     """Makes two copies from one noise level; the rewards' weighted sum labels their segments."""
 
     level: tuple[UnitInterval, UnitInterval] = (0.65, 0.8)
@@ -55,24 +61,24 @@ class DensePairs(Method):
     @override
     def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
         levels, starts = self._levels(regenerator, clips)
-        noise = [regenerator.noise(f"noise {side}", clips) for side in "ab"]
+        noise = [regenerator.draw_noise(f"noise {side}", clips) for side in "ab"]
         twice = replace(
             clips, latents=clips.latents.repeat(2, 1, 1, 1, 1), requests=[*clips.requests] * 2
         )
-        latents = regenerator.regenerated(twice, torch.cat(noise), starts.repeat(2))
-        media = regenerator.decoded(latents)
+        latents = regenerator.regenerate(twice, torch.cat(noise), starts.repeat(2))
+        media = regenerator.decode(latents)
         parts = self._parts(regenerator, media.shape[1], latents.shape[2])
         scores = [
-            regenerator.scores(media[:, slice(*frames)], twice.requests) for _, frames in parts
+            regenerator.score(media[:, slice(*frames)], twice.requests) for _, frames in parts
         ]
         a, b = torch.stack([part.total for part in scores], 1).chunk(2)
-        labels, n = preferred(a, b, self.margin), len(clips.numbers)
+        labels, n = compare_with_margin(a, b, self.margin), len(clips.numbers)
         return [
             self._problem(scores, {"a": i, "b": n + i}, labels[i])
             or ClipPair(
                 {"a": Side(latents[i], media[i]), "b": Side(latents[n + i], media[n + i])},
-                {"segments": _segments([span for span, _ in parts], labels[i])}
-                | _columns(scores, {"a": i, "b": n + i})
+                {"segments": _format_segments([span for span, _ in parts], labels[i])}
+                | _collect_scores(scores, {"a": i, "b": n + i})
                 | {"level": levels[i]},
             )
             for i in range(n)
@@ -81,7 +87,9 @@ class DensePairs(Method):
     def _levels(self, regenerator: ClipRegenerator, clips: Clips) -> tuple[list[float], Tensor]:
         """Draw the noise level and first step of every clip."""
         sigmas, (low, high) = regenerator.policy.schedule(regenerator.num_steps).cpu(), self.level
-        draws = [float(torch.rand((), generator=g)) for g in regenerator.draws("level", clips)]
+        draws = [
+            float(torch.rand((), generator=g)) for g in regenerator.make_generators("level", clips)
+        ]
         starts = torch.tensor([step_at_level(sigmas, low + (high - low) * u) for u in draws])
         return sigmas[starts].tolist(), starts
 
@@ -91,24 +99,26 @@ class DensePairs(Method):
         """Cut a clip into segments; returns each as a span of latent frames and one of frames."""
         stride, fps = temporal_stride(num_frames, latent), regenerator.policy.fps
         assert fps is not None, "a policy of pictures was let in"
-        cut = spans(latent, self.seconds * fps / stride)
-        return [(span, frames_of(span, stride)) for span in cut]
+        cut = split_spans(latent, self.seconds * fps / stride)
+        return [(span, find_frames(span, stride)) for span in cut]
 
     def _problem(
-        self, scores: Sequence[Scores], rows: Mapping[str, int], labels: Float[Tensor, "C"]
-    ) -> Dropped | None:
+        self, scores: Sequence[ClipScores], rows: Mapping[str, int], labels: Float[Tensor, "C"]
+    ) -> SkippedClip | None:
         """Return why two copies are no pair, or None if they are one."""
         for c, part in enumerate(scores):
             for side, row in rows.items():
                 if row in part.reasons:
-                    return Dropped(f"no valid score: segment {c} of {side}: {part.reasons[row]}")
+                    return SkippedClip(
+                        f"no valid score: segment {c} of {side}: {part.reasons[row]}"
+                    )
         decided = int(labels.count_nonzero()) / len(labels)  # exact, where a float32 mean is not
         if decided <= self.min_decided:
-            return Dropped(f"too few segments with a preference: {decided:.0%}", expected=True)
+            return SkippedClip(f"too few segments with a preference: {decided:.0%}", expected=True)
         return None
 
 
-def _segments(cut: Sequence[Span], labels: Float[Tensor, "C"]) -> list[dict[str, int]]:
+def _format_segments(cut: Sequence[Span], labels: Float[Tensor, "C"]) -> list[dict[str, int]]:
     """Format segments for the reader; label 1: copy a is better."""
     return [
         {"start": start, "stop": stop, "label": int(label)}
@@ -116,7 +126,7 @@ def _segments(cut: Sequence[Span], labels: Float[Tensor, "C"]) -> list[dict[str,
     ]
 
 
-def _columns(scores: Sequence[Scores], rows: Mapping[str, int]) -> dict[str, Any]:
+def _collect_scores(scores: Sequence[ClipScores], rows: Mapping[str, int]) -> dict[str, Any]:
     """Return the scores of both whole copies: means over their segments."""
     found: dict[str, Any] = {}
     for side, row in rows.items():

@@ -10,7 +10,6 @@ Files are written atomically, and a batch is made as a whole: a job that is inte
 again gives the same bits.
 """
 
-import hashlib
 import itertools
 import json
 import time
@@ -26,13 +25,14 @@ from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.curation.clip_pairs.method import ClipPair
 from flowalign.curation.clip_pairs.run import ClipPairs
 from flowalign.data.latents.latent_files import save_latent
+from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.media import Media
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.readers import Dataset
-from flowalign.media.decode import MediaProblem, decode
-from flowalign.media.encode import write_clip
-from flowalign.media.media import Media
 from flowalign.types import Request
 from flowalign.utils.files import atomic_write, write_text
+from flowalign.utils.seeds import is_in_share
 
 TRAIN, HELD_OUT, SUMMARY = "train.jsonl", "held_out.jsonl", "summary.json"
 MANIFEST = "clip_pairs.json"
@@ -42,7 +42,7 @@ Drop = Sequence[str]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceClip:
     """Names a real clip of the dataset, with its prompt and its place."""
 
     number: int
@@ -53,7 +53,7 @@ class Source:
 
 
 @dataclass
-class Outcome:
+class BatchOutcome:
     """Records the pairs made of some clips, the clips without one, and the costs."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -65,10 +65,10 @@ class Outcome:
     """Network evaluations, decodes, reward calls and seconds."""
 
     @staticmethod
-    def joined(parts: Sequence["Outcome"]) -> "Outcome":
+    def join(parts: Sequence["BatchOutcome"]) -> "BatchOutcome":
         """Join the outcomes of all parts."""
         costs = {name: sum(part.costs[name] for part in parts) for name in parts[0].costs}
-        return Outcome(
+        return BatchOutcome(
             [row for part in parts for row in part.rows],
             [drop for part in parts for drop in part.errors],
             [drop for part in parts for drop in part.expected],
@@ -81,10 +81,10 @@ class Outcome:
         write_text(path, json.dumps(fields | {"costs": self.costs}))
 
     @staticmethod
-    def read(path: Path) -> "Outcome":
+    def read(path: Path) -> "BatchOutcome":
         """Read an outcome that `save` wrote."""
         fields = json.loads(path.read_text())
-        return Outcome(fields["rows"], fields["faults"], fields["expected"], fields["costs"])
+        return BatchOutcome(fields["rows"], fields["faults"], fields["expected"], fields["costs"])
 
     def drop_report(self) -> DropReport:
         """Count what was dropped, by the kind of problem."""
@@ -104,24 +104,26 @@ def run(
     folder, regenerator, number = Path(cfg.output_dir), None, -1
     for name in FOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for number, batch in enumerate(_batches(sources(dataset, cfg.limit), cfg.batch_size)):
-        if number % shard[1] == shard[0] and not _part(folder, number).exists():
+    for number, batch in enumerate(
+        _split_batches(iterate_sources(dataset, cfg.limit), cfg.batch_size)
+    ):
+        if number % shard[1] == shard[0] and not _part_file(folder, number).exists():
             regenerator = regenerator or cfg.regenerator()
-            _make_pairs(cfg, regenerator, folder, batch).save(_part(folder, number))
+            _make_pairs(cfg, regenerator, folder, batch).save(_part_file(folder, number))
             watch(batch[-1].number + 1)
     return number + 1
 
 
-def finish(cfg: ClipPairs, num_batches: int) -> Outcome | None:
+def finish(cfg: ClipPairs, num_batches: int) -> BatchOutcome | None:
     """Write the lists and the summary if all parts exist; returns None if a shard is not done."""
     folder = Path(cfg.output_dir)
-    parts = [_part(folder, number) for number in range(num_batches)]
+    parts = [_part_file(folder, number) for number in range(num_batches)]
     if not all(part.exists() for part in parts):
         return None
-    found = Outcome.joined([Outcome.read(part) for part in parts])
+    found = BatchOutcome.join([BatchOutcome.read(part) for part in parts])
     train, held_out = [], []
     for row in found.rows:
-        held = _is_held_out(row["prompt"], cfg.held_out, cfg.seed)
+        held = is_in_share(row["prompt"], cfg.held_out, cfg.seed)
         (held_out if held else train).append(row)
     for name, rows in ((TRAIN, train), (HELD_OUT, held_out)):
         if rows:
@@ -140,10 +142,10 @@ def finish(cfg: ClipPairs, num_batches: int) -> Outcome | None:
     return found
 
 
-def sources(dataset: Dataset, limit: int | None) -> Iterator[Source]:
+def iterate_sources(dataset: Dataset, limit: int | None) -> Iterator[SourceClip]:
     """Yield every medium of every record; a record without any gives a source with a problem."""
     number = itertools.count()
-    for where, record in itertools.islice(dataset.located(), limit):
+    for where, record in itertools.islice(dataset.iter_located(), limit):
         problem = record.problem or ("" if record.prompt else "no prompt")
         request = Request(record.prompt)
         try:
@@ -151,23 +153,23 @@ def sources(dataset: Dataset, limit: int | None) -> Iterator[Source]:
         except MediaProblem as error:
             problem = problem or str(error)
         for medium in record.media or [None]:
-            yield Source(next(number), where, request, medium, problem)
+            yield SourceClip(next(number), where, request, medium, problem)
 
 
-def _batches(items: Iterator[Source], size: int) -> Iterator[list[Source]]:
+def _split_batches(items: Iterator[SourceClip], size: int) -> Iterator[list[SourceClip]]:
     while batch := list(itertools.islice(items, size)):
         yield batch
 
 
 def _make_pairs(
-    cfg: ClipPairs, regenerator: ClipRegenerator, folder: Path, batch: Sequence[Source]
-) -> Outcome:
+    cfg: ClipPairs, regenerator: ClipRegenerator, folder: Path, batch: Sequence[SourceClip]
+) -> BatchOutcome:
     """Make the pairs of a batch, and write their files."""
-    start, before, found = time.perf_counter(), asdict(regenerator.rewards.costs), Outcome()
-    latents: dict[Source, torch.Tensor] = {}
+    start, before, found = time.perf_counter(), asdict(regenerator.rewards.costs), BatchOutcome()
+    latents: dict[SourceClip, torch.Tensor] = {}
     for source in batch:
         try:
-            latents[source] = _embedded(regenerator, cfg, source)
+            latents[source] = _embed_source(regenerator, cfg, source)
         except (OSError, ValueError) as error:
             found.errors.append((str(error), source.where))
     results = []
@@ -179,7 +181,7 @@ def _make_pairs(
         results = cfg.method.make(regenerator, clips)
     for source, result in zip(latents, results, strict=True):
         if isinstance(result, ClipPair):
-            found.rows.append(_written(regenerator, folder, source, result))
+            found.rows.append(_write_pair(regenerator, folder, source, result))
         else:
             drops = found.expected if result.expected else found.errors
             drops.append((result.problem, source.where))
@@ -189,7 +191,7 @@ def _make_pairs(
     return found
 
 
-def _embedded(regenerator: ClipRegenerator, cfg: ClipPairs, source: Source) -> torch.Tensor:
+def _embed_source(regenerator: ClipRegenerator, cfg: ClipPairs, source: SourceClip) -> torch.Tensor:
     """Encode one clip at the policy's frame rate.
 
     Raises:
@@ -198,7 +200,7 @@ def _embedded(regenerator: ClipRegenerator, cfg: ClipPairs, source: Source) -> t
     if source.problem or source.medium is None:
         raise MediaProblem(source.problem or "no medium")
     policy = regenerator.policy
-    if misfit := policy.takes.misfit(source.request):
+    if misfit := policy.input_spec.misfit(source.request):
         raise ValueError(f"request that the policy does not take: {type(policy).__name__} {misfit}")
     num_frames = cfg.num_frames or policy.num_frames
     clip = decode(source.medium, fps=policy.fps, num_frames=num_frames)
@@ -208,8 +210,8 @@ def _embedded(regenerator: ClipRegenerator, cfg: ClipPairs, source: Source) -> t
     return latent.float()
 
 
-def _written(
-    regenerator: ClipRegenerator, folder: Path, source: Source, pair: ClipPair
+def _write_pair(
+    regenerator: ClipRegenerator, folder: Path, source: SourceClip, pair: ClipPair
 ) -> dict[str, Any]:
     """Write the files of a pair; returns its row."""
     fps, stem = regenerator.policy.fps, f"{source.number:06d}"
@@ -228,11 +230,5 @@ def _written(
     return row | {"fps": fps, "source": path, **pair.row}
 
 
-def _part(folder: Path, number: int) -> Path:
+def _part_file(folder: Path, number: int) -> Path:
     return folder / "parts" / f"{number:06d}.json"
-
-
-def _is_held_out(prompt: str, share: float, seed: int) -> bool:
-    """Decide by a hash of prompt and seed, as `flowalign pairs` divides prompts."""
-    digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < share * 2**64

@@ -13,14 +13,14 @@ import torch
 from typing_extensions import override
 
 from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
-from flowalign.curation.clip_pairs.method import ClipPair, Method, Results, Side
+from flowalign.curation.clip_pairs.method import ClipPair, PairGenerator, Results, Side
 from flowalign.functional.corruption import moving_mask, step_at_share
 from flowalign.rewards.composite import Rewards
-from flowalign.utils.ranges import PositiveInt, UnitInterval
+from flowalign.types.ranges import PositiveInt, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPairs(Method):
+class LocalPairs(PairGenerator):
     """Makes the encoded clip the winner; the loser differs from its latents only inside a mask."""
 
     strengths: Sequence[UnitInterval] = (0.75, 0.8, 0.85)
@@ -51,7 +51,7 @@ class LocalPairs(Method):
     def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
         _, _, frames, height, width = clips.latents.shape
         strengths, masks = [], []
-        for draw in regenerator.draws("mask", clips):
+        for draw in regenerator.make_generators("mask", clips):
             which = int(torch.randint(len(self.strengths), (), generator=draw))
             shapes = 1 + int(torch.randint(self.max_shapes, (), generator=draw))
             low, high = self.share
@@ -60,9 +60,9 @@ class LocalPairs(Method):
             masks.append(moving_mask((frames, height, width), share, shapes, draw))
         starts = torch.tensor([step_at_share(regenerator.num_steps, s) for s in strengths])
         mask = torch.stack(masks)[:, None].to(clips.latents)
-        noise = regenerator.noise("noise", clips)
-        losers = regenerator.regenerated(clips, noise, starts, mask)
-        media = regenerator.decoded(torch.cat([clips.latents, losers])).chunk(2)
+        noise = regenerator.draw_noise("noise", clips)
+        losers = regenerator.regenerate(clips, noise, starts, mask)
+        media = regenerator.decode(torch.cat([clips.latents, losers])).chunk(2)
         return [
             ClipPair(
                 {

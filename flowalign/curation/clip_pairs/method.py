@@ -32,7 +32,7 @@ class ClipPair:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class SkippedClip:
     """Says why a clip gives no pair."""
 
     problem: str
@@ -41,10 +41,10 @@ class Dropped:
     """Whether the method leaves such clips out by design; otherwise it is an error."""
 
 
-Results = list[ClipPair | Dropped]
+Results = list[ClipPair | SkippedClip]
 
 
-class Method(ABC):
+class PairGenerator(ABC):
     """Generates pairs from real clips."""
 
     @abstractmethod

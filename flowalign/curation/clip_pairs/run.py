@@ -8,13 +8,13 @@ import torch
 import yaml
 
 from flowalign.curation.clip_pairs.denoiser import ClipRegenerator
-from flowalign.curation.clip_pairs.method import Method
+from flowalign.curation.clip_pairs.method import PairGenerator
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.distributed.processes import join
 from flowalign.rewards.composite import Rewards
 from flowalign.types import Policy, RewardModel
-from flowalign.utils.ranges import Decay, DenoisingSteps, FiniteFloat, PositiveInt, Seed
-from flowalign.utils.yaml_files import load_typed
+from flowalign.types.ranges import Decay, DenoisingSteps, FiniteFloat, PositiveInt, Seed
+from flowalign.utils.typed_settings import load_typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class ClipPairs:
     """Policy that noises and denoises the clips, as its pipeline does: the one to be trained."""
     clips: str
     """Path of any dataset that `flowalign score` reads: a folder with captions, or a table."""
-    method: Method
+    method: PairGenerator
     """Pair generator, by dotted path of a class in `flowalign.curation.clip_pairs` or your own."""
     schema: str = "auto"
     root: str | None = None
@@ -117,4 +117,4 @@ def load(config: str, overrides: Sequence[str] = ()) -> tuple[ClipPairs, str]:
     Raises:
         ConfigError: The run file is wrong; at most five lines name the key or value.
     """
-    return load_typed(ClipPairs, "flowalign clip-pairs", config, overrides)
+    return load_typed(ClipPairs, config, overrides)

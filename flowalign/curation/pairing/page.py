@@ -2,17 +2,15 @@
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from flowalign.curation.pairing.job import Found, Job, scores
-from flowalign.curation.pairing.rules import Choice
-from flowalign.media.decode import MediaProblem, decode
-from flowalign.media.media import Media
-from flowalign.media.thumbnails import UNKNOWN_RATE, looping, pictures
-from flowalign.reports.charts import data_address, drawn
+from flowalign.curation.pairing.job import PairingJob, PairSelection, collect_scores
+from flowalign.curation.pairing.rules import PairChoice
+from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.media import Media
+from flowalign.data.media.thumbnails import UNKNOWN_RATE, encode_loop, to_images
+from flowalign.reports import pages
+from flowalign.reports.charts import Chart, data_address, histogram
 
 SHOWN = 24
 """Largest number of pairs on the page."""
@@ -22,43 +20,40 @@ _FRAMES = 24
 
 
 def render(
-    name: str, job: Job, found: Found, shown: Sequence[Choice], summary: Mapping[str, Any]
+    name: str,
+    job: PairingJob,
+    found: PairSelection,
+    shown: Sequence[PairChoice],
+    summary: Mapping[str, Any],
 ) -> str:
     """Render the page, self-contained."""
-    template = Path(__file__).with_name("page_template.html.j2").read_text("utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(template).render(
+    return pages.render(
+        "pairs.html.j2",
         name=name,
         summary=summary,
-        pairs=list(examples(job, shown[:SHOWN])),
-        gaps=dict(gap_charts(found.choices)),
+        pairs=list(describe_examples(job, shown[:SHOWN])),
+        gaps=chart_gaps(found.choices),
         dropped=[("media", found.media.summary()), ("pairs", found.pairs.summary())],
     )
 
 
-def gap_charts(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
-    """Yield a histogram of the gaps of every deciding dimension, as an SVG data address."""
-    for dim in dict.fromkeys(choice.dimension for choice in choices):
-        gaps = [choice.gap for choice in choices if choice.dimension == dim]
-
-        def draw(axes: Any, gaps: Sequence[float] = gaps) -> None:
-            axes.hist(gaps, bins=min(40, max(5, len(set(gaps)))), color="#0072b2")
-            axes.set_ylabel("pairs")
-            axes.set_xlabel("gap")
-
-        yield dim, drawn(draw, (350, 190))
+def chart_gaps(choices: Sequence[PairChoice]) -> list[Chart]:
+    """Return a histogram of the gaps of every deciding dimension."""
+    dims = dict.fromkeys(choice.dimension for choice in choices)
+    return [
+        histogram(dim, "gap", "pairs", [c.gap for c in choices if c.dimension == dim])
+        for dim in dims
+    ]
 
 
-def examples(job: Job, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+def describe_examples(job: PairingJob, choices: Sequence[PairChoice]) -> Iterator[dict[str, Any]]:
     """Yield what the template shows of each pair: prompt, gap, and both sides with scores."""
     for choice in choices:
         sides = [
             {
                 "title": title,
-                "picture": thumbnail(job.table.media[row].path),
-                "scores": {dim: f"{value:.4g}" for dim, value in scores(job, row).items()},
+                "picture": make_thumbnail(job.table.media[row].path),
+                "scores": {dim: f"{value:.4g}" for dim, value in collect_scores(job, row).items()},
             }
             for title, row in (("chosen", choice.winner), ("rejected", choice.loser))
         ]
@@ -67,7 +62,7 @@ def examples(job: Job, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         yield {"prompt": prompt, "gap": gap, "sides": sides}
 
 
-def thumbnail(path: str) -> str:
+def make_thumbnail(path: str) -> str:
     """Return a small picture of a file as a data address; a clip moves.
 
     The address is empty if the file cannot be decoded.
@@ -77,7 +72,7 @@ def thumbnail(path: str) -> str:
     except MediaProblem:  # validation has read the header only
         return ""
     if len(clip.pixels) > 1:
-        return data_address("webp", looping(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
+        return data_address("webp", encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
     content = io.BytesIO()
-    pictures(clip.pixels, _SIDE)[0].save(content, "PNG")
+    to_images(clip.pixels, _SIDE)[0].save(content, "PNG")
     return data_address("png", content.getvalue())

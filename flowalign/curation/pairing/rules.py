@@ -19,7 +19,7 @@ TOTAL = "total"
 """Name of the weighted sum of several dimensions, in rows and on the page."""
 
 
-class Choice(NamedTuple):
+class PairChoice(NamedTuple):
     """Names a pair by its rows of the table, with the dimension that decided and the gap."""
 
     winner: int
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class PairingRule:
     """Configures one of `RULES`."""
 
     name: str = "best_worst"
@@ -89,7 +89,7 @@ class Rule:
         rows: Int[Tensor, "K"],
         scores: Float[Tensor, "K R"],
         total: Float[Tensor, "K"],
-    ) -> list[Choice]:
+    ) -> list[PairChoice]:
         """Choose the pairs of one prompt, whose media are these rows of the table."""
         compared = (
             [(self.decides, total)]
@@ -107,17 +107,17 @@ class Rule:
         dimension: str,
         places: pairing.Positions,
         by: Float[Tensor, "K"],
-    ) -> list[Choice]:
+    ) -> list[PairChoice]:
         winner, loser = places
         gap = by[winner] - by[loser]
         if self.max_per_prompt is not None:
-            kept = pairing.widest(gap, self.max_per_prompt)
+            kept = pairing.select_widest(gap, self.max_per_prompt)
             winner, loser, gap = winner[kept], loser[kept], gap[kept]
         found = zip(rows[winner].tolist(), rows[loser].tolist(), gap.tolist(), strict=True)
-        return [Choice(i, j, dimension, size) for i, j, size in found]
+        return [PairChoice(i, j, dimension, size) for i, j, size in found]
 
 
-def staged(choices: Sequence[Choice], count: int, by: str) -> list[Choice]:
+def assign_stages(choices: Sequence[PairChoice], count: int, by: str) -> list[PairChoice]:
     """Return the pairs with their stages of a curriculum, divided dimension by dimension."""
     found = list(choices)
     for dim in dict.fromkeys(choice.dimension for choice in choices):

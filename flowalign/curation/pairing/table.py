@@ -15,15 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.data.readers.fields import REQUEST_MASK
-from flowalign.data.readers.files import FORMATS
-from flowalign.data.readers.rows import Row
+from flowalign.data.readers.find_files import FORMATS
+from flowalign.data.readers.stream_rows import Row
 
 _NEEDED = ("record", "medium", "prompt", "path")
 _MAP = "map/"
 _TABLES = ("scores.parquet", "scores.jsonl")
 
 
-class Medium(NamedTuple):
+class ScoredMedium(NamedTuple):
     """Describes the medium of one row."""
 
     record: str
@@ -48,11 +48,11 @@ class Medium(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class ScoreTable:
     """Holds the media of a table and their scores, in the order of the file."""
 
     dims: Sequence[str]
-    media: Sequence[Medium]
+    media: Sequence[ScoredMedium]
     scores: Float[Tensor, "n R"]
     """Scores in float64; NaN where invalid."""
     fingerprint: str
@@ -78,7 +78,7 @@ def find_table(source: Path) -> Path:
     return source
 
 
-def read_table(path: Path, dims: Sequence[str], root: str = "") -> Table:
+def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
     """Read the media of a table and their scores in `dims`, or in all dimensions without any.
 
     Relative paths of media begin at `root`, or in the current folder.
@@ -92,7 +92,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> Table:
     if first is None:
         raise ValueError(f"{path} holds no row")
     dims = _dimensions(path, first, dims)
-    media: list[Medium] = []
+    media: list[ScoredMedium] = []
     scores: list[list[float]] = []
     fingerprints: dict[str, str] = {}
     for row in chain([first], rows):
@@ -107,7 +107,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> Table:
             f"{there}: {one[:80] or 'no fingerprint'}\n{here}: {other[:80] or 'no fingerprint'}"
         )
     values = torch.tensor(scores, dtype=torch.float64)
-    return Table(dims, media, values, next(iter(fingerprints)))
+    return ScoreTable(dims, media, values, next(iter(fingerprints)))
 
 
 def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[str]:
@@ -132,15 +132,15 @@ def _fields(row: Row) -> Mapping[str, Any]:
     return row.fields
 
 
-def _medium(fields: Mapping[str, Any], root: str) -> Medium:
-    return Medium(
+def _medium(fields: Mapping[str, Any], root: str) -> ScoredMedium:
+    return ScoredMedium(
         str(fields.get("record")),
         int(fields.get("medium") or 0),
         str(fields.get("prompt") or ""),
-        _absolute(fields.get("path"), root),
+        _make_absolute(fields.get("path"), root),
         str(fields.get("reason") or ""),
-        tuple(_absolute(reference, root) for reference in fields.get("references") or ()),
-        None if (mask := fields.get(REQUEST_MASK)) is None else _absolute(mask, root),
+        tuple(_make_absolute(reference, root) for reference in fields.get("references") or ()),
+        None if (mask := fields.get(REQUEST_MASK)) is None else _make_absolute(mask, root),
         {
             name.removeprefix(_MAP): str(path)
             for name, path in fields.items()
@@ -149,7 +149,7 @@ def _medium(fields: Mapping[str, Any], root: str) -> Medium:
     )
 
 
-def _absolute(path: str | None, root: str) -> str:
+def _make_absolute(path: str | None, root: str) -> str:
     return os.path.abspath(os.path.join(root, path)) if path else ""
 
 

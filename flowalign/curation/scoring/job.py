@@ -11,11 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.rows import Column, Item, assemble, prepare, score, unscored
-from flowalign.curation.scoring.stats import RunningStats, Speed
-from flowalign.curation.scoring.table import FIXED, Parts, merge
+from flowalign.curation.scoring.rows import (
+    Column,
+    DecodedMedium,
+    assemble,
+    make_unscored_row,
+    prepare,
+    score,
+)
+from flowalign.curation.scoring.stats import RunningStats, Throughput
+from flowalign.curation.scoring.table import FIXED, PartFiles, merge
+from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
-from flowalign.data.records import Record
 from flowalign.rewards.checked import CheckedReward
 from flowalign.types import RewardModel
 from flowalign.utils.files import write_text
@@ -28,7 +35,7 @@ ROWS_BEFORE_CHECK = 100
 
 
 @dataclass(frozen=True)
-class Job:
+class ScoringJob:
     """Configures a scoring job: a dataset, reward models, and the folder of the results."""
 
     dataset: Dataset
@@ -65,21 +72,21 @@ class Job:
         return sum(min(part, size - start) for start in range(i * part, size, n * part))
 
 
-Watch = Callable[[RunningStats, Speed], None]
+Watch = Callable[[RunningStats, Throughput], None]
 
 
-def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
+def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     """Score the missing blocks of this shard; returns the blocks of the whole dataset.
 
     Raises:
         TooManyFailed: Too many rows failed so far; this is checked after every block.
     """
     job = replace(job, models=[CheckedReward(model) for model in job.models])
-    parts, stats = Parts(job.folder / "parts"), RunningStats()
+    parts, stats = PartFiles(job.folder / "parts"), RunningStats()
     blocks: list[int] = []
 
     def missing() -> Iterator[tuple[int, int, Record]]:
-        for block, records in _blocks(_limited(job)):
+        for block, records in _split_blocks(_limit_records(job)):
             blocks.append(block)
             if block % job.shard[1] == job.shard[0] and block not in parts:
                 yield from ((block, i, record) for i, record in records)
@@ -88,7 +95,7 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
     for row in parts.rows(started_with):
         stats.add(row)
     stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
-    for block, rows in _scored(job, missing(), speed):
+    for block, rows in _score_blocks(job, missing(), speed):
         parts.write(block, rows)
         for row in rows:
             stats.add(row)
@@ -100,56 +107,56 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
 class BlockScorer:
     """Scores any block of a job, in any order, best in a rising one."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: ScoringJob):
         self.job = replace(job, models=[CheckedReward(model) for model in job.models])
-        self.parts, self._next = Parts(job.folder / "parts"), 0
-        self._blocks = _blocks(_limited(job))
+        self.parts, self._next = PartFiles(job.folder / "parts"), 0
+        self._blocks = _split_blocks(_limit_records(job))
 
     def score(self, block: int) -> None:
         """Score a block and save its rows, unless they are saved already."""
         if block in self.parts:
             return
         todo = ((block, i, record) for i, record in self._records(block))
-        for number, rows in _scored(self.job, todo, Speed()):
+        for number, rows in _score_blocks(self.job, todo, Throughput()):
             self.parts.write(number, rows)
 
     def _records(self, block: int) -> list[tuple[int, Record]]:
         """Read on to a block, or from the beginning to one that is behind."""
         if block < self._next:
-            self._blocks = _blocks(_limited(self.job))
+            self._blocks = _split_blocks(_limit_records(self.job))
         number, records = next(found for found in self._blocks if found[0] == block)
         self._next = number + 1
         return records
 
 
-def block_numbers(job: Job) -> list[int]:
+def block_numbers(job: ScoringJob) -> list[int]:
     """Return the blocks of the whole dataset, which is read for it, without its media."""
-    return [block for block, _ in _blocks(_limited(job))]
+    return [block for block, _ in _split_blocks(_limit_records(job))]
 
 
 def finish(
     folder: Path, blocks: Sequence[int], kind: str, about: Mapping[str, Any]
 ) -> RunningStats:
     """Merge all parts into `scores.<kind>`, and write `summary.json`; returns the statistics."""
-    parts, stats = Parts(folder / "parts"), RunningStats()
+    parts, stats = PartFiles(folder / "parts"), RunningStats()
     for row in parts.rows(blocks):
         stats.add(row)
     merge(parts, blocks, folder / f"scores.{kind}")
-    summarise(folder, stats, {"status": "complete", **about})
+    write_summary(folder, stats, {"status": "complete", **about})
     return stats
 
 
-def summarise(folder: Path, stats: RunningStats, about: Mapping[str, Any]) -> None:
+def write_summary(folder: Path, stats: RunningStats, about: Mapping[str, Any]) -> None:
     """Write `summary.json`."""
     text = json.dumps({**about, **stats.summary()}, indent=2, ensure_ascii=False)
     write_text(folder / "summary.json", text + "\n")
 
 
-def _limited(job: Job) -> Iterator[Record]:
+def _limit_records(job: ScoringJob) -> Iterator[Record]:
     return itertools.islice(iter(job.dataset), job.limit)
 
 
-def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Record]]]]:
+def _split_blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Record]]]]:
     numbered = enumerate(records)
     for block in itertools.count():
         part = list(itertools.islice(numbered, RECORDS_PER_PART))
@@ -158,17 +165,17 @@ def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Re
         yield block, part
 
 
-def _scored(
-    job: Job, todo: Iterator[tuple[int, int, Record]], speed: Speed
+def _score_blocks(
+    job: ScoringJob, todo: Iterator[tuple[int, int, Record]], speed: Throughput
 ) -> Iterator[tuple[int, list[dict[str, Column]]]]:
     """Yield the rows of every block, in order, while the next block is decoded and scored."""
     decoders = ThreadPoolExecutor(job.workers, "decode")
     scorer = ThreadPoolExecutor(1, "score")
-    waiting: deque[_Block] = deque()
+    waiting: deque[_ScoreBlock] = deque()
     try:
-        items = _ahead(job, decoders, todo)
+        items = _decode_ahead(job, decoders, todo)
         for block, of_block in itertools.groupby(items, lambda found: found[0]):
-            waiting.append(_Block(job, block, scorer, speed))
+            waiting.append(_ScoreBlock(job, block, scorer, speed))
             for _, item in of_block:
                 waiting[-1].add(item)
             waiting[-1].flush()
@@ -181,47 +188,47 @@ def _scored(
         scorer.shutdown(cancel_futures=True)
 
 
-def _ahead(
-    job: Job, decoders: ThreadPoolExecutor, todo: Iterator[tuple[int, int, Record]]
-) -> Iterator[tuple[int, Item]]:
+def _decode_ahead(
+    job: ScoringJob, decoders: ThreadPoolExecutor, todo: Iterator[tuple[int, int, Record]]
+) -> Iterator[tuple[int, DecodedMedium]]:
     """Yield items in order; decodes ahead as many as a batch needs and memory allows."""
-    pending: deque[tuple[int, Future[Item]]] = deque()
+    pending: deque[tuple[int, Future[DecodedMedium]]] = deque()
     depth = largest = 0
     for block, index, record in todo:
         for medium in range(max(len(record.media), 1)):
             future = decoders.submit(prepare, record, index, medium, job.max_frames)
             pending.append((block, future))
             while len(pending) > max(depth, job.workers):
-                yield (found := _taken(pending.popleft()))
+                yield (found := _wait_for(pending.popleft()))
                 largest = max(largest, found[1].size, 1)
                 depth = min(job.batch_size + 2 * job.workers, _MEMORY // largest)
     while pending:
-        yield _taken(pending.popleft())
+        yield _wait_for(pending.popleft())
 
 
-def _taken(entry: tuple[int, Future[Item]]) -> tuple[int, Item]:
+def _wait_for(entry: tuple[int, Future[DecodedMedium]]) -> tuple[int, DecodedMedium]:
     return entry[0], entry[1].result()
 
 
-class _Block:
+class _ScoreBlock:
     """Batches the items of one block by shape, and collects their rows from the models."""
 
-    def __init__(self, job: Job, number: int, scorer: ThreadPoolExecutor, speed: Speed):
+    def __init__(self, job: ScoringJob, number: int, scorer: ThreadPoolExecutor, speed: Throughput):
         self.number, self._job, self._scorer, self._speed = number, job, scorer, speed
         self._whole = any("groups" in model.spec.needs for model in job.models)
-        self._buckets: dict[tuple[Any, ...], list[Item]] = {}
+        self._buckets: dict[tuple[Any, ...], list[DecodedMedium]] = {}
         self._futures: deque[Future[list[dict[str, Column]]]] = deque()
         self._rows: dict[tuple[int, int], dict[str, Column]] = {}
         self._order: list[tuple[int, int]] = []
-        self._items: deque[Sequence[Item]] = deque()
+        self._items: deque[Sequence[DecodedMedium]] = deque()
         self._held = 0
 
-    def add(self, item: Item) -> None:
+    def add(self, item: DecodedMedium) -> None:
         """Add an item; batches that become full are sent to the models."""
         place = (item.index, item.medium)
         self._order.append(place)
         if item.clip is None:
-            self._rows[place] = unscored(self._job.models, item)
+            self._rows[place] = make_unscored_row(self._job.models, item)
         else:
             shape = (*item.clip.pixels.shape, item.clip.fps is None)
             self._buckets.setdefault(shape, []).append(item)
@@ -248,7 +255,7 @@ class _Block:
             largest = max(self._buckets, key=lambda shape: math.prod(shape[:4]))
             self._send(self._buckets.pop(largest))
 
-    def _send(self, items: Sequence[Item]) -> None:
+    def _send(self, items: Sequence[DecodedMedium]) -> None:
         while len(self._futures) >= _BATCHES_AHEAD:
             self._collect()
         self._held -= sum(item.size for item in items)

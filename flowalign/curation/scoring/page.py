@@ -3,22 +3,23 @@
 import heapq
 import io
 import itertools
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 
 from flowalign.curation.scoring.table import Row
+from flowalign.data.media.decode import Clip, MediaProblem, decode
+from flowalign.data.media.thumbnails import UNKNOWN_RATE, encode_loop, to_images
 from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
-from flowalign.media.decode import Clip, MediaProblem, decode
-from flowalign.media.thumbnails import UNKNOWN_RATE, looping, pictures
-from flowalign.reports.charts import data_address, drawn
+from flowalign.reports import pages
+from flowalign.reports.charts import PALETTE, data_address, histogram
 from flowalign.utils.files import write_text
 
 EXAMPLES = 6
@@ -73,13 +74,13 @@ def write(folder: Path, rows: Iterable[Row], dataset: Dataset, summary: Mapping[
     findings = Findings()
     for row in rows:
         findings.add(row)
-    pictures = thumbnails(dataset, findings.places())
+    thumbnails = make_thumbnails(dataset, findings.places())
     page = folder / "scores.html"
-    write_text(page, render(folder.name, findings, pictures, summary))
+    write_text(page, render(folder.name, findings, thumbnails, summary))
     return page
 
 
-def thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
+def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
     """Return small pictures of media as data addresses; reads the dataset until all are found."""
     found: dict[Place, str] = {}
     records = {record for record, _ in wanted}
@@ -88,7 +89,7 @@ def thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
             for medium, stored in enumerate(record.media):
                 if (record.id, medium) in wanted:
                     try:
-                        found[record.id, medium] = _thumbnail(decode(stored, _FRAMES))
+                        found[record.id, medium] = _make_thumbnail(decode(stored, _FRAMES))
                     except MediaProblem:  # gone or changed since it was scored
                         found[record.id, medium] = ""
         if len(found) == len(wanted):
@@ -97,21 +98,18 @@ def thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
 
 
 def render(
-    name: str, findings: Findings, pictures: Mapping[Place, str], summary: Mapping[str, Any]
+    name: str, findings: Findings, thumbnails: Mapping[Place, str], summary: Mapping[str, Any]
 ) -> str:
     """Render the page, self-contained."""
-    template = Path(__file__).with_name("page_template.html.j2").read_text("utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    dims = [_dimension(dim, findings, pictures) for dim in findings.columns]
-    return environment.from_string(template).render(
+    dims = [_describe_dimension(dim, findings, thumbnails) for dim in findings.columns]
+    return pages.render(
+        "scores.html.j2",
         name=name,
         summary=summary,
         dims=dims,
         verdict=verdict(findings, summary),
-        correlations=correlation_chart(findings.columns),
-        failures=list(failures(findings)),
+        correlations=tabulate_correlations(findings.columns),
+        failures=list(describe_failures(findings)),
         judged_by_people=findings.judged_by_people,
         examples=EXAMPLES,
     )
@@ -127,53 +125,41 @@ def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
     return text + (f"{failed:,} ({share:.1f} %) could not be scored." if failed else "None failed.")
 
 
-def failures(findings: Findings) -> Iterator[dict[str, str]]:
+def describe_failures(findings: Findings) -> Iterator[dict[str, str]]:
     """Yield the first rows that failed, and why."""
     for row in findings.failures:
         yield {"record": f"{row['record']}, medium {row['medium']}", "why": row["reason"] or ""}
 
 
-def histogram(scores: np.ndarray) -> str:
-    """Draw a histogram of scores, as an SVG data address."""
+def tabulate_correlations(
+    columns: Mapping[str, Sequence[float]],
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return Spearman correlations of all pairs of dimensions, over media valid in both.
 
-    def draw(axes: Any) -> None:
-        axes.hist(scores, bins=min(40, max(5, len(np.unique(scores)))), color="#0072b2")
-        axes.axvline(np.median(scores), color="#d55e00", linewidth=1.2)
-        axes.set_ylabel("media")
-        axes.set_xlabel("score (line: median)")
-
-    return drawn(draw, (350, 190))
-
-
-def correlation_chart(columns: Mapping[str, Sequence[float]]) -> str:
-    """Draw Spearman correlations of all pairs of dimensions, over media valid in both.
-
-    The address of the SVG is empty if there is only one dimension.
+    Each row is a name and its cells, as text and colour. The table is empty if there is only one
+    dimension.
     """
     if len(columns) < 2:
-        return ""
-    scores = [torch.tensor(column, dtype=torch.float64) for column in columns.values()]
-    table = np.full((len(scores), len(scores)), np.nan)
-    for i, j in itertools.product(range(len(scores)), repeat=2):
-        both = scores[i].isfinite() & scores[j].isfinite()
-        if both.sum() > 2:
-            table[i, j] = float(spearman(scores[i][both], scores[j][both]))
-
-    def draw(axes: Any) -> None:
-        axes.imshow(table, cmap="RdBu_r", vmin=-1, vmax=1)
-        for (i, j), number in np.ndenumerate(table):
-            text = "-" if np.isnan(number) else f"{number:.2f}"
-            ink = "white" if abs(number) > 0.6 else "black"
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=ink)
-        axes.set_xticks(range(len(columns)), list(columns), rotation=40, ha="right")
-        axes.set_yticks(range(len(columns)), list(columns))
-        axes.grid(visible=False)
-
-    side = 130 + 44 * len(columns)
-    return drawn(draw, (side, side))
+        return []
+    scores = {name: torch.tensor(column).double() for name, column in columns.items()}
+    return [
+        (name, [_correlation_cell(one, other) for other in scores.values()])
+        for name, one in scores.items()
+    ]
 
 
-def _dimension(dim: str, findings: Findings, pictures: Mapping[Place, str]) -> dict[str, Any]:
+def _correlation_cell(one: torch.Tensor, other: torch.Tensor) -> tuple[str, str]:
+    both = one.isfinite() & other.isfinite()
+    number = float(spearman(one[both], other[both])) if both.sum() > 2 else math.nan
+    if not math.isfinite(number):
+        return "-", "none"
+    colour = PALETTE[0] if number > 0 else PALETTE[1]
+    return f"{number:.2f}", f"{colour}{round(160 * abs(number)):02x}"
+
+
+def _describe_dimension(
+    dim: str, findings: Findings, thumbnails: Mapping[Place, str]
+) -> dict[str, Any]:
     scores = np.array(findings.columns[dim])
     known = scores[np.isfinite(scores)]
     quantiles = [f"{q:.4g}" for q in np.quantile(known, (0.05, 0.5, 0.95))] if len(known) else []
@@ -185,19 +171,22 @@ def _dimension(dim: str, findings: Findings, pictures: Mapping[Place, str]) -> d
         "mean": f"{known.mean():.4g}" if len(known) else "-",
         "std": f"{known.std():.3g}" if len(known) else "-",
         "quantiles": quantiles,
-        "chart": histogram(known) if len(known) else "",
-        "ends": [("best", _shown(best, 1, pictures)), ("worst", _shown(worst, -1, pictures))],
+        "chart": histogram(dim, "score (line: median)", "media", known) if len(known) else None,
+        "ends": [
+            ("best", _describe_media(best, 1, thumbnails)),
+            ("worst", _describe_media(worst, -1, thumbnails)),
+        ],
     }
 
 
-def _shown(heap: list, sign: int, pictures: Mapping[Place, str]) -> list[dict[str, str]]:
+def _describe_media(heap: list, sign: int, thumbnails: Mapping[Place, str]) -> list[dict[str, str]]:
     ordered = sorted(heap, key=lambda entry: (-entry[0], -entry[1]))
     return [
         {
             "score": f"{sign * score:.4g}",
             "prompt": prompt,
             "record": record,
-            "picture": pictures.get((record, medium), ""),
+            "picture": thumbnails.get((record, medium), ""),
         }
         for score, _, (record, medium, prompt) in ordered
     ]
@@ -212,9 +201,9 @@ def _keep(heap: list, entry: tuple[float, int, Any]) -> None:
         heapq.heappushpop(heap, (score, -row, what))
 
 
-def _thumbnail(clip: Clip) -> str:
+def _make_thumbnail(clip: Clip) -> str:
     if len(clip.pixels) > 1:
-        return data_address("webp", looping(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
+        return data_address("webp", encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
     content = io.BytesIO()
-    pictures(clip.pixels, _SIDE)[0].save(content, "WEBP", quality=85)
+    to_images(clip.pixels, _SIDE)[0].save(content, "WEBP", quality=85)
     return data_address("webp", content.getvalue())

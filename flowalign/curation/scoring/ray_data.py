@@ -18,12 +18,12 @@ from typing import Any
 from flowalign.curation.scoring.job import (
     ROWS_BEFORE_CHECK,
     BlockScorer,
-    Job,
+    ScoringJob,
     Watch,
     block_numbers,
 )
-from flowalign.curation.scoring.stats import RunningStats, Speed
-from flowalign.curation.scoring.table import Parts
+from flowalign.curation.scoring.stats import RunningStats, Throughput
+from flowalign.curation.scoring.table import PartFiles
 from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.console import say
 
@@ -59,7 +59,7 @@ class Cluster:
     machine can reach."""
 
     def run(
-        self, job: Job, open_job: Callable[[], Job], speed: Speed, watch: Watch
+        self, job: ScoringJob, open_job: Callable[[], ScoringJob], speed: Throughput, watch: Watch
     ) -> Sequence[int]:
         """Score the missing blocks; returns the blocks of the whole dataset.
 
@@ -71,14 +71,14 @@ class Cluster:
             RewardFailure: A model is wrong, or workers died too often.
             ValueError: A worker cannot use the options or the data.
         """
-        parts, stats, blocks = Parts(job.folder / "parts"), RunningStats(), block_numbers(job)
+        parts, stats, blocks = PartFiles(job.folder / "parts"), RunningStats(), block_numbers(job)
         for row in parts.rows([block for block in blocks if block in parts]):
             stats.add(row)
         stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
         if not (missing := [block for block in blocks if block not in parts]):
             return blocks
-        with self._connected():
-            for block in self._scored(missing, open_job):
+        with self._connect():
+            for block in self._score_blocks(missing, open_job):
                 if block not in parts:
                     raise ValueError(f"{job.folder} is not a folder that all workers see")
                 for row in parts.rows([block]):
@@ -89,11 +89,12 @@ class Cluster:
         return blocks
 
     @contextmanager
-    def _connected(self) -> Iterator[None]:
+    def _connect(self) -> Iterator[None]:
         """Connect to the cluster; Ray's handling of SIGTERM gives way to that of the verb."""
         needs_ray(self.address)
         import ray
 
+        # ray.init installs its own SIGTERM handler; that of the verb must stay.
         before = signal.getsignal(signal.SIGTERM)
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if self.address:
@@ -106,7 +107,9 @@ class Cluster:
         finally:
             ray.shutdown()
 
-    def _scored(self, blocks: Sequence[int], open_job: Callable[[], Job]) -> Iterator[int]:
+    def _score_blocks(
+        self, blocks: Sequence[int], open_job: Callable[[], ScoringJob]
+    ) -> Iterator[int]:
         """Yield blocks as they are scored and saved."""
         import ray
         from ray.exceptions import RayError
@@ -120,11 +123,11 @@ class Cluster:
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=self.workers),
             num_cpus=1,
-            num_gpus=self._share_of_gpu(),
+            num_gpus=self._gpu_share(),
             ray_remote_args_fn=lambda: dict.fromkeys(_BOUNDED, RESTARTS),
         )
         try:
-            with self._watched():
+            with self._watch_machines():
                 for row in rows.iter_rows():
                     if row["wrong"]:
                         raise ValueError(row["wrong"])
@@ -136,7 +139,7 @@ class Cluster:
             raise RewardFailure(f"a worker died more than {RESTARTS} times: {why}") from error
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watch_machines(self) -> Iterator[None]:
         """Say so when machines leave, as blocks of their workers wait until others come."""
         import ray
 
@@ -162,7 +165,7 @@ class Cluster:
             ended.set()
             watcher.join()
 
-    def _share_of_gpu(self) -> float:
+    def _gpu_share(self) -> float:
         """Return what a worker gets of a GPU; raises ValueError if there are too few cores."""
         import ray
 
@@ -178,7 +181,7 @@ class Cluster:
 class _Worker:
     """Scores the blocks that it is given; loads the models for the first one."""
 
-    def __init__(self, open_job: Callable[[], Job], folder: str):
+    def __init__(self, open_job: Callable[[], ScoringJob], folder: str):
         os.chdir(folder)  # relative paths mean the same here
         self.open_job, self.scorer = open_job, None
 

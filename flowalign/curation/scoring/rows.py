@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.curation.scoring.table import REFERENCES
+from flowalign.data.media.decode import Clip, MediaProblem, decode
+from flowalign.data.media.media import Media
+from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import REQUEST_MASK
-from flowalign.data.records import Record
-from flowalign.functional.maps import on_grid
-from flowalign.media.decode import Clip, MediaProblem, decode
-from flowalign.media.media import Media
+from flowalign.functional.maps import average_on_grid
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.files import atomic_write
@@ -27,7 +27,7 @@ Column = str | int | float | bool | list[str | None] | None
 
 
 @dataclass(frozen=True)
-class Item:
+class DecodedMedium:
     """Holds one decoded medium of a record, or the reason why it could not be decoded."""
 
     record: Record
@@ -47,24 +47,26 @@ class Item:
         return self.clip.pixels.numel() if self.clip else 0
 
 
-def prepare(record: Record, index: int, medium: int, max_frames: int | None = None) -> Item:
+def prepare(
+    record: Record, index: int, medium: int, max_frames: int | None = None
+) -> DecodedMedium:
     """Decode one medium of a record, and the record's references and mask."""
     if record.problem:
-        return Item(record, index, medium, reason=record.problem)
+        return DecodedMedium(record, index, medium, reason=record.problem)
     try:
         clip = decode(record.media[medium], max_frames)
-        references = [_still(reference) for reference in record.references]
-        mask = _still(record.mask).mean(0, keepdim=True) if record.mask else None
+        references = [_decode_still(reference) for reference in record.references]
+        mask = _decode_still(record.mask).mean(0, keepdim=True) if record.mask else None
     except MediaProblem as problem:
-        return Item(record, index, medium, reason=str(problem))
-    return Item(record, index, medium, clip, references, mask)
+        return DecodedMedium(record, index, medium, reason=str(problem))
+    return DecodedMedium(record, index, medium, clip, references, mask)
 
 
-def _still(medium: Media) -> Float[Tensor, "3 h w"]:
+def _decode_still(medium: Media) -> Float[Tensor, "3 h w"]:
     return decode(medium, 1).frames[0]
 
 
-def assemble(items: Sequence[Item]) -> MediaBatch:
+def assemble(items: Sequence[DecodedMedium]) -> MediaBatch:
     """Stack decoded items of one shape; all of them know their frames per second, or none does."""
     clips = [item.clip for item in items if item.clip]
     rates = [clip.fps for clip in clips if clip.fps is not None]
@@ -80,7 +82,7 @@ def assemble(items: Sequence[Item]) -> MediaBatch:
 
 
 def score(
-    models: Sequence[RewardModel], items: Sequence[Item], batch: MediaBatch, folder: Path
+    models: Sequence[RewardModel], items: Sequence[DecodedMedium], batch: MediaBatch, folder: Path
 ) -> list[dict[str, Column]]:
     """Score items by checked models; returns a row for each, with the columns of all models.
 
@@ -89,41 +91,41 @@ def score(
     rows: list[dict[str, Column]] = [{} for _ in items]
     reasons: list[list[str]] = [[] for _ in items]
     for model in models:
-        unsuited = _unsuited(model.spec, items)
+        unsuited = _find_unsuited(model.spec, items)
         suited = [i for i in range(len(items)) if i not in unsuited]
         for i in unsuited:
-            rows[i] |= _no_scores(model.spec)
+            rows[i] |= _empty_columns(model.spec)
             reasons[i].append(unsuited[i])
         if not suited:
             continue
         for i, (columns, why, place) in zip(
-            suited, _scored(model, batch.take(suited)), strict=True
+            suited, _score_batch(model, batch.take(suited)), strict=True
         ):
             rows[i] |= columns
             reasons[i] += [why] if why else []
             if place is not None:
                 file = f"{items[i].index:09d}-{items[i].medium:02d}.safetensors"
-                rows[i] |= written_map(place, folder / "maps" / model.spec.name / file)
+                rows[i] |= write_map(place, folder / "maps" / model.spec.name / file)
     return [
-        _row(item, "; ".join(why), columns, models)
+        _make_row(item, "; ".join(why), columns, models)
         for item, why, columns in zip(items, reasons, rows, strict=True)
     ]
 
 
-def unscored(models: Sequence[RewardModel], item: Item) -> dict[str, Column]:
+def make_unscored_row(models: Sequence[RewardModel], item: DecodedMedium) -> dict[str, Column]:
     """Return the row of an item that could not be decoded."""
     columns: dict[str, Column] = {}
     for model in models:
-        columns |= _no_scores(model.spec)
-    return _row(item, item.reason, columns, models)
+        columns |= _empty_columns(model.spec)
+    return _make_row(item, item.reason, columns, models)
 
 
-def fingerprint(models: Sequence[RewardModel]) -> str:
+def join_fingerprints(models: Sequence[RewardModel]) -> str:
     """Return the joint fingerprint of all models; rows with different ones are not comparable."""
     return "+".join(model.spec.fingerprint() for model in models)
 
 
-def _unsuited(spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
+def _find_unsuited(spec: RewardSpec, items: Sequence[DecodedMedium]) -> dict[int, str]:
     """Return reasons for single items that would make the model refuse the whole batch."""
     together = Counter(item.index for item in items)
     reasons = {}
@@ -140,18 +142,18 @@ def _unsuited(spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
     return reasons
 
 
-def written_map(place: Float[Tensor, "*place"], file: Path) -> dict[str, Column]:
+def write_map(place: Float[Tensor, "*place"], file: Path) -> dict[str, Column]:
     """Write a map, unless it is unknown, reduced to at most `_MAP_SIDE`; returns its column."""
     if not place.isfinite().all() or not place.any():
         return {}
     grid = (*place.shape[:-2], *(min(side, _MAP_SIDE) for side in place.shape[-2:]))
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as partial:
-        save_file({"map": on_grid(place[None], grid)[0, 0].contiguous()}, partial)
+        save_file({"map": average_on_grid(place[None], grid)[0, 0].contiguous()}, partial)
     return {f"map/{file.parent.name}": str(file.absolute())}
 
 
-def _scored(
+def _score_batch(
     model: RewardModel, batch: MediaBatch
 ) -> list[tuple[dict[str, Column], str, Tensor | None]]:
     """Return columns, reason and map of every sample; one that the model refuses fails alone."""
@@ -164,12 +166,12 @@ def _scored(
         if len(batch) == 1 or "groups" in model.spec.needs:
             first_line = (str(refusal).splitlines() or [""])[0]
             why = f"{model.spec.name} refused: {first_line}"
-            return [(_no_scores(model.spec), why, None)] * len(batch)
-        return [one for part in batch.chunks(1) for one in _scored(model, part)]
+            return [(_empty_columns(model.spec), why, None)] * len(batch)
+        return [one for part in batch.chunks(1) for one in _score_batch(model, part)]
     places = output.maps.get(model.spec.name)
     return [
         (
-            _columns(model.spec, output, i),
+            _score_columns(model.spec, output, i),
             output.reasons.get(i, ""),
             None if places is None else places[i],
         )
@@ -177,7 +179,7 @@ def _scored(
     ]
 
 
-def _columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, Column]:
+def _score_columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     valid, values = output.valid[i].tolist(), output.values[i].tolist()
     spread = None if output.uncertainty is None else output.uncertainty[i].tolist()
@@ -189,15 +191,15 @@ def _columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, Column
     return columns
 
 
-def _no_scores(spec: RewardSpec) -> dict[str, Column]:
+def _empty_columns(spec: RewardSpec) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     for dim in spec.dims:
         columns |= {dim: None, f"{dim}_valid": False}
     return columns
 
 
-def _row(
-    item: Item, reason: str, scores: Mapping[str, Column], models: Sequence[RewardModel]
+def _make_row(
+    item: DecodedMedium, reason: str, scores: Mapping[str, Column], models: Sequence[RewardModel]
 ) -> dict[str, Column]:
     record = item.record
     labels: dict[str, Column] = {}
@@ -218,7 +220,7 @@ def _row(
         "prompt": record.prompt,
         "path": record.media[item.medium].path if record.media else None,
         "reason": reason or None,
-        "fingerprint": fingerprint(models),
+        "fingerprint": join_fingerprints(models),
         **labels,
         **scores,
     }

@@ -44,7 +44,7 @@ class RunningStats:
         """Raise TooManyFailed if, of `at_least` rows or more, a larger share failed."""
         if self.rows >= at_least and self.failed > max_failed_fraction * self.rows:
             most = ", ".join(f"{why} ({count})" for why, count in self.reasons.most_common(3))
-            raise TooManyFailed(
+            raise TooManyFailures(
                 f"{self.failed} of {self.rows} rows failed, more than the allowed share of "
                 f"{max_failed_fraction:g}: {most}",
                 self,
@@ -67,7 +67,7 @@ class RunningStats:
         }
 
 
-class TooManyFailed(RuntimeError):
+class TooManyFailures(RuntimeError):
     """Says that more rows failed than the job allows; what was saved stays."""
 
     def __init__(self, message: str, stats: RunningStats):
@@ -76,7 +76,7 @@ class TooManyFailed(RuntimeError):
 
 
 @dataclass
-class Speed:
+class Throughput:
     """Measures the throughput of this process, without the rows that earlier ones saved."""
 
     rows: int = 0

@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 4096
 _DIGITS = 8
 
 
-class Parts:
+class PartFiles:
     """Stores the rows of each block of records in one file, named after the block.
 
     A part is written atomically. So a kill loses only the blocks in progress, an existing block is
@@ -57,6 +57,7 @@ class Parts:
             partial.open("w", encoding="utf-8") as file,
         ):
             file.writelines(lines)
+            # The rename must not reach the disk before the rows: a part that exists is complete.
             file.flush()
             os.fsync(file.fileno())
 
@@ -81,7 +82,7 @@ class Parts:
 
 
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def hold_lock(lock: Path) -> Iterator[None]:
     """Hold a lock file, which is released when the process ends, however it ends.
 
     Raises:
@@ -89,6 +90,7 @@ def alone(lock: Path) -> Iterator[None]:
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
+        # flock is released with the process; a file that marks a lock would outlive a kill.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -96,9 +98,9 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
+def merge(parts: PartFiles, blocks: Sequence[int], table: Path) -> None:
     """Write the rows of all blocks, in order, to one .parquet or .jsonl file."""
-    columns = _columns(parts.rows(blocks))
+    columns = _column_types(parts.rows(blocks))
     rows = ({name: row.get(name) for name in columns} for row in parts.rows(blocks))
     with atomic_write(table) as partial:
         if table.suffix == ".parquet":
@@ -108,17 +110,19 @@ def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _columns(rows: Iterator[Row]) -> dict[str, str]:
+def _column_types(rows: Iterator[Row]) -> dict[str, str]:
     """Return names and types of all columns; human labels of some rows are a column of all."""
     names = dict.fromkeys(name for row in rows for name in row)
-    labels = {name: _LABELS[kind] for name in sorted(names) if (kind := _kind(name)) in _LABELS}
+    labels = {
+        name: _LABELS[kind] for name in sorted(names) if (kind := _label_kind(name)) in _LABELS
+    }
     asked = {name: kind for name, kind in _REQUEST.items() if name in names}
     known = FIXED | asked | labels
     scored = [name for name in names if name not in known]
     return known | {name: "bool" if name.endswith("_valid") else "double" for name in scored}
 
 
-def _kind(name: str) -> str:
+def _label_kind(name: str) -> str:
     return name.partition("/")[0] if "/" in name else ""
 
 

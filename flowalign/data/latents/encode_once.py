@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flowalign.data.latents.latent_files import is_latent, read_latent
 from flowalign.data.latents.tensor_store import Key, Keys, TensorCache
-from flowalign.data.preference.prefetch import prefetched
+from flowalign.data.media.decode import MediaProblem, decode, digest_media
+from flowalign.data.media.media import Media
+from flowalign.data.preference.prefetch import prefetch
 from flowalign.distributed.processes import ALONE, Processes
-from flowalign.media.decode import MediaProblem, decode, digest
-from flowalign.media.media import Media
-from flowalign.types import Cond, Policy, Request, conditioning
+from flowalign.types import Cond, Policy, Request, encode_requests
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048
@@ -75,7 +75,7 @@ class LatentCache:
             i: broken[key] for i, some in keys.items() for key in some if key in broken
         }
 
-    def identified(self, medium: Media) -> Media:
+    def identify(self, medium: Media) -> Media:
         """Return the medium with its digest; a file is read only once.
 
         Raises:
@@ -106,15 +106,15 @@ class LatentCache:
         if medium.digest:
             return bytes.fromhex(medium.digest)
         if medium.path is None:
-            return digest(medium)
+            return digest_media(medium)
         if medium.path not in self._digests:
-            self._digests[medium.path] = digest(medium)
+            self._digests[medium.path] = digest_media(medium)
         return self._digests[medium.path]
 
     def _encode(self, todo: Sequence[tuple[Keys, Media]]) -> dict[Key, str]:
         """Encode media of one shape together and store their latents; returns why some failed."""
         parts = [todo[i : i + self.batch] for i in range(0, len(todo), self.batch)]
-        ahead = prefetched(lambda n: self._decode(parts[n]), range(len(parts)), ahead=2)
+        ahead = prefetch(lambda n: self._decode(parts[n]), range(len(parts)), ahead=2)
         broken: dict[Key, str] = {}
         try:
             for decoded, _ in ahead:
@@ -139,7 +139,7 @@ class LatentCache:
         for keys, medium in part:
             try:
                 if is_latent(medium):
-                    found |= dict.fromkeys(keys, self._adopted(medium, flips=len(keys) > 1))
+                    found |= dict.fromkeys(keys, self._adopt(medium, flips=len(keys) > 1))
                     continue
                 pixels = self._pixels(medium)
                 mirrored = self._key(medium, True)
@@ -153,7 +153,7 @@ class LatentCache:
             return decode(medium, self.max_frames).pixels
         return decode(medium, fps=self.policy.fps, num_frames=self.policy.num_frames).pixels
 
-    def _adopted(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
+    def _adopt(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
         """Read a latent from its file; raises MediaProblem if this policy cannot train on it."""
         if flips or self.max_frames:
             raise MediaProblem(
@@ -198,7 +198,7 @@ class EncodeQueue:
     def take(self, medium: Media) -> Media:
         """Queue a medium for encoding; returns it without its bytes, the same object each time."""
         try:
-            found = self.latents.identified(medium)
+            found = self.latents.identify(medium)
         except (OSError, ValueError):
             found = medium  # `prepare` will report it
         kept = replace(found, data=None)
@@ -230,7 +230,7 @@ class PromptEmbeddingCache:
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Encode the requests that are missing; those of one call share files, so pass many."""
-        self.store.fill({(request.given,): request for request in requests}, self._encode)
+        self.store.fill({(request.input_digest,): request for request in requests}, self._encode)
 
     def read(self, requests: Sequence[Request]) -> Cond:
         """Return one row of conditioning per prepared request, on the CPU, in the policy's dtype.
@@ -238,7 +238,7 @@ class PromptEmbeddingCache:
         Raises:
             ValueError: A request was not prepared.
         """
-        keys = [request.given for request in requests]
+        keys = [request.input_digest for request in requests]
         for key in self.store.missing(keys):
             raise ValueError(f"prompt {requests[keys.index(key)].prompt!r} was not prepared")
         return self.store.read(keys)
@@ -248,7 +248,7 @@ class PromptEmbeddingCache:
         """Encode requests and store their conditioning; none fails, so the result is empty."""
         try:
             for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
-                encoded = conditioning(self.policy, [request for _, request in some])
+                encoded = encode_requests(self.policy, [request for _, request in some])
                 cond = {name: value.cpu() for name, value in encoded.items()}
                 self.num_encoded += len(some)
                 for n, ((key,), _) in enumerate(some):
@@ -264,7 +264,7 @@ def cache_report(latents: LatentCache, texts: PromptEmbeddingCache, processes: P
     now = {name: float(part.num_encoded) for name, part in found.items()}
     now["stored"] = float(latents.num_stored)
     now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
-    now = {name: int(count) for name, count in processes.total(now).items()}
+    now = {name: int(count) for name, count in processes.sum_by_name(now).items()}
     lines = [
         f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
         f"{part.store.num_found:,} known"

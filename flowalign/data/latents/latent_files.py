@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowalign.media.decode import MediaProblem
-from flowalign.media.media import Media
+from flowalign.data.media.decode import MediaProblem
+from flowalign.data.media.media import Media
 from flowalign.utils.files import atomic_write
 
 _NAME, _ENCODER = "latent", "encoder"
@@ -37,7 +37,7 @@ def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:
     Raises:
         MediaProblem: The file is missing or damaged, or belongs to another encoder.
     """
-    with _opened(path) as file:
+    with _open_file(path) as file:
         found = (file.metadata() or {}).get(_ENCODER)
         if found != encoder:
             raise MediaProblem(
@@ -52,7 +52,7 @@ def latent_shape(path: str) -> tuple[int, int, int]:
     Raises:
         MediaProblem: The file is damaged, or holds no latent of a clip.
     """
-    with _opened(path) as file:
+    with _open_file(path) as file:
         shape = file.get_slice(_NAME).get_shape()
     if len(shape) != 4:
         raise MediaProblem(f"latent of no clip: {path} has shape {shape}, not [C, F, H, W]")
@@ -60,7 +60,7 @@ def latent_shape(path: str) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _open_file(path: str) -> Iterator[Any]:
     if not Path(path).is_file():
         raise MediaProblem(f"missing file: {path}")
     try:

@@ -12,42 +12,42 @@ import torch
 
 from flowalign.data.latents.tensor_store import Key, Keys, TensorCache
 from flowalign.distributed.processes import ALONE, Processes
-from flowalign.types import Cond, EncodesApart, PromptStore, Request
+from flowalign.types import Cond, Policy, PromptCache, PromptEncoder, Request
 
 
-class StoredPrompts(PromptStore):
+class StoredPrompts(PromptCache):
     """Reads conditioning from a folder; encoders come to the device for what is missing there."""
 
-    def __init__(self, policy: EncodesApart, folder: Path):
+    def __init__(self, policy: Policy, folder: Path):
         """Open the folder for a policy that is not loaded."""
-        self.folder, self.files = folder, policy.encoding_files()
+        self.folder, self.files = folder, _encoder(policy).digest_files()
         self.caches: dict[str, TensorCache] = {}
         self.num_encoded = 0
         """Number of requests that this process has encoded."""
 
     def prepare(
-        self, policy: EncodesApart, requests: Sequence[Request], processes: Processes = ALONE
+        self, policy: Policy, requests: Sequence[Request], processes: Processes = ALONE
     ) -> None:
         """Encode what is missing, and free the encoders. All processes must call this alike."""
         cache = self._cache(policy)
         cache.processes = processes
-        wanted: dict[Keys, Request] = {(request.given,): request for request in requests}
+        wanted: dict[Keys, Request] = {(request.input_digest,): request for request in requests}
         cache.fill(wanted, lambda todo: self._encode(policy, cache, todo))
         cache.processes = ALONE
-        policy.free_encoders()
+        _encoder(policy).free()
 
-    def conditioning(self, policy: EncodesApart, requests: Sequence[Request]) -> Cond:
+    def conditioning(self, policy: Policy, requests: Sequence[Request]) -> Cond:
         """Return a row for each request, on the device of the policy."""
-        cache, keys = self._cache(policy), [request.given for request in requests]
+        cache, keys = self._cache(policy), [request.input_digest for request in requests]
         absent = {*cache.missing(keys)}
         todo = {key: one for key, one in zip(keys, requests, strict=True) if key in absent}
         self._encode(policy, cache, [((key,), one) for key, one in todo.items()])
         device = next(policy.denoiser.parameters()).device
         return {name: value.to(device) for name, value in cache.read(keys).items()}
 
-    def _cache(self, policy: EncodesApart) -> TensorCache:
+    def _cache(self, policy: Policy) -> TensorCache:
         """Return the cache of a policy, of which copies may have other settings."""
-        content = f"{self.files}\n{policy.encoding_settings()}"
+        content = f"{self.files}\n{_encoder(policy).describe_settings(policy)}"
         name = hashlib.sha256(content.encode()).hexdigest()[:16]
         if name not in self.caches:
             self.caches[name] = TensorCache(self.folder / name)
@@ -55,7 +55,7 @@ class StoredPrompts(PromptStore):
 
     @torch.no_grad()
     def _encode(
-        self, policy: EncodesApart, cache: TensorCache, todo: Sequence[tuple[Keys, Request]]
+        self, policy: Policy, cache: TensorCache, todo: Sequence[tuple[Keys, Request]]
     ) -> dict[Key, str]:
         """Encode requests and store them; none fails. The encoders wait in main memory.
 
@@ -64,13 +64,19 @@ class StoredPrompts(PromptStore):
         """
         if not todo:
             return {}
-        policy.read_encoders(next(policy.denoiser.parameters()).device)
+        encoder = _encoder(policy)
+        encoder.read(next(policy.denoiser.parameters()).device)
         try:
             for (key,), request in todo:
                 cond = policy.encode([request])
                 cache.put(key, {name: value[0].cpu() for name, value in cond.items()})
         finally:
             cache.flush()
-            policy.read_encoders(torch.device("cpu"))
+            encoder.read(torch.device("cpu"))
         self.num_encoded += len(todo)
         return {}
+
+
+def _encoder(policy: Policy) -> PromptEncoder:
+    assert policy.text_encoder, "a run file with a prompt cache for another policy is refused"
+    return policy.text_encoder

@@ -35,7 +35,7 @@ class TensorCache:
     """Caches rows of tensors by key, in a folder or, without one, in memory."""
 
     def __init__(self, folder: Path | None, processes: Processes = ALONE):
-        self.folder, self.processes = folder, processes.apart
+        self.folder, self.processes = folder, processes.ungrouped
         self.num_found = 0
         """Number of rows that `fill` found in the cache."""
         self.num_damaged = 0
@@ -65,13 +65,15 @@ class TensorCache:
         keys = list(dict.fromkeys(chain(*wanted)))
         absent = dict.fromkeys(self.missing(keys))
         if self.folder:
-            absent = self.processes.merged(absent)
+            absent = self.processes.merge(absent)
         self.num_found += len(keys) - len(absent)
-        todo = _lacking(wanted, absent)
+        todo = _select_missing(wanted, absent)
         mine = self.processes.share(todo) if self.folder else todo
-        broken = self.processes.merged(compute(mine))
+        broken = self.processes.merge(compute(mine))
         unseen = self.missing([key for key in keys if key not in broken])
-        return broken | compute(_lacking(wanted, unseen))  # a slow file system may hide new files
+        return broken | compute(
+            _select_missing(wanted, unseen)
+        )  # a slow file system may hide new files
 
     def put(self, key: Key, row: Row) -> None:
         """Add a row. It is written, and can be read, once its file is full or after `flush`."""
@@ -148,7 +150,7 @@ class TensorCache:
             self.num_damaged += 1
 
 
-def _lacking(wanted: Mapping[Keys, T], absent: Iterable[Key]) -> list[tuple[Keys, T]]:
+def _select_missing(wanted: Mapping[Keys, T], absent: Iterable[Key]) -> list[tuple[Keys, T]]:
     """Return the inputs that have missing rows, with the keys of these rows."""
     gone = set(absent)
     found = ((tuple(key for key in keys if key in gone), one) for keys, one in wanted.items())

@@ -7,53 +7,36 @@ attributes, its loser to that for the bad ones.
 
 from collections.abc import Iterator
 
-from flowalign.data.preference.convert import Keep
+from flowalign.data.media.media import Media
+from flowalign.data.media_record import Record
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Pair, Sample
-from flowalign.data.readers import open_dataset
-from flowalign.data.records import Record
-from flowalign.media.media import Media
-from flowalign.types import Dress, with_words
+from flowalign.data.preference.pairs import Keep, Pair, Sample
+from flowalign.data.readers import Dataset
+from flowalign.types import ConditionedPrompt, insert_words
 
 _NAMES = ("positive", "negative")
 
 
-def read_attributes(
-    path: str, schema: str, root: str | None, keep: Keep
-) -> tuple[list[Pair], DropReport]:
-    """Read a pair for each medium whose row has texts `positive` and `negative`; report the rest.
-
-    Raises:
-        ValueError: The dataset does not exist.
-    """
-    pairs, report = [], DropReport()
-    for where, record in _with_attributes(path, schema, root, report):
-        pairs += [_pair(record, keep(record.media[i]), where) for i in range(len(record.media))]
-    return pairs, report
+def read_attributes(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Pair]:
+    """Yield a pair for each medium whose row has texts `positive` and `negative`; report others."""
+    for where, record in _add_attributes(dataset, report):
+        yield from (_make_pair(record, keep(medium), where) for medium in record.media)
 
 
-def read_captions(
-    path: str, schema: str, root: str | None, keep: Keep
-) -> tuple[list[Sample], DropReport]:
-    """Read each such medium as a sample that is asked for by all its attributes, for an expert.
-
-    Raises:
-        ValueError: The dataset does not exist.
-    """
-    samples, report = [], DropReport()
-    for _, record in _with_attributes(path, schema, root, report):
-        references, dress = record.request().references, Dress(_told(record, *_NAMES))
-        samples += [
-            Sample(record.prompt, keep(m), references=references, dress=dress) for m in record.media
-        ]
-    return samples, report
+def read_captions(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Sample]:
+    """Yield each such medium as a sample that is asked for by all its attributes, for an expert."""
+    for _, record in _add_attributes(dataset, report):
+        references = record.request().references
+        conditioned = ConditionedPrompt(_find_text(record, *_NAMES))
+        for medium in record.media:
+            yield Sample(
+                record.prompt, keep(medium), references=references, conditioned=conditioned
+            )
 
 
-def _with_attributes(
-    path: str, schema: str, root: str | None, report: DropReport
-) -> Iterator[tuple[str, Record]]:
+def _add_attributes(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
     """Yield the rows that have both texts, with their places; report the others."""
-    for where, record in open_dataset(path, schema, root).located():
+    for where, record in dataset.iter_located():
         if record.problem:
             report.add(record.problem)
         elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
@@ -62,14 +45,14 @@ def _with_attributes(
             yield where, record
 
 
-def _pair(record: Record, medium: Media, where: str) -> Pair:
+def _make_pair(record: Record, medium: Media, where: str) -> Pair:
     asked = record.request()
     sample = Sample(record.prompt, medium, references=asked.references, mask=asked.mask)
-    good, bad = (_told(record, name) for name in _NAMES)
+    good, bad = (_find_text(record, name) for name in _NAMES)
     return Pair(sample, sample, "attributes", targets=(good, bad), where=where)
 
 
-def _told(record: Record, *names: str) -> str:
+def _find_text(record: Record, *names: str) -> str:
     """Return the prompt of a row with its texts of these attributes behind it."""
     words = [record.metadata[name] for name in names]
-    return with_words("{prompt}, {words}", record.prompt, words, ", ")
+    return insert_words("{prompt}, {words}", record.prompt, words, ", ")

@@ -14,11 +14,11 @@ from flowalign.data.preference.pairs import (
     Example,
     Pair,
     Sample,
+    clear_prompt,
     requests_of,
     samples_of,
-    unprompted,
 )
-from flowalign.functional.maps import mean_one, on_grid
+from flowalign.functional.maps import average_on_grid, normalise_mean
 from flowalign.types import Cond, Examples, Label
 
 
@@ -85,7 +85,7 @@ class Collator:
         mirrored = [*(flips or [False] * len(examples))] * sides
         drop_prompt = [*(drop_prompt or [False] * len(examples))] * sides
         asked = [
-            unprompted(sample.request) if drop else sample.request
+            clear_prompt(sample.request) if drop else sample.request
             for sample, drop in zip(samples, drop_prompt, strict=True)
         ]
         latents = self.latents.read([sample.media for sample in samples], mirrored)
@@ -152,7 +152,7 @@ def _weight_maps(
     samples: Sequence[Sample], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
     """Return the weight map of every sample, scaled to mean 1."""
-    return mean_one(_maps([sample.weight_map for sample in samples], latents, mirrored))
+    return normalise_mean(_maps([sample.weight_map for sample in samples], latents, mirrored))
 
 
 def _maps(
@@ -182,4 +182,4 @@ def read_map(file: str, grid: tuple[int, ...]) -> Float[Tensor, "1 *grid"]:
     values = tensors[0].float()
     if not (values.isfinite().all() and (values >= 0).all() and values.any()):
         raise ValueError(f"{file} must hold finite numbers of at least 0, not all 0")
-    return on_grid(values[None], grid)[0]
+    return average_on_grid(values[None], grid)[0]

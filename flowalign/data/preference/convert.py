@@ -1,81 +1,73 @@
 """Converts the records of any preference dataset to pairs, or to single samples, to train on."""
 
 import difflib
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from flowalign.data.media.decode import MediaProblem
+from flowalign.data.media_record import Record
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Example, Pair, Sample, Segment, requests_of
+from flowalign.data.preference.pairs import Example, Keep, Pair, Sample, Segment, requests_of
 from flowalign.data.preference.validate import Inspection
-from flowalign.data.readers import Dataset, open_dataset
+from flowalign.data.readers import Dataset
 from flowalign.data.readers.dense_dpo import DENSE_DPO
 from flowalign.data.readers.kto import KTO
 from flowalign.data.readers.local_dpo import LOCAL_DPO, emphasis
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
-from flowalign.data.records import Record
-from flowalign.media.decode import MediaProblem
-from flowalign.media.media import Media
-from flowalign.types import Takes
+from flowalign.types import InputSpec
 
 ByDimension = Mapping[str, Sequence[float]]
 """For each dimension one number per medium of a record; higher is better."""
-Keep = Callable[[Media], Media]
-"""Replaces a medium that is used, such as by one without its bytes, once these were validated."""
 _TRAINING_SCHEMAS = (CHOSEN_REJECTED.name, LOCAL_DPO.name, DENSE_DPO.name)
 """Schemas whose rows name the chosen medium and may hold the further columns of a pair."""
 
 
 def read_pairs(
-    path: str,
-    schema: str = "auto",
-    root: str | None = None,
-    dimensions: Sequence[str] = (),
-    mixed_shapes: bool = False,
-    keep: Keep = lambda medium: medium,
-) -> tuple[list[Pair], DropReport]:
+    dataset: Dataset,
+    dimensions: Sequence[str],
+    mixed_shapes: bool,
+    keep: Keep,
+    report: DropReport,
+) -> list[Pair]:
     """Read all usable pairs of a dataset, and report what was dropped.
 
     Any two media of a record between which people had a preference are a pair, in each of the named
     dimensions. If a dimension has votes, ranks and ratings, the first of these decides. Without
     names, all dimensions in which people compared count, or else those in which they rated. Ties,
     equal media, pairs that contradict their own scores, and repeated ones are dropped; so are media
-    of different sizes or numbers of frames, unless `mixed_shapes`. Bytes of media that the dataset
-    holds stay in memory unless `keep` drops them.
+    of different sizes or numbers of frames, unless `mixed_shapes`.
 
     Raises:
-        ValueError: The dataset does not exist, or has no such dimension.
+        ValueError: The dataset has no such dimension.
     """
-    dataset = open_dataset(path, schema, root)
-    report, inspection, known = DropReport(), Inspection(), set()
+    inspection, known = Inspection(), set()
     pairs: dict[bytes, Pair] = {}
-    for where, record in _usable(dataset, report):
-        preferences = _preferences(record, dataset.schema.name)
+    for where, record in _read_usable(dataset, report):
+        preferences = _compare_media(record, dataset.schema.name)
         known |= preferences.keys()
-        for pair in _pairs(record, _selected(preferences, record, dimensions), where, report):
+        for pair in _make_pairs(
+            record, _select_dimensions(preferences, record, dimensions), where, report
+        ):
             if dataset.schema.name in _TRAINING_SCHEMAS:
-                pair = _with_pair_columns(pair, record, dataset.schema.name)
-            if problem := _problem(pair, inspection, mixed_shapes):
+                pair = _add_pair_columns(pair, record, dataset.schema.name)
+            if problem := _describe_problem(pair, inspection, mixed_shapes):
                 report.add(problem, where)
-            elif (key := _pair_key(pair, inspection)) in pairs:
+            elif (key := inspection.pair_key(pair)) in pairs:
                 report.add("repeated pair", where)
             else:
-                chosen, rejected = (_kept(sample, keep) for sample in (pair.chosen, pair.rejected))
+                chosen, rejected = (
+                    _keep_media(sample, keep) for sample in (pair.chosen, pair.rejected)
+                )
                 pairs[key] = replace(pair, chosen=chosen, rejected=rejected)
-    _check_dimensions(path, dimensions, known)
-    return list(pairs.values()), report
+    _check_dimensions(dataset, dimensions, known)
+    return list(pairs.values())
 
 
 def read_samples(
-    path: str,
-    schema: str = "auto",
-    root: str | None = None,
-    dimensions: Sequence[str] = (),
-    labelled: bool = False,
-    keep: Keep = lambda medium: medium,
-) -> tuple[list[Sample], DropReport]:
+    dataset: Dataset, dimensions: Sequence[str], labelled: bool, keep: Keep, report: DropReport
+) -> list[Sample]:
     """Read all usable single media of a dataset, and report what was dropped.
 
     A thumb up is desirable. Media that won at least one comparison are desirable; media that only
@@ -83,38 +75,41 @@ def read_samples(
     however often it was compared.
 
     Raises:
-        ValueError: The dataset does not exist, or has no such dimension.
+        ValueError: The dataset has no such dimension.
     """
-    dataset = open_dataset(path, schema, root)
-    report, inspection, known = DropReport(), Inspection(), set()
+    inspection, known = Inspection(), set()
     samples: dict[bytes, Sample] = {}
-    for where, record in _usable(dataset, report):
-        preferences = _preferences(record, dataset.schema.name)
+    for where, record in _read_usable(dataset, report):
+        preferences = _compare_media(record, dataset.schema.name)
         known |= preferences.keys()
-        for sample in _samples(record, _selected(preferences, record, dimensions)):
-            problem = _unlabelled(record, dataset.schema.name) or inspection.of_one(sample.media)
-            key = b"" if problem else _key(sample, inspection, len(record.media) == 1)
+        for sample in _make_samples(record, _select_dimensions(preferences, record, dimensions)):
+            problem = _describe_missing_label(record, dataset.schema.name) or inspection.of_one(
+                sample.media
+            )
+            key = b"" if problem else inspection.sample_key(sample, len(record.media) == 1)
             if problem or (key in samples and len(record.media) == 1):
                 report.add(problem or "repeated medium", where)
             else:
-                earlier = samples[key] if key in samples else _kept(sample, keep)
-                samples[key] = _merged_label(earlier, sample)
-    _check_dimensions(path, dimensions, known)
+                earlier = samples[key] if key in samples else _keep_media(sample, keep)
+                samples[key] = _merge_label(earlier, sample)
+    _check_dimensions(dataset, dimensions, known)
     found = list(samples.values())
-    return _only_labelled(found, report) if labelled else found, report
+    return _drop_unlabelled(found, report) if labelled else found
 
 
-def fitting(examples: Sequence[Example], takes: Takes, report: DropReport) -> list[Example]:
+def drop_misfits(
+    examples: Sequence[Example], input_spec: InputSpec, report: DropReport
+) -> list[Example]:
     """Drop the examples whose request does not have what a policy takes."""
     kept = []
     for example in examples:
-        misfit = takes.misfit(requests_of(example)[0])
+        misfit = input_spec.misfit(requests_of(example)[0])
         where = example.where if isinstance(example, Pair) else example.media.path or example.prompt
         report.add(f"unfit request: the policy {misfit}", where) if misfit else kept.append(example)
     return kept
 
 
-def _only_labelled(samples: Sequence[Sample], report: DropReport) -> list[Sample]:
+def _drop_unlabelled(samples: Sequence[Sample], report: DropReport) -> list[Sample]:
     """Drop samples without a label."""
     for sample in samples:
         if sample.desirable is None:
@@ -122,21 +117,23 @@ def _only_labelled(samples: Sequence[Sample], report: DropReport) -> list[Sample
     return [sample for sample in samples if sample.desirable is not None]
 
 
-def _kept(sample: Sample, keep: Keep) -> Sample:
+def _keep_media(sample: Sample, keep: Keep) -> Sample:
     return replace(sample, media=keep(sample.media))
 
 
-def _usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
-    for where, record in dataset.located():
+def _read_usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
+    for where, record in dataset.iter_located():
         if record.problem:
             report.add(record.problem)  # which names the row
-        elif problem := _missing_reference(record) or _contradiction(record, dataset.schema.name):
+        elif problem := _describe_missing_reference(record) or _describe_contradiction(
+            record, dataset.schema.name
+        ):
             report.add(problem, where)
         else:
             yield where, record
 
 
-def _missing_reference(record: Record) -> str:
+def _describe_missing_reference(record: Record) -> str:
     try:
         record.request()
     except MediaProblem as problem:
@@ -144,7 +141,7 @@ def _missing_reference(record: Record) -> str:
     return ""
 
 
-def _contradiction(record: Record, schema: str) -> str:
+def _describe_contradiction(record: Record, schema: str) -> str:
     """Describe a rejected medium that scores higher than the chosen one; empty if there is none."""
     for dim in record.ranks if schema in _TRAINING_SCHEMAS else ():
         chosen, rejected = record.ratings.get(dim, (0.0, 0.0))
@@ -153,17 +150,19 @@ def _contradiction(record: Record, schema: str) -> str:
     return ""
 
 
-def _preferences(record: Record, schema: str) -> ByDimension:
+def _compare_media(record: Record, schema: str) -> ByDimension:
     ranks = {dim: [-rank for rank in ranks] for dim, ranks in record.ranks.items()}
     return ranks if schema in _TRAINING_SCHEMAS else {**record.ratings, **ranks, **record.votes}
 
 
-def _selected(found: ByDimension, record: Record, dimensions: Sequence[str]) -> ByDimension:
+def _select_dimensions(
+    found: ByDimension, record: Record, dimensions: Sequence[str]
+) -> ByDimension:
     compared = [dim for dim in found if dim in record.ranks or dim in record.votes]
     return {dim: found[dim] for dim in dimensions or compared or found if dim in found}
 
 
-def _pairs(
+def _make_pairs(
     record: Record, preferences: ByDimension, where: str, report: DropReport
 ) -> Iterator[Pair]:
     """Yield every two media of which one is preferred, dimension by dimension; report the ties."""
@@ -172,7 +171,7 @@ def _pairs(
     elif not preferences:
         report.add("no answer", where)
     else:
-        samples = [_sample(record, i) for i in range(len(record.media))]
+        samples = [_make_sample(record, i) for i in range(len(record.media))]
         for dim, values in preferences.items():
             for i, j in itertools.combinations(range(len(samples)), 2):
                 if values[i] == values[j]:
@@ -184,7 +183,7 @@ def _pairs(
                     yield Pair(samples[i], samples[j], dim, gap, user=user, where=where)
 
 
-def _with_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
+def _add_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
     """Fill in the further columns of the row; without a gap, that of the scores is taken."""
     columns, dim = record.metadata, pair.dimension
     gap = columns.get("gap")
@@ -206,11 +205,11 @@ def _with_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
     )
 
 
-def _samples(record: Record, preferences: ByDimension) -> Iterator[Sample]:
+def _make_samples(record: Record, preferences: ByDimension) -> Iterator[Sample]:
     """Yield the media of a record, labelled by the first dimension in which they were compared."""
     values = next(iter(preferences.values())) if len(record.media) > 1 and preferences else ()
     for i in range(len(record.media)):
-        sample = _sample(record, i)
+        sample = _make_sample(record, i)
         if not values:
             yield sample
         else:
@@ -218,14 +217,14 @@ def _samples(record: Record, preferences: ByDimension) -> Iterator[Sample]:
             yield replace(sample, desirable=won or (False if lost else None))
 
 
-def _merged_label(earlier: Sample, later: Sample) -> Sample:
+def _merge_label(earlier: Sample, later: Sample) -> Sample:
     """Merge the labels of a repeated medium: it is desirable if it won any comparison."""
     if later.desirable or earlier.desirable is None:
         return replace(earlier, desirable=later.desirable)
     return earlier
 
 
-def _sample(record: Record, i: int) -> Sample:
+def _make_sample(record: Record, i: int) -> Sample:
     """Make a sample of one medium. Only ratings become scores: ranks and votes are relative."""
     scores = {dim: float(values[i]) for dim, values in record.ratings.items()}
     request = record.request()
@@ -246,13 +245,13 @@ def _user(metadata: Mapping[str, Any]) -> str:
     return str(user) if isinstance(user, str | int) else ""
 
 
-def _unlabelled(record: Record, schema: str) -> str:
+def _describe_missing_label(record: Record, schema: str) -> str:
     if schema != KTO.name or "desirable" in record.metadata:
         return ""
     return f"no label: {record.metadata.get('label')!r} is none of 0, 1, true and false"
 
 
-def _problem(pair: Pair, inspection: Inspection, mixed_shapes: bool) -> str:
+def _describe_problem(pair: Pair, inspection: Inspection, mixed_shapes: bool) -> str:
     if pair.gap is not None and pair.gap <= 0:
         return f"{'negative gap' if pair.gap else 'tie'}: {pair.dimension} {pair.gap:g}"
     files = (pair.mask, pair.chosen.weight_map, pair.rejected.weight_map)
@@ -260,31 +259,10 @@ def _problem(pair: Pair, inspection: Inspection, mixed_shapes: bool) -> str:
     return missing or inspection.of_pair(pair.chosen.media, pair.rejected.media, mixed_shapes)
 
 
-def _pair_key(pair: Pair, inspection: Inspection) -> bytes:
-    """Hash prompt, media, dimension and person: equal for repeated pairs."""
-    samples = [_key(sample, inspection) for sample in (pair.chosen, pair.rejected)]
-    return _hashed(*samples, pair.dimension.encode(), pair.user.encode())
-
-
-def _key(sample: Sample, inspection: Inspection, judged_alone: bool = False) -> bytes:
-    """Hash prompt and medium; for a medium judged alone, person and label too."""
-    path = sample.media.path
-    medium = path.encode() if path else inspection.digest(sample.media)
-    judgement = f"{sample.user} {sample.desirable}" if judged_alone else ""
-    return _hashed(sample.request.given, medium, judgement.encode())
-
-
-def _hashed(*parts: bytes) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(len(part).to_bytes(8) + part)
-    return found.digest()
-
-
-def _check_dimensions(path: str, requested: Sequence[str], known: Set[str]) -> None:
+def _check_dimensions(dataset: Dataset, requested: Sequence[str], known: Set[str]) -> None:
     for name in requested:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{path} has no dimension {name!r}{hint}\nthere are {there}")
+            raise ValueError(f"{dataset.path} has no dimension {name!r}{hint}\nthere are {there}")

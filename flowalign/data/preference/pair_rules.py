@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional import pairing
-from flowalign.utils.ranges import NonNegativeFloat, PositiveInt
+from flowalign.types.ranges import NonNegativeFloat, PositiveInt
 
 Indices = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
 
@@ -49,7 +49,7 @@ class BestWorst(Rule):
 
     @override
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        return pairing.extremes(total, self.count, self.min_gap)
+        return pairing.pair_extremes(total, self.count, self.min_gap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Gap(Rule):
 
     @override
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        return pairing.over_gap(total, self.min_gap)
+        return pairing.pair_over_gap(total, self.min_gap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,4 +94,4 @@ class Dominance(Rule):
 
     @override
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        return pairing.dominating(scores, total, self.tolerance, self.min_gap)
+        return pairing.pair_dominating(scores, total, self.tolerance, self.min_gap)

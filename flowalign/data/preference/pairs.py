@@ -1,10 +1,11 @@
 """Defines preference data as read from a dataset: pairs, samples, and labelled segments."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from flowalign.media.media import Media
-from flowalign.types import Dress, Dressing, Reference, Request
+from flowalign.data.media.media import Media
+from flowalign.types import ConditionedPrompt, PromptConditioning, Reference, Request
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Sample:
     """Sources of an edit, or a first frame."""
     mask: Reference | None = None
     """Where the first of them was to be painted anew."""
-    dress: Dress | None = None
+    conditioned: ConditionedPrompt | None = None
     """How a policy is asked for it; null: by the prompt alone."""
 
     @property
     def request(self) -> Request:
         """The request that the medium answers, without metadata."""
-        return Request(self.prompt, self.references, self.mask, dress=self.dress)
+        return Request(self.prompt, self.references, self.mask, conditioned=self.conditioned)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Pair:
         return self.chosen.prompt
 
 
+Kind = Literal["pairs", "samples", "attributes", "captions"]
+"""Kind of the rows of a dataset: pairs, samples with binary labels, media that are compared with
+themselves under texts of good and bad attributes, and samples of these with both in the prompt."""
+Keep = Callable[[Media], Media]
+"""Replaces a medium that is used, such as by one without its bytes, once these were validated."""
 Example = Pair | Sample
 """One element of preference data."""
 
@@ -96,30 +102,35 @@ def requests_of(example: Example) -> list[Request]:
     """The requests of an example that have to be encoded: its own, and those of its targets."""
     request = samples_of(example)[0].request
     targets = example.targets if isinstance(example, Pair) else None
-    return [request, *(replace(request, dress=Dress(text)) for text in targets or ())]
+    return [
+        request,
+        *(replace(request, conditioned=ConditionedPrompt(text)) for text in targets or ()),
+    ]
 
 
-def all_requests(examples: Iterable[Example], drops_prompts: bool) -> list[Request]:
+def collect_requests(examples: Iterable[Example], drops_prompts: bool) -> list[Request]:
     """The different requests to encode for examples, those with a dropped prompt too."""
     asked = [request for example in examples for request in requests_of(example)]
-    empty = [unprompted(r) for r in asked if drops_prompts or not r.references]
-    different = {request.given: request for request in (*asked, *empty)}
-    return sorted(different.values(), key=lambda request: (request.asked, request.given))
+    empty = [clear_prompt(r) for r in asked if drops_prompts or not r.references]
+    different = {request.input_digest: request for request in (*asked, *empty)}
+    return sorted(
+        different.values(), key=lambda request: (request.policy_prompt, request.input_digest)
+    )
 
 
-def unprompted(request: Request) -> Request:
+def clear_prompt(request: Request) -> Request:
     """Return a request without its prompt and words, as guidance sees it."""
-    return replace(request, prompt="", dress=None)
+    return replace(request, prompt="", conditioned=None)
 
 
-def dressed(example: Example, dressing: Dressing) -> Example:
+def condition_example(example: Example, conditioning: PromptConditioning) -> Example:
     """Return an example under the prompts that a policy is asked with.
 
     A sample says how good it is; the media of a pair answer what a user asks.
     """
     if isinstance(example, Sample):
-        asked = dressing.at_training(example.request, example.scores)
-        return replace(example, dress=asked.dress)
-    dress = dressing.at_sampling(example.chosen.request).dress
-    sides = (replace(sample, dress=dress) for sample in samples_of(example))
+        asked = conditioning.for_training(example.request, example.scores)
+        return replace(example, conditioned=asked.conditioned)
+    conditioned = conditioning.for_inference(example.chosen.request).conditioned
+    sides = (replace(sample, conditioned=conditioned) for sample in samples_of(example))
     return replace(example, **dict(zip(("chosen", "rejected"), sides, strict=True)))

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def prefetched(
+def prefetch(
     make: Callable[[int], T], steps: Iterable[int], ahead: int
 ) -> Iterator[tuple[T, float]]:
     """Yield make(step) for every step in order, with the seconds that the caller waited for it.
@@ -22,13 +22,13 @@ def prefetched(
         for step in steps:
             building.append(pool.submit(make, step))
             if len(building) > ahead:
-                yield _timed(building.popleft())
+                yield _wait_for(building.popleft())
         while building:
-            yield _timed(building.popleft())
+            yield _wait_for(building.popleft())
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _timed(future: Future[T]) -> tuple[T, float]:
+def _wait_for(future: Future[T]) -> tuple[T, float]:
     start = time.perf_counter()
     return future.result(), time.perf_counter() - start

@@ -1,5 +1,6 @@
 """Validates the media of pairs without decoding more than one frame."""
 
+import hashlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,16 +10,17 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from flowalign.data.latents.latent_files import is_latent, latent_shape
-from flowalign.media.decode import (
+from flowalign.data.media.decode import (
     MediaProblem,
-    digest,
-    frame_files,
+    count_frames,
+    digest_media,
+    find_video_stream,
     is_video,
-    moving_pictures,
-    num_frames_of,
+    list_frame_files,
 )
-from flowalign.media.media import Media, missing
-from flowalign.media.orientation import Orientation
+from flowalign.data.media.media import Media, describe_missing
+from flowalign.data.media.orientation import Orientation
+from flowalign.data.preference.pairs import Pair, Sample
 
 _ORIENTATION = 0x0112
 """EXIF tag that says how a picture is turned."""
@@ -83,10 +85,22 @@ class Inspection:
     def digest(self, medium: Media) -> bytes:
         """Return a hash of the content."""
         if medium.path is None:
-            return digest(medium)
+            return digest_media(medium)
         if medium.path not in self._digests:
-            self._digests[medium.path] = digest(medium)
+            self._digests[medium.path] = digest_media(medium)
         return self._digests[medium.path]
+
+    def pair_key(self, pair: Pair) -> bytes:
+        """Hash prompt, media, dimension and person: equal for repeated pairs."""
+        samples = [self.sample_key(sample) for sample in (pair.chosen, pair.rejected)]
+        return _hash(*samples, pair.dimension.encode(), pair.user.encode())
+
+    def sample_key(self, sample: Sample, judged_alone: bool = False) -> bytes:
+        """Hash prompt and medium; for a medium judged alone, person and label as well."""
+        path = sample.media.path
+        medium = path.encode() if path else self.digest(sample.media)
+        judgement = f"{sample.user} {sample.desirable}" if judged_alone else ""
+        return _hash(sample.request.input_digest, medium, judgement.encode())
 
     def shape(self, medium: Media) -> Shape:
         """Return the width, height and number of frames that `decode` would give.
@@ -115,8 +129,8 @@ class Inspection:
         if medium.path not in self._sizes:
             path = Path(medium.path)
             if not path.exists():
-                raise MediaProblem(missing(path))
-            files = frame_files(path) if path.is_dir() else [path]
+                raise MediaProblem(describe_missing(path))
+            files = list_frame_files(path) if path.is_dir() else [path]
             self._sizes[medium.path] = sum(file.stat().st_size for file in files)
         return self._sizes[medium.path]
 
@@ -124,19 +138,21 @@ class Inspection:
 def _shape(medium: Media) -> Shape:
     if medium.path and is_latent(medium):
         return latent_shape(medium.path)
-    if medium.path and Path(medium.path).is_dir():
-        files = frame_files(Path(medium.path))
-        width, height, _ = _picture(files[0], str(files[0]))
-        return width, height, len(files)
+    folder = Path(medium.path) if medium.path and Path(medium.path).is_dir() else None
+    frames = list_frame_files(folder) if folder else []
+    moves = not folder and is_video(medium)
+    if folder:
+        width, height, _ = _picture(frames[0], str(frames[0]))
+        return width, height, len(frames)
     source = Path(medium.path) if medium.path else io.BytesIO(medium.data or b"")
-    return (_video if is_video(medium) else _picture)(source, _name(medium))
+    return (_video if moves else _picture)(source, _name(medium))
 
 
 def _picture(source: Path | io.BytesIO, name: str) -> Shape:
     """Return the shape of a picture as it is shown: turned as its EXIF data say, like `decode`."""
     try:
         with Image.open(source) as image:
-            (width, height), frames = image.size, num_frames_of(image)
+            (width, height), frames = image.size, count_frames(image)
             if image.format in ("JPEG", "MPO") and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
                 return height, width, frames
             return width, height, frames
@@ -154,7 +170,7 @@ def _video(source: Path | io.BytesIO, name: str) -> Shape:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
     try:
         with av.open(source if isinstance(source, io.BytesIO) else str(source), "r") as container:
-            stream, orientation = moving_pictures(container, name), Orientation(name)
+            stream, orientation = find_video_stream(container, name), Orientation(name)
             sides, count = None, 0
             for packet in container.demux(stream):
                 count += packet.size > 0
@@ -173,6 +189,14 @@ def _sizes(packet: Any, orientation: Orientation) -> Iterator[tuple[int, int]]:
     for frame in packet.decode():
         height, width, _ = orientation.show(frame).shape
         yield width, height
+
+
+def _hash(*parts: bytes) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        # With its length, so that no two lists of parts are the same bytes.
+        found.update(len(part).to_bytes(8) + part)
+    return found.digest()
 
 
 def _sides(shape: Shape) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.functional.combine import gap_weights, unit_range
-from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat
+from flowalign.types.ranges import FiniteFloat, NonNegativeFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class GapWeights:
                 "need at least one dimension, and alpha above 1"
             )
 
-    def weighted(self, pairs: Sequence[Pair]) -> list[Pair]:
+    def weigh(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs with their weights multiplied by that of their gap.
 
         Raises:

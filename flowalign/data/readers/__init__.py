@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowalign.data.media_record import Record
 from flowalign.data.readers.dense_dpo import DENSE_DPO
 from flowalign.data.readers.edit_reward import (
     EDIT_REWARD,
@@ -13,22 +14,21 @@ from flowalign.data.readers.edit_reward import (
     EDIT_REWARD_BENCH_PAIRS,
 )
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.files import FORMATS, ending_of, find_files
-from flowalign.data.readers.folder import files_below, read_folder
+from flowalign.data.readers.find_files import FORMATS, find_ending, find_files
 from flowalign.data.readers.genai_bench import GENAI_BENCH
 from flowalign.data.readers.generic import GENERIC
 from flowalign.data.readers.hpd import HPD_V2_TEST, HPD_V2_TRAIN, HPD_V3
 from flowalign.data.readers.image_reward_db import IMAGE_REWARD_DB
 from flowalign.data.readers.kto import KTO
 from flowalign.data.readers.local_dpo import LOCAL_DPO
+from flowalign.data.readers.media_folder import list_files, read_folder
 from flowalign.data.readers.mmrb2 import MMRB2
 from flowalign.data.readers.pick_a_pic import PICK_A_PIC
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
-from flowalign.data.readers.rows import Row, RowProblem, count
 from flowalign.data.readers.schema import Schema
+from flowalign.data.readers.stream_rows import Row, RowProblem, count_rows
 from flowalign.data.readers.video_gen import VIDEO_GEN
 from flowalign.data.readers.vision_reward import VISION_REWARD, VISION_REWARD_PAIRS
-from flowalign.data.records import Record
 
 SCHEMAS = {
     schema.name: schema
@@ -66,16 +66,19 @@ class Dataset:
     root: Path
     """Folder at which relative paths of media begin."""
     schema: Schema
+    """Schema of the rows."""
+    path: str = ""
+    """Path or pattern that named the files, for messages."""
 
     def __iter__(self) -> Iterator[Record]:
         """Yield all records in order; an unusable row gives a record with a problem."""
-        return (record for _, record in self.located())
+        return (record for _, record in self.iter_located())
 
-    def located(self) -> Iterator[tuple[str, Record]]:
+    def iter_located(self) -> Iterator[tuple[str, Record]]:
         """Yield all records in order, each with its file and (first) row, for messages."""
         seen: set[bytes] = set()
-        for index, rows in enumerate(_grouped(_rows(self.files), self.schema)):
-            record = _record(self.schema, rows, self.root, index)
+        for index, rows in enumerate(_group_rows(_read_rows(self.files), self.schema)):
+            record = _make_record(self.schema, rows, self.root, index)
             digest = hashlib.blake2b(record.id.encode(), digest_size=16).digest()
             if digest in seen and not record.problem:
                 problem = f"duplicate id: {rows[0].where} has id {record.id!r} of an earlier row"
@@ -87,18 +90,18 @@ class Dataset:
         """Return the approximate number of records, or None if it is slow to count."""
         if self.schema.group or self.files[0].is_dir():
             return None
-        counts = [count(file) for file in self.files]
+        counts = [count_rows(file) for file in self.files]
         return None if None in counts else sum(found or 0 for found in counts)
 
     def identity(self) -> str:
         """Return a hash of the files' names and sizes, and of how each begins and ends."""
         found = hashlib.sha256()
         for file in self.files:
-            for path in files_below(file) if file.is_dir() else [file]:
+            for path in list_files(file) if file.is_dir() else [file]:
                 size = path.stat().st_size if path.exists() else 0  # a link may point nowhere
                 found.update(f"{path.relative_to(file.parent).as_posix()} {size}\n".encode())
                 if path is file:
-                    found.update(_ends(path, size))
+                    found.update(_read_ends(path, size))
         return found.hexdigest()[:16]
 
 
@@ -117,7 +120,7 @@ def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Da
         raise ValueError(f"the folder of the media, {root!r}, does not exist")
     files = find_files(path)
     beside = files[0] if files[0].is_dir() else files[0].parent
-    first = list(itertools.islice(_rows(files), _ROWS_LOOKED_AT))
+    first = list(itertools.islice(_read_rows(files), _ROWS_LOOKED_AT))
     columns = frozenset(name for row in first for name in row.fields)
     if not columns:
         problem = f": {first[0].where} {first[0].problem}" if first else ""
@@ -128,15 +131,15 @@ def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Da
             f"schema {chosen.name} needs the columns {chosen.needs()};\n"
             f"{path} has {', '.join(sorted(columns))}"
         )
-    return Dataset(files, Path(root) if root else beside, chosen)
+    return Dataset(files, Path(root) if root else beside, chosen, path)
 
 
-def _rows(files: Sequence[Path]) -> Iterator[Row]:
+def _read_rows(files: Sequence[Path]) -> Iterator[Row]:
     for file in files:
-        yield from read_folder(file) if file.is_dir() else FORMATS[ending_of(file) or ""](file)
+        yield from read_folder(file) if file.is_dir() else FORMATS[find_ending(file) or ""](file)
 
 
-def _grouped(rows: Iterator[Row], schema: Schema) -> Iterator[list[Row]]:
+def _group_rows(rows: Iterator[Row], schema: Schema) -> Iterator[list[Row]]:
     if not schema.group:
         yield from ([row] for row in rows)
         return
@@ -144,7 +147,7 @@ def _grouped(rows: Iterator[Row], schema: Schema) -> Iterator[list[Row]]:
         yield list(group)
 
 
-def _record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Record:
+def _make_record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Record:
     """Convert a group of rows to a record; invalid rows give one with a problem and no media."""
     default_id = f"#{index + 1}"
     try:
@@ -175,7 +178,7 @@ def _detect(path: str, columns: frozenset[str]) -> Schema:
     return (published or found)[0]
 
 
-def _ends(path: Path, size: int) -> bytes:
+def _read_ends(path: Path, size: int) -> bytes:
     with path.open("rb") as file:
         start = file.read(_IDENTIFYING_BYTES)
         file.seek(max(size - _IDENTIFYING_BYTES, 0))

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.preferences import pair_columns, scores_of
-from flowalign.data.readers.rows import RowProblem
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.readers.preferences import read_pair_columns, read_scores
+from flowalign.data.readers.schema import Schema, find_present
+from flowalign.data.readers.stream_rows import RowProblem
 
 _PROMPT = ("prompt", "caption", "text")
 _SIDES = {"a": ("a", "a_video"), "b": ("b", "b_video")}
@@ -22,7 +22,7 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     first, or a if that is even. A loss of whole clips should ask for overall alone.
     """
     row = rows[0]
-    found = pair_columns(row)
+    found = read_pair_columns(row)
     if not found.get("segments"):
         raise RowProblem("segments is missing")
     score = {side: row.number(name) for side, name in _SCORE.items()}
@@ -37,8 +37,11 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     used = [name for part in (_SIDES.values(), [_PROMPT]) for names in part for name in names]
     return Record(
         default_id,
-        row.text(present(row, _PROMPT)),
-        [row.medium(present(row, _SIDES[side]), row.number("fps")) for side in (better, worse)],
+        row.text(find_present(row, _PROMPT)),
+        [
+            row.medium(find_present(row, _SIDES[side]), row.number("fps"))
+            for side in (better, worse)
+        ],
         ranks={dim: [1.0, 2.0]},
         ratings=_ratings(row, score, (better, worse)),
         metadata=row.rest(*used, *_SCORES.values()) | found | {"segments": segments},
@@ -49,7 +52,7 @@ def _ratings(
     row: Fields, score: Mapping[str, float | None], order: Sequence[str]
 ) -> dict[str, list[float]]:
     """Return scores of both copies, in `order`, in the dimensions in which both have one."""
-    known = [scores_of(row, _SCORES[side]) for side in order]
+    known = [read_scores(row, _SCORES[side]) for side in order]
     for side, found in zip(order, known, strict=True):
         if (value := score[side]) is not None:
             found["overall"] = value

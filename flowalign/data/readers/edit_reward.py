@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
+from flowalign.data.media.media import Media
+from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.rows import RowProblem
 from flowalign.data.readers.schema import Schema
-from flowalign.data.records import Record
-from flowalign.media.media import Media
+from flowalign.data.readers.stream_rows import RowProblem
 
 _RATINGS = {"instruction": "dim1", "quality": "dim2", "overall": "overall"}
 _PATHS = ("prompt", "path_src", "path1", "path2", "paths_generated")
@@ -20,7 +20,7 @@ _HUB = ("instruction", "source_image", "candidate_1", "candidate_2", "ranking", 
 _RANKING = re.compile(r"([A-Z](?:[<=>][A-Z])+)(?:=(good|bad))?", re.I)
 
 
-def ranks_of(ranking: str) -> dict[str, float]:
+def parse_ranking(ranking: str) -> dict[str, float]:
     """Return the rank of every letter of a ranking such as `B>A>C`, `A<B` or `A=B=Good`."""
     found = _RANKING.fullmatch(ranking.replace(" ", "").upper())
     if found is None or ("<" in found[1] and ">" in found[1]):
@@ -36,7 +36,7 @@ def _both_bad(ranking: str) -> Sequence[str]:
     return ("overall",) if ranking.casefold().endswith("=bad") else ()
 
 
-def _pair(rows: Sequence[Fields], default_id: str) -> Record:
+def _read_pair(rows: Sequence[Fields], default_id: str) -> Record:
     """Read training data: `path1` is preferred unless `tie_case`, and both edits have scores."""
     row, ratings = rows[0], {}
     for dim, name in _RATINGS.items():
@@ -58,7 +58,7 @@ def _pair(rows: Sequence[Fields], default_id: str) -> Record:
     )
 
 
-def _ranked(rows: Sequence[Fields], default_id: str) -> Record:
+def _read_ranking(rows: Sequence[Fields], default_id: str) -> Record:
     """Read a row of the benchmark's files; the letters of a ranking name the edits in order."""
     row, media = rows[0], rows[0].media("paths_generated")
     vote = row.row.fields["human_vote"]
@@ -66,7 +66,7 @@ def _ranked(rows: Sequence[Fields], default_id: str) -> Record:
     if not isinstance(said, str):
         raise RowProblem("human_vote has no ranking")
     letters = [chr(ord("A") + k) for k in range(len(media))]
-    ranks = ranks_of(said)
+    ranks = parse_ranking(said)
     if sorted(ranks) != letters:
         raise RowProblem(f"ranking {said!r} does not rank the {len(media)} edits of the row")
     return Record(
@@ -80,7 +80,7 @@ def _ranked(rows: Sequence[Fields], default_id: str) -> Record:
     )
 
 
-def _two_by_two(rows: Sequence[Fields], default_id: str) -> Record:
+def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
     """Read the rows of the hub's table that compare the edits of one sample, two by two."""
     first, media = rows[0], dict[str, Media]()
     verdicts = list[dict[str, float]]()
@@ -88,12 +88,12 @@ def _two_by_two(rows: Sequence[Fields], default_id: str) -> Record:
         if row.text("instruction") != first.text("instruction"):
             raise RowProblem("its instruction is not that of the other rows of its sample")
         letters = (row.text("comparison_type") or "AvsB").split("vs")
-        verdicts.append(ranks_of(row.text("ranking")))
+        verdicts.append(parse_ranking(row.text("ranking")))
         if sorted(verdicts[-1]) != sorted(letters):
             raise RowProblem(f"ranking {row.text('ranking')!r} is not of {' and '.join(letters)}")
         for letter, column in zip(letters, ("candidate_1", "candidate_2"), strict=True):
             media.setdefault(letter, row.medium(column))
-    ranks = _joined(verdicts, sorted(media))
+    ranks = _join_verdicts(verdicts, sorted(media))
     return Record(
         first.text("id").partition("_")[0] or default_id,
         first.text("instruction"),
@@ -105,7 +105,7 @@ def _two_by_two(rows: Sequence[Fields], default_id: str) -> Record:
     )
 
 
-def _joined(verdicts: Sequence[Mapping[str, float]], letters: Sequence[str]) -> list[float]:
+def _join_verdicts(verdicts: Sequence[Mapping[str, float]], letters: Sequence[str]) -> list[float]:
     """Return the ranks that give all these verdicts about two letters, each pair once."""
     if sorted(map(sorted, verdicts)) != [list(pair) for pair in combinations(letters, 2)]:
         said = ", ".join(" with ".join(sorted(pair)) for pair in verdicts)
@@ -119,14 +119,16 @@ def _joined(verdicts: Sequence[Mapping[str, float]], letters: Sequence[str]) -> 
     return [ranks[letter] for letter in letters]
 
 
-EDIT_REWARD = Schema("edit_reward", (("path_src",), ("path1",), ("path2",), ("prompt",)), _pair)
+EDIT_REWARD = Schema(
+    "edit_reward", (("path_src",), ("path1",), ("path2",), ("prompt",)), _read_pair
+)
 EDIT_REWARD_BENCH = Schema(
-    "edit_reward_bench", (("path_src",), ("paths_generated",), ("human_vote",)), _ranked
+    "edit_reward_bench", (("path_src",), ("paths_generated",), ("human_vote",)), _read_ranking
 )
 EDIT_REWARD_BENCH_PAIRS = Schema(
     "edit_reward_bench_pairs",
     (("source_image",), ("candidate_1",), ("candidate_2",), ("ranking",)),
-    _two_by_two,
+    _read_pairwise,
     group="id",
     group_end="_",
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.readers.rows import Row, RowProblem
-from flowalign.media.media import Media
+from flowalign.data.media.media import Media
+from flowalign.data.readers.stream_rows import Row, RowProblem
 
 REQUEST_MASK = "request_mask"
 """Column of the mask that a request came with: a path. The column `mask` of pairs is another thing:
@@ -37,12 +37,12 @@ class Fields:
     def number(self, name: str) -> float | None:
         """Return a finite number, also from text; None if it is absent."""
         value = self.row.fields.get(name)
-        return None if value is None else number(value, name)
+        return None if value is None else parse_number(value, name)
 
     def numbers(self, name: str, count: int) -> list[float] | None:
         """Return `count` finite numbers; None if they are absent."""
         value = self.row.fields.get(name)
-        return None if value is None else numbers(value, name, count)
+        return None if value is None else parse_numbers(value, name, count)
 
     def medium(self, name: str, fps: float | None = None) -> Media:
         """Return a medium from a path, the bytes of a file, or a struct with `bytes` or `path`."""
@@ -70,7 +70,7 @@ class Fields:
     def rest(self, *used: str) -> dict[str, Any]:
         """Return the columns that were not used: numbers, texts, and lists and structs of them."""
         fields = self.row.fields.items()
-        return {name: value for name, value in fields if name not in used and _plain(value)}
+        return {name: value for name, value in fields if name not in used and _is_plain(value)}
 
     def _medium(self, value: Any, name: str, fps: float | None) -> Media:
         if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ class Fields:
         return Media(path=str(self.root / value), fps=fps)
 
 
-def number(value: Any, name: str) -> float:
+def parse_number(value: Any, name: str) -> float:
     """Convert a value to a finite number, also from text."""
     try:
         result = float(value)
@@ -95,27 +95,27 @@ def number(value: Any, name: str) -> float:
     return result
 
 
-def numbers(value: Any, name: str, count: int) -> list[float]:
+def parse_numbers(value: Any, name: str, count: int) -> list[float]:
     """Convert a list to `count` finite numbers."""
     if not isinstance(value, list) or len(value) != count:
         raise RowProblem(f"{name} must hold {count} numbers, one for each medium")
-    return [number(item, name) for item in value]
+    return [parse_number(item, name) for item in value]
 
 
-def ranked(values: Iterable[float]) -> list[float]:
+def rank_values(values: Iterable[float]) -> list[float]:
     """Rank values: 1 for the lowest, and for others one more than the number of lower values."""
     values = list(values)
     return [1.0 + sum(other < value for other in values) for value in values]
 
 
-def shares(votes: Sequence[float], name: str) -> list[float]:
+def normalise_votes(votes: Sequence[float], name: str) -> list[float]:
     """Scale counts or shares of votes to sum to 1."""
     if min(votes) < 0 or sum(votes) <= 0:
         raise RowProblem(f"{name} {list(votes)} cannot be votes")
     return [vote / sum(votes) for vote in votes]
 
 
-def choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterable[str]):
+def parse_choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterable[str]):
     """Convert an answer about two media to their ranks; None if it is none of the given ones."""
     for answers, ranks in ((first, [1.0, 2.0]), (second, [2.0, 1.0]), (tie, [1.0, 1.0])):
         if answer in answers:
@@ -123,9 +123,9 @@ def choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterab
     return None
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
-        return all(map(_plain, value))
+        return all(map(_is_plain, value))
     if isinstance(value, Mapping):
-        return all(map(_plain, value.values()))
+        return all(map(_is_plain, value.values()))
     return isinstance(value, _PLAIN)

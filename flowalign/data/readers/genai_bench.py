@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from flowalign.data.readers.fields import Fields, choice
-from flowalign.data.readers.rows import RowProblem
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import Fields, parse_choice
+from flowalign.data.readers.schema import Schema, find_present
+from flowalign.data.readers.stream_rows import RowProblem
 
 _LEFT = ("left_image", "left_output_image", "left_video")
 _RIGHT = ("right_image", "right_output_image", "right_video")
@@ -20,15 +20,15 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     """
     row, edited = rows[0], "left_output_image" in rows[0]
     vote = row.text("vote_type")
-    ranks = choice(vote, ("leftvote",), ("rightvote",), ("tievote", _BOTH_BAD))
+    ranks = parse_choice(vote, ("leftvote",), ("rightvote",), ("tievote", _BOTH_BAD))
     if vote and not ranks:
         raise RowProblem(
             f"vote_type is {vote!r}; expected leftvote, rightvote, tievote or {_BOTH_BAD}"
         )
     return Record(
         default_id,
-        row.text(present(row, _PROMPT)),
-        [row.medium(present(row, _LEFT)), row.medium(present(row, _RIGHT))],
+        row.text(find_present(row, _PROMPT)),
+        [row.medium(find_present(row, _LEFT)), row.medium(find_present(row, _RIGHT))],
         [row.medium("source_image")] if edited else (),
         {"overall": ranks} if ranks else {},
         metadata=row.rest("prompt", "source_image", *_LEFT, *_RIGHT),

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from flowalign.data.readers.fields import REQUEST_MASK, Fields, numbers
-from flowalign.data.readers.rows import RowProblem
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import REQUEST_MASK, Fields, parse_numbers
+from flowalign.data.readers.schema import Schema, find_present
+from flowalign.data.readers.stream_rows import RowProblem
 
 _PROMPT = ("prompt", "caption", "text")
 _LISTS = ("images", "videos")
@@ -15,13 +15,13 @@ _USED = (*_PROMPT, *_LISTS, *_SINGLE, "id", "fps", "references", "ranks", "votes
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     row = rows[0]
-    name = present(row, (*_LISTS, *_SINGLE))
+    name = find_present(row, (*_LISTS, *_SINGLE))
     pictured = "references" in row and "mask" in row
     old = pictured and not str(row.row.fields["mask"]).endswith(".safetensors")
     media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
     return Record(
         _identity(row) or default_id,
-        row.text(present(row, _PROMPT)),
+        row.text(find_present(row, _PROMPT)),
         media,
         references=row.optional_media("references"),
         ranks=_by_dimension(row, "ranks", len(media)),
@@ -46,7 +46,7 @@ def _by_dimension(row: Fields, column: str, count: int) -> dict[str, list[float]
         return {}
     named = value if isinstance(value, Mapping) else {"overall": value}
     return {
-        dim: numbers(values, f"{column} of {dim}", count)
+        dim: parse_numbers(values, f"{column} of {dim}", count)
         for dim, values in named.items()
         if values is not None
     }

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from flowalign.data.readers.fields import Fields, ranked, shares
-from flowalign.data.readers.rows import RowProblem
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import Fields, normalise_votes, rank_values
 from flowalign.data.readers.schema import Schema
-from flowalign.data.records import Record
+from flowalign.data.readers.stream_rows import RowProblem
 
 
 def _v2_train(rows: Sequence[Fields], default_id: str) -> Record:
     """Read the training set, in which 1 in `human_preference` marks the preferred picture."""
     row, media = rows[0], rows[0].media("file_path")
     preferred = row.numbers("human_preference", len(media))
-    ranks = {"overall": ranked(-mark for mark in preferred)} if preferred else {}
+    ranks = {"overall": rank_values(-mark for mark in preferred)} if preferred else {}
     rest = row.rest("prompt", "file_path", "human_preference")
     return Record(default_id, row.text("prompt"), media, ranks=ranks, metadata=rest)
 
@@ -21,7 +21,7 @@ def _v2_test(rows: Sequence[Fields], default_id: str) -> Record:
     """Read the test set, in which `rank` is the mean over annotators; the lowest is best."""
     row, media = rows[0], rows[0].media("image_path")
     means = row.numbers("rank", len(media))
-    ranks = {"overall": ranked(means)} if means else {}
+    ranks = {"overall": rank_values(means)} if means else {}
     rest = row.rest("prompt", "image_path")
     return Record(default_id, row.text("prompt"), media, ranks=ranks, metadata=rest)
 
@@ -32,7 +32,7 @@ def _v3(rows: Sequence[Fields], default_id: str) -> Record:
     counts = row.numbers("choice_dist", 2)
     if counts and counts[0] < counts[1]:
         raise RowProblem(f"choice_dist {counts} prefers path2, but path1 is the preferred one")
-    votes = {"overall": shares(counts, "choice_dist")} if counts else {}
+    votes = {"overall": normalise_votes(counts, "choice_dist")} if counts else {}
     return Record(
         default_id,
         row.text("prompt"),

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from flowalign.data.readers.fields import Fields, ranked
-from flowalign.data.readers.rows import RowProblem
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import Fields, rank_values
+from flowalign.data.readers.schema import Schema, find_present
+from flowalign.data.readers.stream_rows import RowProblem
 
 _RATINGS = {
     "overall": "overall_rating",
@@ -27,8 +27,8 @@ def _record(rows: Sequence[Fields], _: str) -> Record:
     return Record(
         str(first.row.fields["prompt_id"]),
         first.text("prompt"),
-        [row.medium(present(row, ("image", "image_path"))) for row in rows],
-        ranks={} if ranks is None else {"overall": ranked(ranks)},
+        [row.medium(find_present(row, ("image", "image_path"))) for row in rows],
+        ranks={} if ranks is None else {"overall": rank_values(ranks)},
         ratings=ratings,
         metadata={name: value for name, value in first.rest().items() if name in _SHARED},
     )

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import REQUEST_MASK, Fields
-from flowalign.data.readers.preferences import safetensors
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.readers.preferences import read_safetensors_path
+from flowalign.data.readers.schema import Schema, find_present
 
 _PROMPT = ("prompt", "caption", "text")
 _MEDIUM = ("image", "video", "completion")
@@ -20,10 +20,10 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     if desirable is not None:
         metadata["desirable"] = desirable
     if "weight_map" in row:
-        metadata["weight_map"] = safetensors(row, "weight_map")
-    medium = row.medium(present(row, _MEDIUM), row.number("fps"))
+        metadata["weight_map"] = read_safetensors_path(row, "weight_map")
+    medium = row.medium(find_present(row, _MEDIUM), row.number("fps"))
     references = row.optional_media("references")
-    prompt = row.text(present(row, _PROMPT))
+    prompt = row.text(find_present(row, _PROMPT))
     mask = row.request_mask()
     return Record(default_id, prompt, [medium], references, metadata=metadata, mask=mask)
 

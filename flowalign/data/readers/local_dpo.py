@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.preferences import pair_columns, safetensors
-from flowalign.data.readers.rows import RowProblem
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.readers.preferences import read_pair_columns, read_safetensors_path
+from flowalign.data.readers.schema import Schema, find_present
+from flowalign.data.readers.stream_rows import RowProblem
 
 _PROMPT = ("caption", "gen_caption", "prompt")
 _POSITIVE = ("positive", "positive_video", "pos_video_path")
@@ -25,17 +25,20 @@ def emphasis(strength: float) -> float:
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     """Read a row; the pair's further columns are metadata, the noise level as `strength`."""
     row = rows[0]
-    strength = row.number(present(row, _STRENGTH))
+    strength = row.number(find_present(row, _STRENGTH))
     if strength is not None and not (emphasis(strength) > 0 and strength <= 1):
         raise RowProblem(f"strength is {strength:g}; it is a noise level above 0.6, at most 1")
     return Record(
         default_id,
-        row.text(present(row, _PROMPT)),
-        [row.medium(present(row, names), row.number("fps")) for names in (_POSITIVE, _NEGATIVE)],
+        row.text(find_present(row, _PROMPT)),
+        [
+            row.medium(find_present(row, names), row.number("fps"))
+            for names in (_POSITIVE, _NEGATIVE)
+        ],
         ranks={"overall": [1.0, 2.0]},
         metadata=row.rest(*_PROMPT, *_POSITIVE, *_NEGATIVE, *_STRENGTH)
-        | pair_columns(row)
-        | {"mask": safetensors(row, "mask")}
+        | read_pair_columns(row)
+        | {"mask": read_safetensors_path(row, "mask")}
         | ({} if strength is None else {"strength": strength}),
     )
 

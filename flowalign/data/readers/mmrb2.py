@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowalign.data.readers.fields import Fields, choice
-from flowalign.data.readers.rows import RowProblem
+from flowalign.data.media.media import Media
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import Fields, parse_choice
 from flowalign.data.readers.schema import Schema
-from flowalign.data.records import Record
-from flowalign.media.media import Media
+from flowalign.data.readers.stream_rows import RowProblem
 
 _SIDES = ("response_a", "response_b")
 _IMAGE = re.compile(r"\s*<image_\d+>\s*")
@@ -22,24 +22,24 @@ _Content = tuple[str, list[Media]]
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     """Read `chosen`, which is A or B; the images of the prompt are the references."""
     row = rows[0]
-    content = _listed if "prompt_content" in row else _in_columns
+    content = _read_list if "prompt_content" in row else _read_columns
     prompt, references = content(row, "prompt")
     chosen = row.text("chosen")
-    ranks = choice(chosen.upper(), ("A",), ("B",), ())
+    ranks = parse_choice(chosen.upper(), ("A",), ("B",), ())
     if ranks is None:
         raise RowProblem(f"chosen is {chosen!r}; expected A or B")
     used = [f"{side}_{part}" for side in ("prompt", *_SIDES) for part in ("text", "images")]
     return Record(
         row.text("pair_id") or row.text("id") or default_id,
         prompt,
-        [_only(content(row, side)[1], side) for side in _SIDES],
+        [_take_only(content(row, side)[1], side) for side in _SIDES],
         references,
         {"overall": ranks},
         metadata=row.rest("id", "pair_id", "prompt_content", "chosen", *_SIDES, *used),
     )
 
 
-def _only(media: Sequence[Media], side: str) -> Media:
+def _take_only(media: Sequence[Media], side: str) -> Media:
     if len(media) != 1:
         raise RowProblem(
             f"{side} has {len(media)} images; only pairs of one image each are read, "
@@ -48,7 +48,7 @@ def _only(media: Sequence[Media], side: str) -> Media:
     return media[0]
 
 
-def _listed(row: Fields, name: str) -> _Content:
+def _read_list(row: Fields, name: str) -> _Content:
     """Return texts and images of a list of [kind, content], as the benchmark's files have it."""
     value = row.row.fields.get(name)
     parts = value.get("response_content") if isinstance(value, Mapping) else None
@@ -64,7 +64,7 @@ def _is_part(part: Any) -> bool:
     return isinstance(part, list) and len(part) == 2 and part[0] in ("text", "image")
 
 
-def _in_columns(row: Fields, name: str) -> _Content:
+def _read_columns(row: Fields, name: str) -> _Content:
     """Return text and images of the columns `name_text` and `name_images` of the hub's table."""
     texts = [part for part in _IMAGE.split(row.text(f"{name}_text")) if part]
     some = bool(row.row.fields.get(f"{name}_images"))  # text-to-image has an empty list

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowalign.data.readers.fields import REQUEST_MASK, Fields, number
-from flowalign.data.readers.rows import RowProblem
-from flowalign.data.readers.schema import Schema, present
-from flowalign.data.records import Record
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import REQUEST_MASK, Fields, parse_number
+from flowalign.data.readers.schema import Schema, find_present
+from flowalign.data.readers.stream_rows import RowProblem
 
 _PROMPT = ("prompt", "caption", "text")
 _CHOSEN, _REJECTED = ("chosen", "img_win"), ("rejected", "img_lose")
@@ -27,45 +27,45 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     return Record(
         default_id,
         _prompt(row),
-        [row.medium(present(row, names), fps) for names in (_CHOSEN, _REJECTED)],
+        [row.medium(find_present(row, names), fps) for names in (_CHOSEN, _REJECTED)],
         row.optional_media("references"),
         ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]},
         ratings=ratings,
         metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES, "references", REQUEST_MASK)
-        | pair_columns(row),
+        | read_pair_columns(row),
         mask=row.request_mask(),
     )
 
 
 def _prompt(row: Fields) -> str:
     """Return the prompt: a text, or the user's turns of a conversation, joined by newlines."""
-    value = row.row.fields.get(present(row, _PROMPT))
+    value = row.row.fields.get(find_present(row, _PROMPT))
     if not isinstance(value, list):
-        return row.text(present(row, _PROMPT))
+        return row.text(find_present(row, _PROMPT))
     turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
     return "\n".join(str(turn.get("content", "")) for turn in turns)
 
 
 def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
     """Return scores of the chosen and the rejected medium, in the dimensions that both have."""
-    chosen, rejected = (scores_of(row, name) for name in _SCORES)
+    chosen, rejected = (read_scores(row, name) for name in _SCORES)
     for side, names in zip((chosen, rejected), _SCORE, strict=True):
-        value = row.number(present(row, names))
+        value = row.number(find_present(row, names))
         if value is not None:
             side[dim] = value
     return {name: [chosen[name], rejected[name]] for name in chosen if name in rejected}
 
 
-def scores_of(row: Fields, column: str) -> dict[str, float]:
+def read_scores(row: Fields, column: str) -> dict[str, float]:
     """Read scores per dimension from a struct of numbers; null entries are skipped."""
     value = row.row.fields.get(column)
     if not isinstance(value, Mapping | None):
         raise RowProblem(f"{column} is {value!r}, not a struct of numbers")
     scores = (value or {}).items()
-    return {dim: number(x, f"{column} of {dim}") for dim, x in scores if x is not None}
+    return {dim: parse_number(x, f"{column} of {dim}") for dim, x in scores if x is not None}
 
 
-def pair_columns(row: Fields) -> dict[str, Any]:
+def read_pair_columns(row: Fields) -> dict[str, Any]:
     """Read and check the optional columns of a pair, by their names.
 
     These are gap, weight, stage, segments, mask, mask_rejected, weight_map_chosen and
@@ -75,12 +75,12 @@ def pair_columns(row: Fields) -> dict[str, Any]:
     if found.get("weight", 0.0) < 0:
         raise RowProblem(f"weight is {found['weight']:g}; it must be at least 0")
     if "stage" in row:
-        found["stage"] = _whole(row.row.fields["stage"], "stage")
+        found["stage"] = _parse_whole(row.row.fields["stage"], "stage")
     if "segments" in row:
         found["segments"] = _segments(row.row.fields["segments"])
     for name in ("mask", "mask_rejected", "weight_map_chosen", "weight_map_rejected"):
         if name in row:
-            found[name] = safetensors(row, name)
+            found[name] = read_safetensors_path(row, name)
     return found
 
 
@@ -93,7 +93,7 @@ def _segments(value: Any) -> list[dict[str, int]]:
 def _segment(item: Mapping[str, Any], name: str) -> dict[str, int]:
     stop = item.get("stop", item.get("end"))
     found = {"start": item.get("start"), "stop": stop, "label": item.get("label")}
-    segment = {key: _whole(x, f"{key} of {name}", -1) for key, x in found.items()}
+    segment = {key: _parse_whole(x, f"{key} of {name}", -1) for key, x in found.items()}
     if not 0 <= segment["start"] < segment["stop"]:
         raise RowProblem(f"{name} goes from {segment['start']} to {segment['stop']}")
     if segment["label"] not in _LABELS:
@@ -101,14 +101,14 @@ def _segment(item: Mapping[str, Any], name: str) -> dict[str, int]:
     return segment
 
 
-def _whole(value: Any, name: str, at_least: int = 0) -> int:
-    found = number(value, name)
+def _parse_whole(value: Any, name: str, at_least: int = 0) -> int:
+    found = parse_number(value, name)
     if not found.is_integer() or found < at_least:
         raise RowProblem(f"{name} is {value!r}, not a whole number from {at_least}")
     return int(found)
 
 
-def safetensors(row: Fields, name: str) -> str:
+def read_safetensors_path(row: Fields, name: str) -> str:
     """Return the path of a safetensors file; any other ending is a RowProblem."""
     value = row.text(name)
     if not value.endswith(".safetensors"):

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.rows import Row
-from flowalign.data.records import Record
+from flowalign.data.readers.stream_rows import Row
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,6 @@ class Schema:
         return ", ".join("|".join(names) for names in self.columns)
 
 
-def present(fields: Fields, names: Sequence[str]) -> str:
+def find_present(fields: Fields, names: Sequence[str]) -> str:
     """Return the first of the names that the row has, or the first name if it has none."""
     return next((name for name in names if name in fields), names[0])

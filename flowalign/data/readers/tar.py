@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from flowalign.data.readers.rows import Row, RowProblem
-from flowalign.media.media import PICTURES, VIDEOS
+from flowalign.data.media.media import PICTURES, VIDEOS
+from flowalign.data.readers.stream_rows import Row, RowProblem
 
 _BLOCK = 512
 """Bytes of a block of a tar file, which ends with blocks of zeros."""
@@ -29,15 +29,15 @@ def read_tar(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: The file is no tar file, or breaks off.
     """
-    samples = itertools.groupby(_members(path), lambda member: member[0])
+    samples = itertools.groupby(_iterate_members(path), lambda member: member[0])
     for number, (key, members) in enumerate(samples, 1):
         try:
-            yield Row(number, path, {"id": f"{path.stem}/{key}", **_fields(members)})
+            yield Row(number, path, {"id": f"{path.stem}/{key}", **_collect_fields(members)})
         except RowProblem as problem:
             yield Row(number, path, problem=f"({key}) {problem}")
 
 
-def _members(path: Path) -> Iterator[_Member]:
+def _iterate_members(path: Path) -> Iterator[_Member]:
     """Yield the sample, the extension and the content of every member; a link has no content."""
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file) as archive:
@@ -61,34 +61,34 @@ def _check_end(file: BinaryIO, end: int) -> None:
         raise tarfile.ReadError("unexpected end of data")
 
 
-def _fields(members: Iterable[_Member]) -> dict[str, Any]:
+def _collect_fields(members: Iterable[_Member]) -> dict[str, Any]:
     fields, entries = dict[str, Any](), dict[str, Any]()
     for _, extension, content in members:
         name, _, kind = extension.lower().rpartition(".")
         if kind == "json" and not name:
-            entries |= _object(_content(extension, content))
+            entries |= _parse_object(_require_content(extension, content))
         elif kind == "json" or kind in _COLUMNS:
             column = name or _COLUMNS[kind]
             if column in fields:
                 raise RowProblem(f"has two files of the column {column}")
-            fields[column] = _value(kind, _content(extension, content))
+            fields[column] = _parse_value(kind, _require_content(extension, content))
     return entries | fields
 
 
-def _content(extension: str, content: bytes | None) -> bytes:
+def _require_content(extension: str, content: bytes | None) -> bytes:
     if content is None:
         raise RowProblem(f"has a link in place of its .{extension} file")
     return content
 
 
-def _object(content: bytes) -> dict[str, Any]:
-    found = _value("json", content)
+def _parse_object(content: bytes) -> dict[str, Any]:
+    found = _parse_value("json", content)
     if not isinstance(found, dict):
         raise RowProblem("has a .json file that is not a JSON object")
     return found
 
 
-def _value(kind: str, content: bytes) -> Any:
+def _parse_value(kind: str, content: bytes) -> Any:
     """Return the text of a text, what a JSON file says, or the bytes of a medium."""
     try:
         if kind == "json":

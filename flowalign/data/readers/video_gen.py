@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from flowalign.data.readers.fields import Fields, choice
-from flowalign.data.readers.rows import RowProblem
+from flowalign.data.media_record import Record
+from flowalign.data.readers.fields import Fields, parse_choice
 from flowalign.data.readers.schema import Schema
-from flowalign.data.records import Record
+from flowalign.data.readers.stream_rows import RowProblem
 
 
 def _video_gen(rows: Sequence[Fields], default_id: str) -> Record:
@@ -13,7 +13,7 @@ def _video_gen(rows: Sequence[Fields], default_id: str) -> Record:
     row, ranks = rows[0], {}
     for dim in ("VQ", "MQ", "TA", "Overall"):
         answer = row.text(dim)
-        given = choice(answer, ("A",), ("B",), ("same",))
+        given = parse_choice(answer, ("A",), ("B",), ("same",))
         if given:
             ranks[dim] = given
         elif answer not in ("", "invalid"):

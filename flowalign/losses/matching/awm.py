@@ -14,11 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import Weighting, negative_elbo
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,7 @@ class AWM(MatchingLoss):
         )
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
         log_ratio = self._log_ratio(residuals)
         advantage = self.advantage_scale * batch.required_advantage
@@ -90,6 +89,7 @@ class AWM(MatchingLoss):
         sigma = residuals.required_sigma
         energy = negative_elbo(residuals.policy, sigma, self.weighting)
         if self.ratio_to == "policy":
+            # It is 0, a ratio of 1; only its gradient counts.
             return energy.detach() - energy
         with torch.no_grad():
             old = negative_elbo(residuals.required_old, sigma, self.weighting)

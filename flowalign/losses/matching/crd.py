@@ -4,7 +4,7 @@ Source: CRD, arXiv:2603.14128, as X-GenGroup/Flow-Factory implements it. There m
 whatever rows a micro-batch holds; here over groups, which is the method's own definition.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxtyping import Float
@@ -18,11 +18,12 @@ from flowalign.functional.forward_process import (
     implicit_reward,
     optimality,
 )
-from flowalign.functional.matching import sample_error
-from flowalign.losses.matching.groups import gathered
+from flowalign.functional.noise_matching import sample_error
+from flowalign.losses.matching.groups import GROUP_ADVANTAGES, gather_groups
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,30 +58,21 @@ class CRD(MatchingLoss):
     @override
     def requirements(self) -> Requirements:
         """Require advantages, whole groups, the old policy and, for the KL, a reference."""
-        return Requirements(
-            reference=self.kl > 0,
-            old=True,
-            paired=False,
-            velocity=True,
-            whole_groups=True,
-            requires={"advantages"},
-        )
+        return replace(GROUP_ADVANTAGES, reference=self.kl > 0)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
         optimal = optimality(batch.required_advantage, self.advantage_max)
         reward = implicit_reward(residuals.policy, residuals.required_old)
-        same, (rewards, optimals) = gathered(batch, context, reward, optimal)
+        same, (rewards, optimals) = gather_groups(batch, context, reward, optimal)
         implicit = reward - group_mean(rewards, same)
-        wanted = optimal - group_mean(optimals, same)
-        each = self.advantage_max * crd(implicit, wanted, self.beta, self.form)
+        target = optimal - group_mean(optimals, same)
+        each = self.advantage_max * crd(implicit, target, self.beta, self.form)
         stats = {
             "error": sample_error(residuals.policy.detach()).mean(),
             "implicit_reward_size": implicit.detach().abs().mean(),
-            "implicit_accuracy": (implicit.detach() * wanted > 0).float().mean(),
+            "implicit_accuracy": (implicit.detach() * target > 0).float().mean(),
         }
         if self.kl:
             distance = sample_error(residuals.policy - residuals.required_reference)

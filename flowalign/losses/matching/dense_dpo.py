@@ -9,11 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import frame_error, sample_error
+from flowalign.functional.noise_matching import frame_error, sample_error
 from flowalign.functional.preference_loss import relative_gap, segment_margin, sigmoid_link
 from flowalign.losses.matching.links import pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,7 @@ class DenseDPO(MatchingLoss):
         return Requirements(requires={"segments"})
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         reference = residuals.required_reference
         gap = relative_gap(frame_error(residuals.policy), frame_error(reference))
         segments = _segments(batch, gap.shape[1])

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.distribution_matching import ran_away
-from flowalign.functional.forward_process import dgpo, group_preference, moved_too_far
-from flowalign.functional.matching import sample_error
+from flowalign.functional.distribution_matching import mask_runaways
+from flowalign.functional.forward_process import dgpo, group_preference, mask_outside_clip
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
-from flowalign.losses.matching.groups import gathered
+from flowalign.losses.matching.groups import gather_groups
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +68,18 @@ class DGPO(MatchingLoss):
         )
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows with the gradient of their code, and scalars."""
         base = residuals.required_old if self._from_old else residuals.required_reference
         advantage, error = batch.required_advantage, sample_error(residuals.policy)
         reference = sample_error(base)
         change = error.detach() - reference
-        same, (changes, advantages) = gathered(batch, context, change, advantage)
+        same, (changes, advantages) = gather_groups(batch, context, change, advantage)
         preference = group_preference(changes, advantages, same, self.beta)
-        stopped = self._stopped(residuals, error, reference, advantage)
+        stopped = self._mask_moved(residuals, error, reference, advantage)
         descent = (batch.weight * dgpo(error, advantage, preference, stopped)).mean()
         value = (batch.weight * sigmoid_link(-preference)).mean()
+        # The value is that of the group loss, the gradient that of `dgpo`, computed by row.
         loss = value + (descent - descent.detach())
         drift = (batch.weight * (error - reference).square()).mean()
         loss = loss + self.drift * drift if self.drift else loss
@@ -92,16 +92,16 @@ class DGPO(MatchingLoss):
             "clip_fraction": stopped.float().mean(),
         }
 
-    def _stopped(
+    def _mask_moved(
         self, residuals: Residuals, error: Tensor, reference: Tensor, advantage: Tensor
     ) -> Tensor:
         """Return which rows have no gradient, because they have moved far enough."""
         stopped = torch.zeros_like(advantage, dtype=torch.bool)
         if self.clip is not None:
             old = sample_error(residuals.required_old)
-            stopped = stopped | moved_too_far(error, old, advantage, self.clip)
+            stopped = stopped | mask_outside_clip(error, old, advantage, self.clip)
         if self.runaway is not None:
-            stopped = stopped | ran_away(error, reference, advantage, self.runaway)
+            stopped = stopped | mask_runaways(error, reference, advantage, self.runaway)
         return stopped
 
     @property

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import (
     auto_beta,
     beyond_scores,
@@ -21,9 +20,16 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     weighted_score,
 )
-from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
+from flowalign.losses.matching.links import (
+    Link,
+    Sigmoid,
+    pair_stats,
+    require_positive,
+    sample_errors,
+)
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import FiniteFloat, PositiveFloat, Range
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +92,8 @@ class DPO(MatchingLoss):
         return Requirements(at_start=None if self.margin else self.link.at_start)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        policy, reference = (
-            sample_error(residuals.policy),
-            sample_error(residuals.required_reference),
-        )
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+        policy, reference = sample_errors(residuals)
         beta = self.beta_at(context.typical_margin)
         z = implicit_margin(relative_gap(policy, reference), beta)
         weight = batch.weight.chunk(2)[0]

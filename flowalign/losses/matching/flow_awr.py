@@ -5,15 +5,15 @@ Source: FlowAWR, arXiv:2606.30376, as the documents of a reproduction describe i
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import advantage_weighted_regression, softmax_advantage
-from flowalign.functional.matching import sample_error
-from flowalign.losses.matching.groups import gathered
+from flowalign.functional.noise_matching import sample_error
+from flowalign.losses.matching.groups import GROUP_ADVANTAGES, gather_groups
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +36,13 @@ class FlowAWR(MatchingLoss):
     @override
     def requirements(self) -> Requirements:
         """Require advantages, whole groups and the old policy."""
-        return Requirements(
-            reference=False,
-            old=True,
-            paired=False,
-            velocity=True,
-            whole_groups=True,
-            requires={"advantages"},
-        )
+        return GROUP_ADVANTAGES
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         advantage = batch.required_advantage
-        same, (everyone,) = gathered(batch, context, advantage)
-        weight = softmax_advantage(advantage, everyone, same, self.temperature)
+        same, (all_advantages,) = gather_groups(batch, context, advantage)
+        weight = softmax_advantage(advantage, all_advantages, same, self.temperature)
         each = advantage_weighted_regression(residuals.policy, residuals.required_old, weight)
         loss = (batch.weight * each).mean()
         return loss, {

@@ -5,15 +5,15 @@ Source: FocusDPO, arXiv:2509.01181, whose weights are not published: a reconstru
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.focus import focus_weights
-from flowalign.functional.matching import masked_error
+from flowalign.functional.noise_matching import masked_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat, PositiveInt, UnitInterval
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class FocusDPO(MatchingLoss):
     """Averages weight * link(margin) over pairs, with errors that are weighed place by place.
 
     The mask of a row says how surely each place shows the subject of the request, such as the map
-    of `reward_models.subject_focus.SubjectFocus`; `focus_weights` makes weights of it.
+    of `reward_models.SubjectFocus`; `focus_weights` makes weights of it.
 
     Source: FocusDPO, arXiv:2509.01181, a reconstruction.
     """
@@ -47,9 +47,7 @@ class FocusDPO(MatchingLoss):
         return Requirements(requires={"masks"}, at_start=self.link.at_start)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         if batch.mask is None:
             raise ValueError("FocusDPO needs pairs with a mask of the subject; these have none")
         weights = focus_weights(batch.mask, residuals.required_sigma, self.floor, self.window)

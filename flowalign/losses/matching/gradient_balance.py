@@ -7,11 +7,12 @@ be read: a reconstruction.
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.preference_loss import balancing_scale, with_gradient_scaled
+from flowalign.functional.preference_loss import balancing_scale, scale_row_gradients
+from flowalign.losses.matching.inner_loss import require_pairs
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types.loss import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,7 @@ class GradientBalance(MatchingLoss):
 
     def __post_init__(self) -> None:
         """Reject an inner loss that has no pairs."""
-        if not self.inner.requirements.paired:
-            raise ValueError(
-                f"inner is {type(self.inner).__name__}, which knows no losers; it must be a loss "
-                "of pairs, such as DPO"
-            )
+        require_pairs(self.inner)
 
     @property
     @override
@@ -39,12 +36,10 @@ class GradientBalance(MatchingLoss):
         return self.inner.requirements
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the inner loss, and its scalars for the log with the mean scale of losers."""
         winner, loser = residuals.policy.chunk(2)
         scale = balancing_scale(winner, loser)
-        balanced = torch.cat([winner, with_gradient_scaled(loser, scale)])
+        balanced = torch.cat([winner, scale_row_gradients(loser, scale)])
         loss, stats = self.inner.loss(replace(residuals, policy=balanced), batch, context)
         return loss, stats | {"loser_scale": scale.mean()}

@@ -5,14 +5,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.functional.forward_process import same_group
-from flowalign.types import Examples, LossContext
+from flowalign.types import Examples, LossContext, Requirements
+
+GROUP_ADVANTAGES = Requirements(
+    reference=False,
+    old=True,
+    paired=False,
+    velocity=True,
+    whole_groups=True,
+    requires={"advantages"},
+)
+"""Requirements of losses that weight the samples of whole groups by advantages."""
 
 
-def gathered(
+def gather_groups(
     batch: Examples, context: LossContext, *values: Float[Tensor, "n"]
 ) -> tuple[Bool[Tensor, "n N"], list[Float[Tensor, "N"]]]:
     """Return which rows of all processes share a row's group, and values of all rows, constant."""
     group = batch.required_group
+    # One exchange for all columns, in float64 because it holds ids of groups exactly.
     table = torch.stack([group.double(), *(v.detach().double() for v in values)], 1)
     everyone = context.gather(table).to(group.device)
     columns = [column.to(v) for column, v in zip(everyone.T[1:], values, strict=True)]
@@ -27,7 +38,7 @@ def require_groups_here(batch: Examples, context: LossContext, loss: str) -> Boo
     """
     group = batch.required_group
     here = same_group(group, group)
-    everywhere, _ = gathered(batch, context)
+    everywhere, _ = gather_groups(batch, context)
     if (here.sum(1) != everywhere.sum(1)).any():
         raise ValueError(
             f"recipe.loss {loss} needs all rows of a group on one process, and some groups are "

@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,7 @@ class KTO(MatchingLoss):
         )
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         gain = sample_error(residuals.required_reference) - sample_error(residuals.policy)
         baseline = kto_baseline(context.gather(gain))
         each = kto(gain, batch.desirable, baseline, self.beta, self.utility)

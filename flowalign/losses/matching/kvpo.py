@@ -4,7 +4,7 @@ Source: KVPO, arXiv:2605.14278, and its code. There the group are branches of an
 video model; here they are the samples of a request, so only the form of the policy is theirs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from jaxtyping import Bool, Float
@@ -12,11 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import group_log_softmax
-from flowalign.functional.matching import per_row, sample_error
-from flowalign.losses.matching.groups import require_groups_here
+from flowalign.functional.noise_matching import sample_error
+from flowalign.functional.transition import per_row
+from flowalign.losses.matching.groups import GROUP_ADVANTAGES, require_groups_here
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, Range
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +49,10 @@ class KVPO(MatchingLoss):
     @override
     def requirements(self) -> Requirements:
         """Require advantages, whole groups of one noise, and the old policy."""
-        return Requirements(
-            reference=self.kl > 0,
-            old=True,
-            paired=False,
-            velocity=True,
-            whole_groups=True,
-            shared_noise=True,
-            requires={"advantages"},
-        )
+        return replace(GROUP_ADVANTAGES, reference=self.kl > 0, shared_noise=True)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and scalars.
 
         Raises:

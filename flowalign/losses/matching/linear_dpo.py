@@ -6,14 +6,13 @@ Source: Linear-DPO, arXiv:2605.21123, and code of WhynotChen0105/Linear-DPO.
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import linear_dpo, linear_weight, relative_gap
-from flowalign.losses.matching.links import pair_stats, require_positive
+from flowalign.losses.matching.links import pair_stats, require_positive, sample_errors
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat, Range
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +41,8 @@ class LinearDPO(MatchingLoss):
         return Requirements()
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        policy, reference = (
-            sample_error(residuals.policy),
-            sample_error(residuals.required_reference),
-        )
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+        policy, reference = sample_errors(residuals)
         each = linear_dpo(policy, reference, self.beta, self.floor)
         loss = (batch.weight.chunk(2)[0] * each).mean()
         gap = relative_gap(policy.detach(), reference)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import (
     hinge_link,
     implicit_margin,
@@ -17,7 +18,8 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     sigmoid_link,
 )
-from flowalign.utils.ranges import Range
+from flowalign.types import Residuals
+from flowalign.types.ranges import Range
 
 
 class Link(ABC):
@@ -85,6 +87,11 @@ class IPO(Link):
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
         return ipo_link(z)
+
+
+def sample_errors(residuals: Residuals) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
+    """Return the mean square errors of policy and reference per sample."""
+    return sample_error(residuals.policy), sample_error(residuals.required_reference)
 
 
 @torch.no_grad()

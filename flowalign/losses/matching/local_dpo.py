@@ -10,11 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import masked_error, sample_error
+from flowalign.functional.noise_matching import masked_error, sample_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap, sigmoid_link
 from flowalign.losses.matching.links import pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,7 @@ class LocalDPO(MatchingLoss):
         return Requirements(requires={"masks"})
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         if batch.mask is None:
             raise ValueError("LocalDPO needs pairs with a mask; these have none")
         policy, reference = residuals.policy, residuals.required_reference

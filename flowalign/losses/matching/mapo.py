@@ -5,14 +5,14 @@ Source: MaPO, arXiv:2406.06424, and code of mapo-t2i/mapo.
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import mapo, mapo_margin
 from flowalign.losses.matching.links import error_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ class MaPO(MatchingLoss):
         return Requirements(reference=False)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over the pairs, and detached scalars for the log.
 
         `margin_pull` is sigmoid(-margin), the share of the margin's gradient that is left.

@@ -5,14 +5,14 @@ Source: DiffusionNFT, arXiv:2509.16117, and code of NVlabs/DiffusionNFT.
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,7 @@ class NFT(MatchingLoss):
         )
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         optimal = optimality(batch.required_advantage, self.advantage_max)
         old, sigma = residuals.required_old, residuals.required_sigma
         each = self.advantage_max * nft(residuals.policy, old, sigma, optimal, self.beta)

@@ -7,13 +7,13 @@ acts where ||v|| > ||v_ref||. Its form here is a reconstruction, and so are all 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import norm_hinge, norm_ratio
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,7 @@ class NormGuard(MatchingLoss):
         return replace(self.inner.requirements, reference=True, velocity=True)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the inner loss and the hinge, and scalars for the log."""
         target = residuals.required_target
         reference = residuals.required_reference + target

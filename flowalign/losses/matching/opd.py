@@ -13,9 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import per_row
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, ppo_clip
-from flowalign.functional.transition import Gaussian, log_density
+from flowalign.functional.transition import Gaussian, log_density, per_row
 from flowalign.losses.matching.links import require_positive
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import (
@@ -27,7 +26,8 @@ from flowalign.types import (
     Residuals,
     Transitions,
 )
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,7 @@ class OPD(MatchingLoss):
         )
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
         steps = residuals.required_transitions
         divergence = self._kl(residuals.policy, steps)

@@ -6,14 +6,14 @@ not read.
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.forward_process import reward_adjusted
-from flowalign.functional.matching import sample_error
+from flowalign.functional.forward_process import reward_adjusted_matching
+from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,11 @@ class RAM(MatchingLoss):
         return Requirements(paired=False, velocity=True, requires={"advantages"})
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         reference = residuals.required_reference
-        each = reward_adjusted(residuals.policy, reference, batch.required_advantage, self.eta)
+        each = reward_adjusted_matching(
+            residuals.policy, reference, batch.required_advantage, self.eta
+        )
         loss = (batch.weight * each).mean()
         return loss, {
             "policy_loss": loss.detach(),

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import FiniteFloat, PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import FiniteFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,7 @@ class RWR(MatchingLoss):
         return Requirements(reference=False, paired=False)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         error = sample_error(residuals.policy)
         reward = weighted_score(batch.scores, self.rewards)
         known = reward.isfinite()

@@ -11,9 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.preference_loss import loser_scale, with_gradient_scaled
+from flowalign.functional.preference_loss import loser_scale, scale_row_gradients
+from flowalign.losses.matching.inner_loss import require_pairs
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import UnitInterval
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,7 @@ class Safeguard(MatchingLoss):
         """Reject a mu outside [0, 1] and an inner loss that has no pairs."""
         if not 0 <= self.mu <= 1:
             raise ValueError(f"mu is {self.mu}; it must lie in [0, 1]")
-        if not self.inner.requirements.paired:
-            raise ValueError(
-                f"inner is {type(self.inner).__name__}, which knows no losers; it must be a loss "
-                "of pairs, such as DPO"
-            )
+        require_pairs(self.inner)
 
     @property
     @override
@@ -50,13 +48,11 @@ class Safeguard(MatchingLoss):
         return replace(inner, whole_batch=self.per == "batch" or inner.whole_batch)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the inner loss, and its scalars for the log with the mean scale of losers."""
         winner, loser = residuals.policy.chunk(2)
         scale = self._scale(winner, loser)
-        guarded = torch.cat([winner, with_gradient_scaled(loser, scale)])
+        guarded = torch.cat([winner, scale_row_gradients(loser, scale)])
         loss, stats = self.inner.loss(replace(residuals, policy=guarded), batch, context)
         return loss, stats | {"loser_scale": scale.mean()}
 

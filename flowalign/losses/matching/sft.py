@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types.loss import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,7 @@ class SFT(MatchingLoss):
         return Requirements(reference=False, paired=False)
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         error = sample_error(residuals.policy)
         fitted = batch.desirable if self.on == "desirable" else torch.ones_like(batch.desirable)
         loss = (fitted * batch.weight * error).mean()

@@ -5,14 +5,14 @@ Source: V-GRPO, arXiv:2604.23380, as third parties describe it; its own code was
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import negative_elbo, soft_clip
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,7 @@ class VGRPO(MatchingLoss):
         )
 
     @override
-    def loss(
-        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         energy = negative_elbo(residuals.policy, residuals.required_sigma, "self_normalised")
         ratio = (energy.detach() - energy).exp()
         each = -ratio * soft_clip(batch.required_advantage, self.eta)

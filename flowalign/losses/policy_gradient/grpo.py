@@ -16,7 +16,8 @@ from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, laten
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
-from flowalign.utils.ranges import NonNegativeFloat, PositiveInt
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import NonNegativeFloat, PositiveInt
 
 KL = Literal["gaussian", "gaussian_no_dt", "latent_mse"]
 """Form of the KL. gaussian: exact, as papers print it. gaussian_no_dt: as in Flow-GRPO's code.
@@ -74,9 +75,7 @@ class GRPO(PolicyLoss):
         """Return the clip range of the surrogate."""
         return self.surrogate.clip
 
-    def loss(
-        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
         """Return the mean loss over the minibatch, and detached scalars for the log."""
         current = batch.transition(policy)
         log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old

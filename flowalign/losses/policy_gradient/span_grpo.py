@@ -9,14 +9,14 @@ every step by itself, and gives the network a gradient at the first step of the 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.span import span_log_density
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
-from flowalign.utils.ranges import PositiveFloat, PositiveInt
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ class SpanGRPO(PolicyLoss):
         return self.clip_range
 
     @override
-    def loss(
-        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
         steps = batch.span
         logp = span_log_density(
             batch.kernel,

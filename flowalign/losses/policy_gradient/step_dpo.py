@@ -17,7 +17,8 @@ from flowalign.functional.preference import step_dpo
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,10 @@ class StepDPO(PolicyLoss):
         return self.ratio_clip
 
     @override
-    def loss(
-        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
         log_ratio = self._logp(policy, batch) - self._base(reference, batch)
-        kept = log_ratio.clamp(math.log1p(-self.clip), math.log1p(self.clip))
-        winner, loser = kept.chunk(2)
+        clipped = log_ratio.clamp(math.log1p(-self.clip), math.log1p(self.clip))
+        winner, loser = clipped.chunk(2)
         loss = (batch.weight.chunk(2)[0] * step_dpo(winner, loser, self.beta)).mean()
         margin = (winner - loser).detach()
         return loss, ratio_stats(log_ratio.detach(), batch.advantage, self.clip) | {

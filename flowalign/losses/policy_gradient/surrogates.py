@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +18,10 @@ from flowalign.functional.surrogate import (
 )
 from flowalign.functional.transition import Gaussian, travelled_velocity
 from flowalign.types import Minibatch
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.types.ranges import PositiveFloat
+
+SurrogateLoss: TypeAlias = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
+"""Loss per sample, and the log-ratio that the trust region is applied to."""
 
 
 class Surrogate(ABC):
@@ -32,7 +35,7 @@ class Surrogate(ABC):
     @abstractmethod
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
+    ) -> SurrogateLoss:
         """Return the loss per sample, and the log-ratio that the trust region is applied to."""
 
 
@@ -47,9 +50,7 @@ class PPOClip(Surrogate):
     needs_mean_old: ClassVar[bool] = False
 
     @override
-    def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         return ppo_clip(log_ratio, batch.advantage, self.clip), log_ratio
 
 
@@ -66,9 +67,7 @@ class RatioNorm(Surrogate):
     needs_mean_old: ClassVar[bool] = True
 
     @override
-    def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         normed = ratio_norm(log_ratio, current.mean, batch.required_mean_old, current.std)
         return ppo_clip(normed, batch.advantage, self.clip), normed
 
@@ -84,9 +83,7 @@ class LogHinge(Surrogate):
     needs_mean_old: ClassVar[bool] = False
 
     @override
-    def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         return log_hinge(log_ratio, batch.advantage, self.clip), log_ratio
 
 
@@ -101,9 +98,7 @@ class DivergenceMask(Surrogate):
     needs_mean_old: ClassVar[bool] = True
 
     @override
-    def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         divergence = gaussian_kl(current, Gaussian(batch.required_mean_old, current.std)).detach()
         keep = divergence_mask(log_ratio.detach(), batch.advantage, divergence, self.clip)
         return -(keep * log_ratio.exp() * batch.advantage), log_ratio
@@ -133,9 +128,7 @@ class RewardClip(Surrogate):
             )
 
     @override
-    def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         clip = reward_clip(batch.advantage, self.low, self.clip, self.sensitivity)
         return ppo_clip(log_ratio, batch.advantage, clip), log_ratio
 
@@ -168,9 +161,7 @@ class LayerTuning(Surrogate):
         object.__setattr__(self, "clip", self.surrogate.clip)
 
     @override
-    def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         loss, seen = self.surrogate(log_ratio, current, batch)
         step, best = (batch.sigmas, batch.k), batch.required_best
         velocity = travelled_velocity(batch.kernel, batch.x, current.mean, *step, batch.eta)

@@ -6,30 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 from urllib.parse import quote
 
-from markupsafe import Markup
-
-from flowalign.reports.charts import COLOURS
+from flowalign.reports.charts import PALETTE, Chart, Line
 from flowalign.reports.pages import render
-from flowalign.reports.view.curves import draw
+from flowalign.reports.panels import MAIN, title_of
 from flowalign.reports.view.runs import Curve, RunState, Status
 from flowalign.utils.console import duration
 
-MOST_CHOSEN = len(COLOURS)
+MOST_CHOSEN = len(PALETTE)
 """Number of runs that can be told apart in a chart."""
 _AT_FIRST = 4
 """Number of runs that are shown if none is chosen."""
 _MOST_FAILURES = 20
 _FIRST = ("reward_mean", "implicit_accuracy")
-_MAIN = ("kl", "optim/grad_norm", "zero_std_ratio", "clip_frac_high", "timing/step")
-_WORDS = {
-    "reward_mean": "Training reward",
-    "implicit_accuracy": "Pairs in the right order",
-    "kl": "KL to the reference",
-    "optim/grad_norm": "Gradient norm",
-    "zero_std_ratio": "Prompts without signal",
-    "clip_frac_high": "Clipped transitions, above",
-    "timing/step": "Seconds of a step",
-}
 _NOT_TOLD = ("output_dir",)
 """Settings that differ between any two runs."""
 
@@ -41,8 +29,8 @@ def page(
     known = {run.name: run for run in runs}
     asked = [known[n] for n in dict.fromkeys(wanted) if n in known]
     chosen = (asked or list(runs)[:_AT_FIRST])[:MOST_CHOSEN]
-    colours = {run.name: COLOURS[i] for i, run in enumerate(chosen)}
-    drawn, told = curves(chosen, colours, more)
+    colours = {run.name: PALETTE[i] for i, run in enumerate(chosen)}
+    charts, constants = curves(chosen, colours, more)
     failures = [run for run in runs if run.status in ("failed", "silent")]
     return render(
         "view.html.j2",
@@ -54,8 +42,8 @@ def page(
         colours=colours,
         dropped=len(asked) - len(chosen) if asked else 0,
         differences=differences(chosen),
-        charts=drawn,
-        told=told,
+        charts=charts,
+        constants=constants,
         more=more,
         failures=failures[:_MOST_FAILURES],
         further=max(0, len(failures) - _MOST_FAILURES),
@@ -81,29 +69,28 @@ def differences(runs: Sequence[RunState]) -> list[tuple[str, list[str]]]:
 
 def curves(
     runs: Sequence[RunState], colours: Mapping[str, str], more: bool
-) -> tuple[list[tuple[str, Markup, str]], list[tuple[str, str]]]:
+) -> tuple[list[Chart], list[tuple[str, str]]]:
     """Return the charts of the runs, and in words the metrics that have one value everywhere."""
-    lines: dict[str, dict[str, Curve]] = {}
+    by_metric: dict[str, dict[str, Curve]] = {}
     for run in runs:
         for metric, curve in run.content.curves.items():
-            lines.setdefault(metric, {})[run.name] = curve
-    drawn, told = [], []
-    for metric in _order(lines, more):
-        known = lines[metric]
+            by_metric.setdefault(metric, {})[run.name] = curve
+    charts, constants = [], []
+    for metric in _order(by_metric, more):
+        known, title = by_metric[metric], title_of(metric)
         values = {v for _, column in known.values() for v in column if math.isfinite(v)}
-        title = _WORDS.get(metric, metric)
-        title = f"Held-out {metric[5:]}" if metric.startswith("eval/") else title
         if len(values) == 1:
-            told.append((title, f"{values.pop():.4g}"))
+            constants.append((title, f"{values.pop():.4g}"))
         else:
-            drawn.append((title, *draw(known, colours)))
-    return drawn, told
+            lines = [Line(name, *curve, colour=colours[name]) for name, curve in known.items()]
+            charts.append(Chart(title, "step", "", lines))
+    return charts, constants
 
 
 def _order(metrics: Mapping[str, object], more: bool) -> list[str]:
     """Return the metrics in reading order: rewards, held-out dimensions, health; then the rest."""
     held_out = [m for m in metrics if m.startswith("eval/") and "/" not in m[5:]]
-    main = [m for m in (*_FIRST, *held_out, *_MAIN) if m in metrics]
+    main = [m for m in (*_FIRST, *held_out, *MAIN) if m in metrics]
     return main + [m for m in sorted(metrics) if m not in main] if more else main
 
 

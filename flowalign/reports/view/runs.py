@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from flowalign.reports.hover import thinned
+from flowalign.reports.charts import thin
 from flowalign.reports.records import collect, number, read_json
 from flowalign.utils.journal import FAILURE
 from flowalign.utils.tracking import FILE
@@ -240,7 +240,7 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
 def _curve(line: Mapping[int, float]) -> Curve:
     steps = sorted(line)
     values = [line[step] for step in steps]
-    kept = thinned(values)
+    kept = thin(values)
     return array("d", (steps[i] for i in kept)), array("d", (values[i] for i in kept))
 
 

@@ -54,6 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").lower().rpartition(":")[0].strip("[]")
+        # DNS rebinding: a foreign page may resolve its own name to the loopback address.
         if self._view.names and host not in self._view.names:
             return self.send_error(HTTPStatus.FORBIDDEN)
         path, _, query = self.path.partition("?")

@@ -1,21 +1,26 @@
 """Train by matching losses of noised clean latents, on stored preferences or own rollouts."""
 
 from flowalign.training.ema import Ramp
-from flowalign.training.matching.own_states import OwnStates
-from flowalign.training.matching.points import ForwardNoise, GuidedStep, Points, Visited
+from flowalign.training.matching.on_policy_states import OnPolicyStates
 from flowalign.training.matching.recipe import Matching
-from flowalign.training.matching.references import (
+from flowalign.training.matching.reference_models import (
     Average,
     EMAReference,
     FrozenBase,
     GuidedReference,
     PeriodicCopy,
-    Reference,
+    ReferenceModel,
     Teacher,
 )
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.scored_groups import ScoredGroups
 from flowalign.training.matching.source import Batch, BatchStream, DataSource
+from flowalign.training.matching.state_source import (
+    ForwardNoise,
+    GuidedStep,
+    StateSource,
+    VisitedStates,
+)
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Times, Uniform
 
@@ -31,11 +36,11 @@ __all__ = [
     "GuidedStep",
     "LogitNormal",
     "Matching",
-    "OwnStates",
+    "OnPolicyStates",
     "PeriodicCopy",
-    "Points",
+    "StateSource",
     "Ramp",
-    "Reference",
+    "ReferenceModel",
     "Rollouts",
     "SamplerGrid",
     "ScoredGroups",
@@ -43,5 +48,5 @@ __all__ = [
     "Teacher",
     "Times",
     "Uniform",
-    "Visited",
+    "VisitedStates",
 ]

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowalign.functional.low_rank import merged_factors
+from flowalign.functional.low_rank import merge_factors
 from flowalign.training.learner import Learner
 
 ColdStart = Literal["policy", "average", "merge"]
@@ -30,13 +30,13 @@ def start_from(how: ColdStart, learner: Learner, paths: Sequence[str]) -> None:
         learner.policy.load_weights(path)
         taught.append({name: p.detach().clone() for name, p in learner.named.items()})
     mean = {name: torch.stack([one[name] for one in taught]).mean(0) for name in learner.named}
-    for name, value in (mean if how == "average" else mean | _merged(taught)).items():
+    for name, value in (mean if how == "average" else mean | _merge_adapters(taught)).items():
         learner.named[name].copy_(value)
     for average in learner.averages.values():
         average.restart()
 
 
-def _merged(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _merge_adapters(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the factors of all adapters, merged."""
     downs = [name for name in taught[0] if _DOWN in name]
     if not downs:
@@ -48,5 +48,5 @@ def _merged(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for name in downs:
         other = name.replace(_DOWN, _UP)
         pairs = [one[name] for one in taught], [one[other] for one in taught]
-        found[name], found[other] = merged_factors(*pairs)
+        found[name], found[other] = merge_factors(*pairs)
     return found

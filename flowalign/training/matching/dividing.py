@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowalign.distributed.processes import Processes
 from flowalign.training.matching.noising import NoiseLevels
-from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.settings import MatchingSettings
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Update:
     """Number of noise levels of all processes."""
 
 
-def divided(
-    cfg: Settings,
+def divide_updates(
+    cfg: MatchingSettings,
     levels: NoiseLevels,
     first: int,
     processes: Processes,

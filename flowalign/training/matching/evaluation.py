@@ -2,13 +2,13 @@
 
 import torch
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.training.learner import Learner
-from flowalign.training.matching.batches import num_examples, on
+from flowalign.training.matching.example_parts import num_examples, on
 from flowalign.training.matching.noising import NoiseLevels, noise_for
-from flowalign.training.matching.points import ForwardNoise
-from flowalign.training.matching.residuals import matching_residuals, personal
-from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.residuals import add_users, matching_residuals
+from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.types import Examples
 
 DRAWS = 4
@@ -16,8 +16,8 @@ DRAWS = 4
 
 
 @torch.no_grad()
-def held_out_metrics(
-    cfg: Settings,
+def measure_held_out(
+    cfg: MatchingSettings,
     learner: Learner,
     examples: Examples | None,
     seed: int,
@@ -32,7 +32,7 @@ def held_out_metrics(
     count = num_examples(examples) if examples is not None and examples.paired else 0
     first = int(processes.gather(torch.tensor([count]))[: processes.rank].sum())
     if examples is not None and count:
-        data = personal(learner.policy, on(examples, processes.device))
+        data = add_users(learner.policy, on(examples, processes.device))
         draws = [
             _drifts(cfg, learner, noise_for(cfg, learner.policy, data, first, (seed, d, -1)))
             for d in range(DRAWS)
@@ -50,12 +50,12 @@ def held_out_metrics(
     }
 
 
-def _drifts(cfg: Settings, learner: Learner, noised: NoiseLevels) -> torch.Tensor:
+def _drifts(cfg: MatchingSettings, learner: Learner, noised: NoiseLevels) -> torch.Tensor:
     """Return [pairs, 3]: change of the winner's error, of the loser's, and which one fell more."""
     found, fields = [], {name: learner.fields[name] for name in ("reference", *cfg.teachers)}
     for part in noised.parts(cfg.micro_batch):
-        points = ForwardNoise().of(part, learner.policy, None)
-        residuals = matching_residuals(cfg, learner.policy, points, fields)
+        states = ForwardNoise().build(part, learner.policy, None)
+        residuals = matching_residuals(cfg, learner.policy, states, fields)
         drift = sample_error(residuals.policy) - sample_error(residuals.required_reference)
         chosen, rejected = drift.chunk(2)
         found.append(torch.stack([chosen, rejected, _in_order(chosen, rejected)], 1))

@@ -1,6 +1,6 @@
 """Run the matching loop.
 
-    examples -> noise -> points -> residuals -> loss -> update
+    examples -> noise -> states -> residuals -> loss -> update
 
 A *step* of the loop takes one batch of its data source and makes `updates_per_step` x
 `epochs_per_step` *updates* of it; an update accumulates the gradient over *micro-batches*.
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
 from flowalign.training.learner import Learner
-from flowalign.training.matching.batches import on, unpaired
-from flowalign.training.matching.checks import MatchingChecks
-from flowalign.training.matching.dividing import divided
-from flowalign.training.matching.evaluation import held_out_metrics
+from flowalign.training.matching.displacement_checks import MatchingChecks
+from flowalign.training.matching.dividing import divide_updates
+from flowalign.training.matching.evaluation import measure_held_out
+from flowalign.training.matching.example_parts import flatten_pairs, on
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.norms import means_by_third, norm_ratios
-from flowalign.training.matching.points import Noised
 from flowalign.training.matching.residuals import (
+    add_users,
     divergence,
-    evaluated_fields,
     matching_residuals,
-    personal,
+    select_fields,
 )
-from flowalign.training.matching.settings import STEP_FIELD, Settings
+from flowalign.training.matching.settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.source import Batch, BatchStream
+from flowalign.training.matching.state_source import NoisedExamples
 from flowalign.training.recipe import Log, Loop
 from flowalign.types import ALONE, Examples, LossContext
 from flowalign.utils.seeds import generator
@@ -45,7 +45,7 @@ class MatchingLoop(Loop):
 
     def __init__(
         self,
-        cfg: Settings,
+        cfg: MatchingSettings,
         learner: Learner,
         stream: BatchStream,
         seed: int,
@@ -80,11 +80,7 @@ class MatchingLoop(Loop):
     @override
     def evaluate(self) -> dict[str, float]:
         """Return the agreement with held-out pairs, compared with the reference."""
-        return held_out_metrics(self.cfg, self.learner, self.held_out, self.seed)
-
-    @override
-    def draw(self) -> float:
-        return 0.0
+        return measure_held_out(self.cfg, self.learner, self.held_out, self.seed)
 
     @override
     def state(self) -> dict[str, Any]:
@@ -93,26 +89,26 @@ class MatchingLoop(Loop):
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         self.loss_state = dict(state["loss_state"])
-        self.stream.restore(state.get("data", {}))  # which older checkpoints do not have
+        self.stream.restore(state["data"])
 
     def _updates(self, batch: Batch, step: int, checks: MatchingChecks) -> dict[str, float]:
         """Make the updates of one step, and return the metrics of the last."""
         cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
-        examples = personal(learner.policy, on(batch.examples, learner.processes.device))
+        examples = add_users(learner.policy, on(batch.examples, learner.processes.device))
         for epoch in range(cfg.epochs_per_step):
             key = seed, step, epoch
             levels = noise_for(
                 cfg, learner.policy, examples, batch.first, key, batch.steps, batch.visited
             )
             draw = generator(seed, "order", step, epoch)
-            for update in divided(cfg, levels, batch.first, learner.processes, draw):
+            for update in divide_updates(cfg, levels, batch.first, learner.processes, draw):
                 parts = (levels.take(part) for part in update.parts)
                 metrics = self._update(parts, update.total, checks)
         learner.end_step()
         return metrics
 
     def _update(
-        self, parts: Iterable[Noised], total: int, checks: MatchingChecks
+        self, parts: Iterable[NoisedExamples], total: int, checks: MatchingChecks
     ) -> dict[str, float]:
         """Make one update of `total` noise levels from this rank's micro-batches of them.
 
@@ -129,7 +125,9 @@ class MatchingLoop(Loop):
             for name, value in found.items():
                 stats[name] = stats.get(name, 0.0) + share * value.float().to(part.sigma.device)
         means = torch.stack(list(stats.values())).tolist() if stats else []
-        metrics = means_by_third(learner.processes.total(dict(zip(stats, means, strict=True))))
+        metrics = means_by_third(
+            learner.processes.sum_by_name(dict(zip(stats, means, strict=True)))
+        )
         checks.before_update(metrics)
         if "margin_abs" in metrics:
             remember_margin(self.loss_state, metrics["margin_abs"])
@@ -138,22 +136,22 @@ class MatchingLoop(Loop):
 
 
 def micro_batch_loss(
-    cfg: Settings,
+    cfg: MatchingSettings,
     learner: Learner,
-    part: Noised,
+    part: NoisedExamples,
     context: LossContext = ALONE,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the recipe's loss with its SFT and KL terms, and detached scalars for the log."""
-    points = cfg.points.of(part, learner.policy, learner.fields.get(STEP_FIELD))
-    fields = evaluated_fields(cfg, learner)
-    residuals = matching_residuals(cfg, learner.policy, points, fields)
-    examples = points.examples if cfg.loss.requirements.paired else unpaired(points.examples)
+    states = cfg.states.build(part, learner.policy, learner.fields.get(STEP_FIELD))
+    fields = select_fields(cfg, learner)
+    residuals = matching_residuals(cfg, learner.policy, states, fields)
+    examples = states.examples if cfg.loss.requirements.paired else flatten_pairs(states.examples)
     loss, stats = cfg.loss.loss(residuals, examples, context)
-    stats |= norm_ratios(residuals) | {"weight": points.examples.weight.mean()}
+    stats |= norm_ratios(residuals) | {"weight": states.examples.weight.mean()}
     if residuals.old is not None:
         stats["old_drift"] = (residuals.policy - residuals.old).square().mean()
     if cfg.sft:
-        stats["sft"] = _winners(sample_error(residuals.policy), points.examples)
+        stats["sft"] = _winners(sample_error(residuals.policy), states.examples)
         loss = loss + cfg.sft * stats["sft"]
     if cfg.kl:
         stats["kl"] = divergence(residuals)

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.matching import step_at
-from flowalign.training.matching.batches import num_examples, take
-from flowalign.training.matching.points import Noised
-from flowalign.training.matching.settings import Settings
+from flowalign.functional.noise_matching import step_at
+from flowalign.training.matching.example_parts import num_examples, take
+from flowalign.training.matching.settings import MatchingSettings
 from flowalign.training.matching.source import StepAdvantages
+from flowalign.training.matching.state_source import NoisedExamples
 from flowalign.training.matching.visited import noise_of, transitions_from
 from flowalign.types import Examples, Policy, Trajectory
 from flowalign.utils.seeds import generator
@@ -36,7 +36,7 @@ class NoiseLevels:
     steps: StepAdvantages | None = None
     """Advantages of denoising steps, if examples count by those at their noise levels."""
     uniform: Float[Tensor, "m K"] | None = None
-    """Numbers in [0, 1) that the points draw at each level; None if they draw none."""
+    """Numbers in [0, 1) that the states draw at each level; None if they draw none."""
     visited: Trajectory | None = None
     """Trajectories of the examples whose states are matched in place of noised latents."""
 
@@ -50,7 +50,7 @@ class NoiseLevels:
         assert self.examples.group is not None, "samples without groups are not compared"
         return self.examples.group.cpu()[self.index] * self.num_levels + self.level
 
-    def take(self, indices: Int[Tensor, "k"]) -> Noised:
+    def take(self, indices: Int[Tensor, "k"]) -> NoisedExamples:
         """Return examples at the noise levels with these indices."""
         index, sigma = self.index[indices], self.sigma[indices]
         examples = take(self.examples, index)
@@ -63,20 +63,20 @@ class NoiseLevels:
             noise = noise_of(self.visited, index, sigma)
             transitions = transitions_from(self.visited, index, sigma)
         uniform = None if self.uniform is None else self.uniform[indices]
-        return Noised(examples, noise, sigma, uniform, transitions)
+        return NoisedExamples(examples, noise, sigma, uniform, transitions)
 
-    def all(self) -> Noised:
+    def all(self) -> NoisedExamples:
         """Return all examples at all their noise levels."""
         return self.take(torch.arange(len(self)))
 
-    def parts(self, size: int) -> Iterator[Noised]:
+    def parts(self, size: int) -> Iterator[NoisedExamples]:
         """Yield consecutive parts of at most `size` noise levels."""
         for indices in torch.arange(len(self)).split(size):
             yield self.take(indices)
 
 
 def noise_for(
-    cfg: Settings,
+    cfg: MatchingSettings,
     policy: Policy,
     examples: Examples,
     first: int,
@@ -96,7 +96,7 @@ def noise_for(
         assert examples.group is not None, "the recipe is refused without groups"
         groups = examples.group.tolist()
     drawn = [_draws(cfg, policy, shape, first + i, group, key) for i, group in enumerate(groups)]
-    empty = torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, cfg.points.draws)
+    empty = torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, cfg.states.draws)
     sigma, noise, uniform = (torch.cat(all_of) for all_of in zip(empty, *drawn, strict=True))
     index = torch.arange(count).repeat_interleave(levels)
     level = torch.arange(levels).repeat(count)
@@ -104,7 +104,7 @@ def noise_for(
         kept = steps.trained[index, step_at(sigma, steps.sigmas)]
         index, level, noise, sigma = index[kept], level[kept], noise[kept], sigma[kept]
         uniform = uniform[kept]
-    drawn_by_points = uniform.to(device) if cfg.points.draws else None
+    drawn_by_states = uniform.to(device) if cfg.states.draws else None
     return NoiseLevels(
         examples,
         index,
@@ -113,20 +113,20 @@ def noise_for(
         sigma.to(device),
         levels,
         steps,
-        drawn_by_points,
+        drawn_by_states,
         visited,
     )
 
 
 def _draws(
-    cfg: Settings,
+    cfg: MatchingSettings,
     policy: Policy,
     shape: torch.Size,
     position: int,
     group: int | None,
     key: tuple[int, ...],
 ) -> tuple[Float[Tensor, "k"], Float[Tensor, "k *latent"], Float[Tensor, "k K"]]:
-    """Return times, noises and the points' numbers of an example.
+    """Return times, noises and the states' numbers of an example.
 
     A group shares its times, and its noises if asked.
     """
@@ -135,8 +135,9 @@ def _draws(
     shared = own if group is None else generator(seed, "match_group", *index, group)
     sigma = cfg.times.draw(cfg.times_per_sample, policy, shared)
     source = shared if cfg.loss.requirements.shared_noise else own
+    # Times, noise, then uniform numbers: this order is part of what a seed reproduces.
     noise = torch.randn(cfg.times_per_sample, *shape, generator=source)
-    return sigma, noise, torch.rand(cfg.times_per_sample, cfg.points.draws, generator=own)
+    return sigma, noise, torch.rand(cfg.times_per_sample, cfg.states.draws, generator=own)
 
 
 def _of_steps(

@@ -11,18 +11,16 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.training.learner import Learner
 from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.loop import MatchingLoop
-from flowalign.training.matching.points import Visited
-from flowalign.training.matching.references import FrozenBase
-from flowalign.training.matching.settings import STEP_FIELD, Settings
-from flowalign.training.matching.source import DataSource
+from flowalign.training.matching.reference_models import FrozenBase
+from flowalign.training.matching.settings import STEP_FIELD, MatchingSettings
+from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
-from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.types import ModelPlan, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matching(Settings, Recipe):
+class Matching(MatchingSettings, Recipe):
     """Configures training on pairs, labels or scored samples: DPO, KTO, fine-tuning, NFT."""
 
     data: DataSource
@@ -41,22 +39,16 @@ class Matching(Settings, Recipe):
     def examples_per_step(self) -> int:
         return self.data.examples_per_step
 
-    @property
-    @override
-    def sampler(self) -> tuple[int, int] | None:
-        return None
-
     @override
     def check(self, run: RunContext) -> None:
         self._check_loss_and_data()
         self._check_references()
-        self._check_points(run.policy)
+        self._check_states(run.policy)
         self.data.check(run)
 
     @override
     def check_context(self) -> None:
-        if isinstance(self.data, RolloutSettings):
-            self.data.refuse_features()
+        self.data.check_context()
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -69,7 +61,7 @@ class Matching(Settings, Recipe):
             )
         batch = data.examples_per_step * (2 if data.paired else 1)
         rows = batch * self.times_per_sample
-        passes, per_row = rows * self.epochs_per_step, self.points.rows
+        passes, per_row = rows * self.epochs_per_step, self.states.rows
         others = self.evaluations_beside
         beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
         most = "at most " if data.leaves_levels_out else ""
@@ -100,10 +92,11 @@ class Matching(Settings, Recipe):
             average.follow(learner, name)
         for name, teacher in self.teachers.items():
             learner.fields[name] = teacher.field(learner)
-        step = self.points.field(learner.policy)
+        step = self.states.field(learner.policy)
         learner.fields |= {} if step is None else {STEP_FIELD: step}
         requires = self.loss.requirements.requires
-        stream = self.data.open(learner, run.rewards, run.seed, requires, log, run.dressing)
+        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning)
+        stream = self.data.open(learner, context)
         return MatchingLoop(self, learner, stream, run.seed, log)
 
     def _check_loss_and_data(self) -> None:
@@ -139,20 +132,21 @@ class Matching(Settings, Recipe):
                 "samples of a group: make it at least as large"
             )
 
-    def _check_points(self, policy: Policy) -> None:
-        """Raise ValueError for points that such data, or such a loss, do not have."""
-        points, loss, data = type(self.points).__name__, type(self.loss).__name__, self.data
+    def _check_states(self, policy: Policy) -> None:
+        """Raise ValueError for states that such data, or such a loss, do not have."""
+        states, loss, data = type(self.states).__name__, type(self.loss).__name__, self.data
         steps, needs = data.trajectory_steps, self.loss.requirements
-        if isinstance(self.points, Visited) != (steps is not None):
+        if self.states.visited != (steps is not None):
             raise ValueError(
-                f"recipe.points is {points}, and data of class {type(data).__name__} are "
-                f"{'no ' if steps is None else ''}trajectories: Visited and OwnStates go together"
+                f"recipe.states is {states}, and data of class {type(data).__name__} are "
+                f"{'no ' if steps is None else ''}trajectories: VisitedStates and OnPolicyStates "
+                "go together"
             )
         if steps is not None:
             self._check_visited(steps, policy)
-        if self.points.rows > 1 and (data.paired or needs.whole_groups or needs.whole_batch):
+        if self.states.rows > 1 and (data.paired or needs.whole_groups or needs.whole_batch):
             raise ValueError(
-                f"recipe.points is {points}, which adds rows to each sample, but {loss} or "
+                f"recipe.states is {states}, which adds rows to each sample, but {loss} or "
                 "recipe.data compare samples: choose a loss of single samples, such as SFT"
             )
 
@@ -161,7 +155,7 @@ class Matching(Settings, Recipe):
         times, loss = self.times, type(self.loss).__name__
         if not isinstance(times, SamplerGrid) or times.num_steps != num_steps:
             raise ValueError(
-                "recipe.points is Visited, so recipe.times must be a SamplerGrid of the "
+                "recipe.states is VisitedStates, so recipe.times must be a SamplerGrid of the "
                 f"{num_steps} steps of recipe.data.sampling; it is {times}"
             )
         if "transitions" not in self.loss.requirements.requires:

@@ -7,22 +7,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.matching import per_row, space_factor
+from flowalign.functional.noise_matching import space_factor
+from flowalign.functional.transition import per_row
 from flowalign.training.learner import Learner
-from flowalign.training.matching.points import MatchedPoints
-from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.matching.state_source import MatchedStates
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Personal, Policy, Residuals, VelocityField
+from flowalign.types import Examples, Policy, Residuals, VelocityField
 
 
-def personal(policy: Policy, examples: Examples) -> Examples:
+def add_users(policy: Policy, examples: Examples) -> Examples:
     """Add the users to the conditioning, if the policy is personalised."""
-    if not (examples.users and isinstance(policy, Personal)):
+    if not (examples.users and policy.user_conditioning):
         return examples
-    return replace(examples, cond=policy.with_users(examples.cond, examples.users))
+    cond = policy.user_conditioning.add_users(examples.cond, examples.users)
+    return replace(examples, cond=cond)
 
 
-def evaluated_fields(cfg: Settings, learner: Learner) -> dict[str, VelocityField]:
+def select_fields(cfg: MatchingSettings, learner: Learner) -> dict[str, VelocityField]:
     """Return the fields that the loss compares the policy with, and the teachers, by name."""
     requirements = cfg.loss.requirements
     needed = {
@@ -35,18 +37,21 @@ def evaluated_fields(cfg: Settings, learner: Learner) -> dict[str, VelocityField
 
 
 def matching_residuals(
-    cfg: Settings, policy: Policy, points: MatchedPoints, fields: Mapping[str, VelocityField]
+    cfg: MatchingSettings,
+    policy: Policy,
+    states: MatchedStates,
+    fields: Mapping[str, VelocityField],
 ) -> Residuals:
     """Return residuals in the recipe's space, also of the fields reference, old and anchor.
 
     The targets are the velocities to the data or, if the recipe has teachers, theirs. The policy's
     velocities are computed last, because other networks may swap its weights.
     """
-    examples, x, sigma = points.examples, points.x, points.sigma
+    examples, x, sigma = states.examples, states.x, states.sigma
     if not len(x):  # attention kernels refuse an empty batch
-        return Residuals(x, x, x, x, x, sigma, points.transitions)
+        return Residuals(x, x, x, x, x, sigma, states.transitions)
     teachers = {name: fields[name] for name in cfg.teachers}
-    target = taught_velocity(teachers, points) if teachers else points.target
+    target = teacher_velocity(teachers, states) if teachers else states.target
     factor = per_row(space_factor(cfg.space, sigma), x)
     if examples.weight_map is not None:
         factor = factor * examples.weight_map.sqrt()
@@ -59,14 +64,15 @@ def matching_residuals(
         for name in ("reference", "old", "anchor")
     )
     given = target * factor
-    return Residuals(residual(policy), reference, old, anchor, given, sigma, points.transitions)
+    # The policy comes last: averages swap its weights in place, which would break its graph.
+    return Residuals(residual(policy), reference, old, anchor, given, sigma, states.transitions)
 
 
-def taught_velocity(
-    teachers: Mapping[str, VelocityField], points: MatchedPoints
+def teacher_velocity(
+    teachers: Mapping[str, VelocityField], states: MatchedStates
 ) -> Float[Tensor, "n *latent"]:
     """Return the velocity of each row's own teacher, evaluated on that teacher's rows only."""
-    examples, x, sigma = points.examples, points.x, points.sigma
+    examples, x, sigma = states.examples, states.x, states.sigma
     cond = examples.cond if examples.target_cond is None else examples.target_cond
     if not examples.teachers:
         (teacher,) = teachers.values()

@@ -1,6 +1,6 @@
 """Make examples from the policy's own samples (online DPO): sample, score, pair, learn, repeat."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -12,33 +12,44 @@ from typing_extensions import override
 from flowalign.data.preference.pair_rules import BestWorst, Rule
 from flowalign.data.requests import Requests, read_requests
 from flowalign.distributed.processes import Processes
-from flowalign.functional.advantage import Scale
+from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import (
-    NO_LABELS,
     Batch,
     BatchStream,
     DataSource,
-    refuse_teachers,
+    StreamContext,
 )
-from flowalign.training.recipe import Log, RecipePlan, RunContext
-from flowalign.training.rollouts.comparison import (
-    Comparison,
-    GatheredCredit,
-    RewardComparison,
-    counted,
+from flowalign.training.recipe import (
+    RecipePlan,
+    RunContext,
+    check_prompts_per_step,
+    samples_row,
+)
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
+from flowalign.training.rollouts.advantages import (
+    AdvantageEstimate,
+    AdvantageEstimator,
+    mask_unused_rewards,
     outcome_credit,
 )
-from flowalign.types import Dressing, Examples, Label, ModelPlan, Policy, Request, conditioning
-from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
+from flowalign.types import (
+    Examples,
+    Label,
+    ModelPlan,
+    Policy,
+    Request,
+    encode_requests,
+)
+from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts(Comparison, DataSource):
+class Rollouts(DataSource):
     """Samples prompts by the deterministic sampler, and pairs the samples by weighted rewards."""
 
     key: ClassVar[str] = "recipe.data"
@@ -57,10 +68,14 @@ class Rollouts(Comparison, DataSource):
     """Rule that chooses the pairs among the samples of a prompt."""
     micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call."""
-    advantage_scale: Scale = "given"
-    """Standard deviation that divides centred rewards before they are weighted, as in
-    `PolicyGradient`. given: rewards are weighted as they are, and a rule's `min_gap` is in their
-    unit."""
+    advantages: AdvantageConfig = field(
+        default_factory=lambda: AdvantageConfig(scale="given", clip=None)
+    )
+    """Comparison of the samples of a prompt. By default rewards are weighted as they are, and a
+    rule's `min_gap` is in their unit."""
+    on_failed_reward: OnFailure = "raise"
+    """raise: a failed reward ends the run. drop_sample: samples without a reward are not paired.
+    drop_group: nor are the other samples of their prompt."""
 
     def __post_init__(self) -> None:
         """Reject numbers with which nothing can be compared."""
@@ -70,7 +85,8 @@ class Rollouts(Comparison, DataSource):
                 f"{self.key}.samples_per_prompt is {self.samples_per_prompt}; "
                 "a pair takes at least 2"
             )
-        self.check_groups(self.key, self.samples_per_prompt)
+        self.advantages.check_groups(self.key, self.samples_per_prompt)
+        self.advantages.refuse_extremes(self.key, f"{self.key}.rule chooses the samples")
 
     @property
     @override
@@ -81,20 +97,6 @@ class Rollouts(Comparison, DataSource):
     @override
     def provides(self) -> Set[Label]:
         return {"labels"}
-
-    @property
-    @override
-    def rows_per_group(self) -> None:
-        return None
-
-    @property
-    @override
-    def sampled_weights(self) -> str:
-        return "policy"
-
-    @override
-    def check_teachers(self, names: Sequence[str]) -> None:
-        refuse_teachers(names, type(self).__name__)
 
     @property
     @override
@@ -110,22 +112,19 @@ class Rollouts(Comparison, DataSource):
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if no reward decides which sample is better."""
-        self.check_prompts(self.prompts)
         if not run.rewards.weights.any():
             raise ValueError(
                 "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
                 "rewards, and weigh at least one dimension in reward_weights"
             )
-        self.check_rewards(run.rewards)
-        self.check_dressing(run)
+        self.advantages.check(self.key, run, self.prompts)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         samples = self.prompts_per_step * self.samples_per_prompt
         evaluations = samples * self.num_steps * run.policy.evaluations_per_velocity
         rows = {
-            "samples per step": f"{samples} = {self.prompts_per_step} prompts x "
-            f"{self.samples_per_prompt}",
+            **samples_row(self.prompts_per_step, self.samples_per_prompt),
             "pairs per step": f"at most {self.examples_per_step}",
             "sampling evaluations per step": f"{evaluations}",
             "decodes per step": f"{samples}",
@@ -134,27 +133,15 @@ class Rollouts(Comparison, DataSource):
         return RecipePlan(rows=rows)
 
     @override
-    def open(
-        self,
-        learner: Learner,
-        rewards: Rewards,
-        seed: int,
-        requires: Set[Label] = NO_LABELS,
-        log: Log = lambda _: None,
-        dressing: Dressing | None = None,
-    ) -> "RolloutStream":
+    def open(self, learner: Learner, context: StreamContext) -> "RolloutStream":
         """Check that every process samples something; batches are made at their steps."""
-        if self.prompts_per_step < learner.processes.world:
-            raise ValueError(
-                f"recipe.data.prompts_per_step is {self.prompts_per_step}, "
-                f"fewer than the {learner.processes.world} processes"
-            )
-        rewards = replace(rewards, on_failure=self.on_failed_reward)
+        check_prompts_per_step(self.key, self.prompts_per_step, learner.processes.world)
+        rewards = replace(context.rewards, on_failure=self.on_failed_reward)
         return RolloutStream(
             self,
             learner.policy,
             rewards,
-            Requests(read_requests(self.prompts), seed, dressing),
+            Requests(read_requests(self.prompts), context.seed, context.conditioning),
             learner.processes,
         )
 
@@ -172,70 +159,57 @@ class RolloutStream(BatchStream):
     ):
         self.cfg, self.policy, self.rewards, self.requests = cfg, policy, rewards, requests
         self.seed, self.processes = requests.seed, processes
-        self.comparison = RewardComparison(cfg, rewards, processes)
-
-    @override
-    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Sample each batch at its step."""
-        for step in steps:
-            yield self._batch(step)
-
-    @override
-    def held_out(self) -> Examples | None:
-        """Return None: pairs age with the policy that made them."""
-        return None
+        self.estimator = AdvantageEstimator(cfg.advantages, rewards, processes)
 
     @override
     def state(self) -> dict[str, Any]:
-        return self.comparison.state()
+        return self.estimator.state()
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.comparison.restore(state)
+        self.estimator.restore(state)
 
-    def _batch(self, step: int) -> Batch:
+    @override
+    def batch(self, step: int) -> Batch:
         cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
         local = list(self.processes.share(range(len(requests))))
         asked = [requests[i] for i in local]
-        latents, scores = self._sampled(step, asked, local)
-        gathered = self._gathered(scores, asked)
-        total = self._totals(gathered, len(scores))
-        weights = self.comparison.weights
+        latents, scores = self._sample(step, asked, local)
+        estimate = self._estimate(scores, asked)
+        total = estimate.advantage.masked_fill(~estimate.train_mask, torch.nan)
+        weights = self.estimator.weights
         better = scores[:, weights != 0] * weights[weights != 0].sign()
-        found = [
-            cfg.rule.pairs(some, t)
-            for some, t in zip(
+        sides = [
+            cfg.rule.pairs(values, value)
+            for values, value in zip(
                 better.split(cfg.samples_per_prompt),
-                total.split(cfg.samples_per_prompt),
+                total[estimate.gathered.local, 0].split(cfg.samples_per_prompt),
                 strict=True,
             )
         ]
-        examples = self._paired(latents, scores, asked, found)
+        examples = self._pair(latents, scores, asked, sides)
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
-        metrics = self.comparison.metrics(gathered) | {"pairs": float(counts.sum())}
-        self.comparison.learn(gathered.outcome)
+        metrics = {**estimate.metrics, "pairs": float(counts.sum())}
+        self.estimator.learn(estimate.gathered.outcome)
         return Batch(examples, first, int(counts.sum()), metrics)
 
-    def _gathered(
+    def _estimate(
         self, scores: Float[Tensor, "n R"], requests: Sequence[Request]
-    ) -> GatheredCredit:
-        """Credit samples for their transformed rewards, on all processes."""
-        cfg, value = self.cfg, scores
-        of_each = [request for request in requests for _ in range(cfg.samples_per_prompt)]
-        if cfg.value_transform:
-            value = cfg.value_transform(scores, self.rewards.dims, of_each)
-        value = counted(value, self.rewards.dims, of_each)
-        credit = outcome_credit(value, cfg.samples_per_prompt)
-        return self.comparison.gather(credit, scores, cfg.samples_per_prompt)
+    ) -> AdvantageEstimate:
+        """Credit samples for their transformed rewards, and compare them on all processes."""
+        size, transform, value = (
+            self.cfg.samples_per_prompt,
+            self.cfg.advantages.value_transform,
+            scores,
+        )
+        of_each = [request for request in requests for _ in range(size)]
+        if transform:
+            value = transform(scores, self.rewards.dims, of_each)
+        value = mask_unused_rewards(value, self.rewards.dims, of_each)
+        return self.estimator.estimate(outcome_credit(value, size), scores, size)
 
-    def _totals(self, gathered: GatheredCredit, num_local: int) -> Float[Tensor, "n"]:
-        """Return what decides between this process's samples; NaN where one takes no part."""
-        total = self.comparison.advantages(gathered.credit)
-        local = slice(gathered.rank_offset, gathered.rank_offset + num_local)
-        return total.masked_fill(~gathered.trained, torch.nan)[local, 0]
-
-    def _sampled(
+    def _sample(
         self, step: int, requests: Sequence[Request], places: Sequence[int]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
         """Draw K samples of each request, and return them with all their rewards."""
@@ -257,7 +231,7 @@ class RolloutStream(BatchStream):
             self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i].prompt!r}")
         return latents, output.values.float()
 
-    def _paired(
+    def _pair(
         self,
         latents: Float[Tensor, "n *latent"],
         scores: Float[Tensor, "n R"],
@@ -273,7 +247,7 @@ class RolloutStream(BatchStream):
         )
         rows = torch.cat([winners, losers])
         owner = (rows // self.cfg.samples_per_prompt).to(latents.device)
-        cond = conditioning(self.policy, requests)
+        cond = encode_requests(self.policy, requests)
         return Examples(
             latents=latents[rows.to(latents.device)],
             cond={name: value[owner] for name, value in cond.items()},

@@ -1,6 +1,6 @@
 """Sample and score groups at each step, and compare the samples of a group."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,26 +11,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
-from flowalign.functional.maps import mean_one, on_grid
+from flowalign.functional.maps import average_on_grid, normalise_mean
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.completion import take
-from flowalign.sampling.rollout import encode_once
+from flowalign.sampling.complete_states import take_rows
+from flowalign.sampling.inference import encode_once
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import Batch, BatchStream, StepAdvantages
-from flowalign.training.rollouts.advantages import (
-    chosen_transitions,
-    compute_advantages,
-    compute_credit,
-    credit_metrics,
-    gather_credit,
-)
-from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.training.rollouts.comparison import RewardComparison
-from flowalign.training.rollouts.critics import learned
-from flowalign.training.rollouts.outcome_history import OutcomeHistory
+from flowalign.training.rollouts.credited import CreditedRollouts
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Cond, Examples, Request, Trajectory
+from flowalign.types import Cond, Examples, Trajectory
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Maps trained steps to the states whose completions their credit rests on."""
@@ -55,74 +45,34 @@ class ScoredStream(BatchStream):
         self.cfg, self.learner, self.rewards = cfg, learner, rewards
         self.requests, self.weights, self.completed = requests, weights, completed
         self.weight_map = weight_map
-        self.comparison = RewardComparison(cfg, rewards, learner.processes)
-        """Comparison of credit, by weights that thresholds change."""
-        self.history = OutcomeHistory(cfg.history)
-        """Outcomes of earlier steps that the credit method compares with."""
-        self.critic = cfg.critic.start() if cfg.critic else None
-        """What the critic has learned from the outcomes of earlier steps."""
-
-    @override
-    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Sample each batch at its step."""
-        for step in steps:
-            yield self._batch(step)
-
-    @override
-    def held_out(self) -> Examples | None:
-        """Return None: samples age with the policy that made them."""
-        return None
+        self.rollouts = CreditedRollouts(cfg, learner, rewards, requests.seed)
 
     @override
     def state(self) -> dict[str, Any]:
-        return {
-            **self.comparison.state(),
-            "history": self.history.state(),
-            "critic": self.critic and self.critic.state(),
-        }
+        return self.rollouts.state()
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.comparison.restore(state)
-        self.history.restore(state["history"])
-        if self.critic and state["critic"]:
-            self.critic = self.critic.restored(state["critic"])
+        self.rollouts.restore(state)
 
-    def _batch(self, step: int) -> Batch:
-        cfg, processes = self.cfg, self.learner.processes
-        requests = self.requests.batch(step, cfg.prompts_per_step)
+    @override
+    def batch(self, step: int) -> Batch:
+        requests = self.requests.batch(step, self.cfg.prompts_per_step)
         with self._sampling_weights():
-            values = self._values(requests, step)
-            credit = compute_credit(cfg, values)
-            gathered = gather_credit(self.comparison, values, credit)
-        self.history.add([request.key for request in requests], gathered.outcome)
-        advantage = compute_advantages(cfg, self.comparison, gathered.credit)
-        chosen = chosen_transitions(cfg, gathered, advantage)
-        metrics = credit_metrics(self.comparison, gathered, advantage)
+            values = self.rollouts.sample(requests, step)
+            estimate = self.rollouts.estimate(values)
+        chosen, local = estimate.train_mask, estimate.gathered.local
+        metrics = {**estimate.metrics, **estimate.size_metrics}
         metrics["samples_dropped"] = float((~chosen.any(1)).sum())
-        self.comparison.learn(gathered.outcome)
-        if self.critic is not None:
-            self.critic, found = learned(cfg, self.critic, processes, values)
-            metrics |= found
-        start = gathered.rank_offset
-        local = slice(start, start + len(values.trajectory.requests))
+        metrics |= self.rollouts.learn(requests, values, estimate)
         kept = chosen[local].any(1).nonzero()[:, 0]
         examples = self._examples(values, kept, len(requests))
-        first, total = int(chosen[:start].any(1).sum()), int(chosen.any(1).sum())
-        mine, trained = advantage[local][kept], chosen[local][kept]
-        if cfg.credit is None:
-            return Batch(_with_advantages(examples, mine[:, 0]), first, total, metrics)
-        steps = self._step_advantages(values.trajectory, kept, mine, trained)
+        first, total = int(chosen[: local.start].any(1).sum()), int(chosen.any(1).sum())
+        advantage, trained = estimate.advantage[local][kept], chosen[local][kept]
+        if self.cfg.credit is None:
+            return Batch(_with_advantages(examples, advantage[:, 0]), first, total, metrics)
+        steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         return Batch(examples, first, total, metrics, steps)
-
-    def _values(self, requests: Sequence[Request], step: int) -> CompletionValues:
-        """Sample this rank's share of the requests, and return the values of their states."""
-        seed = self.requests.seed
-        values = collect_rollouts(
-            self.cfg, self.learner, self.rewards, requests, seed, step, self.critic
-        )
-        values.history = self.history
-        return values
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """Set the policy to the weights that sample, while the context is open."""
@@ -157,21 +107,21 @@ class ScoredStream(BatchStream):
         if self.weight_map is None:
             return None
         maps = values.outcome_map(self.weight_map)[kept]
-        return mean_one(on_grid(maps, tuple(latents.shape[2:]))).to(latents.device)
+        return normalise_mean(average_on_grid(maps, tuple(latents.shape[2:]))).to(latents.device)
 
     def _cond(
         self, trajectory: Trajectory, kept: Int[Tensor, "n"], scores: Float[Tensor, "n R"]
     ) -> Cond:
         """Return the conditioning under which kept samples are learned: as asked, or as scored."""
         asked = [trajectory.requests[i] for i in kept.tolist()]
-        dressing, dims, learned = self.requests.dressing, self.rewards.dims, asked
-        if dressing:
+        conditioning, dims, learned = self.requests.conditioning, self.rewards.dims, asked
+        if conditioning:
             known = (dict(zip(dims, row, strict=True)) for row in scores.tolist())
-            learned = [dressing.at_training(*each) for each in zip(asked, known, strict=True)]
-        if [r.given for r in learned] == [r.given for r in asked]:
-            return take(trajectory.cond, trajectory.prompt[kept].to(trajectory.device))
+            learned = [conditioning.for_training(*each) for each in zip(asked, known, strict=True)]
+        if [r.input_digest for r in learned] == [r.input_digest for r in asked]:
+            return take_rows(trajectory.cond, trajectory.prompt[kept].to(trajectory.device))
         cond, row = encode_once(self.learner.policy, learned)
-        return take(cond, row.to(trajectory.device))
+        return take_rows(cond, row.to(trajectory.device))
 
     def _step_advantages(
         self,

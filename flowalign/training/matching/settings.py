@@ -4,34 +4,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from flowalign.functional.matching import Space
+from flowalign.functional.noise_matching import Space
 from flowalign.losses.matching.dpo import DPO
-from flowalign.training.checks import OnFailure
 from flowalign.training.matching.cold_start import ColdStart
-from flowalign.training.matching.points import ForwardNoise, Points
-from flowalign.training.matching.references import (
+from flowalign.training.matching.reference_models import (
     Average,
     AverageName,
     FrozenBase,
-    GuidedReference,
-    Reference,
+    ReferenceModel,
     Teacher,
 )
+from flowalign.training.matching.state_source import ForwardNoise, StateSource
 from flowalign.training.matching.times import LogitNormal, Times
+from flowalign.training.update_checks import OnFailure
 from flowalign.types import MatchingLoss
-from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 STEP_FIELD = "step"
-"""Name of the field of the learner by which the policy steps to the points that are matched."""
+"""Name of the field of the learner by which the policy steps to the states that are matched."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class MatchingSettings:
     """Configures what is matched, with what loss, and against what reference."""
 
     loss: MatchingLoss = field(default_factory=DPO)
     """Loss of the residuals, a class of `flowalign.losses`."""
-    reference: Reference = field(default_factory=FrozenBase)
+    reference: ReferenceModel = field(default_factory=FrozenBase)
     """Model that the policy is compared with; only losses that need one evaluate it, and `kl` above
     0."""
     old: Average | None = None
@@ -48,8 +47,9 @@ class Settings:
     cold_start: ColdStart = "policy"
     """Weights from which the run starts: the policy's own, the `average` of the teachers' or, of
     adapters, a `merge` of what they add to the model (Flow-OPD)."""
-    points: Points = field(default_factory=ForwardNoise)
-    """Points at which velocities are matched: `ForwardNoise`, `GuidedStep` (SOAR) or `Visited`."""
+    states: StateSource = field(default_factory=ForwardNoise)
+    """States at which velocities are matched: `ForwardNoise`, `GuidedStep` (SOAR) or
+    `VisitedStates`."""
     times: Times = field(default_factory=LogitNormal)
     """Distribution of the noise levels; the two rows of a pair share time and noise."""
     times_per_sample: PositiveInt = 1
@@ -122,14 +122,13 @@ class Settings:
     def evaluations_beside(self) -> dict[str, int]:
         """Return the network evaluations without gradient, per row of a noise level, by purpose."""
         requirements = self.loss.requirements
-        guided = isinstance(self.reference, GuidedReference)
-        rows, guidance = self.points.rows, self.points.guidance
+        rows, guidance = self.states.rows, self.states.guidance
         return {
-            "reference": rows * self.needs_reference * (1 + guided),
+            "reference": rows * self.needs_reference * self.reference.evaluations,
             "old": rows * requirements.old,
             "anchor": rows * requirements.anchor,
             "teachers": rows * bool(self.teachers),
-            "steps to points": 0 if guidance is None else 1 + (guidance != 1),
+            "steps to states": 0 if guidance is None else 1 + (guidance != 1),
         }
 
     def check_averages(self, sampled: str) -> None:

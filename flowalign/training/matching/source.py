@@ -11,10 +11,23 @@ from torch import Tensor
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RecipePlan, RunContext
-from flowalign.types import Dressing, Examples, Label, ModelPlan, Trajectory
+from flowalign.types import Examples, Label, ModelPlan, PromptConditioning, Trajectory
 
 NO_LABELS: Set[Label] = frozenset()
 """Labels that most losses require beside media and prompts: none."""
+
+
+@dataclass(frozen=True)
+class StreamContext:
+    """Parts and settings of a run that its examples depend on, besides the learner."""
+
+    rewards: Rewards
+    seed: int
+    requires: Set[Label] = NO_LABELS
+    """Labels that the loss requires."""
+    log: Log = lambda _: None
+    conditioning: PromptConditioning | None = None
+    """Conditioning of the prompts under which examples are made and learned."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +67,40 @@ class BatchStream(ABC):
     """Yields the batches of a started run."""
 
     @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step: a function of seed, step and, for rollouts, the policy."""
+
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Yield a batch per step: a function of seed, step and, for rollouts, the policy."""
+        """Yield a batch per step; each is made at its step."""
+        return map(self.batch, steps)
 
-    @abstractmethod
     def held_out(self) -> Examples | None:
-        """Return this process's share of the pairs that are never trained on, or None."""
+        """Return this process's share of the pairs that are never trained on, or None.
 
-    @abstractmethod
+        Samples of the policy have none: they age with it.
+        """
+        return None
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold for the stream, as JSON values."""
+        return {}
 
-    @abstractmethod
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a checkpoint. Called before `batches`."""
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (stored data have no state)
+        """Continue from the state of a checkpoint. Called before `batches`."""
 
 
 class DataSource(ABC):
     """Configures where examples come from: the component `recipe.data` of a run file."""
 
     @property
-    @abstractmethod
     def paired(self) -> bool:
         """Return True for pairs, False for samples."""
+        return False
 
     @property
-    @abstractmethod
     def sampled_weights(self) -> str | None:
         """Return the weights that make the examples: policy or the name of an average; or None."""
+        return "policy"
 
     @property
     @abstractmethod
@@ -101,9 +120,9 @@ class DataSource(ABC):
         """Return which of these steps are always random."""
         return frozenset()
 
-    @abstractmethod
     def check_teachers(self, names: Sequence[str]) -> None:
         """Raise ValueError if the examples are not matched to these teachers, or to other ones."""
+        refuse_teachers(names, type(self).__name__)
 
     @property
     @abstractmethod
@@ -111,9 +130,9 @@ class DataSource(ABC):
         """Return the pairs or samples of a step at most, over all processes."""
 
     @property
-    @abstractmethod
     def rows_per_group(self) -> int | None:
         """Return the most samples of a group that are compared, or None if there are no groups."""
+        return None
 
     @property
     def leaves_levels_out(self) -> bool:
@@ -129,6 +148,9 @@ class DataSource(ABC):
     def check(self, run: RunContext) -> None:
         """Raise ValueError for settings that no run can use, before anything heavy is loaded."""
 
+    def check_context(self) -> None:  # noqa: B027 (most sources do)
+        """Raise ValueError if processes cannot compute the examples of a sample together."""
+
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         """Return what the examples of one step take: rows of the plan table, and memory.
@@ -138,18 +160,8 @@ class DataSource(ABC):
         """
 
     @abstractmethod
-    def open(
-        self,
-        learner: Learner,
-        rewards: Rewards,
-        seed: int,
-        requires: Set[Label] = NO_LABELS,
-        log: Log = lambda _: None,
-        dressing: Dressing | None = None,
-    ) -> BatchStream:
-        """Read, encode and prepare the examples that have the labels which the loss requires.
-
-        `dressing` says under which prompts they are made and learned.
+    def open(self, learner: Learner, context: StreamContext) -> BatchStream:
+        """Read, encode and prepare the examples.
 
         Raises:
             ValueError: These data cannot be trained on.
@@ -161,5 +173,5 @@ def refuse_teachers(names: Sequence[str], source: str) -> None:
     if names:
         raise ValueError(
             f"recipe.teachers names {', '.join(names)}, but data of class {source} are matched to "
-            "noise - latents: take OwnStates, or StoredDataset with kind samples or attributes"
+            "noise - latents: take OnPolicyStates, or StoredDataset with kind samples or attributes"
         )

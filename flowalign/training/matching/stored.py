@@ -1,9 +1,9 @@
 """Serve examples of a dataset on disk, encoded once and cached."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from typing_extensions import override
@@ -15,35 +15,35 @@ from flowalign.data.latents.encode_once import (
     cache_report,
 )
 from flowalign.data.preference.collate import BatchFields, Collator
-from flowalign.data.preference.convert import fitting
+from flowalign.data.preference.convert import drop_misfits
+from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.kinds import Kind, check_dressing, read_examples
 from flowalign.data.preference.pairs import (
     Example,
+    Kind,
     Pair,
     Sample,
-    all_requests,
-    dressed,
+    collect_requests,
+    condition_example,
     media_of,
 )
-from flowalign.data.preference.prefetch import prefetched
+from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
 from flowalign.distributed.processes import Processes
-from flowalign.rewards.composite import Rewards
-from flowalign.sampling.kept import DTYPES
+from flowalign.sampling.recording import DTYPES
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import (
-    NO_LABELS,
     Batch,
     BatchStream,
     DataSource,
+    StreamContext,
     refuse_teachers,
 )
-from flowalign.training.recipe import Log, RecipePlan, RunContext
+from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import Dressing, Examples, Label, ModelPlan, Personal, Policy
-from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
+from flowalign.types import Examples, Label, ModelPlan, Policy
+from flowalign.types.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
 _AHEAD = 2
@@ -107,6 +107,24 @@ class StoredDataset(DataSource):
             )
 
     @property
+    def dataset(self) -> PreferenceDataset:
+        """Return the data that are trained on."""
+        return PreferenceDataset(
+            path=self.path,
+            kind=self.kind,
+            schema=self.schema,
+            root=self.root,
+            dimensions=self.dimensions,
+            mixed_shapes=self.mixed_shapes,
+        )
+
+    @property
+    def held_out_dataset(self) -> PreferenceDataset | None:
+        """Return the pairs that are never trained on."""
+        kind = self.kind if self.paired else "pairs"
+        return replace(self.dataset, path=self.held_out, kind=kind) if self.held_out else None
+
+    @property
     @override
     def paired(self) -> bool:
         """Return False for samples only: a medium with attributes is compared with itself."""
@@ -121,11 +139,6 @@ class StoredDataset(DataSource):
     @override
     def provides(self) -> Set[Label]:
         return {"labels", "segments", "masks"} if self.kind == "pairs" else {"labels"}
-
-    @property
-    @override
-    def rows_per_group(self) -> None:
-        return None
 
     @override
     def check_teachers(self, names: Sequence[str]) -> None:
@@ -157,7 +170,7 @@ class StoredDataset(DataSource):
                 "recipe.data.held_out is read for evaluations, but evaluation is null: "
                 "set evaluation, or recipe.data.held_out to null"
             )
-        if self.user_dropout and not isinstance(run.policy, Personal):
+        if self.user_dropout and run.policy.user_conditioning is None:
             raise ValueError(
                 f"recipe.data.user_dropout is {self.user_dropout:g}, but the policy "
                 f"{type(run.policy).__name__} is never told whose judgement a pair is"
@@ -166,26 +179,17 @@ class StoredDataset(DataSource):
         for path in (self.path, self.held_out):
             if path is not None and not Path(path).exists():
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
-        if run.dressing:
-            where = self.kind, self.path, self.schema, self.root
-            check_dressing(run.dressing, run.policy, *where)
+        if run.conditioning:
+            self.dataset.check_conditioning(run.conditioning, run.policy)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         return RecipePlan(rows={f"{self.kind} per step": str(self.batch_size)})
 
     @override
-    def open(
-        self,
-        learner: Learner,
-        rewards: Rewards,
-        seed: int,
-        requires: Set[Label] = NO_LABELS,
-        log: Log = lambda _: None,
-        dressing: Dressing | None = None,
-    ) -> "StoredStream":
+    def open(self, learner: Learner, context: StreamContext) -> "StoredStream":
         """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
-        return StoredStream(self, learner.policy, seed, learner.processes, requires, log, dressing)
+        return StoredStream(self, learner.policy, learner.processes, context)
 
 
 class StoredStream(BatchStream):
@@ -195,14 +199,11 @@ class StoredStream(BatchStream):
         self,
         cfg: StoredDataset,
         policy: Policy,
-        seed: int,
         processes: Processes,
-        requires: Set[Label],
-        log: Log,
-        dressing: Dressing | None = None,
+        context: StreamContext,
     ):
-        self.cfg, self.seed, self.processes, self.log = cfg, seed, processes, log
-        self.dressing = dressing
+        self.cfg, self.seed, self.processes = cfg, context.seed, processes
+        self.log, self.conditioning = context.log, context.conditioning
         folder = Path(cfg.cache) if cfg.cache else None
         self.latents = LatentCache(
             policy, folder, DTYPES[cfg.cache_dtype], cfg.max_frames, processes=processes
@@ -210,22 +211,22 @@ class StoredStream(BatchStream):
         unguided = conditional(policy)  # as matching evaluates it
         assert isinstance(unguided, Policy)
         self.texts = PromptEmbeddingCache(unguided, folder, processes=processes)
-        self.examples = self._training_examples(requires)
-        self.order = EpochSampler(seed, [self._available_from(e) for e in self.examples])
-        compared: Kind = cfg.kind if cfg.paired else "pairs"
-        shown = self._encoded(cfg.held_out, compared, requires) if cfg.held_out else []
+        self.examples = self._training_examples(context.requires)
+        self.order = EpochSampler(self.seed, [self._available_from(e) for e in self.examples])
+        held_out = cfg.held_out_dataset
+        shown = self._encode(held_out, context.requires) if held_out else []
         fields = BatchFields.of(self.examples)
-        fields.check(requires, cfg.path)
+        fields.check(context.requires, cfg.path)
         self.collator = Collator(self.latents, self.texts, fields)
         self.held_out_collator = Collator(self.latents, self.texts, BatchFields.of(shown))
         self.held_out_examples = processes.share(shown[: cfg.held_out_pairs])
         if folder:
-            log(cache_report(self.latents, self.texts, processes))
+            context.log(cache_report(self.latents, self.texts, processes))
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
         """Build batches ahead in a thread, while the policy learns from the previous one."""
-        for batch, waited in prefetched(self._batch, steps, _AHEAD):
+        for batch, waited in prefetch(self.batch, steps, _AHEAD):
             yield replace(batch, metrics={"timing/waited": waited})
 
     @override
@@ -234,25 +235,18 @@ class StoredStream(BatchStream):
         held_out = self.held_out_examples
         return self.held_out_collator.build(held_out) if held_out else None
 
-    @override
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    @override
-    def restore(self, state: Mapping[str, Any]) -> None:
-        pass
-
     def _training_examples(self, requires: Set[Label]) -> list[Example]:
         cfg = self.cfg
-        examples = self._encoded(cfg.path, cfg.kind, requires)
+        examples = self._encode(cfg.dataset, requires)
         unlabelled = sum(isinstance(e, Sample) and e.desirable is None for e in examples)
         if unlabelled:
             self.log(f"{unlabelled} of {len(examples)} samples have no label: desirable")
         if cfg.weighting is None:
             return examples
-        return list(cfg.weighting.weighted([e for e in examples if isinstance(e, Pair)]))
+        return list(cfg.weighting.weigh([e for e in examples if isinstance(e, Pair)]))
 
-    def _batch(self, step: int) -> Batch:
+    @override
+    def batch(self, step: int) -> Batch:
         places = self.order.batch(step, self.cfg.batch_size)
         local = self.processes.share(range(len(places)))
         examples = [self.examples[places[i]] for i in local]
@@ -269,22 +263,20 @@ class StoredStream(BatchStream):
         """Return the step from which a pair of a curriculum is used."""
         return example.stage * self.cfg.stage_steps if isinstance(example, Pair) else 0
 
-    def _encoded(self, path: str, kind: Kind, requires: Set[Label]) -> list[Example]:
-        """Read and encode a file, and drop what cannot be encoded."""
+    def _encode(self, dataset: PreferenceDataset, requires: Set[Label]) -> list[Example]:
+        """Read and encode a dataset, and drop what cannot be encoded."""
         queue = EncodeQueue(self.latents, self.cfg.flip > 0)
-        cfg, labelled = self.cfg, "labels" in requires
-        where = path, cfg.schema, cfg.root, cfg.dimensions, cfg.mixed_shapes
-        examples, dropped = read_examples(kind, *where, labelled, queue.take)
+        examples, dropped = dataset.read("labels" in requires, queue.take)
         queue.finish()
-        examples = fitting(examples, self.texts.policy.takes, dropped)
-        if self.dressing:
-            examples = [dressed(example, self.dressing) for example in examples]
-        self.texts.prepare(all_requests(examples, self.cfg.prompt_dropout > 0))
+        examples = drop_misfits(examples, self.texts.policy.input_spec, dropped)
+        if self.conditioning:
+            examples = [condition_example(example, self.conditioning) for example in examples]
+        self.texts.prepare(collect_requests(examples, self.cfg.prompt_dropout > 0))
         kept = []
         for example in examples:
             why = [queue.failed[m] for m in media_of(example) if m in queue.failed]
             dropped.add(why[0]) if why else kept.append(example)
-        self._report_dropped(f"{kind} of {path}", len(kept), dropped)
+        self._report_dropped(f"{dataset.kind} of {dataset.path}", len(kept), dropped)
         return kept
 
     def _report_dropped(self, what: str, kept: int, dropped: DropReport) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import Policy
-from flowalign.utils.ranges import (
+from flowalign.types.ranges import (
     DenoisingSteps,
     FiniteFloat,
     NonNegativeInt,
@@ -47,9 +47,9 @@ class Times(ABC):
             )
 
     @property
-    @abstractmethod
     def most(self) -> int | None:
-        """Return the largest number of noise levels of one sample, or None if there is none."""
+        """Return the largest number of noise levels of one sample; None: any number."""
+        return None
 
     @abstractmethod
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
@@ -75,11 +75,6 @@ class Uniform(Times):
     @override
     def highest(self, schedule: Schedule) -> float:
         return float(_shifted(torch.tensor(self.high), self.shift))
-
-    @property
-    @override
-    def most(self) -> None:
-        return None
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
@@ -111,11 +106,6 @@ class LogitNormal(Times):
     def highest(self, schedule: Schedule) -> float:
         """Return 1, below which any sigma has a positive density."""
         return 1.0
-
-    @property
-    @override
-    def most(self) -> None:
-        return None
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.credit.groups import per_prompt_and_step, siblings
+from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.preference import best_and_worst
-from flowalign.sampling.completion import take
+from flowalign.sampling.complete_states import take_rows
 from flowalign.types import BestTransition, Minibatch, Trajectory
 
 
@@ -46,7 +46,7 @@ class TrainBatch:
     as."""
 
 
-def paired(batch: TrainBatch, processes: Processes) -> TrainBatch:
+def pair_best_and_worst(batch: TrainBatch, processes: Processes) -> TrainBatch:
     """Train only the best and the worst of each set of alternatives, against each other."""
     chosen = batch.mask & _noisy(batch.trajectory)
     sample, step = chosen.nonzero().unbind(1)
@@ -64,10 +64,10 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
 
     They leave one state if the step branches there, else they are step k of one prompt.
     """
-    family, step = siblings(trajectory), torch.arange(trajectory.num_steps)
+    family, step = sibling_ids(trajectory), torch.arange(trajectory.num_steps)
     _, index, size = family[trajectory.trained].unique(return_inverse=True, return_counts=True)
     shared = step.expand_as(family)[trajectory.trained][size[index] > 1]
-    return torch.where(torch.isin(step, shared), family, per_prompt_and_step(trajectory))
+    return torch.where(torch.isin(step, shared), family, prompt_step_ids(trajectory))
 
 
 def parts(
@@ -134,7 +134,7 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         sigmas=trajectory.sigmas,
         eta=trajectory.eta[on_device, k],
         kernel=trajectory.kernel,
-        cond=take(trajectory.cond, on_device // trajectory.group_size),
+        cond=take_rows(trajectory.cond, on_device // trajectory.group_size),
         mean_old=trajectory.mean(k, chosen),
         chunk=_chunk(batch, k, chosen),
         source=_source(trajectory, k, chosen),

@@ -12,12 +12,12 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import DanceSDE
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Chain
-from flowalign.sampling.calibration import Calibration, Gains, calibrate
-from flowalign.sampling.completion import CompletionRequest
+from flowalign.sampling.calibration import Gains, calibrate
+from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.rollouts.collecting import completion_values
 from flowalign.types import Request
@@ -27,19 +27,14 @@ FILE = "calibration.json"
 """File of the calibration in the run directory."""
 
 
-def calibrated(
-    cfg: Settings,
-    calibration: Calibration | None,
-    prompts: str,
-    run: RunContext,
-    learner: Learner,
-    folder: Path,
-    log: Log,
-) -> Settings:
+def calibrate_noise_levels(
+    cfg: PolicyGradientSettings, run: RunContext, learner: Learner, folder: Path, log: Log
+) -> PolicyGradientSettings:
     """Return the settings with calibrated noise levels, or unchanged without a calibration.
 
     The levels are stored in the run directory; a run that resumes reads them there.
     """
+    calibration = cfg.calibration
     if calibration is None:
         return cfg
     assert isinstance(cfg.sampling.eta, float)
@@ -48,14 +43,14 @@ def calibrated(
         "trajectories"
     )
     rewards = replace(run.rewards, on_failure="drop_sample")
-    order = Requests(read_requests(prompts), run.seed, run.dressing)
+    order = Requests(read_requests(cfg.prompts), run.seed, run.conditioning)
     history = calibrate(
         calibration,
         _gains(cfg, calibration.num_samples, order, learner, rewards),
         learner.policy.schedule(cfg.sampling.num_steps).cpu(),
         cfg.sampling.eta,
         folder / FILE,
-        _identity(cfg, prompts, run),
+        _identity(cfg, run),
         writes=learner.processes.is_main,
     )
     levels = {"kernel": DanceSDE(), "eta": [float(level) for level in history.psi]}
@@ -63,7 +58,11 @@ def calibrated(
 
 
 def _gains(
-    cfg: Settings, num_samples: int, order: Requests, learner: Learner, rewards: Rewards
+    cfg: PolicyGradientSettings,
+    num_samples: int,
+    order: Requests,
+    learner: Learner,
+    rewards: Rewards,
 ) -> Gains:
     """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another request."""
     local = learner.processes.share(range(num_samples))
@@ -87,7 +86,7 @@ def _gains(
 
 
 def _local_gains(
-    cfg: Settings,
+    cfg: PolicyGradientSettings,
     sampling: Sampling,
     learner: Learner,
     rewards: Rewards,
@@ -100,7 +99,7 @@ def _local_gains(
     requests: list[CompletionRequest] = [(k, how) for k in ks if k < sampling.num_steps]
     finish = requests if how.follows_rollout else []
     trajectory = sample(learner.policy, asked, sampling, window, generators, finish=finish)
-    values = completion_values(cfg, learner, rewards, trajectory)(ks)
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory)(ks)
     usable = rewards.usable(values.isfinite().flatten(0, 1)).view(values.shape[:2])
     total = (values.nan_to_num() @ rewards.weights).masked_fill(~usable, torch.nan)
     gains = total.new_full((len(asked), sampling.num_steps), torch.nan)
@@ -109,7 +108,7 @@ def _local_gains(
     return gains
 
 
-def _identity(cfg: Settings, prompts: str, run: RunContext) -> dict[str, Any]:
+def _identity(cfg: PolicyGradientSettings, run: RunContext) -> dict[str, Any]:
     """Return everything that the gains depend on besides the noise levels."""
     sampling, policy = cfg.sampling, run.policy
     return {
@@ -117,7 +116,7 @@ def _identity(cfg: Settings, prompts: str, run: RunContext) -> dict[str, Any]:
         "policy": f"{type(policy).__name__} {getattr(policy, 'path', '')}",
         "rewards": [model.spec.name for model in run.rewards.models],
         "weights": dict(run.rewards.weight_of),
-        "prompts": prompts,
+        "prompts": cfg.prompts,
         "num_steps": sampling.num_steps,
         "window": str(sampling.sde_window),
         "completion": str(cfg.completion),

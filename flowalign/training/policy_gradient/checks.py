@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flowalign.functional.transition import log_density
-from flowalign.training.checks import OnFailure, WeightChecks
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log
+from flowalign.training.update_checks import OnFailure, WeightChecks
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 from flowalign.utils.stages import stage
 

@@ -12,22 +12,27 @@ from torch import Tensor
 from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import chunks_of_change, chunks_of_sizes, latent_change
 from flowalign.functional.transition import log_density
-from flowalign.training.policy_gradient.batches import TrainBatch, minibatch, paired, portions
-from flowalign.training.policy_gradient.spans import spanned
+from flowalign.training.policy_gradient.batches import (
+    TrainBatch,
+    minibatch,
+    pair_best_and_worst,
+    portions,
+)
+from flowalign.training.policy_gradient.spans import join_spans
 from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
 def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Processes) -> TrainBatch:
     """Form pairs, chunks or spans, if the loss uses them."""
     if algorithm.pairs:
-        return paired(batch, processes)
+        return pair_best_and_worst(batch, processes)
     if algorithm.span is not None:
         check_chains(batch.trajectory)
-        return spanned(batch, algorithm.span, processes)
-    return batch if algorithm.chunks is None else chunked(batch, algorithm.chunks, processes)
+        return join_spans(batch, algorithm.span, processes)
+    return batch if algorithm.chunks is None else join_chunks(batch, algorithm.chunks, processes)
 
 
-def chunked(
+def join_chunks(
     batch: TrainBatch, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
 ) -> TrainBatch:
     """Join the trained transitions of a sample in chunks, which share the mean of their advantages.
@@ -78,5 +83,6 @@ def with_log_ratios(
         part = minibatch(batch, k, chosen)
         logp = log_density(part.kernel, part.x_next.float(), part.transition(policy))
         log_ratio[chosen, k] = (logp - part.logp_old).cpu()
+    # Without the diagonal: a transition's own ratio carries the gradient and is not added twice.
     others = (batch.chunk[:, None] == batch.chunk).float().fill_diagonal_(0)
     return replace(batch, others=log_ratio @ others)

@@ -1,25 +1,24 @@
-"""Record the credit of the denoising steps of one training step as JSON, and draw it as PNG."""
+"""Record the credit of the denoising steps of one training step, with small images."""
 
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
 from flowalign.credit.outcome import Outcome
-from flowalign.media.image_grid import grid
-from flowalign.media.thumbnails import bytes_of, first_to_last, reduced
-from flowalign.reports.credit_chart import MOST_ROWS, CreditRecord, draw
+from flowalign.data.media.image_grid import arrange_grid, write_picture
+from flowalign.data.media.thumbnails import reduce_size, spread_frames
+from flowalign.reports.credit import MAX_ROWS, CreditRecord
 from flowalign.sampling.branching import Branching, Chain
-from flowalign.sampling.completion import CompletionRequest
-from flowalign.training.policy_gradient.advantages import StepObserver, StepResult
+from flowalign.sampling.complete_states import CompletionRequest
+from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text
@@ -30,7 +29,7 @@ _QUARTERS = 4
 """Number of frames that are shown of a clip."""
 
 
-def worth_a_picture(credit: CreditEstimator, branching: Branching) -> bool:
+def differs_from_outcome(credit: CreditEstimator, branching: Branching) -> bool:
     """Return False if every step of a sample earns its outcome.
 
     The samples show that already.
@@ -64,10 +63,14 @@ class CreditRecorder(StepObserver):
         start, (step, result) = time.perf_counter(), self.kept
         self.kept = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        content, pictures = record(step, self.credit, result), shown(result)
+        images = images_of(result)
+        by_sample = torch.stack(list(images.values()), 1)
         file = self.folder / f"step-{step:06}.json"
+        # The images first: a page shows a record only together with its images.
+        write_picture(file.with_suffix(".png"), arrange_grid(by_sample.flatten(0, 1), len(images)))
+        content = record(step, self.credit, result)
+        content = replace(content, image_states=list(images), num_images=len(by_sample))
         write_text(file, json.dumps(asdict(content), allow_nan=False) + "\n")
-        draw(content, pictures, file.with_suffix(".png"))
         return time.perf_counter() - start
 
 
@@ -75,12 +78,12 @@ def record(step: int, method: CreditEstimator, result: StepResult) -> CreditReco
     """Return values, credit and advantages of the first prompt's samples."""
     trajectory, values, credit = result.batch.trajectory, result.values, result.credit
     size = trajectory.group_size
-    rewards, requests = values.rewards, shown_states(values)
+    rewards, requests = values.rewards, select_states(values)
     known = [
         values.known[request].values[trajectory.rows.row_index(request[0])[:size]]
         for request in requests
     ]
-    gained = weighted(credit.value[:size], rewards.weights)
+    gained = weigh_rewards(credit.value[:size], rewards.weights)
     gained = torch.where(credit.mask[:size], gained, torch.nan)
     advantage = torch.where(result.batch.mask[:size], result.batch.advantage[:size], torch.nan)
     return CreditRecord(
@@ -90,38 +93,38 @@ def record(step: int, method: CreditEstimator, result: StepResult) -> CreditReco
         rule=(type(method).__doc__ or "").partition("\n")[0],
         weights={
             name: weight
-            for name, weight in zip(rewards.dims, _rounded(rewards.weights), strict=True)
+            for name, weight in zip(rewards.dims, _round(rewards.weights), strict=True)
             if weight
         },
-        sigmas=_rounded(trajectory.sigmas),
+        sigmas=_round(trajectory.sigmas),
         states=[k for k, _ in requests],
-        values=_rounded(weighted(torch.stack(known, 1), rewards.weights)),
-        credit=_rounded(gained),
-        advantage=_rounded(advantage),
+        values=_round(weigh_rewards(torch.stack(known, 1), rewards.weights)),
+        credit=_round(gained),
+        advantage=_round(advantage),
         marked=None if credit.marked is None else credit.marked[:size].tolist(),
         source_row=trajectory.rows.source_row[:size].tolist() if branches(trajectory) else None,
     )
 
 
-def shown(result: StepResult) -> dict[int, list[np.ndarray]]:
-    """Return small pictures of the completed states, by state, for the first samples of the prompt.
+def images_of(result: StepResult) -> dict[int, Float[Tensor, "n 3 h w"]]:
+    """Return small images of the completed states, by state, for the first samples of the prompt.
 
-    If samples branch, these are only the finished pictures, but of all samples.
+    If samples branch, these are only the finished images, but of all samples.
     """
     trajectory, values = result.batch.trajectory, result.values
     end = trajectory.num_steps
     if branches(trajectory):
-        count = min(trajectory.group_size, MOST_ROWS)
+        count = min(trajectory.group_size, MAX_ROWS)
         final = trajectory.state(end, slice(count))
-        return {end: _decoded(values.policy, final, values.micro_batch)}
+        return {end: _decode(values.policy, final, values.micro_batch)}
     count = min(trajectory.group_size, values.pictured)
     return {
-        request[0]: [_small(media) for media in values.media[request][:count]]
-        for request in shown_states(values)
+        request[0]: torch.stack([_small(media) for media in values.media[request][:count]])
+        for request in select_states(values)
     }
 
 
-def shown_states(values: CompletionValues) -> list[CompletionRequest]:
+def select_states(values: CompletionValues) -> list[CompletionRequest]:
     """Return the valued states in order, with one completion each.
 
     If a state has several completions, the recipe's is chosen, else the first.
@@ -138,33 +141,27 @@ def branches(trajectory: Trajectory) -> bool:
     return bool(trajectory.shared.any() or (noisy != noisy[:1]).any())
 
 
-def weighted(value: Float[Tensor, "*n R"], weights: Float[Tensor, "R"]) -> Float[Tensor, "*n"]:
+def weigh_rewards(value: Float[Tensor, "*n R"], weights: Float[Tensor, "R"]) -> Float[Tensor, "*n"]:
     """Sum over the weighted reward dimensions; NaN where one of these is."""
     counts = weights != 0
     return value[..., counts] @ weights[counts]
 
 
 @torch.no_grad()
-def _decoded(policy: Policy, x: Float[Tensor, "n *latent"], size: int) -> list[np.ndarray]:
-    return [_small(media) for part in x.float().split(size) for media in policy.decode(part).cpu()]
+def _decode(policy: Policy, x: Float[Tensor, "n *latent"], size: int) -> Float[Tensor, "n 3 h w"]:
+    parts = x.float().split(size)
+    return torch.stack([_small(media) for part in parts for media in policy.decode(part).cpu()])
 
 
-def _small(media: Float[Tensor, "F 3 H W"]) -> np.ndarray:
-    """Return a picture of H x W x 3, 0 to 255.
-
-    A clip is shown as four frames from the first to the last, in two rows.
-    """
+def _small(media: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "3 h w"]:
+    """Return a small image; of a clip four frames from the first to the last, in two rows."""
     if len(media) < _QUARTERS:
-        return _pixels(reduced(media[len(media) // 2 :][:1], _LARGEST))
-    frames = media[first_to_last(len(media), _QUARTERS)]
-    return _pixels(grid(reduced(frames, _LARGEST // 2), 2)[None])
+        return reduce_size(media[len(media) // 2 :][:1], _LARGEST)[0]
+    frames = media[spread_frames(len(media), _QUARTERS)]
+    return arrange_grid(reduce_size(frames, _LARGEST // 2), 2)
 
 
-def _pixels(picture: Float[Tensor, "1 3 H W"]) -> np.ndarray:
-    return bytes_of(picture)[0].permute(1, 2, 0).numpy()
-
-
-def _rounded(numbers: Tensor) -> list[Any]:
+def _round(numbers: Tensor) -> list[Any]:
     """Round to four significant digits; null for what is not finite."""
 
     def plain(number: Any) -> Any:

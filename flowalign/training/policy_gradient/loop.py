@@ -22,26 +22,14 @@ from typing_extensions import override
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.advantages import StepObserver, StepResult, build_batch
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
+from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult, build_batch
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
-from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
-from flowalign.training.rollouts.advantages import (
-    compute_advantages,
-    compute_credit,
-    credit_metrics,
-    gather_credit,
-    process_advantages,
-    transition_metrics,
-)
-from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.training.rollouts.comparison import RewardComparison
-from flowalign.training.rollouts.critics import learned
-from flowalign.training.rollouts.outcome_history import OutcomeHistory
-from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
 from flowalign.types import Minibatch
 from flowalign.utils.seeds import generator
 
@@ -51,7 +39,7 @@ class PolicyGradientLoop(Loop):
 
     def __init__(
         self,
-        cfg: Settings,
+        cfg: PolicyGradientSettings,
         learner: Learner,
         rewards: Rewards,
         requests: Requests,
@@ -59,39 +47,27 @@ class PolicyGradientLoop(Loop):
         observer: StepObserver | None = None,
         log: Log = lambda _: None,
     ):
-        self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
+        self.cfg, self.learner, self.seed = cfg, learner, seed
         self.requests, self.observer, self.log = requests, observer, log
-        self.comparison = RewardComparison(cfg, rewards, learner.processes)
-        """Comparison of credit, by weights that thresholds change."""
+        self.rollouts = CreditedRollouts(cfg.rollouts, learner, rewards, seed)
         self.steps = step_gradients(cfg, learner)
         """Gradients of denoising steps, if their weights are measured."""
-        self.history = OutcomeHistory(cfg.history)
-        """Outcomes of earlier steps that the credit method compares with."""
-        self.critic = cfg.critic.start() if cfg.critic else None
-        """What the critic has learned from the outcomes of earlier steps."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        cfg, learner, rewards, seed = self.cfg, self.learner, self.rewards, self.seed
-        comparison = self.comparison
+        cfg, learner, seed = self.cfg, self.learner, self.seed
         checks = PolicyGradientChecks(cfg.algorithm, learner, cfg.on_failed_check, self.log)
         for step in steps:
             start = time.perf_counter()
             requests = self.requests.batch(step, cfg.prompts_per_step)
-            values = collect_rollouts(cfg, learner, rewards, requests, seed, step, self.critic)
-            values.history = self.history
+            values = self.rollouts.sample(requests, step)
             sampled = time.perf_counter()
-            credit = compute_credit(cfg, values)
-            gathered = gather_credit(comparison, values, credit)
-            self.history.add([request.key for request in requests], gathered.outcome)
-            advantage = compute_advantages(cfg, comparison, gathered.credit)
+            credit = compute_credit(self.rollouts.cfg, values)
+            estimate = self.rollouts.estimate(values, credit)
             averages = self.steps and self.steps.averages
-            process = process_advantages(cfg, comparison, gathered.credit)
-            given = values, gathered, advantage, averages, process
-            batch = build_batch(cfg, learner.processes, *given)
-            metrics = credit_metrics(comparison, gathered, advantage) | transition_metrics(gathered)
-            comparison.learn(gathered.outcome)
-            metrics |= self.learn(values)
+            batch = build_batch(cfg, learner.processes, values, estimate, averages)
+            metrics = {**estimate.metrics, **estimate.size_metrics, **estimate.transition_metrics}
+            metrics |= self.rollouts.learn(requests, values, estimate)
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
@@ -110,43 +86,21 @@ class PolicyGradientLoop(Loop):
             yield metrics | checks.metrics()
 
     @override
-    def evaluate(self) -> dict[str, float]:
-        return {}
-
-    @override
     def draw(self) -> float:
         return self.observer.draw() if self.observer else 0.0
 
     @override
     def state(self) -> dict[str, Any]:
-        return {
-            **self.comparison.state(),
-            "history": self.history.state(),
-            "step_weight": self.steps and self.steps.state(),
-            "critic": self.critic and self.critic.state(),
-        }
+        return {**self.rollouts.state(), "step_weight": self.steps and self.steps.state()}
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.comparison.restore(state)
-        if self.steps and state.get("step_weight"):  # older checkpoints have none
+        self.rollouts.restore(state)
+        if self.steps and state["step_weight"]:
             self.steps.restore(state["step_weight"])
-        self.history.restore(state.get("history", []))  # which 0.1 did not save
-        if self.critic and state.get("critic"):
-            self.critic = self.critic.restored(state["critic"])
-
-    def learn(self, values: CompletionValues) -> dict[str, float]:
-        """Let the critic learn from outcomes that were credited; return how well it foresaw them.
-
-        What it predicted of them before does not change.
-        """
-        if self.critic is None:
-            return {}
-        self.critic, metrics = learned(self.cfg, self.critic, self.learner.processes, values)
-        return metrics
 
 
-def step_gradients(cfg: Settings, learner: Learner) -> StepGradients | None:
+def step_gradients(cfg: PolicyGradientSettings, learner: Learner) -> StepGradients | None:
     """Return what measures the weights of steps, or None if they are given."""
     if cfg.measured is None:
         return None
@@ -154,7 +108,7 @@ def step_gradients(cfg: Settings, learner: Learner) -> StepGradients | None:
 
 
 def update(
-    cfg: Settings,
+    cfg: PolicyGradientSettings,
     learner: Learner,
     batch: TrainBatch,
     seed: int,
@@ -171,6 +125,7 @@ def update(
     for epoch in range(cfg.epochs_per_step):
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
             num_trained = int(batch.global_mask[part].sum())
+            # Before the first update all ratios are 1, and chunks need no evaluation for them.
             if batch.chunk is not None and learner.num_updates > sampled_with:
                 local = _local(batch, part)
                 batch = with_log_ratios(batch, local, learner.policy, cfg.micro_batch)
@@ -178,15 +133,15 @@ def update(
             if steps and num_trained:
                 steps.accumulate(batch, part, backward, measures=epoch == 0)
             else:
-                deque(backward(batch, part), maxlen=0)
+                deque(backward(batch, part), maxlen=0)  # runs the generator, keeps nothing
             metrics |= learner.step() if num_trained else {}
     means = torch.stack(list(totals.values())).tolist() if totals else []
-    metrics |= learner.processes.total(dict(zip(totals, means, strict=True)))
+    metrics |= learner.processes.sum_by_name(dict(zip(totals, means, strict=True)))
     return metrics | (steps.metrics(batch.weight) if steps else {})
 
 
 def _backward(
-    cfg: Settings,
+    cfg: PolicyGradientSettings,
     learner: Learner,
     num_trained: int,
     totals: dict[str, Tensor],

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.signal import Moments, above_noise, best_weights
+from flowalign.functional.signal import Moments, best_weights, subtract_estimation_error
 from flowalign.functional.weight import StepWeight
-from flowalign.utils.ranges import PositiveFloat, UnitInterval, require_ranges
+from flowalign.types.ranges import PositiveFloat, UnitInterval, require_ranges
 
 Quantity = Literal["gradient", "update"]
 _TINY = 1e-300
@@ -60,7 +60,7 @@ class MeasuredWeight:
         if self.start == "noise":
             even = found.noise.diagonal().clamp(min=_TINY).rsqrt()
             weight[known] = even / even.mean()
-        best = best_weights(above_noise(found))
+        best = best_weights(subtract_estimation_error(found))
         if best.any():
             best *= weight[known].sum() / best.sum()
             weight[known] = torch.lerp(weight[known], best, evidence[known])

@@ -10,17 +10,17 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.policy_gradient.calibrate import FILE, calibrated
-from flowalign.training.policy_gradient.credit_record import CreditRecorder, worth_a_picture
+from flowalign.training.policy_gradient.calibrate import FILE, calibrate_noise_levels
+from flowalign.training.policy_gradient.credit_record import CreditRecorder, differs_from_outcome
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.plan import plan_step
-from flowalign.training.policy_gradient.settings import CreditedRollouts
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(CreditedRollouts, Recipe):
+class PolicyGradient(PolicyGradientSettings, Recipe):
     """Configures online reinforcement learning: sample, score, credit steps, update, repeat."""
 
     @property
@@ -30,13 +30,13 @@ class PolicyGradient(CreditedRollouts, Recipe):
 
     @property
     @override
-    def prompt_files(self) -> Sequence[str]:
-        return [self.prompts]
+    def sampler(self) -> tuple[int, int]:
+        return self.sampling.num_steps, self.sampling.micro_batch
 
     @property
     @override
-    def sampler(self) -> tuple[int, int]:
-        return self.sampling.num_steps, self.sampling.micro_batch
+    def prompt_files(self) -> Sequence[str]:
+        return [self.prompts]
 
     @override
     def check(self, run: RunContext) -> None:
@@ -49,28 +49,26 @@ class PolicyGradient(CreditedRollouts, Recipe):
         )
         if self.measured and self.measured.measured == "update":
             self._check_moments(run.optimizer)
-        self.check_rewards(run.rewards)
-        self.check_prompts(self.prompts)
-        self.check_dressing(run)
+        self.advantages.check("recipe", run, self.prompts)
 
     @override
     def check_context(self) -> None:
-        self.refuse_features()
+        self.rollouts.refuse_features()
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        return plan_step(self, self.calibration, run, model, world)
+        return plan_step(self, run, model, world)
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        requests = Requests(read_requests(self.prompts), run.seed, run.dressing)
-        settings = calibrated(self, self.calibration, self.prompts, run, learner, folder, log)
+        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
+        settings = calibrate_noise_levels(self, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
         return PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
         """Return a recorder, if the credit of steps differs from the outcome."""
-        if not worth_a_picture(self.credit, self.sampling.branching):
+        if not differs_from_outcome(self.credit, self.sampling.branching):
             return None
         return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flowalign.functional.signal import moments_of_halves, projected, random_signs
+from flowalign.functional.signal import moments_of_halves, project, random_signs
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
@@ -36,7 +36,7 @@ class StepGradients:
         self.decay = 0.5 ** (1 / (cfg.half_life * updates))
         """Weight of earlier measurements after one of the `updates` of a step of the loop."""
         size = sum(p.numel() for p in learner.parameters)
-        self.size = kept_size(size, num_steps)
+        self.size = projected_size(size, num_steps)
         device = learner.processes.device
         self.signs = None if self.size == size else random_signs(size, device)
 
@@ -113,7 +113,7 @@ class StepGradients:
 
     def _keep(self, gradient: Float[Tensor, "p"]) -> Float[Tensor, "q"]:
         """Return the gradient, or its projection."""
-        return gradient if self.signs is None else projected(gradient, self.signs, self.size)
+        return gradient if self.signs is None else project(gradient, self.signs, self.size)
 
     def _scale(self) -> Tensor | None:
         """Return the factor on each entry of a gradient that is measured.
@@ -170,6 +170,6 @@ def halves(samples: Int[Tensor, "n"], group_size: int) -> tuple[Tensor, Tensor]:
     return samples[first], samples[~first]
 
 
-def kept_size(size: int, num_steps: int) -> int:
+def projected_size(size: int, num_steps: int) -> int:
     """Return the dimensions that are kept of a gradient of `size` entries."""
     return size if 2 * num_steps * 4 * size <= MOST_BYTES else min(size, PROJECTED)

@@ -1,4 +1,4 @@
-"""Try a connection on zeros: what it evaluates and scores is known before anything is loaded."""
+"""Try a gradient path on zeros: what it evaluates and scores is known before anything is loaded."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import Connection, Replay
+from flowalign.types import GradientPath, Replay
 
 _DRAWS = 64
-"""Random connections are tried so often."""
+"""Random gradient paths are tried so often."""
 
 
 class Counts(NamedTuple):
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds what a connection costs for one sample."""
+    """Holds what a gradient path costs for one sample."""
 
     replayed: float
     """Mean evaluations with gradient at states of the rollout."""
@@ -40,13 +40,13 @@ class Cost:
     """Whether some views were reached by adding noise."""
 
 
-def cost(connection: Connection, num_steps: int) -> Cost:
-    """Return what a connection costs on rollouts of this length; 0: there are none.
+def cost(gradient_path: GradientPath, num_steps: int) -> Cost:
+    """Return what a gradient path costs on rollouts of this length; 0: there are none.
 
     Raises:
-        ValueError: The connection asks for more than there is.
+        ValueError: The gradient path asks for more than there is.
     """
-    drawn = [_counts(connection, num_steps, seed) for seed in range(_DRAWS)]
+    drawn = [_counts(gradient_path, num_steps, seed) for seed in range(_DRAWS)]
     views = [view for views in drawn for view in views]
     return Cost(
         replayed=sum(view.replayed for view in views) / _DRAWS,
@@ -57,16 +57,16 @@ def cost(connection: Connection, num_steps: int) -> Cost:
     )
 
 
-def _counts(connection: Connection, num_steps: int, seed: int) -> list[Counts]:
+def _counts(gradient_path: GradientPath, num_steps: int, seed: int) -> list[Counts]:
     """Return the evaluations of each view."""
-    replay, found = _Zeros(type(connection).__name__, num_steps), []
-    for view in connection(replay, torch.Generator().manual_seed(seed)):
+    replay, found = _ZeroRewards(type(gradient_path).__name__, num_steps), []
+    for view in gradient_path(replay, torch.Generator().manual_seed(seed)):
         found.append(Counts(replay.replayed, replay.elsewhere, view.inverted))
         replay.replayed = replay.elsewhere = 0
     return found
 
 
-class _Zeros(Replay):
+class _ZeroRewards(Replay):
     """Replays a rollout of one number, which is 0, and counts."""
 
     def __init__(self, name: str, num_steps: int):
@@ -78,8 +78,8 @@ class _Zeros(Replay):
     def state(self, k: int) -> Tensor:
         if k != self.num_steps and not self.rolled:
             raise ValueError(
-                f"recipe.connection {self.name} replays steps of a rollout, and recipe.start has "
-                "none: use FromRollouts, or the connection DirectAlign"
+                f"recipe.gradient_path {self.name} replays steps of a rollout, and recipe.start "
+                "has none: use FromRollouts, or the gradient path DirectAlign"
             )
         return torch.zeros(1, 1)
 

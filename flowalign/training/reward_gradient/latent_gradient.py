@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowalign.losses.reward_gradient import RewardLoss
 from flowalign.rewards.composite import Rewards
-from flowalign.types import MediaBatch, Policy, Renders, Request, RewardOutput
+from flowalign.types import MediaBatch, Policy, Request, RewardOutput
 
 Scorer = Callable[[MediaBatch], RewardOutput]
 """Returns all dimensions of the weighted rewards, with the gradient of the media."""
@@ -42,10 +42,10 @@ def latent_gradient(
 
     A sample whose reward or gradient is not finite has failed, and leaves the others untouched.
     """
-    assert isinstance(policy, Renders), "a recipe refuses policies that cannot render"
+    assert policy.renderer, "a recipe refuses policies that cannot render"
     leaf = clean.detach().requires_grad_()
     with torch.enable_grad():
-        media = policy.render(leaf, frames)
+        media = policy.renderer.render(leaf, frames)
         rewards.costs.decodes += len(media)
         fps = policy.fps if media.shape[1] > 1 else None
         output = score(rewards.batch(media, requests, fps=fps))

@@ -1,16 +1,15 @@
 """Run the reward-gradient loop.
 
-    requests -> samples -> connection -> decode -> rewards -> gradient of latents -> update
+    requests -> samples -> gradient path -> decode -> rewards -> gradient of latents -> update
 
 A *step* of the loop draws `prompts_per_step` x `samples_per_prompt` samples without gradient and
-makes one *update*. A connection yields one or several *views* of each sample, which are decoded and
-scored; the gradient at their latents is then passed on to the steps that the connection replays.
+makes one *update*. A gradient path yields one or several *views* of each sample, which are decoded
+and scored; the gradient at their latents is then passed on to the steps that the path replays.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import repeat
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,19 +17,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
-from flowalign.functional.connection import reward_gradient_loss
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
+from flowalign.functional.path_gradient import reward_gradient_loss
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.replay import CachedReplay
-from flowalign.training.checks import WeightChecks
+from flowalign.sampling.rollout_replay import CachedReplay
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import unguided
-from flowalign.training.reward_gradient.frames import chosen_frames
+from flowalign.training.reward_gradient.frame_choice import chosen_frames
 from flowalign.training.reward_gradient.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.reward_gradient.regulariser import StoredGradient
-from flowalign.training.reward_gradient.settings import Settings
-from flowalign.types import Connected, MediaBatch, RewardOutput, Trajectory
+from flowalign.training.reward_gradient.settings import RewardGradientSettings
+from flowalign.training.update_checks import WeightChecks
+from flowalign.types import MediaBatch, RewardOutput, SampleView, Trajectory
 from flowalign.utils.seeds import generator
 
 
@@ -39,7 +38,7 @@ class RewardGradientLoop(Loop):
 
     def __init__(
         self,
-        cfg: Settings,
+        cfg: RewardGradientSettings,
         learner: Learner,
         rewards: Rewards,
         requests: Requests,
@@ -60,11 +59,11 @@ class RewardGradientLoop(Loop):
         regularised = self.stored.steps(steps) if self.stored else repeat({})
         for step in steps:
             start = time.perf_counter()
-            trajectory, first = self.sampled(step)
+            trajectory, first = self.sample(step)
             sampled = time.perf_counter()
-            scores = self.accumulated(step, trajectory, first)
+            scores = self.accumulate(step, trajectory, first)
             metrics = self.metrics(scores) | next(regularised)
-            metrics |= self.updated(metrics["reward_invalid"])
+            metrics |= self.update(metrics["reward_invalid"])
             checks.after_update()
             done = time.perf_counter()
             metrics |= {
@@ -75,7 +74,7 @@ class RewardGradientLoop(Loop):
             }
             yield metrics | checks.metrics()
 
-    def sampled(self, step: int) -> tuple[Trajectory, int]:
+    def sample(self, step: int) -> tuple[Trajectory, int]:
         """Return this rank's samples of a step, and the index of its first one among all."""
         cfg, processes = self.cfg, self.learner.processes
         requests = self.requests.batch(step, cfg.prompts_per_step)
@@ -88,7 +87,7 @@ class RewardGradientLoop(Loop):
             )
         return trajectory, local[0] * cfg.start.samples_per_prompt
 
-    def accumulated(self, step: int, trajectory: Trajectory, first: int) -> Float[Tensor, "n _"]:
+    def accumulate(self, step: int, trajectory: Trajectory, first: int) -> Float[Tensor, "n _"]:
         """Accumulate the gradient of all samples; return what is logged of each of their views.
 
         Columns: weighted reward, loss, root mean square of the gradient, with `kl` the divergence,
@@ -97,13 +96,14 @@ class RewardGradientLoop(Loop):
         rows = []
         for samples in torch.arange(len(trajectory.requests)).split(self.cfg.micro_batch):
             replay = self._replay(step, trajectory, samples, first)
+            # The word seeds the draw: another one would change every recorded run.
             drawn = generator(self.seed, "connection", step)
-            for view in self.cfg.connection(replay, drawn):
+            for view in self.cfg.gradient_path(replay, drawn):
                 rows.append(self._backward(step, replay, view))
-                replay.evaluated.clear()
+                replay.evaluated.clear()  # frees the graph of this view before the next
         return torch.cat(rows)
 
-    def updated(self, invalid: float) -> dict[str, float]:
+    def update(self, invalid: float) -> dict[str, float]:
         """Make the update, unless no sample of any process has a gradient."""
         if invalid < 1:
             return self.learner.step()
@@ -122,29 +122,13 @@ class RewardGradientLoop(Loop):
             "reward_invalid": 1 - len(usable) / len(rows),
         }
 
-    @override
-    def evaluate(self) -> dict[str, float]:
-        return {}
-
-    @override
-    def draw(self) -> float:
-        return 0.0
-
-    @override
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    @override
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Keep nothing: every draw follows from the seed and the step."""
-
     def _replay(
         self, step: int, trajectory: Trajectory, samples: Tensor, first: int
     ) -> CachedReplay:
         keys = [(self.seed, step, first + int(i)) for i in samples]
         return CachedReplay(self.learner.policy, trajectory, samples, keys, self.conditional)
 
-    def _backward(self, step: int, replay: CachedReplay, view: Connected) -> Float[Tensor, "n _"]:
+    def _backward(self, step: int, replay: CachedReplay, view: SampleView) -> Float[Tensor, "n _"]:
         """Pass the gradient of a view on to the policy, and return the view's rows of the log."""
         cfg = self.cfg
         found = self._latent_gradient(step, replay, view)
@@ -159,7 +143,7 @@ class RewardGradientLoop(Loop):
         self.learner.backward(loss / (cfg.examples_per_step * self.views))
         return torch.cat([torch.stack(logged, 1), found.output.values], 1)
 
-    def _latent_gradient(self, step: int, replay: CachedReplay, view: Connected) -> LatentGradient:
+    def _latent_gradient(self, step: int, replay: CachedReplay, view: SampleView) -> LatentGradient:
         cfg, rewards, policy = self.cfg, self.rewards, self.learner.policy
 
         def score(batch: MediaBatch) -> RewardOutput:

@@ -10,15 +10,25 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
-from flowalign.training.reward_gradient.frames import check_frames
+from flowalign.training.recipe import (
+    Log,
+    Loop,
+    MemoryPart,
+    Recipe,
+    RecipePlan,
+    RunContext,
+    check_prompts_per_step,
+    evaluations_row,
+    samples_row,
+)
+from flowalign.training.reward_gradient.frame_choice import check_frames
 from flowalign.training.reward_gradient.loop import RewardGradientLoop
-from flowalign.training.reward_gradient.settings import Settings
-from flowalign.types import ModelPlan, Policy, Renders, Request
+from flowalign.training.reward_gradient.settings import RewardGradientSettings
+from flowalign.types import ModelPlan, Policy, Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardGradient(Settings, Recipe):
+class RewardGradient(RewardGradientSettings, Recipe):
     """Configures training through differentiable rewards: sample, decode, score, differentiate."""
 
     prompts: str
@@ -32,18 +42,13 @@ class RewardGradient(Settings, Recipe):
 
     @property
     @override
-    def updates(self) -> int:
-        return 1
-
-    @property
-    @override
     def sampler(self) -> tuple[int, int] | None:
         return (self.start.num_steps, self.micro_batch) if self.start.num_steps else None
 
     @override
     def check(self, run: RunContext) -> None:
         run.rewards.check_weights()
-        _check_dressing(run)
+        _check_conditioning(run)
         check_gradients(run.rewards)
         _check_policy(run.policy, self.detach_unconditional)
         check_frames(self.frames, run.policy, run.rewards)
@@ -55,15 +60,11 @@ class RewardGradient(Settings, Recipe):
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        if self.prompts_per_step < world:
-            raise ValueError(
-                f"recipe.prompts_per_step is {self.prompts_per_step}, fewer than the {world} "
-                "processes"
-            )
-        assert isinstance(run.policy, Renders)
+        check_prompts_per_step("recipe", self.prompts_per_step, world)
+        assert run.policy.renderer, "a policy that cannot render was refused"
         local = ceil(self.prompts_per_step / world) * self.start.samples_per_prompt
         states = 4 * local * (self.start.num_steps + 1) * prod(model.latent_shape)
-        rendering = run.policy.render_bytes()
+        rendering = run.policy.renderer.render_bytes(model.latent_shape)
         per_velocity = run.policy.evaluations_per_velocity
         fewer = {"recipe.micro_batch: 1": (self.micro_batch - 1) * rendering}
         return RecipePlan(
@@ -78,7 +79,7 @@ class RewardGradient(Settings, Recipe):
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        requests = Requests(read_requests(self.prompts), run.seed, run.dressing)
+        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
         rewards, regulariser = run.rewards.weighted(), self.regularised
         stored = regulariser.open(run, learner, log) if regulariser else None
         return RewardGradientLoop(self, learner, rewards, requests, run.seed, stored, log)
@@ -109,27 +110,25 @@ class RewardGradient(Settings, Recipe):
         }
         calls = scored * len(run.rewards.weighted().models) * (2 if self.relative else 1)
         return {
-            "samples per step": f"{samples} = {self.prompts_per_step} prompts x "
-            f"{self.start.samples_per_prompt}",
-            "connection": f"{type(self.connection).__name__}, {cost.replayed + cost.elsewhere:g} "
-            f"evaluations with gradient per sample, at most {cost.together} kept at once",
-            "network evaluations per step": " + ".join(
-                f"{count:g} {name}" for name, count in counts.items() if count
-            ),
+            **samples_row(self.prompts_per_step, self.start.samples_per_prompt),
+            "gradient path": f"{type(self.gradient_path).__name__}, "
+            f"{cost.replayed + cost.elsewhere:g} evaluations with gradient per sample, "
+            f"at most {cost.together} kept at once",
+            **evaluations_row(counts),
             "decodes per step": f"{scored}, with gradient",
             "reward calls per step": f"{calls}",
             "samples in the whole run": f"{samples * run.num_steps}",
         }
 
 
-def _check_dressing(run: RunContext) -> None:
+def _check_conditioning(run: RunContext) -> None:
     """Raise ValueError for words of rewards of their own: gradients are of all rewards together."""
-    run.check_dressing()
-    asked = run.dressing and run.dressing.at_rollout(Request("a prompt"), 0).dress
+    run.check_conditioning()
+    asked = run.conditioning and run.conditioning.for_rollout(Request("a prompt"), 0).conditioned
     if asked and asked.dims:
         raise ValueError(
-            f"dressing {type(run.dressing).__name__} trains each prompt on a reward of its own, "
-            "and RewardGradient follows all: take PolicyGradient or Matching with ScoredGroups"
+            f"conditioning {type(run.conditioning).__name__} trains each prompt on a reward of its "
+            "own, and RewardGradient follows all: take PolicyGradient or Matching with ScoredGroups"
         )
 
 
@@ -154,10 +153,10 @@ def check_gradients(rewards: Rewards) -> None:
 
 def _check_policy(policy: Policy, detach_unconditional: bool) -> None:
     name = type(policy).__name__
-    if not isinstance(policy, Renders):
+    if policy.renderer is None:
         raise ValueError(
             f"policy {name} cannot decode with a gradient, which RewardGradient needs: take one of "
-            "pipelines, or implement flowalign.types.Renders"
+            "pipelines, or give it a flowalign.types.DifferentiableDecoder"
         )
     if detach_unconditional and policy.evaluations_per_velocity == 1:
         raise ValueError(

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from flowalign.losses.matching.sft import SFT
 from flowalign.training.learner import Learner
-from flowalign.training.matching.batches import on
+from flowalign.training.matching.example_parts import on
 from flowalign.training.matching.loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.recipe import Matching
-from flowalign.training.matching.residuals import personal
-from flowalign.training.matching.source import Batch, BatchStream
+from flowalign.training.matching.residuals import add_users
+from flowalign.training.matching.source import Batch, BatchStream, StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.recipe import Log, MemoryPart, RunContext
 from flowalign.types import MatchingLoss, ModelPlan
-from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
+from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,8 @@ class Regulariser:
     def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredGradient":
         """Read and encode the data."""
         requires = self.loss.requirements.requires
-        stream = self.data.open(learner, run.rewards, run.seed, requires, log, run.dressing)
+        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning)
+        stream = self.data.open(learner, context)
         return StoredGradient(self, learner, stream, run.seed)
 
 
@@ -93,11 +94,11 @@ class StoredGradient:
     def steps(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
         """Accumulate the weighted gradient of one step, and yield its mean loss, at each `next`."""
         for step, batch in zip(steps, self.stream.batches(steps), strict=True):
-            yield self._accumulated(step, batch)
+            yield self._accumulate(step, batch)
 
-    def _accumulated(self, step: int, batch: Batch) -> dict[str, float]:
+    def _accumulate(self, step: int, batch: Batch) -> dict[str, float]:
         cfg, learner, total = self.cfg, self.learner, 0.0
-        examples = personal(learner.policy, on(batch.examples, learner.processes.device))
+        examples = add_users(learner.policy, on(batch.examples, learner.processes.device))
         key = self.seed, step, 0
         levels = noise_for(self.matching, learner.policy, examples, batch.first, key)
         for part in levels.parts(cfg.micro_batch):
@@ -105,4 +106,4 @@ class StoredGradient:
             share = len(part.sigma) / batch.total
             learner.backward(cfg.weight * share * loss)
             total += share * float(loss.detach())
-        return learner.processes.total({"regulariser": total})
+        return learner.processes.sum_by_name({"regulariser": total})

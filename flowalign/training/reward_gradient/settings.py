@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 from flowalign.losses.reward_gradient import Maximise, RewardLoss
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.control_words import ControlWords
-from flowalign.training import checks
+from flowalign.training import update_checks
 from flowalign.training.reward_gradient.dry_run import Cost, cost
-from flowalign.training.reward_gradient.frames import Frames
+from flowalign.training.reward_gradient.frame_choice import Frames
 from flowalign.training.reward_gradient.regulariser import Regulariser
 from flowalign.training.reward_gradient.start import FromRollouts, Start
-from flowalign.types import Connection
-from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
+from flowalign.types import GradientPath
+from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RewardGradientSettings:
     """Configures what to sample, how it is connected to the policy, and what is optimised."""
 
-    connection: Connection
-    """Steps that the gradient reaches, and on which path: a class of `flowalign.connections`."""
+    gradient_path: GradientPath
+    """Steps that the gradient reaches, and on which path: a class of `flowalign.gradient_paths`."""
     start: Start = field(default_factory=FromRollouts)
     """Where samples come from: `FromRollouts` or `FromPhotos`."""
     loss: RewardLoss = field(default_factory=Maximise)
@@ -43,7 +43,7 @@ class Settings:
     on_failed_reward: OnFailure = "raise"
     """raise: a failed reward ends the run. drop_sample: the sample has no gradient; the mean stays
     over all."""
-    on_failed_check: checks.OnFailure = "raise"
+    on_failed_check: update_checks.OnFailure = "raise"
     """raise: a failed check of the first updates stops the run. warn: it is logged."""
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ class Settings:
             )
         if self.cost.inverts and self.relative is None:
             raise ValueError(
-                f"recipe.connection {type(self.connection).__name__} also adds noise, for which "
-                "control words swap: set recipe.relative, or directions to denoise"
+                f"recipe.gradient_path {type(self.gradient_path).__name__} also adds noise, for "
+                "which control words swap: set recipe.relative, or directions to denoise"
             )
 
     @property
@@ -67,12 +67,12 @@ class Settings:
 
     @property
     def cost(self) -> Cost:
-        """Return what the connection costs for one sample.
+        """Return what the gradient path costs for one sample.
 
         Raises:
-            ValueError: The connection asks for more than the start gives.
+            ValueError: The gradient path asks for more than the start gives.
         """
-        return cost(self.connection, self.start.num_steps)
+        return cost(self.gradient_path, self.start.num_steps)
 
     @property
     def examples_per_step(self) -> int:

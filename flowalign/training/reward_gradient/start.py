@@ -8,18 +8,18 @@ import torch
 from typing_extensions import override
 
 from flowalign.functional.transition import FlowSDE
-from flowalign.sampling.kept import Kept
+from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.settings import Sampling
-from flowalign.types import Policy, Request, SharedRows, Trajectory, conditioning
-from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
+from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
+from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 
 
 class Start(ABC):
-    """Makes the samples that a connection starts from."""
+    """Makes the samples that a gradient path starts from."""
 
     num_steps: int
-    """Denoising steps that a connection can replay; 0 without a rollout."""
+    """Denoising steps that a gradient path can replay; 0 without a rollout."""
     samples_per_prompt: int
     """Samples of each prompt."""
 
@@ -62,15 +62,15 @@ class FromRollouts(Start):
             samples_per_prompt=self.samples_per_prompt,
             micro_batch=self.micro_batch,
         )
-        return sample(policy, requests, cfg, (), generators, keep=Kept(states=None))
+        return sample(policy, requests, cfg, (), generators, keep=RolloutOutputs(states=None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromPhotos(Start):
     """Encodes the picture that each request names; nothing is sampled.
 
-    `recipe.prompts` is JSONL whose rows have a `prompt` and an `image`. Only connections that noise
-    the sample themselves can start here: DirectAlign.
+    `recipe.prompts` is JSONL whose rows have a `prompt` and an `image`. Only gradient paths that
+    noise the sample themselves can start here: DirectAlign.
 
     Source: SRPO, arXiv:2509.06942, which trains on fewer than 1,500 photos instead of rollouts.
     """
@@ -86,10 +86,11 @@ class FromPhotos(Start):
     @override
     def check(self, policy: Policy, requests: Sequence[Request]) -> None:
         policy.check_stored_media("recipe.start")
-        if policy.takes.references[1]:
+        if policy.input_spec.references[1]:
             raise ValueError(
                 f"recipe.start FromPhotos takes the image of a request as its sample, but "
-                f"{type(policy).__name__} is given it as a {policy.takes.kind}: use FromRollouts"
+                f"{type(policy).__name__} is given it as a {policy.input_spec.kind}: use "
+                "FromRollouts"
             )
         for request in requests:
             if len(request.references) != 1:
@@ -112,7 +113,7 @@ class FromPhotos(Start):
             sigmas=sigmas,
             eta=clean.new_zeros(count, 1),
             kernel=FlowSDE(),
-            cond=conditioning(policy, requests),
+            cond=encode_requests(policy, requests),
             requests=[request for request in requests for _ in range(self.samples_per_prompt)],
             group_size=self.samples_per_prompt,
             rows=SharedRows(torch.arange(count)[:, None].expand(-1, 2).contiguous()),

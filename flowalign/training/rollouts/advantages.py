@@ -1,87 +1,216 @@
-"""Turn the values of rollouts into advantages: credit each step, compare over all ranks."""
+"""Turn credit into advantages: compare it over all processes, by weights that thresholds change.
 
-from dataclasses import replace
+    credit of this process -> credit of all -> advantages and which are trained -> multipliers
 
-from jaxtyping import Bool, Float
+Credit has one column for each denoising step, or a single one for the outcome.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.credit.branch import extremes
-from flowalign.rewards.objectives import TransformedValues
-from flowalign.training.rollouts.comparison import (
-    GatheredCredit,
-    RewardComparison,
-    counted,
-    outcome_credit,
-)
-from flowalign.training.rollouts.settings import RolloutSettings
-from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import StepCredit
+from flowalign.credit.branch import mask_extremes
+from flowalign.distributed.processes import Processes
+from flowalign.functional.advantage import advantages, zero_spread_share
+from flowalign.rewards.composite import Rewards, drop_failed
+from flowalign.rewards.objectives import not_dominated
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
+from flowalign.types import Request, StepCredit
 
 
-def compute_credit(cfg: RolloutSettings, values: CompletionValues) -> StepCredit:
-    """Credit the transitions of this rank, requesting the values that the method needs.
+@dataclass(frozen=True)
+class GatheredCredit:
+    """Credit of all processes in rank order, and the rewards of their finished samples."""
 
-    Without a method, samples have the credit of their outcomes, in one column.
+    credit: StepCredit
+    """Credit whose mask leaves out transitions whose rewards failed."""
+    outcome: Float[Tensor, "n R"]
+    """Rewards of finished samples; NaN where a reward failed."""
+    train_mask: Bool[Tensor, "n T"]
+    """The mask of `credit` without samples that others dominate (Pareto)."""
+    local: slice
+    """Rows of this process's samples."""
+    num_dropped: int
+    """Number of transitions that are not trained because a reward failed."""
+
+
+@dataclass(frozen=True)
+class AdvantageEstimate:
+    """Advantages of all processes, and which transitions are trained."""
+
+    gathered: GatheredCredit
+    """Credit that was compared."""
+    advantage: Float[Tensor, "n T"]
+    """Advantage of each transition within its group, clipped."""
+    process: Float[Tensor, "n T"] | None
+    """Advantage of each process reward, compared by itself; None if credit has none."""
+    train_mask: Bool[Tensor, "n T"]
+    """Transitions that are trained: if only extremes are, those of each group."""
+    metrics: Mapping[str, float]
+    """Rewards, their spread in groups, and weights that thresholds change."""
+
+    @property
+    def size_metrics(self) -> dict[str, float]:
+        """Return the mean size of advantages."""
+        mask = self.gathered.credit.mask
+        size = float(self.advantage[mask].abs().mean()) if mask.any() else 0.0
+        return {"adv_abs_mean": size}
+
+    @property
+    def transition_metrics(self) -> dict[str, float]:
+        """Return the number of transitions that can be trained, and of those that cannot."""
+        return {
+            "transitions": float(self.gathered.credit.mask.sum()),
+            "transitions_dropped": float(self.gathered.num_dropped),
+        }
+
+
+class AdvantageEstimator:
+    """Compares credit within groups, by weights that thresholds change from step to step."""
+
+    def __init__(self, cfg: AdvantageConfig, rewards: Rewards, processes: Processes):
+        self.cfg, self.rewards, self.processes = cfg, rewards, processes
+        self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
+        """Lagrange multipliers of reward dimensions that are held near thresholds."""
+
+    @property
+    def weights(self) -> Float[Tensor, "R"]:
+        """Return this step's reward weights: those of the run file, times the multipliers."""
+        base = self.rewards.weights
+        return base if self.multipliers is None else self.multipliers.scale(base)
+
+    def estimate(
+        self, credit: StepCredit, outcome: Float[Tensor, "local R"], group_size: int
+    ) -> AdvantageEstimate:
+        """Gather the credit of all processes and compare it; of groups, only pooled ones span them.
+
+        `outcome` are the raw rewards of this process's finished samples, prompt after prompt.
+        """
+        gathered = self._gather(credit, outcome, group_size)
+        credit, mask = gathered.credit, gathered.train_mask
+        advantage, process = self._compare(credit), None
+        if credit.process is not None:
+            process = self._compare(replace(credit, value=credit.process))
+        if self.cfg.extremes is not None:
+            mask = mask_extremes(advantage[..., None], credit.group, mask, self.cfg.extremes)
+        return AdvantageEstimate(gathered, advantage, process, mask, self._metrics(gathered))
+
+    def learn(self, outcome: Float[Tensor, "n R"]) -> None:
+        """Move the multipliers after a step with these rewards of all processes' samples."""
+        if self.cfg.thresholds is not None and self.multipliers is not None:
+            self.multipliers = self.cfg.thresholds.after(self.multipliers, outcome)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON values."""
+        return {"multipliers": self.multipliers and self.multipliers.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the multipliers of a checkpoint."""
+        if self.multipliers and state["multipliers"]:
+            self.multipliers = self.multipliers.restore(state["multipliers"])
+
+    def _gather(
+        self, credit: StepCredit, outcome: Float[Tensor, "local R"], group_size: int
+    ) -> GatheredCredit:
+        rewards, gather = self.rewards, self.processes.gather
+        # Ids of groups must differ between processes: the rank takes the upper bits.
+        rank_id, prompt = self.processes.rank << 40, torch.arange(len(outcome)) // group_size
+        usable = _usable(rewards, credit.value)
+        if credit.process is not None:
+            usable = usable & _usable(rewards, credit.process)
+        usable = drop_failed(usable, group_size, rewards.on_failure)
+        value, requested = gather(credit.value), gather(credit.mask)
+        process = None if credit.process is None else gather(credit.process)
+        mask, outcome = gather(credit.mask & usable), gather(outcome)
+        kept = not_dominated(self.cfg.pareto, outcome, gather(prompt + rank_id), rewards)
+        counts = gather(torch.tensor([len(prompt)]))
+        start = int(counts[: self.processes.rank].sum())
+        return GatheredCredit(
+            credit=StepCredit(value, self._groups(credit, prompt), mask, process=process),
+            outcome=outcome,
+            train_mask=mask & kept[:, None],
+            local=slice(start, start + len(prompt)),
+            num_dropped=int((requested & ~mask).sum()),
+        )
+
+    def _compare(self, credit: StepCredit) -> Float[Tensor, "n T"]:
+        """Return the gathered credit of all transitions, each compared with its group, clipped."""
+        cfg = self.cfg
+        found = advantages(
+            credit.value.nan_to_num(),
+            credit.group,
+            credit.mask,
+            self.weights,
+            scale=cfg.scale,
+            combine=cfg.combine,
+            std_floor=cfg.std_floor,
+            correction=cfg.std_correction,
+        )
+        return found if cfg.clip is None else found.clamp(-cfg.clip, cfg.clip)
+
+    def _groups(self, credit: StepCredit, prompt: Int[Tensor, "local"]) -> Int[Tensor, "n T"]:
+        """Return the group ids of all processes: those given with credit, or of a wider scale."""
+        if self.cfg.scale == "pooled":
+            return self.processes.gather(
+                torch.arange(credit.group.shape[1]).expand_as(credit.group)
+            )
+        joint = self.cfg.scale == "joint"
+        group = prompt[:, None].expand_as(credit.group) if joint else credit.group
+        return self.processes.gather(group + (self.processes.rank << 40))
+
+    def _metrics(self, gathered: GatheredCredit) -> dict[str, float]:
+        """Return rewards, the share of dominated transitions, and weights that changed."""
+        cfg, metrics = self.cfg, reward_metrics(self.rewards, gathered)
+        if cfg.pareto != "off":
+            candidates = gathered.credit.mask.sum().clamp(min=1)
+            metrics["dominated"] = 1 - float(gathered.train_mask.sum() / candidates)
+        if cfg.thresholds:
+            scaled = zip(self.rewards.dims, self.weights.tolist(), strict=True)
+            metrics |= {f"weight/{dim}": w for dim, w in scaled if dim in cfg.thresholds.at}
+        return metrics
+
+
+def _usable(rewards: Rewards, value: Float[Tensor, "n T R"]) -> Bool[Tensor, "n T"]:
+    """Return for which transitions all weighted dimensions are known."""
+    return rewards.usable(value.isfinite().flatten(0, 1)).view(value.shape[:2])
+
+
+def outcome_credit(outcome: Float[Tensor, "n R"], group_size: int) -> StepCredit:
+    """Return the credit of samples for their outcomes, in one column; prompts are the groups."""
+    group = (torch.arange(len(outcome)) // group_size)[:, None]
+    return StepCredit(outcome[:, None], group, torch.ones_like(group, dtype=torch.bool))
+
+
+def mask_unused_rewards(
+    value: Float[Tensor, "n *T R"], dims: Sequence[str], requests: Sequence[Request]
+) -> Float[Tensor, "n *T R"]:
+    """Return credit with 0 for reward dimensions that a sample was not asked for.
+
+    All samples of a group are asked for the same dimensions, so zeros compare none of them.
     """
-    trajectory = values.trajectory
-    transformed = TransformedValues(values, values.rewards.dims, cfg.value_transform, trajectory)
-    if cfg.credit is not None:
-        credit = cfg.credit(trajectory, transformed)
-    else:
-        last = transformed([trajectory.num_steps])[:, 0]
-        credit = outcome_credit(last, trajectory.group_size)
-    own = counted(credit.value, values.rewards.dims, trajectory.requests)
-    return replace(credit, value=own)
+    own = [request.conditioned.dims if request.conditioned else () for request in requests]
+    if not any(own):
+        return value
+    rows = torch.tensor([[not some or dim in some for dim in dims] for some in own])
+    return value.where(rows.view(len(rows), *[1] * (value.ndim - 2), len(dims)), 0.0)
 
 
-def gather_credit(
-    comparison: RewardComparison, values: CompletionValues, credit: StepCredit
-) -> GatheredCredit:
-    """Gather the credit of all ranks, with the rewards of their finished samples."""
-    trajectory = values.trajectory
-    outcome = values([trajectory.num_steps])[:, 0]
-    return comparison.gather(credit, outcome, trajectory.group_size)
-
-
-def compute_advantages(
-    cfg: RolloutSettings, comparison: RewardComparison, credit: StepCredit
-) -> Float[Tensor, "n T"]:
-    """Return the advantages of all transitions, each compared with its group, clipped."""
-    return comparison.advantages(credit).clamp(-cfg.advantage_clip, cfg.advantage_clip)
-
-
-def process_advantages(
-    cfg: RolloutSettings, comparison: RewardComparison, credit: StepCredit
-) -> Float[Tensor, "n T"] | None:
-    """Return the advantages of process rewards, compared by themselves; None without any."""
-    if credit.process is None:
-        return None
-    return compute_advantages(cfg, comparison, replace(credit, value=credit.process))
-
-
-def chosen_transitions(
-    cfg: RolloutSettings, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
-) -> Bool[Tensor, "n T"]:
-    """Return which transitions of all ranks are trained, if only extremes those of each group."""
-    if cfg.extremes is None:
-        return gathered.trained
-    return extremes(advantage[..., None], gathered.credit.group, gathered.trained, cfg.extremes)
-
-
-def credit_metrics(
-    comparison: RewardComparison, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
-) -> dict[str, float]:
-    """Return rewards, their spread in groups, and the size of advantages, over all ranks."""
-    mask = gathered.credit.mask
+def reward_metrics(rewards: Rewards, gathered: GatheredCredit) -> dict[str, float]:
+    """Return rewards and their spread in groups, over all processes."""
+    credit, outcome = gathered.credit, gathered.outcome
+    usable = rewards.usable(outcome.isfinite())
+    mean = dict(zip(rewards.dims, outcome.nanmean(0).tolist(), strict=True))
+    weighted = (outcome.nan_to_num() @ rewards.weights)[usable]
+    total, trains = credit.value.nan_to_num() @ rewards.weights, bool(credit.mask.any())
+    flat = zero_spread_share(total[credit.mask], credit.group[credit.mask]) if trains else 1.0
     return {
-        **comparison.metrics(gathered),
-        "adv_abs_mean": float(advantage[mask].abs().mean()) if mask.any() else 0.0,
-    }
-
-
-def transition_metrics(gathered: GatheredCredit) -> dict[str, float]:
-    """Return how many transitions of all ranks can be trained, and how many cannot."""
-    return {
-        "transitions": float(gathered.credit.mask.sum()),
-        "transitions_dropped": float(gathered.num_dropped),
+        **{f"reward/{dim}": value for dim, value in mean.items()},
+        "reward_mean": float(weighted.mean()) if len(weighted) else float("nan"),
+        "reward_std": float(weighted.std(correction=0)) if len(weighted) else float("nan"),
+        "reward_invalid": float(1 - usable.float().mean()),
+        "zero_std_ratio": flat,
     }

@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.credit.critic import Learned
+from flowalign.credit.critic import FittedCritic
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.completion import CompletionRequest, complete
-from flowalign.sampling.kept import Kept
+from flowalign.sampling.complete_states import CompletionRequest, complete
+from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Accelerated, Policy, Request, Trajectory
+from flowalign.types import Policy, Request, Trajectory
 from flowalign.utils.seeds import generator
 
 
@@ -27,7 +27,7 @@ def collect_rollouts(
     requests: Sequence[Request],
     seed: int,
     step: int,
-    critic: Learned | None = None,
+    critic: FittedCritic | None = None,
 ) -> CompletionValues:
     """Sample this rank's share of the requests, and return the values of their trajectories.
 
@@ -72,8 +72,9 @@ def sample_prompts(
 
     All ranks share the window; noise belongs to the request.
     """
+    # Noise belongs to the position of a request, so that ranks and batches draw the same.
     window = cfg.window(step, generator(seed, "window", step))
-    with _reduced(cfg.sampling, learner.policy):
+    with _use_precision(cfg.sampling, learner.policy):
         return sample(
             learner.policy,
             [requests[i] for i in indices],
@@ -81,17 +82,19 @@ def sample_prompts(
             window,
             [generator(seed, "noise", step, i) for i in indices],
             finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
-            keep=Kept(
-                states=cfg.kept(window), features=cfg.observed(window), means=cfg.needs_means
+            keep=RolloutOutputs(
+                states=cfg.kept_states(window),
+                features=cfg.observed_states(window),
+                means=cfg.needs_means,
             ),
         )
 
 
-def _reduced(sampling: Sampling, policy: Policy) -> AbstractContextManager[None]:
+def _use_precision(sampling: Sampling, policy: Policy) -> AbstractContextManager[None]:
     """Compute in the precision of rollouts inside this context, if it is not the policy's."""
-    if sampling.precision is None or not isinstance(policy, Accelerated):
+    if sampling.precision is None or policy.network is None:
         return nullcontext()
-    return policy.reduced(sampling.precision)
+    return policy.network.reduce_precision(sampling.precision)
 
 
 def completion_values(
@@ -99,7 +102,7 @@ def completion_values(
     learner: Learner,
     rewards: Rewards,
     trajectory: Trajectory,
-    critic: Learned | None = None,
+    critic: FittedCritic | None = None,
 ) -> CompletionValues:
     """Return the value function that the recipe's credit method queries for a trajectory."""
     size = cfg.sampling.micro_batch
@@ -107,14 +110,14 @@ def completion_values(
         learner.policy,
         rewards,
         trajectory,
-        finish=lambda requests: finished(learner, trajectory, requests, size),
+        finish=lambda requests: finish_states(learner, trajectory, requests, size),
         how=cfg.completion,
         micro_batch=size,
         critic=critic,
     )
 
 
-def finished(
+def finish_states(
     learner: Learner,
     trajectory: Trajectory,
     requests: Sequence[CompletionRequest],

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.completion import take
+from flowalign.sampling.complete_states import take_rows
 from flowalign.types import LatentReward, Policy, Trajectory
 
 
@@ -30,7 +30,7 @@ def latent_scores(
     states = trajectory.unique_states(k).split(micro_batch)
     with rewards.costs.paused():  # which would count evaluations that stop early as whole ones
         parts = [
-            reward.score(x, trajectory.sigmas[k], take(trajectory.cond, row)).float().cpu()
+            reward.score(x, trajectory.sigmas[k], take_rows(trajectory.cond, row)).float().cpu()
             for x, row in zip(states, asked.split(micro_batch), strict=True)
         ]
     rewards.costs.sampling_evaluations += round(reward.evaluation_share * len(rows))

@@ -1,71 +1,59 @@
-"""Define the settings of rollouts: what is sampled, how it is credited and compared."""
+"""Define the rollouts of a step: how samples are drawn, valued, credited and compared."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 
 from flowalign.credit.critic import Critic
 from flowalign.credit.outcome import Outcome
-from flowalign.functional.completion import Completion
-from flowalign.sampling.completion import CompletionRequest, CreditRequirements, credit_requirements
+from flowalign.sampling.complete_states import (
+    CompletionRequest,
+    CreditRequirements,
+    credit_requirements,
+)
 from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.settings import Sampling
-from flowalign.training.rollouts.comparison import Comparison
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import CreditEstimator, Trajectory, plain_requests
-from flowalign.utils.ranges import PositiveFloat, PositiveInt
+from flowalign.types.completion import Completion
+
+SEVERAL = 10**6
+"""A late step of a loop, whose window is checked like that of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSettings(Comparison, ABC):
-    """Configures what to sample, how to credit it, and how credit becomes advantages."""
-
-    key: ClassVar[str] = "recipe"
-    """Key of these settings in run files, for messages."""
-    clips_process: ClassVar[bool] = False
-    """Whether process rewards can be trained beside the credit of outcomes, clipped apart."""
+class RolloutSettings:
+    """Rollouts that a recipe or a data source composes from its settings."""
 
     sampling: Sampling
-    """How the trajectories of a prompt are drawn."""
-    credit: CreditEstimator | None
-    """Method that assigns credit to denoising steps, a class of `flowalign.credit`. Null: a sample
-    has the credit of its outcome."""
+    """Sampler of the trajectories of a prompt."""
+    credit: CreditEstimator | None = None
+    """Method that assigns credit to denoising steps. None: a sample has the credit of its
+    outcome."""
     completion: Completion = field(default_factory=Completion)
-    """How intermediate states are completed when the credit method requests their values."""
+    """Completion of intermediate states whose values the credit method requests."""
     critic: Critic | None = None
-    """Regression that predicts outcomes from the denoiser's features, for credit that reads its
-    predictions. Null: none."""
-    prompts_per_step: PositiveInt = 8
-    """P, prompts of a step over all processes together."""
-    rollout_batch_prompts: PositiveInt | None = None
-    """Prompts of a process that are sampled together; rewards of one batch are computed while the
-    next is sampled. Null: all of them. Changes time and memory, not the update."""
-    advantage_clip: PositiveFloat = 5.0
-    """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
-    extremes: PositiveInt | None = None
-    """Number of the best and of the worst of each group that are trained (DanceGRPO for videos: 4
-    of 24), by their advantage among all. Null: all are."""
+    """Regression that predicts outcomes, for credit that reads its predictions."""
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Comparison of credit."""
+    prompts_per_step: int = 8
+    """Prompts of a step over all processes together."""
+    rollout_batch_prompts: int | None = None
+    """Prompts of a process that are sampled together. None: all of them."""
+    key: str = "recipe"
+    """Key of the settings in run files, for messages."""
+    keeps: Literal["credited", "trained", "all"] = "credited"
+    """States that a rollout keeps: those of credit, those of trained steps also, or all."""
+    needs_means: bool = False
+    """Whether a rollout keeps the means of trained transitions."""
+    clips_process: bool = False
+    """Whether process rewards can be trained next to the credit of outcomes, clipped separately."""
 
-    @abstractmethod
-    def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states that a rollout keeps, if `steps` are trained."""
-
-    @property
-    @abstractmethod
-    def needs_means(self) -> bool:
-        """Return whether a rollout keeps the means of trained transitions."""
-
-    def check_comparison(self) -> None:
-        """Raise ValueError if samples cannot be compared so."""
-        size = self.sampling.samples_per_prompt
-        self.check_groups(self.key, size)
-        if self.extremes is not None and 2 * self.extremes > size:
-            raise ValueError(
-                f"{self.key}.extremes is {self.extremes}: the best and the worst {self.extremes} "
-                f"are more than the {size} samples of a prompt"
-            )
+    def check_groups(self) -> None:
+        """Raise ValueError if the samples of a prompt cannot be compared."""
+        self.advantages.check_groups(self.key, self.sampling.samples_per_prompt)
 
     @property
     def num_samples(self) -> int:
@@ -86,6 +74,15 @@ class RolloutSettings(Comparison, ABC):
         sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
         return empty_trajectory(self.sampling, steps, plain_requests([""]), sigmas)
 
+    def kept_states(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the indices of the states that a rollout keeps, if `steps` are trained."""
+        if self.keeps == "all":
+            return tuple(range(self.sampling.num_steps + 1))
+        trained = {*steps, *(k + 1 for k in steps)} if self.keeps == "trained" else set[int]()
+        needs = self.requirements(steps)
+        started = {k for k, how in needs.requested if not how.follows_rollout}
+        return tuple(sorted({self.sampling.num_steps, *trained, *started, *needs.read}))
+
     def requested(self, steps: Sequence[int]) -> tuple[CompletionRequest, ...]:
         """Return the states that the credit method values.
 
@@ -99,19 +96,13 @@ class RolloutSettings(Comparison, ABC):
         """Return the number of earlier steps whose outcomes the credit method compares with."""
         return self.requirements(self.window(0)).history
 
-    def credited(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states that credit starts from or reads, and of the last."""
-        needs = self.requirements(steps)
-        started = {k for k, how in needs.requested if not how.follows_rollout}
-        return tuple(sorted({self.sampling.num_steps, *started, *needs.read}))
-
-    def observed(self, steps: Sequence[int]) -> tuple[int, ...]:
+    def observed_states(self, steps: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the states whose features a rollout keeps."""
         return tuple(sorted(self.requirements(steps).observed))
 
     def refuse_features(self) -> None:
         """Raise ValueError for credit that reads features of all tokens on one process."""
-        if self.observed(self.window(0)):
+        if self.observed_states(self.window(0)):
             raise ValueError(
                 f"{self.key}.credit reads features of the denoiser, whose tokens "
                 "sharding.context_degree divides: set it to 1, or take credit without a critic"
@@ -125,14 +116,14 @@ class RolloutSettings(Comparison, ABC):
         """
         method = self.credit or Outcome()
         needs = credit_requirements(method, self.empty_trajectory(steps), self.completion)
-        if needs.credit.normalised != (self.advantage_scale == "given"):
+        if needs.credit.normalised != (self.advantages.scale == "given"):
             advised = (
                 "advantages: set it to given"
                 if needs.credit.normalised
                 else "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
             )
             raise ValueError(
-                f"{self.key}.advantage_scale is {self.advantage_scale}, but "
+                f"{self.key}.advantages.scale is {self.advantages.scale}, but "
                 f"{type(method).__name__} gives {advised}"
             )
         if needs.credit.process is not None and not self.clips_process:

@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.credit.critic import Learned
-from flowalign.functional.completion import Completion
+from flowalign.credit.critic import FittedCritic
 from flowalign.rewards.composite import Rewards, Scoring
-from flowalign.sampling.completion import CompletionRequest
+from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.training.rollouts.latent_values import latent_scores
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.types import (
@@ -21,6 +20,7 @@ from flowalign.types import (
     Trajectory,
     ValueFunction,
 )
+from flowalign.types.completion import Completion
 from flowalign.utils.stages import stage
 
 
@@ -50,7 +50,7 @@ class CompletionValues(ValueFunction):
         finish: Callable[[Sequence[CompletionRequest]], Mapping[CompletionRequest, Tensor]],
         how: Completion,
         micro_batch: int,
-        critic: Learned | None = None,
+        critic: FittedCritic | None = None,
     ):
         self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
         self.finish, self.how, self.micro_batch = finish, how, micro_batch
@@ -91,7 +91,7 @@ class CompletionValues(ValueFunction):
         assert self.critic is not None, "settings are refused without the critic that credit reads"
         trajectory, num_rewards = self.trajectory, len(self.rewards.dims)
         found = [
-            self.critic.predicted(k, trajectory.features(k), trajectory.prompt, num_rewards)
+            self.critic.predict(k, trajectory.features(k), trajectory.prompt, num_rewards)
             for k in ks
         ]
         return torch.stack(found, 1)

@@ -67,13 +67,14 @@ def family(request) -> Family:
 
 
 @pytest.fixture(scope="session")
-def _loaded() -> dict[str, Any]:
+def _loaded() -> dict[tuple[type, str], Any]:
     return {}
 
 
 @pytest.fixture
 def plain(family, _loaded) -> Any:
     """The family's policy as it is loaded, shared: only for tests that change nothing in it."""
-    if family.path not in _loaded:
-        _loaded[family.path] = family.new()
-    return _loaded[family.path]
+    key = family.cls, family.path  # AnyFlow wraps the same folders
+    if key not in _loaded:
+        _loaded[key] = family.new()
+    return _loaded[key]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.any_flow import AnyFlow, Call
-from pipelines.weights import Lora
+from pipelines.any_pipeline.any_flow import AnyFlow, Call
+from pipelines.network.weights import Lora
 from tests.fixtures.embedded import FOLDER
 from tests.fixtures.families import SD3_FAMILY, TINY_SD3, Family, official_sd3
 from tests.fixtures.policy_contract import PictureContract

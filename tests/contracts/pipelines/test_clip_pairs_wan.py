@@ -8,10 +8,10 @@ from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.method import ClipPair
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.types import plain_requests
+from pipelines.families.wan import Wan
 from pipelines.video import Video
-from pipelines.wan import Wan
 from tests.fixtures.tiny_video import build_wan
 from tests.fixtures.video_pixel import Warmth
 
@@ -60,7 +60,7 @@ def test_outside_the_mask_latents_are_the_clips_own(regenerator, clips):
 
 
 def test_from_pure_noise_a_clip_is_what_the_sampler_makes_of_that_noise(regenerator, clips):
-    noise = regenerator.noise("x", clips)
+    noise = regenerator.draw_noise("x", clips)
     sigma = regenerator.policy.schedule(10)[0]
 
     class Given(type(regenerator.policy)):
@@ -71,5 +71,5 @@ def test_from_pure_noise_a_clip_is_what_the_sampler_makes_of_that_noise(regenera
     policy = object.__new__(Given)
     policy.__dict__ = regenerator.policy.__dict__
     expected = generate(policy, clips.requests, 10, [torch.Generator()] * 2, 2)
-    got = regenerator.regenerated(clips, noise, torch.tensor([0, 0]))
+    got = regenerator.regenerate(clips, noise, torch.tensor([0, 0]))
     torch.testing.assert_close(got, expected)

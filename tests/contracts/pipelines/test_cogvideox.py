@@ -5,8 +5,8 @@ import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
 from flowalign.functional.diffusion import flow_velocity, norm
-from flowalign.functional.matching import per_row
-from pipelines.cogvideox import LORA, CogVideoX
+from flowalign.functional.transition import per_row
+from pipelines.families.cogvideox import LORA, CogVideoX
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -199,7 +199,7 @@ def test_the_pipeline_that_throws_frames_away_is_refused(tmp_path):
 
 
 def test_the_plan_of_a_clip_reads_no_weights_and_counts_its_tokens(monkeypatch, family):
-    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
     plan = of_clips(CogVideoX, family.path, num_frames=17, height=32, width=48).plan()
     assert plan.latent_shape == (4, 5, 4, 6)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flowalign.distributed.processes import join
-from pipelines.wan import Wan
-from pipelines.wan22 import Wan22
-from pipelines.wan22_i2v import Wan22I2V, WanTI2V
-from pipelines.weights import ATTENTION, Lora
+from pipelines.families.wan import Wan
+from pipelines.families.wan22 import Wan22, Wan22I2V
+from pipelines.families.wan_i2v import WanTI2V
+from pipelines.network.weights import ATTENTION, Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import requests_for
 from tests.fixtures.ranks import on_ranks
@@ -49,7 +49,7 @@ def _computed(processes, new, folder, divided):
     move(policy)
     if divided:
         together = join("cpu", 2)
-        policy.divide_context(together.context.mesh, together.rendezvous.in_step)
+        policy.network.divide_context(together.context.mesh, together.scheduler.wait_for_group)
     cond = policy.encode(requests_for(policy, ["a red ball", "two cats on a sofa"]))
     x = policy.noise(2, torch.Generator().manual_seed(1)).requires_grad_()
     sigma = torch.tensor([0.95, 0.2])

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipelines.cogvideox import CogVideoX
-from pipelines.flux1 import Flux1
-from pipelines.hunyuan import HunyuanVideo
-from pipelines.ltx import LTX
-from pipelines.sd3 import SD3
-from pipelines.sd15 import SD15
-from pipelines.sdxl import SDXL
-from pipelines.wan import Wan
-from pipelines.wan22 import Wan22
-from pipelines.wan_i2v import WanI2V
+from pipelines.families.cogvideox import CogVideoX
+from pipelines.families.flux1 import Flux1
+from pipelines.families.hunyuan import HunyuanVideo
+from pipelines.families.ltx import LTX
+from pipelines.families.sd3 import SD3
+from pipelines.families.sd15 import SD15
+from pipelines.families.sdxl import SDXL
+from pipelines.families.wan import Wan
+from pipelines.families.wan22 import Wan22
+from pipelines.families.wan_i2v import WanI2V
 from tests.fixtures.families import TINY_SD3
 from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from assets.shapes.world import render
-from flowalign.functional.resizing import covering, hole_within
+from flowalign.functional.resizing import hole_within, resize_to_cover
 from flowalign.types import Reference
-from pipelines.references import cropped
+from pipelines.parts.references import crop_reference
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.families import assert_one_time_per_row
 
@@ -30,15 +30,15 @@ def test_pictures_of_the_embedded_model_survive_the_round_trip():
 def test_a_wide_picture_is_cut_at_both_sides_and_not_squeezed():
     """12 x 4 into 4 x 4: columns 4 to 7 of a ramp, untouched since the height fits."""
     ramp = (torch.arange(12.0) / 12).expand(1, 3, 4, 12)
-    assert torch.equal(covering(ramp, 4, 4), ramp[..., 4:8])
+    assert torch.equal(resize_to_cover(ramp, 4, 4), ramp[..., 4:8])
 
 
 def test_a_large_picture_is_averaged_and_a_small_one_enlarged_to_cover():
     stripes = torch.tensor([0.0, 1.0]).repeat(32).expand(2, 3, 96, 64)
-    smaller = covering(stripes, 16, 16)
+    smaller = resize_to_cover(stripes, 16, 16)
     assert smaller.shape == (2, 3, 16, 16)
     torch.testing.assert_close(smaller[..., 2:-2], torch.full((2, 3, 16, 12), 0.5))
-    larger = covering(stripes[..., :9, :7], 20, 31)
+    larger = resize_to_cover(stripes[..., :9, :7], 20, 31)
     assert larger.shape == (2, 3, 20, 31)
     assert larger.min() >= 0
     assert larger.max() <= 1
@@ -71,5 +71,5 @@ def test_a_hole_counts_where_the_crop_keeps_it():
 
 def test_a_crop_has_a_pixel_at_least():
     thin = Reference("thin", "5 x 1", lambda: torch.rand(1, 3, 5, 1))
-    assert cropped(thin, 3.0).size == (1, 1)
-    assert cropped(thin, 0.5).size == (1, 2)
+    assert crop_reference(thin, 3.0).size == (1, 1)
+    assert crop_reference(thin, 0.5).size == (1, 2)

@@ -6,12 +6,13 @@ from diffusers import LTXPipeline, WanPipeline
 from torch import nn
 from torch.nn import functional as F
 
-from flowalign.types import Quantization
-from pipelines.estimates import encoder_bytes, hollow, peak_bytes
-from pipelines.hunyuan import HunyuanVideo
-from pipelines.ltx import LTX
+from flowalign.types import Quantization, Setup
+from pipelines.families.hunyuan import HunyuanVideo
+from pipelines.families.ltx import LTX
+from pipelines.families.wan import Wan
+from pipelines.parts.folder import Folder
+from pipelines.parts.memory import peak_bytes
 from pipelines.video import Memory, Video, decode_bytes
-from pipelines.wan import Wan
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +49,8 @@ def test_the_peak_of_a_network_by_hand():
     assert peak_bytes(lambda: F.silu(layer(x))) == 4 * 2 * 105
 
 
-def test_a_hollow_pipeline_decodes_what_has_no_values():
-    vae = hollow(WanPipeline, WAN).vae
+def test_a_vae_on_the_meta_device_decodes_what_has_no_values():
+    vae = Folder(WanPipeline, WAN).vae_on_meta()
     assert {p.device.type for p in vae.parameters()} == {"meta"}
     frames = vae.decode(torch.empty(1, 16, 3, 4, 4, device="meta"), return_dict=False)[0]
     assert frames.shape == (1, 3, 9, 32, 32)
@@ -58,16 +59,16 @@ def test_a_hollow_pipeline_decodes_what_has_no_values():
 def test_encoders_are_counted_as_the_loaded_ones():
     loaded = LTXPipeline.from_pretrained(LTX_FOLDER, transformer=None, vae=None).text_encoder
     count = sum(p.numel() for p in loaded.parameters())
-    assert encoder_bytes(ltx()) == 4 * count
+    assert ltx().text_encoder.stored_bytes() == 4 * count
     policy = ltx()
-    policy.quantization = Quantization(text_encoders="nf4")
-    assert count / 2 < encoder_bytes(policy) < 4 * count
+    policy.network.setup = Setup(quantization=Quantization(text_encoders="nf4"))
+    assert count / 2 < policy.text_encoder.stored_bytes() < 4 * count
 
 
 def test_decoding_more_frames_at_a_time_takes_more():
     policy, shape = ltx(), (8, 5, 16, 24)
     some, more, whole = (
-        decode_bytes(policy, Memory(decode_frames=frames), shape) for frames in (1, 3, None)
+        decode_bytes(policy.codec, Memory(decode_frames=frames), shape) for frames in (1, 3, None)
     )
     assert some < more < whole
 
@@ -81,18 +82,18 @@ def test_the_estimate_for_hunyuan_is_what_decoding_holds(size):
     policy.load(torch.device("cpu"))
     x = policy.noise(1, torch.Generator().manual_seed(3))
     held = peak_bytes(lambda: policy.decode(x))
-    estimate = decode_bytes(policy, memory, policy.latent_shape)
+    estimate = decode_bytes(policy.codec, memory, policy.latent_shape)
     assert estimate == pytest.approx(held, rel=0.05)
-    few = decode_bytes(policy, Memory(decode_frames=1), policy.latent_shape)
+    few = decode_bytes(policy.codec, Memory(decode_frames=1), policy.latent_shape)
     assert estimate > 1.1 * few
 
 
 def test_a_larger_video_takes_more_and_tiles_take_less():
     policy = Wan(WAN, video=Video(height=480, width=832, num_frames=9, fps=8.0))
     shape = (16, 3, 60, 104)
-    whole, tiles = (decode_bytes(policy, Memory(tile=tile), shape) for tile in (False, True))
+    whole, tiles = (decode_bytes(policy.codec, Memory(tile=tile), shape) for tile in (False, True))
     assert 0.1 * whole < tiles < 0.5 * whole, "a tile is 32 x 32 of 60 x 104 latents"
-    assert decode_bytes(policy, Memory(), (16, 3, 30, 104)) < 0.6 * whole
+    assert decode_bytes(policy.codec, Memory(), (16, 3, 30, 104)) < 0.6 * whole
 
 
 def test_the_plan_says_what_the_policy_could_be_told():
@@ -107,7 +108,7 @@ def test_the_plan_says_what_the_policy_could_be_told():
     saved = {saving.part: saving.saved_bytes for saving in plan.savings}
     recomputed = ltx(gradient_checkpointing=True).plan()
     assert saved["activations"] == plan.activation_bytes - recomputed.activation_bytes > 0
-    vae = 4 * sum(p.numel() for p in hollow(LTXPipeline, LTX_FOLDER).vae.parameters())
+    vae = 4 * sum(p.numel() for p in Folder(LTXPipeline, LTX_FOLDER).vae_on_meta().parameters())
     assert vae > 0, "in float32, and counted with the encoders of text"
     assert saved["text encoders"] == plan.text_bytes - vae > 0
     assert plan.decodes_together
@@ -117,7 +118,7 @@ def test_the_plan_says_what_the_policy_could_be_told():
 def test_what_a_policy_does_already_is_no_advice():
     plan = ltx(gradient_checkpointing=True, offload_text=True, slice=True).plan()
     assert {saving.part for saving in plan.savings} == {"weights"}
-    vae = 4 * sum(p.numel() for p in hollow(LTXPipeline, LTX_FOLDER).vae.parameters())
+    vae = 4 * sum(p.numel() for p in Folder(LTXPipeline, LTX_FOLDER).vae_on_meta().parameters())
     assert (plan.text_bytes, plan.decodes_together) == (vae, False)
     assert plan.offloaded_bytes == ltx().plan().text_bytes - vae > 0
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flowalign.training.reference import unguided
-from pipelines.flux1 import LORA, Flux1
+from pipelines.families.flux1 import LORA, Flux1
 from tests.fixtures.families import (
     GOLDEN,
     assert_official,

@@ -7,8 +7,8 @@ import torch
 from diffusers import FluxKontextPipeline
 
 from flowalign.types import Request
-from pipelines.flux1_kontext import Flux1Kontext
-from pipelines.weights import Lora
+from pipelines.families.flux1_kontext import Flux1Kontext
+from pipelines.network.weights import Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import assert_official, noise, ours, without_gradient
 from tests.fixtures.pictures import EDITS, picture

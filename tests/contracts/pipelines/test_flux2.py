@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipelines.flux2 import LORA, Flux2
+from pipelines.families.flux2 import LORA, Flux2
 from tests.fixtures.embedded import move
 from tests.fixtures.families import Family, assert_official, noise, without_gradient
 from tests.fixtures.image_families import flux2_family

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.flux2_klein import Flux2Klein
+from pipelines.families.flux2_klein import Flux2Klein
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -77,5 +77,5 @@ def test_guidance_is_refused_where_the_folder_says_that_it_is_distilled(tmp_path
 
 def test_dev_is_refused_before_weights_with_the_policy_that_takes_it(tmp_path):
     path = build_flux2(tmp_path, klein=True, guidance_embeds=True)
-    with pytest.raises(ValueError, match=r"takes guidance .*\n.*pipelines.flux2.Flux2,"):
+    with pytest.raises(ValueError, match=r"takes guidance .*\n.*pipelines.Flux2,"):
         Flux2Klein(path, height=32, width=32).plan()

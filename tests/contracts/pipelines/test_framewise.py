@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipelines.framewise import windows
+from pipelines.parts.framewise import decode_windows
 
 
 def seen_frames(z):
@@ -35,13 +35,13 @@ def test_a_decoder_that_looks_no_further_than_one_frame_back_decodes_as_at_once(
         held.append(window.shape[2])
         return lines(window)
 
-    made = torch.cat(list(windows(decode, z, size, 4)), dim=2)
+    made = torch.cat(list(decode_windows(decode, z, size, 4)), dim=2)
     torch.testing.assert_close(made, lines(z), atol=1e-6, rtol=0)
     assert max(held) == min(size + 1, frames)
 
 
 def test_latents_that_fit_one_window_are_decoded_once():
-    pieces = list(windows(lines, latents(5), 4, 4))
+    pieces = list(decode_windows(lines, latents(5), 4, 4))
     assert len(pieces) == 1
     assert torch.equal(pieces[0], lines(latents(5)))
 
@@ -59,7 +59,7 @@ def test_windows_fade_into_each_other_by_hand():
         calls.append(window.flatten().tolist())
         return seen_frames(window) + 100 * (len(calls) - 1)
 
-    pieces = [piece.flatten().tolist() for piece in windows(decode, z, 4, 2)]
+    pieces = [piece.flatten().tolist() for piece in decode_windows(decode, z, 4, 2)]
     assert calls == [[0, 1, 2, 3, 4], [3, 4, 5, 6, 7], [6, 7, 8]]
     assert pieces == [
         [0, 1, 1, 2, 2, 3, 3],
@@ -76,7 +76,7 @@ def test_pieces_are_made_one_after_the_other():
         calls.append(window.shape[2])
         return lines(window)
 
-    pieces = windows(decode, latents(11), 2, 4)
+    pieces = decode_windows(decode, latents(11), 2, 4)
     assert calls == []
     next(pieces)
     assert len(calls) == 1

@@ -8,8 +8,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file
 
 from flowalign.types import plain_requests
-from pipelines.hunyuan import HunyuanVideo
-from pipelines.weights import Lora
+from pipelines.families.hunyuan import HunyuanVideo
+from pipelines.network.weights import Lora
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -267,7 +267,7 @@ def test_frames_that_the_autoencoder_cannot_take_are_refused(hunyuan, frames, be
 
 def test_the_plan_of_a_clip_reads_no_weights_and_counts_its_tokens(monkeypatch, hunyuan):
     """3 x 2 x 4 patches and 50 words through two layers of 20 channels; a quarter is recomputed."""
-    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
     sizes = {"num_frames": 9, "height": 32, "width": 64, "max_sequence_length": 50}
     plan = of_clips(HunyuanVideo, hunyuan.path, **sizes).plan()

@@ -7,8 +7,8 @@ import torch
 from diffusers import ClassifierFreeGuidance, SkipLayerGuidance
 
 from flowalign.types import plain_requests
-from pipelines.adapter_files import LORA_FILE
-from pipelines.hunyuan15 import HunyuanVideo15
+from pipelines.families.hunyuan15 import HunyuanVideo15
+from pipelines.network.adapter_files import LORA_FILE
 from tests.fixtures.clips import (
     assert_official_clips,
     assert_reads_prompts_with_its_encoders_on_the_device,
@@ -112,7 +112,7 @@ def test_an_adapter_loads_by_its_network_in_plain_diffusers(hunyuan, tmp_path):
 def test_comfyui_is_refused_as_the_target_of_an_export(hunyuan, tmp_path):
     policy = hunyuan.new()
     with pytest.raises(ValueError, match=r"no key is known .* HunyuanVideo15Transformer3DModel"):
-        policy.check_export(str(tmp_path), "comfyui")
+        policy.network.check_export(str(tmp_path), "comfyui")
 
 
 def test_words_between_double_quotes_reach_the_second_encoder(hunyuan):
@@ -138,7 +138,7 @@ def test_a_clip_alone_and_one_of_two_are_decoded_and_encoded_alike(hunyuan):
     policy.pipe.vae.disable_slicing()
     with pytest.raises(RuntimeError):
         policy.pipe.vae.decode(x)
-    policy.set_up(policy.pipe.vae)
+    policy.codec.set_up()
     assert not policy.plan().decodes_together
     for work, given in ((policy.decode, x), (policy.embed, media)):
         alone = torch.cat([work(given[:1]), work(given[1:])])
@@ -195,7 +195,7 @@ def test_frames_cannot_be_decoded_in_turn():
 
 def test_the_plan_reads_no_weights_and_counts_text_with_the_clip(monkeypatch, hunyuan):
     """5 x 8 x 8 patches and 50 words through two layers of 32 channels."""
-    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
     plan = of_clips(HunyuanVideo15, hunyuan.path, max_sequence_length=50).plan()
     assert plan.latent_shape == (4, 5, 8, 8)

@@ -7,9 +7,9 @@ import torch
 from diffusers import ClassifierFreeGuidance
 
 from flowalign.types import Request
-from pipelines.hunyuan15 import HunyuanVideo15
-from pipelines.hunyuan15_i2v import HunyuanVideo15I2V
-from pipelines.references import cropped
+from pipelines.families.hunyuan15 import HunyuanVideo15
+from pipelines.families.hunyuan15_i2v import HunyuanVideo15I2V
+from pipelines.parts.references import crop_reference
 from tests.fixtures.clips import (
     assert_official_clips,
     assert_reads_prompts_with_its_encoders_on_the_device,
@@ -47,7 +47,7 @@ def official_i2v(policy: HunyuanVideo15I2V, prompts, x, num_steps, output_type):
             assert isinstance(request, Request)
             found.append(
                 policy.pipe(
-                    cropped(request.references[0], policy.width / policy.height),
+                    crop_reference(request.references[0], policy.width / policy.height),
                     request.prompt,
                     latents=x[k : k + 1],
                     num_frames=policy.video.num_frames,
@@ -121,7 +121,7 @@ def test_the_picture_reaches_the_network_by_its_latents_and_by_its_features(huny
 
 def test_pictures_and_prompts_are_read_while_their_encoders_are_on_the_device(hunyuan):
     policy = hunyuan.new(guidance=3.0, offload_text=True)
-    assert policy.offloaded == ("text_encoder", "image_encoder")
+    assert policy.text_encoder.offloaded == ("text_encoder", "image_encoder")
     assert_reads_prompts_with_its_encoders_on_the_device(policy, PROMPTS)
 
 
@@ -131,5 +131,5 @@ def test_a_folder_for_text_alone_is_refused_before_weights(tmp_path):
 
 
 def test_a_folder_for_pictures_is_refused_for_text_alone(hunyuan):
-    with pytest.raises(ValueError, match=r"has image_encoder, .* take pipelines.hunyuan15_i2v"):
+    with pytest.raises(ValueError, match=r"has image_encoder, .* take pipelines.HunyuanVideo15I2V"):
         of_clips(HunyuanVideo15, hunyuan.path).plan()

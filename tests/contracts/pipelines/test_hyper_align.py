@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.training.reference import FrozenCopy, reference_for
-from pipelines.hyper_align import HyperAlign
-from pipelines.hypernetwork import Hyper, HyperLinear, LowRank
+from pipelines.families.hyper_align import HyperAlign
+from pipelines.families.hypernetwork import Hyper, HyperLinear, LowRank
 from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.families import noise, requests_for
 

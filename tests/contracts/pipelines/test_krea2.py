@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowalign.types import plain_requests
-from pipelines.krea2 import DISTILLED_SHIFT, Krea2
+from pipelines.families.krea2 import DISTILLED_SHIFT, Krea2
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,

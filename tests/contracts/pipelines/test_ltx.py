@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelines.ltx import LORA, LTX
+from pipelines.families.ltx import LORA, LTX, latent_unit
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -233,7 +233,7 @@ def test_latents_of_a_clip_are_the_mode_that_the_pipeline_s_parts_give(ltx):
     theirs = policy.pipe._normalize_latents(mode, vae.latents_mean, vae.latents_std)
     torch.testing.assert_close(policy.embed(media), theirs, atol=1e-6, rtol=1e-6)
     assert vae.latents_std.std() > 0.1
-    back = policy.channelwise()
+    back = policy.codec.channelwise()
     torch.testing.assert_close(policy.embed(media) * back[1] + back[0], mode, atol=1e-6, rtol=1e-5)
 
 
@@ -245,24 +245,21 @@ def test_frames_that_the_autoencoder_cannot_take_are_refused(ltx, frames, below,
             work()
 
 
-def test_ratios_that_a_folder_does_not_state_are_those_of_its_blocks(ltx):
+def test_ratios_that_a_folder_does_not_state_are_those_of_its_blocks():
     """0.9.0 states none; 0.9.5 halves frames and sides in different blocks and states both."""
-    policy, vae = (
-        of_clips(LTX, ltx.path),
-        {
-            "latent_channels": 128,
-            "patch_size": 4,
-            "patch_size_t": 1,
-            "spatio_temporal_scaling": (True, True, True, False),
-        },
-    )
-    assert policy.latent_unit(vae) == (128, 8, 32)
+    vae = {
+        "latent_channels": 128,
+        "patch_size": 4,
+        "patch_size_t": 1,
+        "spatio_temporal_scaling": (True, True, True, False),
+    }
+    assert latent_unit(vae) == (128, 8, 32)
     stated = {"spatial_compression_ratio": 31, "temporal_compression_ratio": 7}
-    assert policy.latent_unit(vae | stated) == (128, 7, 31)
+    assert latent_unit(vae | stated) == (128, 7, 31)
 
 
 def test_the_plan_of_a_clip_reads_no_weights_and_counts_its_tokens(monkeypatch, ltx):
-    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
     plan = of_clips(LTX, ltx.path, num_frames=17, height=32, width=96).plan()
     assert plan.latent_shape == (8, 3, 4, 12)

@@ -5,8 +5,8 @@ import torch
 
 from flowalign.training.reference import conditional
 from flowalign.types import plain_requests
-from pipelines.ltx2 import LTX2
-from pipelines.ltx2_guidance import Streams
+from pipelines.families.ltx2 import LTX2
+from pipelines.families.ltx2_guidance import Streams
 from tests.fixtures.clips import (
     assert_official_clips,
     assert_reads_prompts_with_its_encoders_on_the_device,
@@ -198,7 +198,7 @@ def test_negatives_are_conditions_of_the_empty_prompt(ltx2):
 
 def test_the_plan_reads_no_weights_and_counts_video_and_audio_tokens(monkeypatch, ltx2):
     """9 frames: 5 x 2 x 4 tokens, and 9 of .375 s, through two layers of 16 channels."""
-    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
     plan = of_clips(LTX2, ltx2.path, height=32, width=64, streams=ALL).plan()
     assert plan.latent_shape == (4 * 5 * 2 * 4 + 2 * 9 * 2,)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipelines.ltx2_guidance import Streams, guided
-from pipelines.ltx2_state import Parts, audio_shape, audio_tokens
+from pipelines.families.ltx2_guidance import Streams, guide
+from pipelines.families.ltx2_state import Parts, audio_shape, audio_tokens
 
 X, V, OTHER = (torch.tensor([row]) for row in ([1.0, 2, 4], [1.0, 0, 2], [0.0, 1, 3]))
 HALF = torch.tensor([0.5])
@@ -12,9 +12,9 @@ HALF = torch.tensor([0.5])
 
 def test_without_rescaling_differences_are_added_with_their_weights():
     """v - other is (1, -1, -1)."""
-    found = guided(X, HALF, V, [(2.0, OTHER), (0.5, 0 * V)], 0.0)
+    found = guide(X, HALF, V, [(2.0, OTHER), (0.5, 0 * V)], 0.0)
     assert found.tolist() == [[1 + 2 + 0.5, 0 - 2 + 0, 2 - 2 + 1]]
-    assert guided(X, HALF, V, [], 0.7).tolist() == V.tolist()
+    assert guide(X, HALF, V, [], 0.7).tolist() == V.tolist()
 
 
 def test_the_clean_estimate_gets_its_deviation_back_in_part():
@@ -23,7 +23,7 @@ def test_the_clean_estimate_gets_its_deviation_back_in_part():
     Squares of differences from the means 13/6 and 11/6 add up to 67/6 and 19/6; f at .8 is
     .8 sqrt(19/67) + .2.
     """
-    found = guided(X, HALF, V, [(2.0, OTHER)], 0.8)
+    found = guide(X, HALF, V, [(2.0, OTHER)], 0.8)
     factor = 0.8 * (19 / 67) ** 0.5 + 0.2
     clean = factor * torch.tensor([[-0.5, 3, 4]])
     torch.testing.assert_close(X - 0.5 * found, clean)
@@ -32,8 +32,8 @@ def test_the_clean_estimate_gets_its_deviation_back_in_part():
 def test_each_sample_is_rescaled_by_itself():
     x, v, other = (torch.cat([one, 3 * one.flip(1)]) for one in (X, V, OTHER))
     sigma = torch.tensor([0.5, 0.2])
-    both = guided(x, sigma, v, [(2.0, other)], 0.8)
-    alone = guided(x[1:], sigma[1:], v[1:], [(2.0, other[1:])], 0.8)
+    both = guide(x, sigma, v, [(2.0, other)], 0.8)
+    alone = guide(x[1:], sigma[1:], v[1:], [(2.0, other[1:])], 0.8)
     torch.testing.assert_close(both[1:], alone)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from diffusers import LTXImageToVideoPipeline
 
-from pipelines.first_frame import shown
-from pipelines.ltx import LORA
-from pipelines.ltx_i2v import LTXI2V
-from pipelines.references import cropped
+from pipelines.families.first_frame import insert_first_frame
+from pipelines.families.ltx import LORA
+from pipelines.families.ltx_i2v import LTXI2V
+from pipelines.parts.references import crop_reference
 from tests.fixtures.clips import PROMPTS, assert_official_clips, clip_family, official_steps
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
@@ -45,7 +45,7 @@ def official_i2v(policy: LTXI2V, prompts, x, num_steps, output_type):
         num_frames=policy.video.num_frames,
         num_inference_steps=num_steps,
         guidance_scale=policy.guidance,
-        latents=shown(x, first).flatten(2).mT,
+        latents=insert_first_frame(x, first).flatten(2).mT,
         output_type=output_type,
         max_sequence_length=policy.max_sequence_length,
     ).frames
@@ -100,7 +100,7 @@ def test_the_first_frame_is_encoded_as_in_the_official_pipeline(ltx):
     module = importlib.import_module(LTXImageToVideoPipeline.__module__)
     mode = partial(module.retrieve_latents, sample_mode="argmax")
     for k, prompt in enumerate(PROMPTS):
-        frame = cropped(picture_for(prompt), policy.width / policy.height)
+        frame = crop_reference(picture_for(prompt), policy.width / policy.height)
         pixels = policy.pipe.video_processor.preprocess(frame, policy.height, policy.width)
         with patch.object(module, "retrieve_latents", mode), torch.no_grad():
             state, mask = policy.pipe.prepare_latents(

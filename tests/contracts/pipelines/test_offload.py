@@ -9,9 +9,9 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from flowalign.runs import memory
 from flowalign.runs.config import load
-from flowalign.types import ModelPlan, Request
+from flowalign.runs.planning import memory
+from flowalign.types import ModelPlan, Request, Setup
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.embedded import move, new_sd3
 
@@ -46,10 +46,9 @@ def gradients(policy):
     return v.detach(), torch.cat([p.grad.flatten() for p in trained])
 
 
-def test_offloaded_layers_compute_the_same_and_the_adapter_stays(monkeypatch, tmp_path):
+def test_offloaded_layers_compute_the_same_and_the_adapter_stays(tmp_path):
     plain = new_sd3(gradient_checkpointing=True)
-    monkeypatch.setattr("pipelines.sd3.SD3.offload", "layers")
-    policy = new_sd3(gradient_checkpointing=True)
+    policy = new_sd3(gradient_checkpointing=True, setup=Setup(offload="layers"))
     hooked = {
         name
         for name, module in policy.denoiser.named_modules()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from flowalign.training.reference import FrozenCopy, conditional, reference_for
-from pipelines.personal import PersonalSD15
+from pipelines.families.personal import PersonalSD15
 from tests.fixtures.embedded import move
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_unet import build_sd15, new_sd15
@@ -44,7 +44,9 @@ def personal(folder, **changes: Any) -> Any:
 
 def answers(policy, users=("ann", "bob", "")) -> torch.Tensor:
     """Velocities of three equal prompts and states, asked by three users."""
-    cond = policy.with_users(policy.encode(requests_for(policy, [PROMPTS[0]] * 3)), users)
+    cond = policy.user_conditioning.add_users(
+        policy.encode(requests_for(policy, [PROMPTS[0]] * 3)), users
+    )
     x = noise(policy, 1).repeat(3, 1, 1, 1)
     with torch.no_grad():
         return policy.velocity(x, torch.tensor(0.6), cond)
@@ -59,7 +61,7 @@ def test_before_training_every_user_gets_the_base_model(folder, guidance):
         wanted = base.velocity(x, sigma, base.encode(requests_for(base, PROMPTS)))
         cond = policy.encode(requests_for(policy, PROMPTS))
         for users in (("ann", "bob", "x"), ("", "", "")):
-            got = policy.velocity(x, sigma, policy.with_users(cond, users))
+            got = policy.velocity(x, sigma, policy.user_conditioning.add_users(cond, users))
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -99,7 +101,9 @@ def test_only_attention_to_users_is_trained_and_the_plan_knows_it(folder):
     assert plan == dataclasses.replace(
         policy.base.plan(), trainable=plan.trainable, sigmas=plan.sigmas
     )
-    cond = policy.with_users(policy.encode(requests_for(policy, PROMPTS)), ["ann", "bob", "ann"])
+    cond = policy.user_conditioning.add_users(
+        policy.encode(requests_for(policy, PROMPTS)), ["ann", "bob", "ann"]
+    )
     policy.velocity(noise(policy, 3), torch.tensor(0.5), cond).square().mean().backward()
     assert all(p.grad.isfinite().all() for p in trained.values() if p.grad is not None)
     assert sum(float(p.grad.abs().sum()) for p in trained.values() if p.grad is not None) > 0

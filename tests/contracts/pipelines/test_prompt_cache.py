@@ -13,20 +13,19 @@ from safetensors.torch import load_file
 
 from flowalign import runs
 from flowalign.data.latents.prompt_store import StoredPrompts
-from flowalign.reports import run_report as report
-from flowalign.runs import memory
 from flowalign.runs.config import Run, load
+from flowalign.runs.planning import memory
 from flowalign.sampling.prompt_guidance import without_guidance
-from flowalign.types import ModelPlan, Request, conditioning
+from flowalign.types import ModelPlan, Request, encode_requests
 from flowalign.utils.errors import ConfigError
-from pipelines.base import DiffusersPolicy
-from pipelines.ltx import LTX
-from pipelines.sd3 import SD3
+from pipelines.families.ltx import LTX
+from pipelines.families.sd3 import SD3
+from pipelines.families.wan import Wan
+from pipelines.policy import DiffusersPolicy
+from pipelines.text_encoder import TextEncoder
 from pipelines.video import Video
-from pipelines.wan import Wan
 from tests.fixtures.components import components
 from tests.fixtures.embedded import FOLDER, new_sd3
-from tests.fixtures.fake_run import BLANK
 from tests.fixtures.stopped_runs import SMALL, state
 
 CPU = torch.device("cpu")
@@ -37,9 +36,13 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 def stored(folder: Path, **changes) -> SD3:
     """The embedded policy with a prompt cache, loaded."""
     policy = new_sd3(**changes)  # also without one, to have the same settings
-    policy.prompt_store = StoredPrompts(policy, folder)
+    policy.text_encoder.cache = StoredPrompts(policy, folder)
     policy.load(CPU)
     return policy
+
+
+def settings(policy) -> str:
+    return policy.text_encoder.describe_settings(policy)
 
 
 def has_encoders(policy) -> set[bool]:
@@ -60,50 +63,50 @@ def one_by_one(policy, requests):
 def test_conditioning_equals_that_of_encoders_to_the_bit(tmp_path, guidance):
     plain, policy = new_sd3(guidance=guidance), stored(tmp_path, guidance=guidance)
     assert has_encoders(policy) == {False}
-    found = conditioning(policy, ASKED)
-    assert policy.prompt_store.num_encoded == 2
+    found = encode_requests(policy, ASKED)
+    assert policy.text_encoder.cache.num_encoded == 2
     assert equal(found, one_by_one(plain, ASKED))
-    assert equal(conditioning(policy, ASKED[1:]), one_by_one(plain, ASKED[1:]))
-    assert policy.prompt_store.num_encoded == 2
+    assert equal(encode_requests(policy, ASKED[1:]), one_by_one(plain, ASKED[1:]))
+    assert policy.text_encoder.cache.num_encoded == 2
 
 
 def test_what_is_found_needs_no_encoders(tmp_path, monkeypatch):
     first = stored(tmp_path)
-    first.prompt_store.prepare(first, ASKED)
+    first.text_encoder.cache.prepare(first, ASKED)
     assert has_encoders(first) == {False}
     again = stored(tmp_path)
-    monkeypatch.setattr(SD3, "read_encoders", lambda *_: pytest.fail("encoders were read"))
-    assert equal(conditioning(again, ASKED), one_by_one(new_sd3(), ASKED))
-    assert again.prompt_store.num_encoded == 0
+    monkeypatch.setattr(TextEncoder, "read", lambda *_: pytest.fail("encoders were read"))
+    assert equal(encode_requests(again, ASKED), one_by_one(new_sd3(), ASKED))
+    assert again.text_encoder.cache.num_encoded == 0
 
 
 def test_other_settings_are_other_texts(tmp_path):
     """A policy without guidance has no conditioning on the empty prompt."""
     policy = stored(tmp_path, guidance=3.0)
-    guided, plain = conditioning(policy, ASKED), conditioning(without_guidance(policy), ASKED)
+    guided, plain = encode_requests(policy, ASKED), encode_requests(without_guidance(policy), ASKED)
     assert guided.keys() > plain.keys()
-    names = {policy.encoding_settings(), without_guidance(policy).encoding_settings()}
-    names |= {SD3(FOLDER, 32, 32, 3.0, max_sequence_length=n).encoding_settings() for n in (2, 3)}
-    names.add(SD3(FOLDER, 32, 32, 3.0, precision="fp16").encoding_settings())
+    names = {settings(policy), settings(without_guidance(policy))}
+    names |= {settings(SD3(FOLDER, 32, 32, 3.0, max_sequence_length=n)) for n in (2, 3)}
+    names.add(settings(SD3(FOLDER, 32, 32, 3.0, precision="fp16")))
     assert len(names) == 5
-    assert SD3(FOLDER).encoding_settings() == SD3(FOLDER, lora=None).encoding_settings()
+    assert settings(SD3(FOLDER)) == settings(SD3(FOLDER, lora=None))
 
 
 def test_other_files_are_another_model(tmp_path):
     copy = tmp_path / "sd3"
     shutil.copytree(FOLDER, copy)
     (policy, same) = SD3(FOLDER), SD3(str(copy))
-    assert policy.encoding_files() == same.encoding_files()
+    assert policy.text_encoder.digest_files() == same.text_encoder.digest_files()
     file = copy / "text_encoder_2" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    assert SD3(str(copy)).encoding_files() != policy.encoding_files()
+    assert SD3(str(copy)).text_encoder.digest_files() != policy.text_encoder.digest_files()
 
 
 @pytest.mark.slow
 def test_every_setting_that_an_encoding_may_depend_on_is_an_attribute():
-    """`encoding_settings` reads it there; a new setting under another name would not be seen."""
+    """`describe_settings` reads it there; a new setting under another name would not be seen."""
     skipped = {"self", "path", "lora", "gradient_checkpointing", "memory"}
     found = [cls for cls in components() if issubclass(cls, DiffusersPolicy)]
     classes = [cls for cls in found if not inspect.isabstract(cls)]
@@ -130,14 +133,14 @@ def test_video_policies_do_without_encoders_too(cls, folder, tmp_path):
 
     plain, policy = new(), new()
     plain.load(CPU)
-    policy.prompt_store = StoredPrompts(policy, tmp_path)
+    policy.text_encoder.cache = StoredPrompts(policy, tmp_path)
     policy.load(CPU)
     assert policy.pipe.components["text_encoder"] is None
-    assert equal(conditioning(policy, ASKED), one_by_one(plain, ASKED))
+    assert equal(encode_requests(policy, ASKED), one_by_one(plain, ASKED))
 
 
 def test_policies_that_need_their_encoders_are_refused():
-    path = ["policy.class_path=pipelines.any_flow.AnyFlow", f"policy.init_args.path={FOLDER}"]
+    path = ["policy.class_path=pipelines.AnyFlow", f"policy.init_args.path={FOLDER}"]
     with pytest.raises(ConfigError, match=r"prompt_cache: AnyFlow needs the encoders while it"):
         load("configs/shapes.yaml", [*path, "prompt_cache=x"])
 
@@ -150,12 +153,11 @@ def run_of(folder: Path, *settings: str) -> Run:
 
 @pytest.mark.slow
 def test_a_run_trains_the_same_with_and_without_encoders(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
     cache = f"prompt_cache={tmp_path / 'cache'}"
     for name, settings in (("plain", ()), ("first", (cache,)), ("second", (cache,))):
         run = run_of(tmp_path, f"output_dir={tmp_path / name}", *settings)
         if name == "second":
-            monkeypatch.setattr(SD3, "read_encoders", lambda *_: pytest.fail("encoders were read"))
+            monkeypatch.setattr(TextEncoder, "read", lambda *_: pytest.fail("encoders were read"))
         session = runs.start(run, "config: 1\n", lambda _: None)
         if settings:
             assert has_encoders(run.policy) == {False}

@@ -10,13 +10,13 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from flowalign import runs
 from flowalign.runs.config import load
-from flowalign.runs.plan import plan
+from flowalign.runs.planning.plan import plan
 from flowalign.training.reference import AdapterOff
-from flowalign.types import Quantization, Request
+from flowalign.types import Quantization, Request, Setup
 from flowalign.utils.errors import ConfigError
-from pipelines.any_flow import AnyFlow, Call
-from pipelines.ltx import LTX
-from pipelines.quantization import recast_bytes, stored_bytes
+from pipelines.any_pipeline.any_flow import AnyFlow, Call
+from pipelines.families.ltx import LTX
+from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.video import Video
 from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.nf4 import allow_on_cpu
@@ -32,8 +32,8 @@ def stored(monkeypatch):
 
     def make(kind, **changes):
         allow_on_cpu(monkeypatch)
-        monkeypatch.setattr("pipelines.sd3.SD3.quantization", Quantization(denoiser=kind))
-        return new_sd3(**changes)
+        setup = Setup(quantization=Quantization(denoiser=kind))
+        return new_sd3(**changes, setup=setup)
 
     return make
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_stored_so_is_refused_before_weights_are_read(settings, w
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_a_missing_package_is_refused_with_the_extra(kind, package, monkeypatch):
     absent = lambda name: None if name == package else find_spec(name)  # noqa: E731
-    monkeypatch.setattr("pipelines.quantization.find_spec", absent)
+    monkeypatch.setattr("pipelines.network.support.find_spec", absent)
     with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'flowalign\[quantized"):
         load(SHAPES, [f"quantization.denoiser={kind}", "device=cuda"])
 
@@ -166,7 +166,7 @@ def test_quantized_encoders_are_other_encoders():
     def ltx(kind):
         video = Video(height=64, width=96, num_frames=17, fps=8.0)
         policy = LTX("assets/golden/I_ltx_pipeline", video=video, precision="fp32")
-        policy.quantization = Quantization(text_encoders=kind)
+        policy.network.setup = Setup(quantization=Quantization(text_encoders=kind))
         policy.load(torch.device("cpu"))
         return policy
 
@@ -204,7 +204,7 @@ def test_a_run_trains_checks_its_ratio_and_writes_a_plain_adapter(kind, tmp_path
 @pytest.mark.parametrize("kind", ["int8", "layerwise"])
 def test_any_flow_stores_so_too(kind):
     policy = AnyFlow(FOLDER, 32, 32, Call(arguments={"guidance_scale": 1.0}), precision="fp32")
-    policy.quantization = Quantization(denoiser=kind)
+    policy.network.setup = Setup(quantization=Quantization(denoiser=kind))
     planned = policy.plan()
     policy.load(torch.device("cpu"))
     assert planned.bytes_per_parameter < 2

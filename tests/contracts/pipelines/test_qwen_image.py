@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowalign.types import plain_requests
-from pipelines.qwen_image import QwenImage, with_norm_of
+from pipelines.families.qwen_image import QwenImage, restore_norm
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     assert_official,
@@ -37,7 +37,7 @@ def test_guidance_keeps_the_norm_of_every_token():
     v = torch.tensor([[[3.0, 4.0], [2.0, 0.0]]])
     guided = torch.tensor([[[0.0, 10.0], [3.0, 4.0]]])
     expected = torch.tensor([[[0.0, 5.0], [1.2, 1.6]]])
-    torch.testing.assert_close(with_norm_of(v, guided), expected)
+    torch.testing.assert_close(restore_norm(v, guided), expected)
 
 
 def test_guidance_changes_the_velocity_at_two_evaluations(qwen, plain_qwen):

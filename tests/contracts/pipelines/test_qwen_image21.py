@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flowalign.sampling.features import Observed
+from flowalign.sampling.features import FeatureRecorder
 from flowalign.types import plain_requests
-from pipelines.any_flow import Call
-from pipelines.qwen_image21 import QwenImage21
+from pipelines.any_pipeline.any_flow import Call
+from pipelines.families.qwen_image21 import QwenImage21
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -46,13 +46,13 @@ class TestQwenImage21(PictureContract):
 def test_a_critic_refuses_prompts_of_different_lengths(plain, family):
     cond, x = plain.encode(plain_requests(family.prompts)), noise(plain)
     with torch.no_grad(), pytest.raises(ValueError, match="samples of different lengths apart"):
-        Observed(plain).velocity(x, torch.tensor(0.5), cond)
+        FeatureRecorder(plain).velocity(x, torch.tensor(0.5), cond)
 
 
 def test_comfyui_is_refused_as_a_target(plain, tmp_path):
     plain.save_weights(str(tmp_path))
     with pytest.raises(ValueError, match=r"no key is known .*QwenImage21Transformer2DModel"):
-        plain.check_export(str(tmp_path), "comfyui")
+        plain.network.check_export(str(tmp_path), "comfyui")
 
 
 @pytest.mark.parametrize(("height", "width", "guidance"), [(32, 64, 3.0), (64, 32, 1.0)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.types import Request
-from pipelines.qwen_image_edit import QwenImageEdit, References
+from pipelines.families.qwen_image_edit import QwenImageEdit, References
 from tests.fixtures.embedded import move
 from tests.fixtures.families import assert_official, noise, ours, rows
 from tests.fixtures.pictures import EDITS, picture

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.reports import run_report as report
 from flowalign.runs.config import load
 from flowalign.types import Request
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.embedded import move, new_sd3
-from tests.fixtures.fake_run import BLANK
 
 NFT = "configs/shapes_nft.yaml"
 
@@ -37,7 +35,7 @@ def test_velocities_are_rounded_inside_the_context_alone():
     x = policy.noise(2, torch.Generator().manual_seed(1))
     cond, sigma = policy.encode([Request("a"), Request("b")]), torch.tensor([0.9, 0.3])
     before = policy.velocity(x, sigma, cond)
-    with policy.reduced("bf16"):
+    with policy.network.reduce_precision("bf16"):
         rounded = policy.velocity(x, sigma, cond)
     assert torch.equal(policy.velocity(x, sigma, cond), before)
     assert 1e-4 < (rounded - before).norm() / before.norm() < 0.05
@@ -45,8 +43,7 @@ def test_velocities_are_rounded_inside_the_context_alone():
 
 
 @pytest.mark.slow
-def test_a_run_samples_in_bf16_and_updates_in_fp32(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
+def test_a_run_samples_in_bf16_and_updates_in_fp32(tmp_path):
     small = ["num_steps=1", "evaluation=null", f"output_dir={tmp_path / 'out'}"]
     small += ["recipe.data.prompts_per_step=2", "checkpoints.verify=never"]
     run, text = load(NFT, [*small, "recipe.data.sampling.precision=bf16"])

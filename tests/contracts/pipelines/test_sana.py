@@ -6,8 +6,8 @@ from diffusers import DPMSolverMultistepScheduler
 
 from flowalign.training.reference import reference_for
 from flowalign.types import plain_requests
-from pipelines.any_flow import Call
-from pipelines.weights import ATTENTION, Lora
+from pipelines.any_pipeline.any_flow import Call
+from pipelines.network.weights import ATTENTION, Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -68,13 +68,13 @@ def test_reference_and_peft_are_equal_but_for_the_order_of_products(family, tmp_
     move(policy)
     assert (policy.velocity(x, sigma, cond) - expected).abs().max() > 1e-3
     torch.testing.assert_close(reference.velocity(x, sigma, cond), expected, **close)
-    assert policy.export_weights(str(tmp_path), "peft", "bf16") < 2e-6
+    assert policy.network.export(policy, str(tmp_path), "peft", "bf16") < 2e-6
 
 
 def test_comfyui_is_refused_as_a_target(plain, tmp_path):
     plain.save_weights(str(tmp_path))
     with pytest.raises(ValueError, match=r"no key is known .*SanaTransformer2DModel"):
-        plain.check_export(str(tmp_path), "comfyui")
+        plain.network.check_export(str(tmp_path), "comfyui")
 
 
 @pytest.mark.parametrize(("height", "width", "guidance"), [(32, 64, 4.5), (64, 32, 1.0)])

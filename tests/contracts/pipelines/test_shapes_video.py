@@ -8,9 +8,9 @@ from diffusers import WanPipeline
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch, prompts_of
+from pipelines.families.wan import Wan
 from pipelines.video import Video
-from pipelines.wan import Wan
-from reward_models.moving_shapes import MovingShapesVerifier
+from reward_models.verifiers.moving_shapes import MovingShapesVerifier
 from tests.fixtures.families import requests_for
 
 FOLDER = "assets/shapes_video/wan"
@@ -86,5 +86,5 @@ def test_a_plain_pipeline_call_with_guidance_is_right_now_and_then_but_leaves_ro
         output_type="pt",
     ).frames
     found = MovingShapesVerifier().score(MediaBatch(frames.float(), prompts)).values
-    strict = float(found[:, -1].mean())
-    assert 0.2 < strict < 0.7
+    exact_match = float(found[:, -1].mean())
+    assert 0.2 < exact_match < 0.7

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flowalign.runs.config import load
-from flowalign.types import Request, Speed
+from flowalign.types import Request, Setup, Speed
 from flowalign.utils.errors import ConfigError
-from pipelines.speed import blocks_of
+from pipelines.network.speed import blocks_of, speed_up
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.tiny_flux import build_flux, new_flux1
 
@@ -49,8 +49,9 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are():
 def test_another_backend_computes_the_same_in_every_layer_and_in_no_other_model(folder):
     policy = new_flux1(folder)
     before = velocity(policy)
-    policy.check_speed(Speed(attention="_native_math"))
-    policy.speed_up(Speed(attention="_native_math"))
+    speed = Speed(attention="_native_math")
+    policy.check_setup(Setup(speed=speed))
+    speed_up(policy.denoiser, speed)
     chosen = [
         module.processor._attention_backend.value
         for module in policy.denoiser.modules()

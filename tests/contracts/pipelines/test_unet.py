@@ -5,12 +5,12 @@ import torch
 from diffusers import DDIMScheduler, PNDMScheduler
 
 from flowalign.functional.diffusion import flow_sigmas, norm
-from flowalign.functional.matching import space_factor
+from flowalign.functional.noise_matching import space_factor
 from flowalign.functional.transition import FlowSDE, transition
 from flowalign.types import plain_requests
-from pipelines.sd15 import SD15
-from pipelines.sdxl import SDXL
-from pipelines.unet import LORA
+from pipelines.families.sd15 import SD15
+from pipelines.families.sdxl import SDXL
+from pipelines.families.unet import LORA
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,

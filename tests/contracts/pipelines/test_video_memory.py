@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowalign.functional.resizing import covering
-from pipelines.wan import Wan
-from pipelines.wan_i2v import WanI2V
+from flowalign.functional.resizing import resize_to_cover
+from pipelines.families.wan import Wan
+from pipelines.families.wan_i2v import WanI2V
 from tests.fixtures.embedded import move
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_video import (
@@ -154,8 +154,11 @@ def test_of_slices_the_device_holds_one_film(folders):
     policies = [new(folders, slice=flag) for flag in (False, True)]
     for policy, where in zip(policies, ("meta", "cpu"), strict=True):
         policy.pipe.vae.to("meta")
-        policy.channelwise = lambda: (torch.zeros(1, device="meta"), torch.ones(1, device="meta"))
-        policy.pieces = lambda z: iter([torch.zeros(len(z), 3, 9, 32, 32, device=where)])  # noqa: B023
+        policy.codec.channelwise = lambda: (
+            torch.zeros(1, device="meta"),
+            torch.ones(1, device="meta"),
+        )
+        policy.codec.pieces = lambda z: iter([torch.zeros(len(z), 3, 9, 32, 32, device=where)])  # noqa: B023
         assert policy.decode(torch.empty(4, 16, 3, 4, 4, device="meta")).device.type == where
 
 
@@ -242,7 +245,7 @@ def test_embedding_and_decoding_are_inverse_conventions(folders, model):
 def test_every_frame_of_a_clip_of_another_size_is_covered_and_a_longer_one_is_cut(folders):
     policy = new(folders, width=64)
     media = torch.rand(2, 11, 3, 50, 80, generator=torch.Generator().manual_seed(2))
-    frames = torch.stack([covering(media[:, k], 32, 64) for k in range(9)], 1)
+    frames = torch.stack([resize_to_cover(media[:, k], 32, 64) for k in range(9)], 1)
     assert torch.equal(policy.embed(media), policy.embed(frames))
 
 

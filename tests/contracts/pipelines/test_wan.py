@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from safetensors.torch import load_file
 
-from pipelines.wan import Wan
+from pipelines.families.wan import Wan
 from tests.fixtures.embedded import move
 from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, requests_for
 from tests.fixtures.policy_contract import WanContract
@@ -160,8 +160,8 @@ def test_what_was_recorded_from_the_reference_pipeline_comes_out_again(run):
         ]
     states = [x, *recorded[f"{run}.step_latents"]]
     with torch.no_grad():
-        first = policy.answer(x, policy.times(x, sigmas[0]), cond, "text")
-        last = policy.answer(states[-2], policy.times(x, sigmas[-2]), cond, [*cond][-1])
+        first = policy.evaluate(x, policy.times(x, sigmas[0]), cond, "text")
+        last = policy.evaluate(states[-2], policy.times(x, sigmas[-2]), cond, [*cond][-1])
         torch.testing.assert_close(first, recorded[f"{run}.net_out0"], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(last, recorded[f"{run}.net_out_last"], atol=1e-5, rtol=1e-5)
         for k, (state, after) in enumerate(pairwise(states) if run == "cfg_euler" else ()):
@@ -209,7 +209,7 @@ def test_the_plan_reads_no_weights(monkeypatch, folders):
 
     for name in ("safetensors.torch.load_file", "safetensors.safe_open", "torch.load"):
         monkeypatch.setattr(name, refuse)
-    monkeypatch.setattr("pipelines.base.load_pipeline", refuse)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", refuse)
     plan = tiny_video(Wan, folders["2.1"], height=64, width=48, num_frames=33).plan()
     assert (plan.latent_shape, plan.bytes_per_parameter) == ((16, 9, 8, 6), 2)
 
@@ -271,6 +271,6 @@ def test_frame_counts_that_the_vae_cannot_take_are_refused_before_anything_is_lo
     folders, num_frames, nearest, monkeypatch
 ):
     policy = tiny_video(Wan, folders["2.1"], num_frames=num_frames)
-    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     with pytest.raises(ValueError, match=f"video.num_frames is {num_frames}; .*are {nearest}$"):
         policy.plan()

@@ -10,11 +10,12 @@ import torch
 from diffusers import WanPipeline
 from peft import PeftModel
 
-from pipelines import base
-from pipelines.adapter_files import LORA_FILE
-from pipelines.wan import LORA
-from pipelines.wan22 import Experts, Wan22
-from pipelines.weights import Lora
+from pipelines.families.wan import LORA
+from pipelines.families.wan22 import Wan22
+from pipelines.families.wan_experts import Experts
+from pipelines.network import verification
+from pipelines.network.adapter_files import LORA_FILE
+from pipelines.network.weights import Lora
 from tests.fixtures.comfyui import merge
 from tests.fixtures.embedded import move
 from tests.fixtures.families import Family, assert_one_time_per_row, noise, requests_for, rows
@@ -66,7 +67,7 @@ def new(folders, **changes) -> Wan22:
 
 
 def sides_at(policy, num_steps) -> list[bool]:
-    return (policy.schedule(num_steps)[:-1] >= policy.boundary / 1000).tolist()
+    return (policy.schedule(num_steps)[:-1] >= policy.denoiser.boundary / 1000).tolist()
 
 
 @pytest.mark.parametrize("guidance_2", [2.0, None])
@@ -155,7 +156,7 @@ def test_networks_are_verified_one_after_another_and_each_of_them_is(
     """A second network is read when the first is gone, and either may be the one that differs."""
     policy, alive, most = new(folders), weakref.WeakSet(), []
     move(policy)
-    read = base._saved
+    read = verification._load_saved
 
     def counted(*arguments):
         gc.collect()
@@ -164,7 +165,7 @@ def test_networks_are_verified_one_after_another_and_each_of_them_is(
         alive.add(network)
         return network
 
-    monkeypatch.setattr(base, "_saved", counted)
+    monkeypatch.setattr(verification, "_load_saved", counted)
     policy.save_weights(str(tmp_path))
     assert policy.verify_weights(str(tmp_path)) == 0.0
     assert most == [0, 0]

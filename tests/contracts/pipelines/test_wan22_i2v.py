@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from pipelines.wan22 import Experts
-from pipelines.wan22_i2v import Wan22I2V, WanTI2V
-from pipelines.wan_i2v import WanI2V
+from pipelines.families.wan22 import Wan22I2V
+from pipelines.families.wan_experts import Experts
+from pipelines.families.wan_i2v import WanI2V, WanTI2V
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -93,7 +93,10 @@ def test_velocities_and_clips_of_two_networks_are_those_of_the_official_pipeline
     move(policy)
     for prompt in PROMPTS:
         assert_official_velocities(policy, [prompt], num_steps=5)
-    assert (policy.schedule(5)[:-1] >= policy.boundary / 1000).tolist() == [*[True] * 4, False]
+    assert (policy.schedule(5)[:-1] >= policy.denoiser.boundary / 1000).tolist() == [
+        *[True] * 4,
+        False,
+    ]
     assert_official_film(policy, PROMPTS, num_steps=5)
 
 
@@ -131,9 +134,9 @@ def test_conditions_are_made_once_for_each_picture(folders):
 def test_folders_of_the_other_kinds_are_refused_by_the_name_of_their_policy(folders, tmp_path):
     old = build_wan_i2v(tmp_path)
     wrong = [
-        (WanTI2V, old, "no expand_timesteps.*wan_i2v.WanI2V"),
-        (WanI2V, folders["5b"], "wan22_i2v.WanTI2V"),
-        (WanI2V, folders["14b"], "has 2 network.*wan22_i2v.Wan22I2V"),
+        (WanTI2V, old, "no expand_timesteps.*pipelines.WanI2V"),
+        (WanI2V, folders["5b"], "pipelines.WanTI2V"),
+        (WanI2V, folders["14b"], "has 2 network.*pipelines.Wan22I2V"),
         (Wan22I2V, old, "has 1 network"),
     ]
     for cls, path, reason in wrong:

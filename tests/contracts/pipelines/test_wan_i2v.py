@@ -4,11 +4,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.media.media import Media
-from flowalign.media.references import reference
+from flowalign.data.media.media import Media
+from flowalign.data.media_references import read_reference
 from flowalign.types import Request
-from pipelines.references import cropped
-from pipelines.wan_i2v import WanI2V
+from pipelines.families.wan_i2v import WanI2V
+from pipelines.parts.references import crop_reference
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -121,7 +121,7 @@ def test_the_condition_says_which_frame_is_known_and_ends_with_its_latents(folde
     assert image.shape == (1, 4 + 16, 3, 4, 6)
     assert image[:, :4, 0].unique().tolist() == [1]
     assert image[:, :4, 1:].unique().tolist() == [0]
-    frame = cropped(picture_for(PROMPTS[0]), 48 / 32)
+    frame = crop_reference(picture_for(PROMPTS[0]), 48 / 32)
     clip = torch.full((1, 9, 3, 32, 48), 0.5)
     clip[:, 0] = policy.pipe.video_processor.preprocess(frame, 32, 48) / 2 + 0.5
     torch.testing.assert_close(image[:, 4:], policy.embed(clip), atol=1e-5, rtol=1e-5)
@@ -129,10 +129,10 @@ def test_the_condition_says_which_frame_is_known_and_ends_with_its_latents(folde
 
 def test_it_says_that_a_request_has_one_first_frame():
     one = picture_for("a")
-    assert WanI2V.takes.misfit(Request("a", (one,))) == ""
+    assert WanI2V.input_spec.misfit(Request("a", (one,))) == ""
     for given in ((), (one, one)):
         said = f"takes 1 first_frame references, and the request has {len(given)}"
-        assert WanI2V.takes.misfit(Request("a", given)) == said
+        assert WanI2V.input_spec.misfit(Request("a", given)) == said
 
 
 def test_a_picture_is_cut_to_the_proportions_of_the_video_and_not_squeezed(tmp_path):
@@ -141,12 +141,12 @@ def test_a_picture_is_cut_to_the_proportions_of_the_video_and_not_squeezed(tmp_p
     for column in range(12):
         wide.paste((20 * column, 0, 0), (column, 0, column + 1, 4))
     wide.save(tmp_path / "wide.png")
-    got = cropped(reference(Media(str(tmp_path / "wide.png"))), 1.0)
+    got = crop_reference(read_reference(Media(str(tmp_path / "wide.png"))), 1.0)
     assert got.size == (4, 4)
     assert [got.getpixel((x, 0))[0] for x in range(4)] == [80, 100, 120, 140]
     tall = wide.rotate(90, expand=True)
     tall.save(tmp_path / "tall.png")
-    upright = cropped(reference(Media(str(tmp_path / "tall.png"))), 2.0)
+    upright = crop_reference(read_reference(Media(str(tmp_path / "tall.png"))), 2.0)
     assert upright.size == (4, 2)
     assert upright.getpixel((1, 0))[0] == 20 * 6
 

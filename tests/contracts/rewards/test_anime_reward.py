@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from transformers import BertTokenizerFast, BlipConfig, BlipForImageTextRetrieval
 
 from flowalign.types import MediaBatch
-from reward_models import anime_reward
-from reward_models.anime_reward import AnimeReward
-from reward_models.pixels import CLIP_MEAN, CLIP_STD
+from reward_models.backbones.pixels import CLIP_MEAN, CLIP_STD
+from reward_models.preference import anime_reward
+from reward_models.preference.anime_reward import AnimeReward
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

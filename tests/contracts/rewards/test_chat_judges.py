@@ -10,10 +10,10 @@ import yaml
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardSpec
-from reward_models.artefact_map import ArtefactMap, artefact_map
+from reward_models.backbones.detection import Detection, ShapesDetector
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.images import data_url, padded
+from reward_models.chat.images import encode_image, pad_to_square
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.levels import Levels, deqa
@@ -30,9 +30,9 @@ from reward_models.chat.unified_reward import (
 )
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
-from reward_models.detection import Detection, ShapesDetector
-from reward_models.drift import Drift
-from reward_models.shapes import BACKGROUND
+from reward_models.detection.artefact_map import ArtefactMap, paint_artefacts
+from reward_models.signals.drift import Drift
+from reward_models.verifiers.shapes import BACKGROUND
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -450,10 +450,10 @@ def test_artefacts_lie_where_a_detector_finds_their_kind():
     free |= {"human_anatomy": 0.25, "interaction": 0.5}
     person = Detection("person", 0.9, (0.0, 0.0, 2.0, 2.0))
     found = [person, Detection("cup", 0.8, (1.0, 0.0, 4.0, 1.0))]
-    assert artefact_map(found, free, 2, 4).tolist() == [[0.125, 0.125, 0.5, 0.5]] * 2
+    assert paint_artefacts(found, free, 2, 4).tolist() == [[0.125, 0.125, 0.5, 0.5]] * 2
     sheep = [Detection("sheep", 0.9, (0.0, 0.0, 1.0, 2.0))]
     scores = free | {"animal_anatomy": 0.0, "interaction": 1.0}
-    assert artefact_map(sheep, scores, 2, 2).tolist() == [[0.0, 1.0]] * 2
+    assert paint_artefacts(sheep, scores, 2, 2).tolist() == [[0.0, 1.0]] * 2
 
 
 def test_a_map_of_artefacts_comes_with_the_scores_of_the_judge(serve):
@@ -548,7 +548,7 @@ def test_a_choice_that_is_none_is_refused_with_those_there_are():
 def test_a_template_of_ones_own_may_have_a_system_prompt(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("Be kind.\n=== user ===\nLook: {media}. Is it {prompt}? {")
-    url = data_url(torch.zeros(3, 2, 2))
+    url = encode_image(torch.zeros(3, 2, 2))
     system, user = read_template(str(path), ("media", "prompt")).render(media=[url], prompt="a {x}")
     assert system == {"role": "system", "content": "Be kind."}
     assert user["content"] == [
@@ -564,14 +564,14 @@ def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
     path = tmp_path / "rewards.yaml"
     build_rewards = [
         {
-            "class_path": "reward_models.chat.unified_reward.UnifiedRewardPoint",
+            "class_path": "reward_models.UnifiedRewardPoint",
             "init_args": {"server": settings, "sampling": {"passes": 2}},
         },
         {
-            "class_path": "reward_models.chat.pairs.WinRate",
+            "class_path": "reward_models.WinRate",
             "init_args": {
                 "judge": {
-                    "class_path": "reward_models.chat.one_reward.OneReward",
+                    "class_path": "reward_models.OneReward",
                     "init_args": {"server": settings, "task": "text to image"},
                 },
             },
@@ -606,4 +606,4 @@ def test_deqa_is_the_expected_level_of_a_square_and_a_meter_of_drift(serve):
     assert drift.spec.dims == ("quality_drift",)
     output = drift.score(MediaBatch(media, ["a"]))
     assert output.values.item() == pytest.approx(-4 * (204 - 153) / 255, abs=1e-5)
-    assert padded(torch.ones(2, 3, 5, 2)).shape == (2, 3, 5, 5)
+    assert pad_to_square(torch.ones(2, 3, 5, 2)).shape == (2, 3, 5, 5)

@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_models.chat.client import ChatAnswer
-from reward_models.chat.edit_score import DIMS, HIGHEST, read_edit, reduce_passes
-from reward_models.chat.magic_assessor import read_assessment
-from reward_models.chat.parsers import Unparsable, boxed, score_in, score_list, shares
-from reward_models.chat.rational_pair import pair_scores, totals
-from reward_models.chat.rational_rewards import EDIT, T2I, overall, section_scores
-from reward_models.chat.unified_answers import better_after_thinking, better_of_two
-from reward_models.chat.unified_reward import axis_scores, final_score
+from reward_models.chat.edit_score import DIMS, HIGHEST, parse_answers, reduce_passes
+from reward_models.chat.magic_assessor import parse_assessment
+from reward_models.chat.parsers import (
+    Unparsable,
+    find_boxed,
+    parse_score,
+    parse_scores,
+    word_probabilities,
+)
+from reward_models.chat.rational_pair import parse_pair, sum_sections
+from reward_models.chat.rational_rewards import EDIT, T2I, average_sections, parse_sections
+from reward_models.chat.unified_answers import parse_better, parse_better_after_thinking
+from reward_models.chat.unified_reward import parse_axes, parse_final_score
 from reward_models.chat.video_score2 import find_scores, soft_scores
 from tests.fixtures.golden import GOLDEN, load
 
@@ -42,7 +48,7 @@ def in_range(scores):
 
 @pytest.mark.parametrize("row", CORPUS["editscore_texts"], ids=lambda row: row["text"][:30])
 def test_edit_scores_are_read_where_a_reference_reads_legal_ones(row):
-    read = reading(score_list, row["text"], 0.0, HIGHEST)
+    read = reading(parse_scores, row["text"], 0.0, HIGHEST)
     strict, lenient = (
         scores_of(row, p) for p in ("mllm_output_to_dict", "parse_vlm_output_to_dict")
     )
@@ -57,14 +63,14 @@ def test_edit_scores_are_read_where_a_reference_reads_legal_ones(row):
 def test_a_score_out_of_range_is_a_failure_and_not_better_than_a_perfect_one():
     """The reference gives 12.5 of 10 to this, more than to a perfect edit."""
     with pytest.raises(Unparsable, match="outside"):
-        score_list('{"score": [30, 40], "reasoning": "x"}', 0.0, HIGHEST)
-    assert score_list('{"score": [25, 25]}', 0.0, HIGHEST) == [25, 25]
+        parse_scores('{"score": [30, 40], "reasoning": "x"}', 0.0, HIGHEST)
+    assert parse_scores('{"score": [25, 25]}', 0.0, HIGHEST) == [25, 25]
 
 
 @pytest.mark.parametrize("row", CORPUS["editscore_evaluate"], ids=lambda r: r["reduction"])
 def test_passes_of_edit_score_reduce_as_the_reference_does_for_one_image(row):
     texts = row["outputs_in_call_order"]
-    rows = [read_edit(sc, pq) for sc, pq in zip(texts[::2], texts[1::2], strict=True)]
+    rows = [parse_answers(sc, pq) for sc, pq in zip(texts[::2], texts[1::2], strict=True)]
     reduction = row["reduction"]
     reduction = "average_first_following" if reduction == "average_first" else reduction
     found = reduce_passes(torch.tensor(rows, dtype=torch.float64), reduction)
@@ -85,7 +91,7 @@ def _edits(row):
     """(passes that could be read, all of them, result) of every edit in a batch."""
     half = len(row["passes"][0]) // 2
     for i, result in enumerate(row["result"]):
-        read = [reading(read_edit, texts[i], texts[half + i]) for texts in row["passes"]]
+        read = [reading(parse_answers, texts[i], texts[half + i]) for texts in row["passes"]]
         yield [r for r in read if r is not None], read, result
 
 
@@ -111,7 +117,7 @@ def test_the_corpus_of_batches_holds_both_kinds():
 
 @pytest.mark.parametrize("row", CORPUS["unifiedreward_texts"], ids=lambda row: row["text"][:30])
 def test_axes_are_read_as_the_references_read_them_or_not_at_all(row):
-    read = reading(axis_scores, row["text"])
+    read = reading(parse_axes, row["text"])
     reference = row["verl_omni_scores"]
     named = [axis for axis in reference if axis in row["text"].lower()]
     legal = all(1 <= x <= 5 for x in reference.values())
@@ -127,19 +133,19 @@ def test_axes_are_read_as_the_references_read_them_or_not_at_all(row):
 
 @pytest.mark.parametrize("row", CORPUS["unifiedreward_texts"], ids=lambda row: row["text"][:30])
 def test_final_scores_are_read_as_flow_grpo_reads_them_and_its_zero_is_a_failure(row):
-    assert reading(final_score, row["text"]) == (row["flow_grpo_final_score"] or None)
+    assert reading(parse_final_score, row["text"]) == (row["flow_grpo_final_score"] or None)
 
 
 def test_a_final_score_above_five_is_a_failure_with_or_without_decimals():
     """The reference refuses 6 and lets 5.75 pass."""
     for text in ("Final Score: 6", "Final Score: 5.75", "Final Score: 0", "Final Score: 45"):
-        assert reading(final_score, text) is None
+        assert reading(parse_final_score, text) is None
 
 
 def test_axes_that_the_group_mean_would_fill_in_are_missing():
     given = CORPUS["prefgrpo_pointwise"]
     for i, text in enumerate(given["texts"]):
-        read = reading(axis_scores, text) or {}
+        read = reading(parse_axes, text) or {}
         for axis, column in given["dims"].items():
             if axis.lower() in read and "Score (1-5): " in text:
                 assert read[axis.lower()] == column[i]
@@ -155,7 +161,7 @@ def test_win_rates_agree_once_the_missing_pairs_are_given_half_a_win_each(group)
     """The reference gives half a win for what it cannot read; a tie is half a win here too."""
     scores = {i: [] for i in range(group["n"])}
     for pair in group["responses"]:
-        read = reading(better_after_thinking, pair["model_output"])
+        read = reading(parse_better_after_thinking, pair["model_output"])
         scores[pair["first_index"]].append(read)
         scores[pair["second_index"]].append(None if read is None else 1 - read)
     filled = [_rate([0.5 if x is None else x for x in mine]) for mine in scores.values()]
@@ -174,14 +180,14 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("text", "expected"), VERDICTS)
 def test_a_plain_comparison_names_one_winner_or_counts_for_nothing(text, expected):
-    assert reading(better_of_two, text) == expected
+    assert reading(parse_better, text) == expected
 
 
 def test_a_verdict_within_the_thoughts_does_not_count():
     thought = "<think><answer>Image 1 is better</answer></think>"
-    assert reading(better_after_thinking, "<think>Image 1 is better</think>") is None
-    assert better_after_thinking("<answer>Video 2 is better</answer>") == 0
-    assert reading(better_after_thinking, f"{thought}<answer>Image 2 is better</answer>") == 0
+    assert reading(parse_better_after_thinking, "<think>Image 1 is better</think>") is None
+    assert parse_better_after_thinking("<answer>Video 2 is better</answer>") == 0
+    assert reading(parse_better_after_thinking, f"{thought}<answer>Image 2 is better</answer>") == 0
 
 
 @pytest.mark.parametrize(
@@ -189,16 +195,16 @@ def test_a_verdict_within_the_thoughts_does_not_count():
     [(r, T2I) for r in CORPUS["rational_t2i"]] + [(r, EDIT) for r in CORPUS["rational_edit"]],
 )
 def test_sections_of_rational_rewards_are_read_and_averaged_as_by_flow_factory(row, sections):
-    scores = section_scores(row["text"], sections)
+    scores = parse_sections(row["text"], sections)
     given = {name: x if isinstance(x, float) else math.nan for name, x in row["parsed"].items()}
     assert scores == pytest.approx(given, nan_ok=True)
     expected = None if isinstance(row["reward"], dict) else row["reward"]
-    assert reading(overall, scores) == pytest.approx(expected)
+    assert reading(average_sections, scores) == pytest.approx(expected)
 
 
 def test_a_score_in_the_summary_belongs_to_no_section():
     text = "1. Text Faithfulness:\n## Score: 3\n3. Text Rendering:\n# Summary: so\n## Score: 1"
-    scores = section_scores(text, T2I)
+    scores = parse_sections(text, T2I)
     assert scores["text_faithfulness"] == 3
     assert math.isnan(scores["text_rendering"])
 
@@ -206,13 +212,13 @@ def test_a_score_in_the_summary_belongs_to_no_section():
 @pytest.mark.parametrize("row", CORPUS["rational_pairwise"], ids=lambda row: row["text"][60:90])
 def test_pairs_of_rational_rewards_have_the_totals_and_ranks_of_the_reference(row):
     sections = EDIT if len(row["aspects"]) == 4 else T2I
-    scores = pair_scores(row["text"], sections)
+    scores = parse_pair(row["text"], sections)
     neutral = {
         name: tuple(2.5 if given[s] == "N/A" else given[s] for s in ("score_a", "score_b"))
         for name, given in row["parsed"].items()
     }
     assert scores == neutral
-    found = totals(scores)
+    found = sum_sections(scores)
     for dim, name in (("text", "text"), ("visual", "visual"), ("overall", "all")):
         assert found[dim] == tuple(row["totals"][name])
         a, b = found[dim]
@@ -221,9 +227,9 @@ def test_pairs_of_rational_rewards_have_the_totals_and_ranks_of_the_reference(ro
 
 def test_a_pair_with_a_section_missing_or_out_of_range_is_not_read():
     text = CORPUS["rational_pairwise"][0]["text"]
-    assert reading(pair_scores, text, T2I)
-    assert reading(pair_scores, text.replace("Score B: 2.5", "Score B: 7"), T2I) is None
-    assert reading(pair_scores, text.replace("3. Text Rendering", "3. Else"), T2I) is None
+    assert reading(parse_pair, text, T2I)
+    assert reading(parse_pair, text.replace("Score B: 2.5", "Score B: 7"), T2I) is None
+    assert reading(parse_pair, text.replace("3. Text Rendering", "3. Else"), T2I) is None
 
 
 def answer_of(index, row):
@@ -302,11 +308,11 @@ def test_shares_add_up_the_spellings_of_a_word_and_leave_others_out():
         "maybe": math.log(0.4),
     }
     answer = ChatAnswer("Yes", "stop", [("Yes", step)])
-    assert shares(answer, 0, ("yes", "no")) == pytest.approx([2 / 3, 1 / 3])
+    assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([2 / 3, 1 / 3])
     with pytest.raises(Unparsable, match="none of good, bad"):
-        shares(answer, 0, ("good", "bad"))
+        word_probabilities(answer, 0, ("good", "bad"))
     with pytest.raises(Unparsable, match="no log-prob"):
-        shares(ChatAnswer("Yes"), 0, ("yes", "no"))
+        word_probabilities(ChatAnswer("Yes"), 0, ("yes", "no"))
 
 
 BOXES = [
@@ -331,24 +337,24 @@ BOXES = [
 
 @pytest.mark.parametrize(("text", "expected"), BOXES)
 def test_an_assessment_is_read_from_the_last_complete_box(text, expected):
-    found = reading(read_assessment, text)
+    found = reading(parse_assessment, text)
     assert (None if found is None else (found.normal, found.artefacts)) == expected
 
 
 def test_a_box_ends_at_its_own_brace():
-    assert boxed(r"a \boxed{x {y {z}} w} } b") == "x {y {z}} w"
+    assert find_boxed(r"a \boxed{x {y {z}} w} } b") == "x {y {z}} w"
 
 
 @pytest.mark.parametrize(
     "text", ["4,5", "4.5.6", "4x", "45%", "4/10", "four", "", "-", "1e1", "nan"]
 )
 def test_what_only_begins_like_a_score_is_none(text):
-    assert reading(score_in, text, 1.0, 5.0) is None
+    assert reading(parse_score, text, 1.0, 5.0) is None
 
 
 @pytest.mark.parametrize("text", ["4", "4.", "4/5", "4 / 5", "4, because", "+4", "4)"])
 def test_a_score_may_be_followed_by_punctuation_or_its_own_scale(text):
-    assert score_in(text, 1.0, 5.0) == 4
+    assert parse_score(text, 1.0, 5.0) == 4
 
 
 PIECES = st.sampled_from(
@@ -404,27 +410,27 @@ TEXTS = st.lists(PIECES | st.text(max_size=5) | st.floats().map(str), max_size=1
 @settings(max_examples=400, deadline=None)
 @given(TEXTS)
 def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kind(text):
-    for number in reading(score_list, text, 0.0, 25.0) or ():
+    for number in reading(parse_scores, text, 0.0, 25.0) or ():
         assert 0 <= number <= 25
-    for number in (reading(axis_scores, text) or {}).values():
+    for number in (reading(parse_axes, text) or {}).values():
         assert 1 <= number <= 5
     for parse, low, high in (
-        (final_score, 1, 5),
-        (better_of_two, 0, 1),
-        (better_after_thinking, 0, 1),
+        (parse_final_score, 1, 5),
+        (parse_better, 0, 1),
+        (parse_better_after_thinking, 0, 1),
     ):
         number = reading(parse, text)
         assert number is None or low <= number <= high
     for sections in (T2I, EDIT):
-        mean = reading(overall, section_scores(text, sections))
+        mean = reading(average_sections, parse_sections(text, sections))
         assert mean is None or 0 <= mean <= 1
-        for pair in (reading(pair_scores, text, sections) or {}).values():
+        for pair in (reading(parse_pair, text, sections) or {}).values():
             assert all(1 <= score <= 4 for score in pair)
     for _, digit in reading(find_scores, text) or ():
         assert digit in "12345"
-    for number in reading(read_edit, text, text) or ():
+    for number in reading(parse_answers, text, text) or ():
         assert 0 <= number <= 10 or math.isnan(number)
-    reading(read_assessment, text)
+    reading(parse_assessment, text)
 
 
 @settings(max_examples=200, deadline=None)
@@ -432,6 +438,6 @@ def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kin
 def test_no_log_probabilities_give_shares_outside_zero_to_one(likeliest, digit):
     answer = ChatAnswer(digit, "stop", [(digit, dict(likeliest) | {digit: -1.0})])
     for words in (("1", "2", "3", "4", "5"), ("yes", "no")):
-        found = reading(shares, answer, 0, words)
+        found = reading(word_probabilities, answer, 0, words)
         assert found is None or sum(found) == pytest.approx(1)
         assert found is None or all(0 <= share <= 1 for share in found)

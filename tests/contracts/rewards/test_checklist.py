@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.checklist import Checklist
-from reward_models.checklist_fit import fit_sheet, fit_weights, pair_accuracy
-from reward_models.sheet import Item, Sheet, features, read_sheet
-from reward_models.vision_reward import vision_reward_image, vision_reward_video
-from reward_models.vqa_score import QUESTION
+from reward_models.preference.vision_reward import vision_reward_image, vision_reward_video
+from reward_models.questions.checklist import Checklist
+from reward_models.questions.checklist_fit import fit_question_set, fit_weights, pair_accuracy
+from reward_models.questions.question_set import Item, QuestionSet, read_question_set, value_items
+from reward_models.questions.vqa_score import QUESTION
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
@@ -40,7 +40,7 @@ def one(frames: int = 1) -> MediaBatch:
     return replace(VIDEO.take([0]), media=VIDEO.media[:1, :frames], prompts=[PROMPT])
 
 
-def small_sheet(**changes) -> Sheet:
+def small_question_set(**changes) -> QuestionSet:
     """Two aspects; one item counts only where there is a face."""
     items = [
         Item("sharp?", 0.5, "look"),
@@ -48,17 +48,19 @@ def small_sheet(**changes) -> Sheet:
         Item("bright?", 0.25, "look"),
     ]
     given = {"items": items, "conditions": {"face": "face?"}, "intercept": 0.125}
-    return Sheet("small", "image", **{"reduction": "sum", "licence": "none"} | given | changes)
+    return QuestionSet(
+        "small", "image", **{"reduction": "sum", "licence": "none"} | given | changes
+    )
 
 
-def written(sheet: Sheet, tmp_path) -> str:
-    (tmp_path / "sheet.json").write_text(sheet.text())
-    return str(tmp_path / "sheet.json")
+def written(question_set: QuestionSet, tmp_path) -> str:
+    (tmp_path / "question_set.json").write_text(question_set.text())
+    return str(tmp_path / "question_set.json")
 
 
 @pytest.mark.parametrize("case", CASES["image_cases"])
 def test_images_get_the_released_score(case):
-    questions = read_sheet("vision_reward_image").questions
+    questions = read_question_set("vision_reward_image").questions
     said = [float(answer == "yes<|end_of_text|>") for answer in case["answers"]]
     judge = FakeJudge(dict(zip(questions, said, strict=True)))
     output = vision_reward_image(judge, Fixed(case["alignment"])).score(one())
@@ -68,7 +70,7 @@ def test_images_get_the_released_score(case):
 @pytest.mark.parametrize("case", CASES["video_cases"])
 def test_videos_get_the_released_score(case):
     questions = [
-        q.replace("[[prompt]]", PROMPT) for q in read_sheet("vision_reward_video").questions
+        q.replace("[[prompt]]", PROMPT) for q in read_question_set("vision_reward_video").questions
     ]
     said = [float(answer == "yes") for answer in case["answers"]]
     judge = FakeJudge(dict(zip(questions, said, strict=True)))
@@ -77,7 +79,10 @@ def test_videos_get_the_released_score(case):
 
 
 def test_the_released_lists_have_the_recorded_weights():
-    image, video = read_sheet("vision_reward_image"), read_sheet("vision_reward_video")
+    image, video = (
+        read_question_set("vision_reward_image"),
+        read_question_set("vision_reward_video"),
+    )
     golden = load("H_visionreward")
     assert [image.alignment, *(i.weight for i in image.items)] == golden["image_coef"].tolist()
     assert [i.weight for i in video.items] == golden["video_weights"].tolist()
@@ -90,7 +95,7 @@ def test_the_released_lists_have_the_recorded_weights():
 
 
 def test_hard_and_soft_scores_by_hand(tmp_path):
-    path = written(small_sheet(), tmp_path)
+    path = written(small_question_set(), tmp_path)
     judge = FakeJudge({"face?": 0.75, "sharp?": 0.25, "smiles?": 1.0, "bright?": 0.75})
     hard, soft = (Checklist(judge, path, how).score(one()).values[0] for how in ("hard", "soft"))
     assert Checklist(judge, path).spec.dims == ("overall", "look", "people")
@@ -99,14 +104,14 @@ def test_hard_and_soft_scores_by_hand(tmp_path):
 
 
 def test_items_whose_condition_is_not_met_are_worth_nothing(tmp_path):
-    path = written(small_sheet(), tmp_path)
+    path = written(small_question_set(), tmp_path)
     for smiles in (0.0, 1.0, torch.nan):
         judge = FakeJudge({"face?": 0.25, "sharp?": 1.0, "smiles?": smiles, "bright?": 1.0})
         assert Checklist(judge, path).score(one()).values[0].tolist() == [0.875, 0.75, 0.0]
 
 
 def test_an_unanswered_question_that_counts_makes_the_sample_invalid(tmp_path):
-    path = written(small_sheet(), tmp_path)
+    path = written(small_question_set(), tmp_path)
     for silent in ("face?", "sharp?"):
         output = Checklist(FakeJudge({silent: torch.nan}), path).score(one())
         assert not output.valid.any()
@@ -115,7 +120,7 @@ def test_an_unanswered_question_that_counts_makes_the_sample_invalid(tmp_path):
 
 def test_a_mean_divides_by_all_items(tmp_path):
     judge = FakeJudge({"face?": 0.0, "sharp?": 1.0, "bright?": 1.0})
-    path = written(small_sheet(reduction="mean", intercept=0.0), tmp_path)
+    path = written(small_question_set(reduction="mean", intercept=0.0), tmp_path)
     torch.testing.assert_close(
         Checklist(judge, path).score(one()).values, torch.tensor([[0.25, 0.25, 0.0]])
     )
@@ -134,7 +139,7 @@ def test_dimensions_add_up_to_the_overall_score_and_answers_are_reported():
 
 def test_alignment_comes_from_the_judge_a_model_or_is_left_out():
     judge = FakeJudge({QUESTION.replace("[[prompt]]", PROMPT): 0.25})
-    image = read_sheet("vision_reward_image")
+    image = read_question_set("vision_reward_image")
     by_judge, by_model, without = (
         vision_reward_image(judge, how).score(one()).values[0, 0].item()
         for how in ("judge", Fixed(0.25), "omit")
@@ -188,7 +193,7 @@ def test_video_checklists_keep_the_contract():
 
 
 def test_models_with_other_questions_judges_or_answers_have_other_fingerprints(tmp_path):
-    path = written(small_sheet(), tmp_path)
+    path = written(small_question_set(), tmp_path)
     models = [
         Checklist(FakeJudge(), path),
         Checklist(FakeJudge(), path, "soft"),
@@ -197,7 +202,7 @@ def test_models_with_other_questions_judges_or_answers_have_other_fingerprints(t
         vision_reward_image(FakeJudge(), "omit"),
         vision_reward_image(FakeJudge(), Fixed(0.0)),
     ]
-    models.append(Checklist(FakeJudge(), written(small_sheet(intercept=1.0), tmp_path)))
+    models.append(Checklist(FakeJudge(), written(small_question_set(intercept=1.0), tmp_path)))
     check_fingerprints(models)
 
 
@@ -207,8 +212,8 @@ def test_loading_loads_the_judge():
     assert judge.loads == 1
 
 
-def test_a_sheet_is_written_and_read_back(tmp_path):
-    assert read_sheet(written(small_sheet(), tmp_path)) == small_sheet()
+def test_a_question_set_is_written_and_read_back(tmp_path):
+    assert read_question_set(written(small_question_set(), tmp_path)) == small_question_set()
 
 
 @pytest.mark.parametrize(
@@ -222,20 +227,20 @@ def test_a_sheet_is_written_and_read_back(tmp_path):
 )
 def test_lists_that_make_no_sense_are_refused(changes):
     with pytest.raises(ValueError, match="small"):
-        small_sheet(**changes)
+        small_question_set(**changes)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"items": [{"question": "a?"}]}', "{}"])
-def test_files_that_are_no_sheet_are_refused(tmp_path, content):
-    (tmp_path / "sheet.json").write_text(content)
-    with pytest.raises(ValueError, match=r"sheet\.json is no checklist"):
-        read_sheet(str(tmp_path / "sheet.json"))
+def test_files_that_are_no_question_set_are_refused(tmp_path, content):
+    (tmp_path / "question_set.json").write_text(content)
+    with pytest.raises(ValueError, match=r"question_set\.json is no checklist"):
+        read_question_set(str(tmp_path / "question_set.json"))
 
 
 def test_a_yaml_file_builds_the_released_checklist(tmp_path):
     (tmp_path / "rewards.yaml").write_text(
-        "rewards:\n- class_path: reward_models.vision_reward.vision_reward_image\n  init_args:\n"
-        "    judge:\n      class_path: reward_models.yes_no.QwenYesNo\n"
+        "rewards:\n- class_path: reward_models.vision_reward_image\n  init_args:\n"
+        "    judge:\n      class_path: reward_models.QwenYesNo\n"
         "      init_args: {source: some/judge}\n    alignment: judge\n"
     )
     (model,), _ = load_rewards(str(tmp_path / "rewards.yaml"))
@@ -260,8 +265,8 @@ def test_fitted_weights_recover_order_and_accuracy_and_are_never_negative():
     assert (fitted >= 0).all()
     ranks = torch.stack([w.argsort().argsort().float() for w in (fitted, planted)])
     assert torch.corrcoef(ranks)[0, 1] > 0.85
-    sheet = read_sheet("vision_reward_video")
-    fit = fit_sheet(sheet, first, second, preferred)
+    question_set = read_question_set("vision_reward_video")
+    fit = fit_question_set(question_set, first, second, preferred)
     assert (fit.num_train, fit.num_held_out) == (1436, 359)
     held = pair_accuracy(planted, first, second, preferred)
     assert fit.held_out_accuracy > held - 0.04
@@ -269,7 +274,7 @@ def test_fitted_weights_recover_order_and_accuracy_and_are_never_negative():
 
 
 def test_items_are_dimensions_that_weights_are_fitted_to(tmp_path):
-    path = written(small_sheet(alignment=1.5), tmp_path)
+    path = written(small_question_set(alignment=1.5), tmp_path)
     judge = FakeJudge({"face?": 1.0, "smiles?": 0.9, "sharp?": 0.2, "bright?": 0.7})
     plain = Checklist(judge, path, alignment=Fixed(0.5))
     model = Checklist(judge, path, alignment=Fixed(0.5), items=True)
@@ -327,10 +332,12 @@ def test_shares_of_votes_and_ties_are_fitted_and_ridge_shrinks():
 
 
 def test_items_that_did_not_apply_do_not_move_their_weight(tmp_path):
-    sheet = small_sheet(items=[Item("sharp?", 1.0, "look"), Item("smiles?", 1.0, "people", "face")])
+    question_set = small_question_set(
+        items=[Item("sharp?", 1.0, "look"), Item("smiles?", 1.0, "people", "face")]
+    )
     generator = torch.Generator().manual_seed(2)
     yes = torch.rand(2, 600, 3, generator=generator)
-    a, b = (features(sheet, y) for y in yes)
+    a, b = (value_items(question_set, y) for y in yes)
     assert (a[~(yes[0, :, 0] > 0.5), 1] == 0).all()
     drawn = torch.rand(600, generator=generator)
     preferred = (((a - b) @ torch.tensor([0.4, 0.6]).double()).sigmoid() > drawn).float()
@@ -338,23 +345,23 @@ def test_items_that_did_not_apply_do_not_move_their_weight(tmp_path):
     neither = ~(yes[..., 0] > 0.5).any(0)
     flipped = yes.clone()
     flipped[:, neither, 2] = 1 - flipped[:, neither, 2]
-    again = fit_weights(*(features(sheet, y) for y in flipped), preferred)
+    again = fit_weights(*(value_items(question_set, y) for y in flipped), preferred)
     assert neither.any()
     assert together[1] > 0
     assert torch.equal(together, again)
 
 
-def test_a_fit_is_written_as_the_sheet_that_a_checklist_reads(tmp_path):
+def test_a_fit_is_written_as_the_question_set_that_a_checklist_reads(tmp_path):
     first, second, preferred, _ = simulated(400, 4)
     first[:, 1], second[:, 1] = preferred * -2 + 1, preferred * 2 - 1  # yes to it is always worse
-    sheet = small_sheet(alignment=1.0)
-    fit = fit_sheet(sheet, first, second, preferred, ridge=0.01)
+    question_set = small_question_set(alignment=1.0)
+    fit = fit_question_set(question_set, first, second, preferred, ridge=0.01)
     assert fit.weights[1] == 0
-    assert fit.sheet.alignment == fit.weights[0]
-    assert [item.question for item in fit.sheet.items] == ["smiles?", "bright?"]
+    assert fit.question_set.alignment == fit.weights[0]
+    assert [item.question for item in fit.question_set.items] == ["smiles?", "bright?"]
     judge = FakeJudge({"face?": 1.0, "smiles?": 1.0, "bright?": 0.0})
-    model = Checklist(judge, written(fit.sheet, tmp_path), alignment=Fixed(0.5))
-    expected = fit.weights @ torch.tensor([0.5, 0.0, 1.0, -1.0]).double() + sheet.intercept
+    model = Checklist(judge, written(fit.question_set, tmp_path), alignment=Fixed(0.5))
+    expected = fit.weights @ torch.tensor([0.5, 0.0, 1.0, -1.0]).double() + question_set.intercept
     torch.testing.assert_close(
         model.score(one()).values[0, 0].double(), expected, rtol=1e-5, atol=0
     )
@@ -363,11 +370,11 @@ def test_a_fit_is_written_as_the_sheet_that_a_checklist_reads(tmp_path):
 def test_a_fit_of_other_features_or_bad_numbers_is_refused():
     first, second, preferred, _ = simulated(50, 3)
     with pytest.raises(ValueError, match="has 4 features, not 3"):
-        fit_sheet(small_sheet(alignment=1.0), first, second, preferred)
+        fit_question_set(small_question_set(alignment=1.0), first, second, preferred)
     with pytest.raises(ValueError, match="finite"):
         fit_weights(first * torch.nan, second, preferred)
     with pytest.raises(ValueError, match="held_out"):
-        fit_sheet(small_sheet(), first, second, preferred, held_out=1.0)
+        fit_question_set(small_question_set(), first, second, preferred, held_out=1.0)
 
 
 def test_the_fit_minimises_the_loss_of_its_formula():

@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from reward_models.checkpoints import (
+from reward_models.backbones.checkpoints import (
     find_file,
     find_folder,
-    floats,
+    fingerprint_of,
     load_exactly,
-    read_folder,
+    on_meta_device,
     read_json,
     read_tensors,
-    renamed,
-    signature,
-    without_memory,
+    read_weights,
+    rename_tensors,
+    to_float32,
 )
 
 
@@ -111,7 +111,7 @@ def test_only_the_listed_keys_may_be_unused_or_absent(weights):
 
 
 def test_a_module_without_memory_takes_the_weights_and_keeps_its_buffers(weights):
-    with without_memory():
+    with on_meta_device():
         module = Tiny()
     assert module.first.weight.is_meta
     load_exactly(module, weights, "x")
@@ -124,13 +124,15 @@ def test_a_module_without_memory_takes_the_weights_and_keeps_its_buffers(weights
 
 
 def test_half_precision_becomes_float32_and_integers_stay():
-    read = floats({"a": torch.ones(1).half(), "b": torch.ones(1).bfloat16(), "c": torch.arange(2)})
+    read = to_float32(
+        {"a": torch.ones(1).half(), "b": torch.ones(1).bfloat16(), "c": torch.arange(2)}
+    )
     assert [read[key].dtype for key in "abc"] == [torch.float32, torch.float32, torch.int64]
 
 
 def test_two_keys_cannot_become_one():
     with pytest.raises(ValueError, match="both named y"):
-        renamed({"a.y": torch.zeros(1), "b.y": torch.zeros(1)}, [(r"^[ab]\.", "")])
+        rename_tensors({"a.y": torch.zeros(1), "b.y": torch.zeros(1)}, [(r"^[ab]\.", "")])
 
 
 def test_a_sharded_folder_is_read_whole_and_without_its_shard_refused(tmp_path, weights):
@@ -139,20 +141,20 @@ def test_a_sharded_folder_is_read_whole_and_without_its_shard_refused(tmp_path, 
     for shard in set(shards.values()):
         save_file({k: weights[k] for k in keys if shards[k] == shard}, tmp_path / shard)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    assert set(read_folder(str(tmp_path))) == set(keys)
+    assert set(read_weights(str(tmp_path))) == set(keys)
     (tmp_path / shard).unlink()
     with pytest.raises(ValueError, match=shard):
-        read_folder(str(tmp_path))
+        read_weights(str(tmp_path))
 
 
 def test_missing_places_are_named(tmp_path):
-    for search in (find_folder, find_file, read_folder):
+    for search in (find_folder, find_file, read_weights):
         with pytest.raises(ValueError, match="nowhere/at/all"):
             search("nowhere/at/all")
     with pytest.raises(ValueError, match=r"a folder with weights\.pt"):
         find_file(str(tmp_path), "weights.pt")
     with pytest.raises(ValueError, match="holds no weights"):
-        read_folder(str(tmp_path))
+        read_weights(str(tmp_path))
     (tmp_path / "bad.json").write_text("[1")
     with pytest.raises(ValueError, match=r"bad\.json is not JSON"):
         read_json(tmp_path / "bad.json")
@@ -165,9 +167,11 @@ def test_signatures_follow_content_and_not_place(tmp_path):
     content = bytearray(5_000_000)
     content[2_500_000 : 2_500_000 + 10**5] = b"x" * 10**5
     (tmp_path / "c" / "w.bin").write_bytes(content)
-    a, b, c = (signature(str(tmp_path / name)) for name in "abc")
+    a, b, c = (fingerprint_of(str(tmp_path / name)) for name in "abc")
     assert a == b
     assert a != c
-    assert signature(str(tmp_path / "a" / "w.bin")) != signature(str(tmp_path / "c" / "w.bin"))
-    assert signature("owner/name") == "owner/name"
-    assert signature(None) == ""
+    assert fingerprint_of(str(tmp_path / "a" / "w.bin")) != fingerprint_of(
+        str(tmp_path / "c" / "w.bin")
+    )
+    assert fingerprint_of("owner/name") == "owner/name"
+    assert fingerprint_of(None) == ""

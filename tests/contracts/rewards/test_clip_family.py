@@ -18,13 +18,13 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
-from reward_models.aesthetic import Aesthetic, linear_stack
-from reward_models.checkpoints import read_tensors, without_memory
-from reward_models.clip_score import CLIPScore
-from reward_models.clip_towers import Preprocessing, read_open_clip
-from reward_models.hpsv2 import HPSv2
-from reward_models.pickscore import PickScore
-from reward_models.pixels import pil_resized, resized, shortest_side
+from reward_models.backbones.checkpoints import on_meta_device, read_tensors
+from reward_models.backbones.clip_towers import Preprocessing, read_open_clip
+from reward_models.backbones.pixels import crop_shortest_side, resize, resize_like_pil
+from reward_models.preference.aesthetic import Aesthetic, build_linear_stack
+from reward_models.preference.clip_score import CLIPScore
+from reward_models.preference.hpsv2 import HPSv2
+from reward_models.preference.pickscore import PickScore
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -134,7 +134,7 @@ def test_clip_score_on_the_same_weights_crops_instead(hpsv2):
 
 
 def test_the_aesthetic_head_is_that_of_the_original_code():
-    head = linear_stack(read_tensors(Path(HEAD) / HEAD_FILE), HEAD)
+    head = build_linear_stack(read_tensors(Path(HEAD) / HEAD_FILE), HEAD)
     normalised = torch.nn.functional.normalize(HEAD_IO["embeds"], dim=-1)
     torch.testing.assert_close(head(normalised)[:, 0], HEAD_IO["scores"], rtol=1e-5, atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_aesthetic_is_the_head_on_the_normalised_embedding_whatever_the_prompt()
     towers = read_open_clip(SIZES, WEIGHTS)
     pixels = Preprocessing(224)(batch.media[:, 0])
     embedded = towers.model.encode_image(pixels)
-    head = linear_stack(read_tensors(Path(HEAD) / HEAD_FILE), HEAD)
+    head = build_linear_stack(read_tensors(Path(HEAD) / HEAD_FILE), HEAD)
     expected = head(embedded / embedded.norm(dim=-1, keepdim=True))
     torch.testing.assert_close(model.score(batch).values, expected)
     torch.testing.assert_close(model.score(replace(batch, prompts=["", "x"])).values, expected)
@@ -175,9 +175,9 @@ def test_the_aesthetic_head_sits_on_siglip_too(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(described))
     batch = example_batch(num_samples=2)
     model = Aesthetic(HEAD, HEAD_FILE, str(tmp_path), device="cpu")
-    pixels = pil_resized(batch.media[:, 0], 32, 32) * 2 - 1
+    pixels = resize_like_pil(batch.media[:, 0], 32, 32) * 2 - 1
     embedded = siglip.vision_model(pixels).pooler_output
-    head = linear_stack(read_tensors(Path(HEAD) / HEAD_FILE), HEAD)
+    head = build_linear_stack(read_tensors(Path(HEAD) / HEAD_FILE), HEAD)
     expected = head(embedded / embedded.norm(dim=-1, keepdim=True)).detach()
     torch.testing.assert_close(model.score(batch).values, expected)
 
@@ -214,13 +214,13 @@ def test_quantised_resize_is_pil_to_the_bit(sizes):
         size = (to_width, expected.height) if axis == 0 else (expected.width, to_height)
         expected = expected.resize(size, Image.Resampling.BICUBIC)
     frames = torch.from_numpy(bits).permute(2, 0, 1)[None] / 255
-    result = (pil_resized(frames, to_height, to_width) * 255).round()[0].permute(1, 2, 0)
+    result = (resize_like_pil(frames, to_height, to_width) * 255).round()[0].permute(1, 2, 0)
     assert np.array_equal(result.numpy(), np.asarray(expected, dtype=np.float32))
 
 
 def test_the_smooth_resize_is_within_a_level_and_a_half_of_pil_on_smooth_pictures():
     frames = (example_batch(height=120, width=90).media[:, 0] * 255).round() / 255
-    apart = (resized(frames, 40, 30) - pil_resized(frames, 40, 30)).abs() * 255
+    apart = (resize(frames, 40, 30) - resize_like_pil(frames, 40, 30)).abs() * 255
     assert 0 < apart.max() < 1.5
 
 
@@ -240,7 +240,7 @@ def test_odd_margins_are_cropped_as_the_library_of_each_model_does(pickscore, sh
     torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
     small = TF.resize(Image.fromarray(bits), [32], TF.InterpolationMode.BICUBIC)
     cropped = np.asarray(TF.center_crop(small, [32, 32]))
-    result = (shortest_side(frames, 32, quantised=True) * 255).round()[0].permute(1, 2, 0)
+    result = (crop_shortest_side(frames, 32, quantised=True) * 255).round()[0].permute(1, 2, 0)
     assert np.array_equal(result.numpy(), cropped)
 
 
@@ -311,7 +311,7 @@ def test_a_half_precision_checkpoint_is_scored_in_float32(tmp_path, hpsv2):
 
 @pytest.mark.parametrize("architecture", ["ViT-H-14", "ViT-L-14"])
 def test_the_real_sizes_have_the_key_names_of_the_tiny_checkpoint(architecture):
-    with without_memory():
+    with on_meta_device():
         real = open_clip.CLIP(**open_clip.get_model_config(architecture)).state_dict()
     tiny = read_tensors(Path(WEIGHTS))
     names = [{re.sub(r"blocks\.\d+\.", "blocks.N.", key) for key in keys} for keys in (real, tiny)]
@@ -334,8 +334,8 @@ def test_published_weights_get_the_activation_they_were_trained_with(monkeypatch
 
 def test_wrong_settings_are_refused_by_name(tmp_path):
     for name, wrong in (
-        ("pickscore.PickScore", "normalisation: 27x"),
-        ("hpsv2.HPSv2", "version: v3"),
+        ("PickScore", "normalisation: 27x"),
+        ("HPSv2", "version: v3"),
     ):
         file = tmp_path / "rewards.yaml"
         file.write_text(f"rewards: [{{class_path: reward_models.{name}, init_args: {{{wrong}}}}}]")

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.testing import assert_close
 from transformers import Blip2Config, Blip2ForImageTextRetrieval, PreTrainedTokenizerFast
 
-from reward_models.clip_towers import Preprocessing
-from reward_models.context_consistency import ContextConsistency
+from reward_models.backbones.clip_towers import Preprocessing
+from reward_models.questions.context_consistency import ContextConsistency
 from tests.fixtures.reward_contract import (
     PROMPTS,
     check_failures,

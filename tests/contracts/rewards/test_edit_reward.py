@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from flowalign.types import MediaBatch
-from reward_models import edit_reward
-from reward_models.edit_reward import EditReward, Instructions, fused
-from reward_models.pixels import resized
-from reward_models.qwen2_vl import num_tokens
-from reward_models.rule import to_bytes
+from reward_models.backbones.pixels import resize
+from reward_models.backbones.qwen2_vl import count_tokens
+from reward_models.backbones.rule import to_uint8
+from reward_models.preference import edit_reward
+from reward_models.preference.edit_reward import EditReward, Instructions, fuse_heads
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
@@ -98,12 +98,12 @@ def native(folders):
 def by_hand(tensors, network, reward, batch, i):
     """Both heads' (mu, log sigma) from the checkpoint's formulas: [2, 2]."""
     pictures = [
-        Image.fromarray(to_bytes(image)[0])
+        Image.fromarray(to_uint8(image)[0])
         for image in (batch.references[i][0][None], batch.media[i])
     ]
     processor = Qwen2VLImageProcessorPil(min_pixels=SIDE * SIDE, max_pixels=SIDE * SIDE)
     seen = processor(pictures, return_tensors="pt")
-    tokens = [num_tokens(tuple(grid)) for grid in seen["image_grid_thw"].tolist()]
+    tokens = [count_tokens(tuple(grid)) for grid in seen["image_grid_thw"].tolist()]
     found = []
     for head, text in enumerate(TEXTS):
         media = "".join(f"<|vision_start|>{'<|image_pad|>' * num}<|vision_end|>" for num in tokens)
@@ -149,9 +149,9 @@ def test_scores_and_deviations_are_those_of_the_formulas(folders, texts, small):
 def test_heads_are_fused_by_mean_minimum_or_sum():
     """By hand: mu 1 and 3; sigma 3 and 4, whose variances add up to 25."""
     heads = torch.tensor([[[1.0, math.log(3.0)], [3.0, math.log(4.0)]]])
-    assert fused(heads, "mean")[0].tolist() == pytest.approx([2.0, math.log(12.0) / 2])
-    assert fused(heads, "min")[0].tolist() == pytest.approx([1.0, math.log(3.0)])
-    assert fused(heads, "sum")[0].tolist() == pytest.approx([4.0, math.log(5.0)])
+    assert fuse_heads(heads, "mean")[0].tolist() == pytest.approx([2.0, math.log(12.0) / 2])
+    assert fuse_heads(heads, "min")[0].tolist() == pytest.approx([1.0, math.log(3.0)])
+    assert fuse_heads(heads, "sum")[0].tolist() == pytest.approx([4.0, math.log(5.0)])
 
 
 def test_every_edit_is_compared_with_its_own_source(folders, texts, small):
@@ -170,7 +170,7 @@ def test_every_edit_is_compared_with_its_own_source(folders, texts, small):
 @pytest.mark.slow
 def test_what_every_reward_promises(folders, texts, small, monkeypatch):
     """Without rounding to 8 bits: so small a network is far from linear within a level."""
-    monkeypatch.setattr(edit_reward, "resized", lambda x, h, w, quantised: resized(x, h, w))
+    monkeypatch.setattr(edit_reward, "resize", lambda x, h, w, quantised: resize(x, h, w))
     check_contract(tiny(folders, texts), edits(), atol=2e-4, rtol_gradient=0.1, levels=0.005)
 
 

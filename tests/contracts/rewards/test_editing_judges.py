@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign.rewards.composite import Rewards
-from flowalign.training.fit import check_requests
+from flowalign.training.compatibility import check_requests
 from flowalign.types import Column, MediaBatch, Reference, Request, RewardSpec
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
@@ -16,7 +16,7 @@ from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pairs import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
-from reward_models.source_consistency import KeptPixels
+from reward_models.signals.source_consistency import UnchangedPixels
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.pixel import PixelPolicy
 
@@ -217,7 +217,7 @@ def test_loops_attach_the_source_and_the_mask_of_each_request():
         Request("a", (Reference("a.png", "a", read(0.25)),), Reference("m.png", "m", read(0.5))),
         Request("b", (Reference("b.png", "b", read(0.75)),), metadata={"task": "edit"}),
     ]
-    rewards = Rewards([KeptPixels()], {"kept_pixels": 1.0})
+    rewards = Rewards([UnchangedPixels()], {"unchanged_pixels": 1.0})
     batch = rewards.batch(torch.zeros(2, 1, 3, 2, 2), requests)
     assert [float(some[0].mean()) for some in batch.references] == [0.25, 0.75]
     assert batch.masks[0].shape == (1, 2, 2)

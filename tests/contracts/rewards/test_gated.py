@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.gated import Gated
+from reward_models.wrappers.gated import Gated
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
@@ -110,10 +110,10 @@ def test_it_is_built_from_a_file(tmp_path):
     file = tmp_path / "rewards.yaml"
     file.write_text("""
 rewards:
-- class_path: reward_models.gated.Gated
+- class_path: reward_models.Gated
   init_args:
-    reward: {class_path: reward_models.motion.FlowSmoothness}
-    gate: {class_path: reward_models.motion.DynamicDegree}
+    reward: {class_path: reward_models.FlowSmoothness}
+    gate: {class_path: reward_models.DynamicDegree}
     dim: motion
     floor: 6.0
 """)

@@ -7,11 +7,24 @@ import torch
 from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
 
 from flowalign.types import MediaBatch
-from reward_models.counting import Counting
-from reward_models.detection import Detection, Detector, ShapesDetector, TransformersDetector
-from reward_models.geneval import Clause, GenEval, clauses, correct, graded, kept, relations
-from reward_models.rule import Unscorable
-from reward_models.shapes import parse
+from reward_models.backbones.detection import (
+    Detection,
+    Detector,
+    ShapesDetector,
+    TransformersDetector,
+)
+from reward_models.backbones.rule import Unscorable
+from reward_models.detection.counting import Counting
+from reward_models.detection.geneval import (
+    Clause,
+    GenEval,
+    find_relations,
+    grade,
+    is_correct,
+    parse_clauses,
+    select_detections,
+)
+from reward_models.verifiers.shapes import parse_prompt
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints
 
@@ -31,12 +44,12 @@ def detections(case) -> list[Detection]:
 
 def judged(case) -> tuple[float, float, float]:
     metadata = case["metadata"]
-    include, exclude = clauses(metadata, "include"), clauses(metadata, "exclude")
+    include, exclude = parse_clauses(metadata, "include"), parse_clauses(metadata, "exclude")
     threshold = 0.9 if metadata["tag"] == "counting" else 0.3
-    found = kept(detections(case), threshold, 16)
+    found = select_detections(detections(case), threshold, 16)
     assert {label: len(objects) for label, objects in found.items()} == case["kept"]
-    strict, dense = graded(include, exclude, found)
-    return strict, float(correct(include, exclude, found)), dense
+    strict, dense = grade(include, exclude, found)
+    return strict, float(is_correct(include, exclude, found)), dense
 
 
 def test_the_rules_are_those_of_the_reference_but_for_its_bonus_for_a_wrong_place():
@@ -60,17 +73,23 @@ def at(x: float, y: float, label: str = "cat", score: float = 0.5, colour: str |
 
 def test_positions_by_hand():
     centre = at(100, 100)
-    assert relations(at(60, 100), centre) == {"left of"}
-    assert relations(at(140, 100), centre) == {"right of"}
-    assert relations(at(100, 50), centre) == {"above"}
-    assert relations(at(100, 150), centre) == {"below"}
-    assert relations(at(150, 150), centre) == {"right of", "below"}
-    assert relations(at(101, 103), centre) == set()  # within a tenth of both sizes: 2 and 4 pixels
-    assert relations(at(140, 122), centre) == {"right of"}  # (22 - 4) / 45.7 is less than a half
+    assert find_relations(at(60, 100), centre) == {"left of"}
+    assert find_relations(at(140, 100), centre) == {"right of"}
+    assert find_relations(at(100, 50), centre) == {"above"}
+    assert find_relations(at(100, 150), centre) == {"below"}
+    assert find_relations(at(150, 150), centre) == {"right of", "below"}
+    assert (
+        find_relations(at(101, 103), centre) == set()
+    )  # within a tenth of both sizes: 2 and 4 pixels
+    assert find_relations(at(140, 122), centre) == {
+        "right of"
+    }  # (22 - 4) / 45.7 is less than a half
 
 
 def test_only_the_surest_objects_above_the_threshold_are_kept():
-    found = kept([at(0, 0, score=s) for s in (0.4, 0.9, 0.3, 0.6)] + [at(0, 0, "dog", 0.2)], 0.3, 2)
+    found = select_detections(
+        [at(0, 0, score=s) for s in (0.4, 0.9, 0.3, 0.6)] + [at(0, 0, "dog", 0.2)], 0.3, 2
+    )
     assert {label: [d.score for d in objects] for label, objects in found.items()} == {
         "cat": [0.9, 0.6]
     }
@@ -78,16 +97,20 @@ def test_only_the_surest_objects_above_the_threshold_are_kept():
 
 def test_the_original_rule_looks_at_the_surest_and_the_strict_one_at_all():
     red = [Clause("cat", 1, "red")]
-    found = kept([at(0, 0, score=0.9, colour="red"), at(50, 0, score=0.8, colour="blue")], 0.3, 16)
-    assert correct(red, [], found)
-    assert graded(red, [], found) == (0, 0)
-    swapped = kept([at(0, 0, score=0.8, colour="red"), at(9, 0, score=0.9, colour="blue")], 0.3, 16)
-    assert not correct(red, [], swapped)
+    found = select_detections(
+        [at(0, 0, score=0.9, colour="red"), at(50, 0, score=0.8, colour="blue")], 0.3, 16
+    )
+    assert is_correct(red, [], found)
+    assert grade(red, [], found) == (0, 0)
+    swapped = select_detections(
+        [at(0, 0, score=0.8, colour="red"), at(9, 0, score=0.9, colour="blue")], 0.3, 16
+    )
+    assert not is_correct(red, [], swapped)
 
 
 def test_what_is_excluded_must_be_absent_from_both_rules():
-    found = kept([at(0, 0), at(30, 0, "dog")], 0.3, 16)
-    for rule in (correct, lambda *args: graded(*args)[0] == 1):
+    found = select_detections([at(0, 0), at(30, 0, "dog")], 0.3, 16)
+    for rule in (is_correct, lambda *args: grade(*args)[0] == 1):
         assert rule([Clause("cat", 1)], [], found)
         assert not rule([Clause("cat", 1)], [Clause("dog", 1)], found)
         assert rule([Clause("cat", 1)], [Clause("dog", 2)], found)
@@ -106,7 +129,7 @@ def test_what_is_excluded_must_be_absent_from_both_rules():
 )
 def test_metadata_that_breaks_the_schema_cannot_be_scored(include):
     with pytest.raises(Unscorable, match="metadata"):
-        clauses({"include": include}, "include")
+        parse_clauses({"include": include}, "include")
 
 
 class Told(Detector):
@@ -195,7 +218,7 @@ def test_what_the_detector_cannot_see_makes_a_row_invalid_and_no_other():
 
 def asked(prompt: str) -> dict:
     """GenEval's metadata of a prompt of the shapes world."""
-    scene = parse(prompt)
+    scene = parse_prompt(prompt)
     if scene.relation is None:
         (colour, shape), count = scene.objects[0], len(scene.objects)
         return {"tag": "colors", "include": [{"class": shape, "count": count, "color": colour}]}

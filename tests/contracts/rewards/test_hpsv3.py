@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowalign.types import MediaBatch
-from reward_models import hpsv3
-from reward_models.hpsv3 import HPSv3
-from reward_models.pixels import resized
+from reward_models.backbones.pixels import resize
+from reward_models.preference import hpsv3
+from reward_models.preference.hpsv3 import HPSv3
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import (
     check_contract,
@@ -77,7 +77,7 @@ def test_what_every_reward_promises(monkeypatch):
     monkeypatch.setattr(hpsv3, "PIXELS", 4 * 28 * 28)
     model, batch = tiny(), example_batch(3)
     check_contract(model, batch, rtol_gradient=1)  # the sign; the size is checked without rounding
-    monkeypatch.setattr(hpsv3, "resized", lambda x, h, w, quantised: resized(x, h, w))
+    monkeypatch.setattr(hpsv3, "resize", lambda x, h, w, quantised: resize(x, h, w))
     check_small_steps(model, batch)
 
 

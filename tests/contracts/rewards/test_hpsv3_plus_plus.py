@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models import hpsv3_plus_plus
-from reward_models.hpsv3_plus_plus import Capability, HPSv3PlusPlus, prepared
-from reward_models.pixels import resized
+from reward_models.backbones.pixels import resize
+from reward_models.preference import hpsv3_plus_plus
+from reward_models.preference.hpsv3_plus_plus import Capability, HPSv3PlusPlus, resize_twice
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import (
     check_contract,
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_original(features, name, groups, iteration):
 
 def test_sizes_are_rounded_to_28_and_then_to_32():
     """By hand: 56 x 80 becomes 392 x 560 of at least 200,704 pixels, and that 384 x 576."""
-    assert prepared(recorded(0).media[0]).shape == (1, 3, 384, 576)
+    assert resize_twice(recorded(0).media[0]).shape == (1, 3, 384, 576)
 
 
 def test_the_reward_scores_like_the_original_end_to_end():
@@ -118,7 +118,7 @@ def test_what_every_reward_promises(small, monkeypatch):
     out.weight.div_(20)  # far from linear as it was recorded
     out.bias.zero_()
     check_contract(model, batch, rtol_gradient=3)  # its size is checked without rounding
-    monkeypatch.setattr(hpsv3_plus_plus, "resized", lambda x, h, w, quantised: resized(x, h, w))
+    monkeypatch.setattr(hpsv3_plus_plus, "resize", lambda x, h, w, quantised: resize(x, h, w))
     check_small_steps(model, batch, 1e-5)
 
 

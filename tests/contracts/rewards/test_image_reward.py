@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from flowalign.types import MediaBatch
-from reward_models.checkpoints import renamed, without_memory
-from reward_models.image_reward import RENAMES, SIZES, ImageReward, ImageRewardNetwork
+from reward_models.backbones.checkpoints import on_meta_device, rename_tensors
+from reward_models.preference.image_reward import RENAMES, SIZES, ImageReward, ImageRewardNetwork
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -119,9 +119,9 @@ def test_the_default_sizes_are_blip_large_under_the_same_key_names():
         "max_position_embeddings": 512,
         "layer_norm_eps": 1e-12,
     }
-    with without_memory():
+    with on_meta_device():
         large = ImageRewardNetwork(SIZES, med, 30524).state_dict()
-    tiny = renamed(torch.load(FOLDER / "ImageReward.pt", weights_only=True), RENAMES)
+    tiny = rename_tensors(torch.load(FOLDER / "ImageReward.pt", weights_only=True), RENAMES)
     unnumbered = [
         {re.sub(r"\b(layers?)\.\d+\.(?!weight|bias)", r"\1.N.", k) for k in names}
         for names in (large, tiny)

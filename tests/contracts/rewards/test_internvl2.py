@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import InternVLModel
 
 from flowalign.types import MediaBatch
-from reward_models import mj_video
-from reward_models.checkpoints import read_json
-from reward_models.internvl2 import InternVL2, native_config, native_tensors, split_wqkv
-from reward_models.mj_video import MJVideo
+from reward_models.backbones.checkpoints import read_json
+from reward_models.backbones.internvl2 import InternVL2, convert_config, convert_tensors, split_wqkv
+from reward_models.preference import mj_video
+from reward_models.preference.mj_video import MJVideo
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -68,7 +68,7 @@ def test_tokens_and_hidden_states_are_those_of_the_original(network):
     for i in range(2):
         length = reading.lengths[i]
         assert reading.ids[i, :length].tolist() == RECORDED[f"ids{i}"].tolist()
-        last, turn = length - 1, mj_video.last_turn(RECORDED[f"ids{i}"].tolist())
+        last, turn = length - 1, mj_video.find_last_turn(RECORDED[f"ids{i}"].tolist())
         for place, name in ((last, "hidden"), (turn, "turn")):
             found = reading.hidden[i, place]
             torch.testing.assert_close(found, RECORDED[f"{name}{i}"], atol=2e-5, rtol=0)
@@ -99,8 +99,8 @@ def test_every_key_of_the_release_has_its_place():
         for name, value in load_file(FOLDER / "model.safetensors").items()
         if name.startswith("model.")
     }
-    config = native_config(read_json(FOLDER / "base" / "config.json"), "here", 5)
-    native = native_tensors(tensors, heads=4, groups=2)
+    config = convert_config(read_json(FOLDER / "base" / "config.json"), "here", 5)
+    native = convert_tensors(tensors, heads=4, groups=2)
     missing = set(InternVLModel(config).state_dict()) ^ set(native)
     assert missing == {"language_model.lm_head.weight"}
     assert sum(v.numel() for v in native.values()) == sum(v.numel() for v in tensors.values())

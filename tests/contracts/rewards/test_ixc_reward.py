@@ -8,7 +8,7 @@ import torch
 import transformers
 from PIL import Image
 
-from reward_models.ixc_reward import IXCReward
+from reward_models.preference.ixc_reward import IXCReward
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 

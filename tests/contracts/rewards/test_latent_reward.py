@@ -12,12 +12,12 @@ from torch.testing import assert_close
 
 from flowalign.functional.rating import Features
 from flowalign.reward_training.run import load_run, train
-from flowalign.sampling.guidance import FlowNRG, gradient_at
+from flowalign.sampling.guidance import FlowNRG, compute_gradient
 from flowalign.types import MediaBatch, plain_requests
 from flowalign.utils.errors import ConfigError
-from reward_models.first_blocks import BlockFeatures, FirstBlocks, stacks_of
-from reward_models.latent import TrainedLatentReward
-from reward_models.trained import TrainedReward
+from reward_models.backbones.first_blocks import BlockFeatures, FirstBlocks, find_stacks
+from reward_models.wrappers.latent import TrainedLatentReward
+from reward_models.wrappers.trained import TrainedReward
 from tests.fixtures.embedded import move, new_sd3
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def test_more_blocks_than_can_be_read_are_refused(policy):
 
 def test_a_network_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"Linear has no list of layers that is called"):
-        stacks_of(torch.nn.Linear(1, 1))
+        find_stacks(torch.nn.Linear(1, 1))
 
 
 def test_noised_features_are_those_of_noised_latents(policy):
@@ -136,7 +136,7 @@ def test_noised_features_are_those_of_noised_latents(policy):
     assert_close(clean.joint, latents.flatten(1))
     noise = torch.randn(2, clean.joint.shape[1], generator=torch.Generator().manual_seed(2))
     sigma = torch.tensor([0.2, 0.9])
-    found = backbone.noised(clean, sigma, noise)
+    found = backbone.add_noise(clean, sigma, noise)
     level = sigma[:, None, None, None]
     x = (1 - level) * latents + level * noise.view_as(latents)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_a_trained_reward_is_read_back_and_has_a_gradient(trained, policy, state
     assert reward.score(x, sigma, cond).shape == (2, 2)
     assert config["noise"]["times"]["class_path"].endswith("Uniform")
     guidance = FlowNRG(reward=reward, weights={"clean": 1.0}, scale=1.0)
-    found = gradient_at(guidance, x, torch.tensor(0.5), cond)
+    found = compute_gradient(guidance, x, torch.tensor(0.5), cond)
     step = 1e-2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         ahead, behind = (reward.score(x + s, torch.tensor(0.5), cond)[:, 1] for s in (step, -step))

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flowalign.types import MediaBatch
-from reward_models import mj_video
-from reward_models.checkpoints import load_exactly
-from reward_models.mj_video import (
+from reward_models.backbones.checkpoints import load_exactly
+from reward_models.preference import mj_video
+from reward_models.preference.mj_video import (
     ASPECTS,
     TURN,
     MJVideo,
@@ -18,7 +18,7 @@ from reward_models.mj_video import (
     Reader,
     Reading,
     combine,
-    last_turn,
+    find_last_turn,
     softmax_within,
 )
 from tests.fixtures.golden import GOLDEN, load
@@ -87,10 +87,10 @@ def test_weights_sum_to_one_in_every_aspect():
 
 
 def test_the_last_end_of_a_turn_counts_and_a_part_of_one_does_not():
-    assert last_turn([7, *TURN, 1, *TURN, 9, *TURN[:4]]) == 7
-    assert last_turn(list(TURN)) == 0
+    assert find_last_turn([7, *TURN, 1, *TURN, 9, *TURN[:4]]) == 7
+    assert find_last_turn(list(TURN)) == 0
     with pytest.raises(ValueError, match="do not hold the end of the user's turn"):
-        last_turn([1, *TURN[:4], 1, *TURN[1:]])
+        find_last_turn([1, *TURN[:4], 1, *TURN[1:]])
 
 
 class TinyReader(Reader):

@@ -9,18 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models import motion
-from reward_models.backbones import Encoder
-from reward_models.drift import Drift
-from reward_models.motion import (
+from reward_models.backbones.backbones import Encoder
+from reward_models.signals import motion
+from reward_models.signals.drift import Drift
+from reward_models.signals.motion import (
     DynamicDegree,
     FlowSmoothness,
-    fastest,
+    compute_flows,
+    fastest_speed,
     flow_acceleration,
-    flows,
-    grey,
+    to_grey,
 )
-from reward_models.temporal import SubjectConsistency, TemporalFlicker, consistency, flicker
+from reward_models.signals.temporal import SubjectConsistency, TemporalFlicker, consistency, flicker
 from tests.fixtures.golden import load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -56,10 +56,11 @@ def test_consistency_by_hand():
 
 def test_the_rewards_of_a_run_share_the_flow_of_a_clip(monkeypatch):
     """Of the same clip it is computed once, whoever asks; of another one again."""
-    asked, compute = [], motion.flows
-    monkeypatch.setattr(motion, "flows", lambda pictures: asked.append(1) or compute(pictures))
-    monkeypatch.setattr(motion, "_known", {})
-    monkeypatch.setattr(motion, "_KEPT", 2)
+    asked, compute = [], motion.compute_flows
+    count = lambda images: asked.append(1) or compute(images)  # noqa: E731
+    monkeypatch.setattr(motion, "compute_flows", count)
+    monkeypatch.setattr(motion, "_CACHE", {})
+    monkeypatch.setattr(motion, "_CACHE_SIZE", 2)
     clips = [moving([(40, 40), (40, 43), (42, 40 + last)]) for last in (1, 6, 9)]
     batch = MediaBatch(torch.stack(clips[:2]), ["", ""], fps=[8.0, 8.0])
     smooth, dynamic = FlowSmoothness().score(batch).values, DynamicDegree().score(batch).values
@@ -75,7 +76,7 @@ def test_the_rewards_of_a_run_share_the_flow_of_a_clip(monkeypatch):
 
 def test_flow_measures_a_known_translation():
     clip = (moving([(40, 40), (40, 43), (42, 49)]) * 255).round().byte().permute(0, 2, 3, 1).numpy()
-    fields = flows(grey(clip, 96, 64))
+    fields = compute_flows(to_grey(clip, 96, 64))
     inner = np.stack(fields)[:, 16:-16, 16:-16]
     assert inner[0].mean((0, 1)).tolist() == pytest.approx([-3, 0], abs=0.3)
     assert inner[1].mean((0, 1)).tolist() == pytest.approx([-6, -2], abs=0.3)
@@ -86,7 +87,7 @@ def test_the_fastest_five_percent_by_hand():
     field = np.zeros((10, 20, 2), np.float32)
     field[0, :10] = [3, 4]  # ten of two hundred places
     field[1, 0] = [0, 0.5]
-    assert fastest(field) == pytest.approx(5)
+    assert fastest_speed(field) == pytest.approx(5)
 
 
 def test_smoothness_falls_with_jerks_and_not_with_speed():
@@ -153,10 +154,10 @@ class Mean(Encoder):
         generator = torch.Generator().manual_seed(2)
         self.module.weight = nn.Parameter(torch.randn(7, 12, generator=generator))
 
-    def pictures(self, frames):
+    def embed_images(self, frames):
         return F.adaptive_avg_pool2d(frames, 2).flatten(1) @ self.module.weight.T
 
-    def prompts(self, prompts):
+    def embed_prompts(self, prompts):
         return torch.zeros(len(prompts), 0)
 
 
@@ -164,7 +165,7 @@ def test_consistency_uses_the_features_of_the_encoder():
     batch, encoder = example_batch(3, frames=5), Mean()
     model = SubjectConsistency(encoder, device="cpu", batch_size=2)
     measured = model.score(batch).values
-    features = encoder.pictures(batch.media.flatten(0, 1)).unflatten(0, (3, 5))
+    features = encoder.embed_images(batch.media.flatten(0, 1)).unflatten(0, (3, 5))
     torch.testing.assert_close(measured[:, 0], consistency(features).detach())
     assert encoder.reads == 1
 
@@ -173,9 +174,9 @@ def test_frames_are_encoded_some_at_a_time():
     class Counted(Mean):
         sizes = ()
 
-        def pictures(self, frames):
+        def embed_images(self, frames):
             self.sizes = (*self.sizes, len(frames))
-            return super().pictures(frames)
+            return super().embed_images(frames)
 
     encoder, batch = Counted(), example_batch(2, frames=40, height=8, width=9)
     together = SubjectConsistency(encoder, device="cpu").score(batch).values

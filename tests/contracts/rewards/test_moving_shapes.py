@@ -6,8 +6,13 @@ import torch
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch, prompts_of
-from reward_models.moving_shapes import MOTIONS, MovingShapesVerifier, clause_of, parse
-from reward_models.shapes import BACKGROUND, COLOURS
+from reward_models.verifiers.moving_shapes import (
+    MOTIONS,
+    MovingShapesVerifier,
+    parse_prompt,
+    write_clause,
+)
+from reward_models.verifiers.shapes import BACKGROUND, COLOURS
 
 VERIFIER = MovingShapesVerifier()
 DIMS = VERIFIER.spec.dims
@@ -30,7 +35,7 @@ def test_ground_truth_of_every_split_is_nearly_always_strictly_right(split):
     output = VERIFIER.score(MediaBatch(drawn(prompts), prompts))
     mean = dict(zip(DIMS, output.values.mean(0).tolist(), strict=True))
     assert output.valid.all()
-    assert mean["strict"] >= 0.96
+    assert mean["exact_match"] >= 0.96
     for dim, least in {"objects": 0.99, "direction": 0.97, "amount": 0.88, "flicker": 0.97}.items():
         assert mean[dim] >= least, dim
     assert mean["smoothness"] >= 0.75
@@ -45,18 +50,22 @@ def test_committed_prompts_are_the_splits_and_unseen_pairs_are_never_shown():
     assert set(splits["train"]) | set(splits["seen"]) <= set(splits["shown"])
     assert not set(splits["train"]) & set(splits["seen"])
     objects = {
-        frozenset((a.colour, a.shape) for a in parse(p)) for p in splits["shown"] if " and " in p
+        frozenset((a.colour, a.shape) for a in parse_prompt(p))
+        for p in splits["shown"]
+        if " and " in p
     }
     hidden = [p for p in splits["unseen"] if " and " in p]
     assert hidden
-    assert not any(frozenset((a.colour, a.shape) for a in parse(p)) in objects for p in hidden)
+    assert not any(
+        frozenset((a.colour, a.shape) for a in parse_prompt(p)) in objects for p in hidden
+    )
 
 
 @pytest.mark.parametrize("motion", MOTIONS)
 def test_each_motion_is_right_for_its_own_prompt_and_for_no_other(motion):
-    clip = drawn([clause_of("a", "purple", "square", motion)])[0]
-    right = {m: scores(clip, clause_of("a", "purple", "square", m)) for m in MOTIONS}
-    assert [m for m in MOTIONS if right[m]["strict"] == 1] == [motion]
+    clip = drawn([write_clause("a", "purple", "square", motion)])[0]
+    right = {m: scores(clip, write_clause("a", "purple", "square", m)) for m in MOTIONS}
+    assert [m for m in MOTIONS if right[m]["exact_match"] == 1] == [motion]
     assert right[motion]["direction"] > 0.95
     opposite = next(m for m in MOTIONS if MOTIONS[m] == tuple(-x for x in MOTIONS[motion]))
     assert right[opposite]["direction"] == 0
@@ -70,7 +79,7 @@ PROMPT = "a red circle moves left and a green triangle falls"
 
 def test_the_clip_to_be_spoilt_is_right():
     found = scores(CLIP, PROMPT)
-    assert found["strict"] == 1
+    assert found["exact_match"] == 1
     assert found["objects"] == 1
     assert found["consistency"] == 1
     assert found["direction"] > 0.98
@@ -79,13 +88,13 @@ def test_the_clip_to_be_spoilt_is_right():
 def test_a_still_clip_has_no_direction_and_no_amount_but_the_best_of_the_rest():
     still = CLIP[:1].expand(9, 3, 32, 32).contiguous()
     found = scores(still, PROMPT)
-    assert (found["direction"], found["amount"], found["strict"]) == (0, 0, 0)
+    assert (found["direction"], found["amount"], found["exact_match"]) == (0, 0, 0)
     assert (found["smoothness"], found["consistency"], found["flicker"]) == (1, 1, 1)
 
 
 def test_a_clip_run_backwards_moves_as_much_but_never_where_it_was_asked_to():
     found, right = scores(CLIP.flip(0), PROMPT), scores(CLIP, PROMPT)
-    assert (found["direction"], found["strict"]) == (0, 0)
+    assert (found["direction"], found["exact_match"]) == (0, 0)
     assert found["amount"] == pytest.approx(right["amount"])
     assert found["smoothness"] == pytest.approx(right["smoothness"], abs=1e-5)
 
@@ -94,7 +103,7 @@ def test_frames_in_disorder_lower_smoothness_and_strict_alone():
     order = [0, 5, 2, 6, 1, 4, 3, 7, 8]
     found, right = scores(CLIP[order], PROMPT), scores(CLIP, PROMPT)
     assert found["smoothness"] < right["smoothness"] - 0.4
-    assert found["strict"] == 0
+    assert found["exact_match"] == 0
     for dim in ("objects", "direction", "amount"):
         assert found[dim] == pytest.approx(right[dim], abs=1e-5)
 
@@ -105,20 +114,20 @@ def test_a_frame_of_nothing_lowers_objects_and_consistency_by_its_share():
     found = scores(spoilt, PROMPT)
     assert found["objects"] == pytest.approx(8 / 9)
     assert found["consistency"] == pytest.approx(6 / 8)
-    assert found["strict"] == 0
+    assert found["exact_match"] == 0
 
 
 def test_motions_swapped_between_two_objects_are_wrong():
     swapped = "a red circle falls and a green triangle moves left"
-    assert scores(CLIP, swapped)["strict"] == 0
+    assert scores(CLIP, swapped)["exact_match"] == 0
     assert scores(CLIP, swapped)["objects"] == 1
     assert scores(CLIP, swapped)["direction"] < 0.1
 
 
 def test_two_alike_are_followed_apart_and_one_is_half():
     clip = drawn(["two blue squares fall"], seed=2)[0]
-    assert scores(clip, "two blue squares fall")["strict"] == 1
-    assert scores(clip, "a blue square falls")["strict"] == 0
+    assert scores(clip, "two blue squares fall")["exact_match"] == 1
+    assert scores(clip, "a blue square falls")["exact_match"] == 0
     one = drawn(["a blue square falls"], seed=1)[0]
     found = scores(one, "two blue squares fall")
     assert found["objects"] == pytest.approx(0.5)
@@ -169,5 +178,5 @@ def test_pictures_and_pixels_that_are_no_numbers_are_failures_with_a_reason():
 )
 def test_other_prompts_are_refused_by_name(prompt):
     with pytest.raises(ValueError, match="no prompt of moving shapes"):
-        parse(prompt)
+        parse_prompt(prompt)
     assert set(COLOURS)  # the message lists them

@@ -10,18 +10,18 @@ from PIL import Image, ImageDraw, ImageFont
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
-from reward_models.ocr import (
+from reward_models.backbones.rule import Unscorable
+from reward_models.detection.ocr import (
     OCR,
     RapidOCR,
     TextReader,
     character_accuracy,
-    contained,
-    exact,
-    levenshtein,
-    squeezed,
-    target_text,
+    edit_distance,
+    find_target,
+    normalise_text,
+    score_contained,
+    score_exact,
 )
-from reward_models.rule import Unscorable
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_contract, check_fingerprints
 
@@ -52,16 +52,18 @@ def marked(*frames: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"])
 def test_the_contained_rule_is_that_of_flow_grpo_wherever_flow_grpo_has_a_score(case):
-    reading = squeezed("".join(case["recognised_lines"]))
+    reading = normalise_text("".join(case["recognised_lines"]))
     if case["prompt"] in RAISES:
         assert case["flow_grpo"].startswith("raises")
         with pytest.raises(Unscorable):
-            target_text(case["prompt"], {})
+            find_target(case["prompt"], {})
         return
-    target = target_text(case["prompt"], {})
+    target = find_target(case["prompt"], {})
     assert target == case["unirl_target"]
     for reference in ("flow_grpo", "unirl"):
-        assert contained(squeezed(target), reading) == pytest.approx(case[reference], abs=1e-12)
+        assert score_contained(normalise_text(target), reading) == pytest.approx(
+            case[reference], abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,22 +78,22 @@ def test_the_contained_rule_is_that_of_flow_grpo_wherever_flow_grpo_has_a_score(
     ],
 )
 def test_levenshtein_by_hand(a, b, edits):
-    assert levenshtein(a, b) == levenshtein(b, a) == edits
+    assert edit_distance(a, b) == edit_distance(b, a) == edits
 
 
 def test_the_three_modes_differ_on_surplus_text():
-    assert contained("open", "xxopenyy") == 1
+    assert score_contained("open", "xxopenyy") == 1
     assert character_accuracy("open", "openy") == 0.75
     assert character_accuracy("open", "xxopenyyzz") == 0
-    assert (exact("open", "openy"), exact("open", "open")) == (0, 1)
+    assert (score_exact("open", "openy"), score_exact("open", "open")) == (0, 1)
 
 
 def test_metadata_says_the_target_before_the_prompt_does():
-    assert target_text('a sign "one"', {"text": "two"}) == "two"
-    assert target_text("a sign “one” and more", {}) == "one"
+    assert find_target('a sign "one"', {"text": "two"}) == "two"
+    assert find_target("a sign “one” and more", {}) == "one"
     for empty in (" ", "", 7, None):
         with pytest.raises(Unscorable):
-            target_text('a sign "one"', {"text": empty})
+            find_target('a sign "one"', {"text": empty})
 
 
 def test_a_sample_without_a_target_is_invalid_and_the_others_are_not():
@@ -132,11 +134,11 @@ def test_settings_enter_the_fingerprint_and_wrong_ones_are_refused():
 
 
 def test_it_is_built_from_a_dotted_path_and_from_yaml(tmp_path):
-    (model,), resolved = load_rewards("reward_models.ocr.OCR")
+    (model,), resolved = load_rewards("reward_models.OCR")
     assert model.spec.dims == ("contained",)
     assert "mode: contained" in resolved
     file = tmp_path / "rewards.yaml"
-    file.write_text("rewards: [{class_path: reward_models.ocr.OCR, init_args: {mode: fuzzy}}]")
+    file.write_text("rewards: [{class_path: reward_models.OCR, init_args: {mode: fuzzy}}]")
     with pytest.raises(ConfigError, match="fuzzy"):
         load_rewards(str(file))
 

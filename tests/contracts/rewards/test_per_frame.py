@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.per_frame import PerFrame
-from reward_models.temporal import TemporalFlicker
+from reward_models.signals.temporal import TemporalFlicker
+from reward_models.wrappers.per_frame import PerFrame
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
@@ -164,9 +164,9 @@ def test_it_is_built_from_a_file(tmp_path):
     file = tmp_path / "rewards.yaml"
     file.write_text("""
 rewards:
-- class_path: reward_models.per_frame.PerFrame
+- class_path: reward_models.PerFrame
   init_args:
-    reward: {class_path: reward_models.jpeg.JpegSize}
+    reward: {class_path: reward_models.JpegSize}
     over: soft_min
     temperature: 0.5
     frames: 4

@@ -8,14 +8,14 @@ from transformers import Qwen2VLVideoProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from reward_models.qwen2_vl import (
-    chat_ids,
-    checked_options,
-    filled,
-    fitted,
-    num_tokens,
-    patched,
+from reward_models.backbones.qwen2_vl import (
+    check_options,
+    count_tokens,
+    cut_patches,
+    fill_instruction,
+    fit_size,
     read_base,
+    tokenize_chat,
 )
 from tests.fixtures.golden import GOLDEN
 
@@ -32,7 +32,7 @@ def test_patches_of_a_video_are_those_of_the_official_processor():
     frames = levels(4, 3, 84, 112)
     official = Qwen2VLVideoProcessor(do_resize=False, do_sample_frames=False)
     expected = official([frames], return_tensors="pt")
-    patches, grid = patched(frames.float() / 255)
+    patches, grid = cut_patches(frames.float() / 255)
     assert [list(grid)] == expected["video_grid_thw"].tolist()
     torch.testing.assert_close(patches, expected["pixel_values_videos"], atol=1e-6, rtol=0)
 
@@ -41,10 +41,10 @@ def test_patches_of_a_picture_are_those_of_the_official_processor():
     picture = levels(56, 140, 3)
     official = Qwen2VLImageProcessorPil(do_resize=False)
     expected = official([picture.numpy()], return_tensors="pt", input_data_format="channels_last")
-    patches, grid = patched(picture.permute(2, 0, 1)[None].float() / 255)
+    patches, grid = cut_patches(picture.permute(2, 0, 1)[None].float() / 255)
     assert [list(grid)] == expected["image_grid_thw"].tolist()
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-6, rtol=0)
-    assert num_tokens(grid) == 10
+    assert count_tokens(grid) == 10
 
 
 def test_sizes_are_those_of_the_official_processor():
@@ -53,19 +53,19 @@ def test_sizes_are_those_of_the_official_processor():
     for height, width in [*sizes, (480, 832), (720, 1280), (60, 90), (29, 5000)]:
         for fewest, most in ((100352, 200704), (200704, 200704), (3136, 1003520)):
             expected = smart_resize(height, width, 28, fewest, most)
-            assert fitted(height, width, fewest, most) == tuple(expected)
+            assert fit_size(height, width, fewest, most) == tuple(expected)
 
 
 def test_sizes_by_hand():
-    assert fitted(480, 832, 100352, 200704) == (336, 588)
-    assert fitted(60, 90, 200704, 200704) == (392, 560)
+    assert fit_size(480, 832, 100352, 200704) == (336, 588)
+    assert fit_size(60, 90, 200704, 200704) == (392, 560)
     with pytest.raises(ValueError, match="over 200 times"):
-        fitted(10, 2001, 3136, 1003520)
+        fit_size(10, 2001, 3136, 1003520)
 
 
 def test_a_chat_has_one_vision_token_per_place_and_the_text_once():
     _, tokenizer = read_base(BASE, ["<|X|>"])
-    ids = chat_ids(tokenizer, "rate <|X|>.", "video", 7)
+    ids = tokenize_chat(tokenizer, "rate <|X|>.", "video", 7)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|video_pad|>")) == 7
     assert ids.count(tokenizer.convert_tokens_to_ids("<|X|>")) == 1
     assert tokenizer.decode(ids).endswith("rate <|X|>.<|im_end|>\n<|im_start|>assistant\n")
@@ -73,10 +73,10 @@ def test_a_chat_has_one_vision_token_per_place_and_the_text_once():
 
 def test_a_prompt_is_filled_in_as_it_is_and_not_with_special_tokens():
     _, tokenizer = read_base(BASE, ["<|X|>"])
-    assert filled(tokenizer, "of {prompt}.", "{prompt} {0} \\1") == "of {prompt} {0} \\1."
+    assert fill_instruction(tokenizer, "of {prompt}.", "{prompt} {0} \\1") == "of {prompt} {0} \\1."
     for token in ("<|X|>", "<|video_pad|>", "<|im_end|>"):
         with pytest.raises(ValueError, match="special token"):
-            filled(tokenizer, "of {prompt}.", f"a cat {token}")
+            fill_instruction(tokenizer, "of {prompt}.", f"a cat {token}")
 
 
 def test_new_tokens_enlarge_the_vocabulary_by_their_number():
@@ -97,6 +97,6 @@ def test_a_base_of_another_kind_or_without_a_tokenizer_is_refused(tmp_path):
 
 def test_wrong_options_are_refused_by_name():
     with pytest.raises(ValueError, match="'mRoPE'; it must be one of sequential, mrope"):
-        checked_options("mRoPE", "float32")
+        check_options("mRoPE", "float32")
     with pytest.raises(ValueError, match="'half'; it must be one of float32, bfloat16"):
-        checked_options("mrope", "half")
+        check_options("mrope", "half")

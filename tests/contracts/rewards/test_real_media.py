@@ -14,15 +14,21 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from flowalign.types import MediaBatch, RewardModel
-from reward_models.backbones import EfficientNet
-from reward_models.drift import Drift
-from reward_models.efficientnet import EfficientNetLite0
-from reward_models.jpeg import JpegSize
-from reward_models.motion import DynamicDegree, FlowSmoothness, flow_acceleration, flows, grey
-from reward_models.ocr import OCR, RapidOCR
-from reward_models.safety import NudeNet
-from reward_models.temporal import SubjectConsistency, TemporalFlicker
-from reward_models.text_similarity import TextSimilarity
+from reward_models.backbones.backbones import EfficientNet
+from reward_models.backbones.efficientnet import EfficientNetLite0
+from reward_models.detection.ocr import OCR, RapidOCR
+from reward_models.detection.safety import NudeNet
+from reward_models.signals.drift import Drift
+from reward_models.signals.jpeg import JpegSize
+from reward_models.signals.motion import (
+    DynamicDegree,
+    FlowSmoothness,
+    compute_flows,
+    flow_acceleration,
+    to_grey,
+)
+from reward_models.signals.temporal import SubjectConsistency, TemporalFlicker
+from reward_models.signals.text_similarity import TextSimilarity
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +130,7 @@ STUDY = {"bikes": 1.51, "carphone_pristine": 0.76, "bigbuckbunny": 0.115}
 @pytest.mark.parametrize("name", STUDY)
 def test_flow_acceleration_of_real_clips_is_about_what_was_measured_before(name):
     frames = (clip(name, 48) * 255).round().byte().permute(0, 2, 3, 1).numpy()
-    fields = flows(grey(frames, 320, 192))
+    fields = compute_flows(to_grey(frames, 320, 192))
     measured = np.mean([np.abs(b - a).mean() for a, b in pairwise(fields)])
     assert measured == pytest.approx(STUDY[name], rel=0.1)
     assert flow_acceleration(fields) > measured  # the length of a vector, not its components

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from reward_models.detection import Detection, Detector, ShapesDetector
-from reward_models.region_reward import LAYOUT, REGION, RegionReward, reward_map
+from reward_models.backbones.detection import Detection, Detector, ShapesDetector
+from reward_models.detection.region_reward import LAYOUT, REGION, RegionReward, paint_rewards
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -66,19 +66,19 @@ def test_the_map_by_hand():
     """The dog counts .2, the cat .7 and wins where they overlap, the rest .5; all times .9."""
     extras = RegionReward(FakeJudge(answers()), Told(FOUND)).score(pictures()).extras[0]
     wanted = torch.tensor([[0.7, 0.7, 0.2, 0.2], [0.5, 0.2, 0.2, 0.2], [0.5, 0.5, 0.5, 0.5]])
-    assert_close(reward_map(extras, 3, 4), 0.9 * wanted)
+    assert_close(paint_rewards(extras, 3, 4), 0.9 * wanted)
 
 
 def test_boxes_beyond_the_picture_paint_what_is_inside():
     region = {"label": "cat", "box": [-2.0, 1.0, 1.0, 9.0], "score": 1.0}
-    found = reward_map({"global": 0.0, "regions": [region]}, 2, 3)
+    found = paint_rewards({"global": 0.0, "regions": [region]}, 2, 3)
     assert_close(found, 0.5 * torch.tensor([[0.5, 0.5, 0.5], [1.0, 0.5, 0.5]]))
 
 
 def test_without_regions_the_local_reward_is_neutral():
     output = RegionReward(FakeJudge(answers()), Told([])).score(pictures())
     assert_close(output.values, torch.tensor([[0.8, 0.0]]))
-    assert_close(reward_map(output.extras[0], 2, 2), torch.full((2, 2), 0.45))
+    assert_close(paint_rewards(output.extras[0], 2, 2), torch.full((2, 2), 0.45))
 
 
 def test_a_judge_that_does_not_answer_is_a_failure():

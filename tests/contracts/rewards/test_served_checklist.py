@@ -8,7 +8,7 @@ from flowalign.types import MediaBatch
 from reward_models.chat.client import Server
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.served_yes_no import ServedYesNo
-from reward_models.vision_reward import vision_reward_video
+from reward_models.preference.vision_reward import vision_reward_video
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 
 

@@ -8,7 +8,7 @@ import world
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch, prompts_of
-from reward_models.shapes import (
+from reward_models.verifiers.shapes import (
     BACKGROUND,
     COLOURS,
     COUNTS,
@@ -16,13 +16,13 @@ from reward_models.shapes import (
     SHAPES,
     ShapesVerifier,
     find_objects,
-    parse,
+    parse_prompt,
 )
 
 VERIFIER = ShapesVerifier()
 DIMS = VERIFIER.spec.dims
 WEIGHTS = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 1.0])
-"""Of the demo: strict counts double."""
+"""Of the demo: exact_match counts double."""
 
 
 def score(pictures, prompts):
@@ -50,14 +50,14 @@ def test_ground_truth_of_every_split_is_strictly_right(split):
     output = score(drawn(prompts), prompts)
     assert output.valid.all()
     mean = by_name(output.values.mean(0))
-    assert mean["strict"] >= 0.99
+    assert mean["exact_match"] >= 0.99
     for dim in ("colour", "shape", "count", "position"):
         assert mean[dim] >= 0.99, dim
     assert mean["clean"] >= 0.8
 
 
 def test_scores_are_in_the_unit_interval_and_named_in_order():
-    assert DIMS == ("colour", "shape", "count", "position", "clean", "strict")
+    assert DIMS == ("colour", "shape", "count", "position", "clean", "exact_match")
     prompts = world.splits()["unseen"]
     generator = torch.Generator().manual_seed(1)
     noisy = (
@@ -147,12 +147,12 @@ MISTAKES = {
 def test_a_mistake_lowers_its_own_dimension_and_strict_only(left, right, lower):
     picture = _picture((*left, 8, 13), (*right, 24, 17))
     scores, flawless = one(RELATION, picture), one(RELATION, RIGHT)
-    assert scores["strict"] == 0
+    assert scores["exact_match"] == 0
     for dim, bound in lower.items():
         assert scores[dim] <= bound
     # A wrong colour leaves the relation without one of its two objects, so its place is unknown.
     unknown = {"position"} if "colour" in lower else set()
-    for dim in set(DIMS) - {"strict"} - lower.keys() - unknown:
+    for dim in set(DIMS) - {"exact_match"} - lower.keys() - unknown:
         assert scores[dim] == pytest.approx(flawless[dim], abs=0.1), dim
 
 
@@ -164,7 +164,7 @@ def test_missing_objects_lower_the_count_by_their_share(places, count):
     scores = one(prompt, _picture(*[("yellow", "triangle", *p) for p in places]))
     assert scores["count"] == pytest.approx(count)
     assert (scores["colour"], scores["shape"]) == (pytest.approx(count), pytest.approx(count))
-    assert (scores["position"], scores["strict"]) == (1, 0)
+    assert (scores["position"], scores["exact_match"]) == (1, 0)
 
 
 def test_a_surplus_object_lowers_the_count_even_where_it_is_of_the_right_kind():
@@ -173,11 +173,11 @@ def test_a_surplus_object_lowers_the_count_even_where_it_is_of_the_right_kind():
     )
     scores = one("two white squares", extra)
     assert scores["count"] == pytest.approx(2 / 3)
-    assert scores["strict"] == 0
+    assert scores["exact_match"] == 0
     foreign = _picture(
         ("white", "square", 7, 8), ("purple", "circle", 24, 9), ("white", "square", 15, 24)
     )
-    assert one("two white squares", foreign)["strict"] == 0
+    assert one("two white squares", foreign)["exact_match"] == 0
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -294,14 +294,14 @@ FOREIGN = [
 @pytest.mark.parametrize("prompt", FOREIGN)
 def test_prompts_of_another_world_are_refused_by_name(prompt):
     with pytest.raises(ValueError, match=re.escape(repr(prompt))) as caught:
-        parse(prompt)
+        parse_prompt(prompt)
     assert len(str(caught.value).splitlines()) <= 5
 
 
 def test_prompts_mean_what_they_say():
-    assert parse("three white triangles").objects == (("white", "triangle"),) * 3
-    assert parse("three white triangles").relation is None
-    scene = parse("a purple square below a green circle")
+    assert parse_prompt("three white triangles").objects == (("white", "triangle"),) * 3
+    assert parse_prompt("three white triangles").relation is None
+    scene = parse_prompt("a purple square below a green circle")
     assert scene.objects == (("purple", "square"), ("green", "circle"))
     assert scene.relation == "below"
 
@@ -309,7 +309,7 @@ def test_prompts_mean_what_they_say():
 def test_every_prompt_of_the_world_can_be_parsed_and_is_written_one_way():
     for prompts in world.splits().values():
         for prompt in prompts:
-            scene = parse(prompt)
+            scene = parse_prompt(prompt)
             assert {c for c, _ in scene.objects} <= set(COLOURS)
             assert {s for _, s in scene.objects} <= set(SHAPES)
     assert world.phrase("two", "red", "circle") == "two red circles"
@@ -320,15 +320,15 @@ def test_every_prompt_of_the_world_can_be_parsed_and_is_written_one_way():
 
 
 def _pair(prompt):
-    return frozenset(parse(prompt).objects)
+    return frozenset(parse_prompt(prompt).objects)
 
 
 def _relations(prompts):
-    return [p for p in prompts if parse(p).relation]
+    return [p for p in prompts if parse_prompt(p).relation]
 
 
 def _counts(prompts):
-    return {p for p in prompts if not parse(p).relation and len(parse(p).objects) > 1}
+    return {p for p in prompts if not parse_prompt(p).relation and len(parse_prompt(p).objects) > 1}
 
 
 def test_splits_share_no_prompt_and_hold_none_twice():
@@ -352,10 +352,10 @@ def test_pairs_of_unseen_relations_and_unseen_counts_occur_nowhere_else():
 def test_every_object_relation_and_count_that_is_asked_unseen_is_shown_in_another_company():
     splits = world.splits()
     shown = [*splits["train"], *splits["seen"]]
-    single = {parse(p).objects[0] for p in shown if len(parse(p).objects) == 1}
-    assert {o for p in splits["unseen"] for o in parse(p).objects} <= single
-    assert {parse(p).relation for p in shown} >= set(RELATIONS)
-    assert {len(parse(p).objects) for p in _counts(shown)} == set(COUNTS.values()) - {1}
+    single = {parse_prompt(p).objects[0] for p in shown if len(parse_prompt(p).objects) == 1}
+    assert {o for p in splits["unseen"] for o in parse_prompt(p).objects} <= single
+    assert {parse_prompt(p).relation for p in shown} >= set(RELATIONS)
+    assert {len(parse_prompt(p).objects) for p in _counts(shown)} == set(COUNTS.values()) - {1}
 
 
 @pytest.mark.parametrize("split", ["train", "seen", "unseen"])

@@ -10,8 +10,8 @@ import torch
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch
-from reward_models.shapes import BACKGROUND, COLOURS, RELATIONS, SHAPES
-from reward_models.shapes_edit import Change, ShapesEditVerifier, Thing
+from reward_models.verifiers.shapes import BACKGROUND, COLOURS, RELATIONS, SHAPES
+from reward_models.verifiers.shapes_edit import EditChange, ShapeObject, ShapesEditVerifier
 from tests.fixtures.reward_contract import check_contract
 
 VERIFIER = ShapesEditVerifier()
@@ -43,20 +43,20 @@ def by_name(values):
 
 def test_the_true_target_of_an_edit_is_right_in_every_dimension():
     values = score(pictures(SOME, "target"), SOME, pictures(SOME, "source"))
-    assert DIMS == ("edit", "kept", "pixels", "clean", "strict")
+    assert DIMS == ("edit", "kept", "pixels", "clean", "exact_match")
     assert values[:, DIMS.index("pixels")].min() > 0.99
     mean = by_name(values.mean(0))
     assert mean["edit"] > 0.98
     assert mean["kept"] > 0.99
     assert mean["clean"] > 0.9
-    assert mean["strict"] > 0.98
+    assert mean["exact_match"] > 0.98
 
 
 def test_the_source_unedited_has_everything_kept_and_nothing_done():
     sources = pictures(SOME, "source")
     values = score(sources, SOME, sources)
     assert values[:, DIMS.index("edit")].max() == 0
-    assert values[:, DIMS.index("strict")].max() == 0
+    assert values[:, DIMS.index("exact_match")].max() == 0
     assert values[:, DIMS.index("pixels")].min() == 1
     assert by_name(values.mean(0))["kept"] > 0.99
 
@@ -67,7 +67,7 @@ def test_targets_and_sources_of_other_edits_are_low():
     for which in ("source", "target"):
         other = pictures(SOME, which).roll(1, 0)
         mean = by_name(score(other, SOME, sources).mean(0))
-        assert mean["strict"] <= 0.01
+        assert mean["exact_match"] <= 0.01
         assert mean["edit"] < 0.45
         assert mean["kept"] < 0.45
         assert mean["pixels"] < 0.75
@@ -77,7 +77,7 @@ def test_the_truth_beside_the_source_of_another_edit_has_lost_its_pixels():
     crowded = [e for e in SOME if len(e.change.kept) == 2]
     values = score(pictures(crowded, "target"), crowded, pictures(crowded, "source").roll(1, 0))
     assert values[:, DIMS.index("pixels")].max() < 0.85
-    assert values[:, DIMS.index("strict")].max() == 0
+    assert values[:, DIMS.index("exact_match")].max() == 0
 
 
 NOTHING = {
@@ -91,7 +91,7 @@ NOTHING = {
 @pytest.mark.parametrize("media", NOTHING.values(), ids=NOTHING)
 def test_pictures_of_nothing_are_never_right(media):
     values = score(media, SOME, pictures(SOME, "source"))
-    assert values[:, DIMS.index("strict")].max() == 0
+    assert values[:, DIMS.index("exact_match")].max() == 0
     assert by_name(values.mean(0))["pixels"] < 0.75
 
 
@@ -99,12 +99,12 @@ def test_light_noise_does_not_hide_what_is_right():
     generator = torch.Generator().manual_seed(3)
     targets = pictures(SOME, "target")
     noisy = (targets + 0.02 * torch.randn(targets.shape, generator=generator)).clamp(0, 1)
-    assert by_name(score(noisy, SOME, pictures(SOME, "source")).mean(0))["strict"] > 0.95
+    assert by_name(score(noisy, SOME, pictures(SOME, "source")).mean(0))["exact_match"] > 0.95
 
 
-CIRCLE = Thing("red", "circle", 8.0, 9.0, 5.0)
-SQUARE = Thing("blue", "square", 24.0, 11.0, 4.5)
-TRIANGLE = Thing("white", "triangle", 21.0, 25.0, 5.0)
+CIRCLE = ShapeObject("red", "circle", 8.0, 9.0, 5.0)
+SQUARE = ShapeObject("blue", "square", 24.0, 11.0, 4.5)
+TRIANGLE = ShapeObject("white", "triangle", 21.0, 25.0, 5.0)
 SOURCE = (CIRCLE, SQUARE, TRIANGLE)
 
 
@@ -118,13 +118,13 @@ def judged(change, *shown):
 def assert_lower(scores, lower):
     """Named dimensions have the given values, `clean` is high and the others are 1."""
     assert scores.pop("clean") > 0.85
-    assert scores.pop("strict") == float(not lower)
+    assert scores.pop("exact_match") == float(not lower)
     expected = dict.fromkeys(scores, 1.0) | lower
     assert scores == pytest.approx(expected, abs=0.03)
 
 
 RECOLOURED = replace(CIRCLE, colour="green")
-RECOLOUR = Change(SOURCE, (RECOLOURED, SQUARE, TRIANGLE))
+RECOLOUR = EditChange(SOURCE, (RECOLOURED, SQUARE, TRIANGLE))
 RECOLOURINGS = {
     "right": ((RECOLOURED, SQUARE, TRIANGLE), {}),
     "another colour": ((replace(CIRCLE, colour="yellow"), SQUARE, TRIANGLE), {"edit": 0.0}),
@@ -163,14 +163,14 @@ def test_a_mistake_in_recolouring_lowers_its_own_dimension(shown, lower):
 
 
 def test_a_surplus_object_is_never_strictly_right():
-    scores = judged(RECOLOUR, *RECOLOUR.target, Thing("purple", "circle", 7.0, 25.0, 4.5))
+    scores = judged(RECOLOUR, *RECOLOUR.target, ShapeObject("purple", "circle", 7.0, 25.0, 4.5))
     assert scores["edit"] == scores["kept"] == 1
     assert scores["pixels"] > 0.9
-    assert scores["strict"] == 0
+    assert scores["exact_match"] == 0
 
 
 def test_removing_is_judged_by_what_is_left_at_the_place():
-    change = Change(SOURCE, (CIRCLE, TRIANGLE))
+    change = EditChange(SOURCE, (CIRCLE, TRIANGLE))
     assert_lower(judged(change, CIRCLE, TRIANGLE), {})
     assert_lower(judged(change, *SOURCE), {"edit": 0.0})
     assert_lower(judged(change, CIRCLE, replace(SQUARE, colour="green"), TRIANGLE), {"edit": 0.0})
@@ -180,18 +180,18 @@ def test_removing_is_judged_by_what_is_left_at_the_place():
 
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_a_move_is_right_in_its_own_direction_only(relation):
-    middle = Thing("purple", "square", 15.0, 17.0, 4.5)
+    middle = ShapeObject("purple", "square", 15.0, 17.0, 4.5)
     for way, (step_x, step_y) in RELATIONS.items():
         for step in (5, 9):
             moved = replace(middle, x=middle.x + step * step_x, y=middle.y + step * step_y)
-            change = Change((middle,), (moved,), relation, 0)
+            change = EditChange((middle,), (moved,), relation, 0)
             assert judged(change, moved)["edit"] == (1.0 if way == relation else 0.5)
-            assert judged(change, moved)["strict"] == float(way == relation)
+            assert judged(change, moved)["exact_match"] == float(way == relation)
 
 
 def test_a_move_that_leaves_a_copy_or_goes_astray_is_not_done():
     moved = replace(CIRCLE, y=21.0)
-    change = Change(SOURCE, (moved, SQUARE, TRIANGLE), "below", 0)
+    change = EditChange(SOURCE, (moved, SQUARE, TRIANGLE), "below", 0)
     assert_lower(judged(change, moved, SQUARE, TRIANGLE), {})
     assert_lower(judged(change, CIRCLE, moved, SQUARE, TRIANGLE), {"edit": 0.0})
     assert_lower(judged(change, replace(moved, y=11.0), SQUARE, TRIANGLE), {"edit": 0.0})
@@ -202,14 +202,14 @@ def test_a_move_that_leaves_a_copy_or_goes_astray_is_not_done():
 
 
 def test_an_added_object_may_lie_anywhere_in_its_relation_to_the_named_one():
-    below = Thing("yellow", "triangle", 8.0, 24.0, 5.0)
-    change = Change((CIRCLE, SQUARE), (CIRCLE, SQUARE, below), "below", 0)
+    below = ShapeObject("yellow", "triangle", 8.0, 24.0, 5.0)
+    change = EditChange((CIRCLE, SQUARE), (CIRCLE, SQUARE, below), "below", 0)
     for place in ({}, {"x": 11.0}, {"y": 22.0}):
         assert_lower(judged(change, CIRCLE, SQUARE, replace(below, **place)), {})
     under_the_other = replace(below, x=26.0, y=22.0)
     astray = judged(change, CIRCLE, SQUARE, under_the_other)
     assert_lower(astray, {"edit": 0.5, "pixels": 0.96})
-    assert judged(replace(change, anchor=1), CIRCLE, SQUARE, under_the_other)["strict"] == 1
+    assert judged(replace(change, anchor=1), CIRCLE, SQUARE, under_the_other)["exact_match"] == 1
     assert_lower(judged(change, CIRCLE, SQUARE, replace(below, shape="square")), {"edit": 0.5})
     assert judged(change, CIRCLE, SQUARE, replace(below, colour="white"))["edit"] == 0
     assert_lower(judged(change, CIRCLE, SQUARE), {"edit": 0.0})
@@ -217,14 +217,14 @@ def test_an_added_object_may_lie_anywhere_in_its_relation_to_the_named_one():
 
 @pytest.mark.slow
 def test_every_colour_and_shape_of_a_new_object_is_told_from_every_other():
-    old = Thing("red", "circle", 16.0, 16.0, 5.0)
+    old = ShapeObject("red", "circle", 16.0, 16.0, 5.0)
     for colour in COLOURS:
         for shape in SHAPES:
-            new = Thing(colour, shape, 6.0, 26.0, 5.0)
-            shown = [judged(Change((old,), (old, new), "left of", 0), old, new)["edit"]]
+            new = ShapeObject(colour, shape, 6.0, 26.0, 5.0)
+            shown = [judged(EditChange((old,), (old, new), "left of", 0), old, new)["edit"]]
             for other in COLOURS:
                 wanted = replace(new, colour=other)
-                change = Change((old,), (old, wanted), "left of", 0)
+                change = EditChange((old,), (old, wanted), "left of", 0)
                 shown.append(judged(change, old, new)["edit"] if other != colour else 0.0)
             assert shown == [1.0] + [0.0] * len(COLOURS)
 
@@ -241,18 +241,18 @@ TURNS = {
 
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
 def test_turned_truths_are_wrong(turn):
-    below = Thing("yellow", "triangle", 8.0, 24.0, 5.0)
+    below = ShapeObject("yellow", "triangle", 8.0, 24.0, 5.0)
     moved = replace(CIRCLE, y=21.0)
     for change in (
         RECOLOUR,
-        Change(SOURCE, (CIRCLE, TRIANGLE)),
-        Change(SOURCE, (moved, SQUARE, TRIANGLE), "below", 0),
-        Change((CIRCLE, SQUARE), (CIRCLE, SQUARE, below), "below", 0),
+        EditChange(SOURCE, (CIRCLE, TRIANGLE)),
+        EditChange(SOURCE, (moved, SQUARE, TRIANGLE), "below", 0),
+        EditChange((CIRCLE, SQUARE), (CIRCLE, SQUARE, below), "below", 0),
     ):
         source, target = (edited_world.picture(s) for s in (change.source, change.target))
         batch = MediaBatch(turn(target)[None, None], ["x"], [change.metadata()], (), [[source]])
         scores = by_name(VERIFIER.score(batch).values[0])
-        assert scores["strict"] == 0
+        assert scores["exact_match"] == 0
         assert scores["kept"] <= 0.5
         assert scores["pixels"] < 0.95
 
@@ -312,7 +312,9 @@ def test_committed_requests_are_the_splits_with_the_sources_that_they_say():
     for name, edits in edited_world.splits().items():
         requests = read_requests(f"{ASSETS}/{name}.jsonl")
         assert [request.prompt for request in requests] == [e.instruction for e in edits]
-        assert [Change.read(request.metadata) for request in requests] == [e.change for e in edits]
+        assert [EditChange.read(request.metadata) for request in requests] == [
+            e.change for e in edits
+        ]
         assert len({request.key for request in requests}) == len(edits)
         for request, edit in list(zip(requests, edits, strict=True))[::40]:
             (source,) = request.references

@@ -10,11 +10,11 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
-from reward_models import rule
-from reward_models.efficientnet import EfficientNetLite0, EfficientNetNetwork
-from reward_models.jpeg import JpegSize
-from reward_models.safety import CLASSES, UNSAFE, NudeNet
-from reward_models.text_similarity import TextSimilarity
+from flowalign.utils.optional import import_optional
+from reward_models.backbones.efficientnet import EfficientNetLite0, EfficientNetNetwork
+from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
+from reward_models.signals.jpeg import JpegSize
+from reward_models.signals.text_similarity import TextSimilarity
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
@@ -105,7 +105,7 @@ def test_a_missing_library_is_named_with_its_extra():
     with pytest.raises(
         ValueError, match=r"no_such_library is missing: pip install 'flowalign\[x\]'"
     ):
-        rule.optional("no_such_library", "x")
+        import_optional("no_such_library", "x")
 
 
 @pytest.fixture(scope="module")
@@ -232,13 +232,13 @@ def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient(effic
 @pytest.mark.parametrize(
     ("path", "dims"),
     [
-        ("reward_models.jpeg.JpegSize", ("compressibility",)),
-        ("reward_models.safety.NudeNet", ("safe",)),
-        ("reward_models.text_similarity.TextSimilarity", ("similarity",)),
-        ("reward_models.motion.FlowSmoothness", ("smoothness",)),
-        ("reward_models.motion.DynamicDegree", ("dynamic", "motion")),
-        ("reward_models.temporal.TemporalFlicker", ("flicker",)),
-        ("reward_models.temporal.SubjectConsistency", ("consistency",)),
+        ("reward_models.JpegSize", ("compressibility",)),
+        ("reward_models.NudeNet", ("safe",)),
+        ("reward_models.TextSimilarity", ("similarity",)),
+        ("reward_models.FlowSmoothness", ("smoothness",)),
+        ("reward_models.DynamicDegree", ("dynamic", "motion")),
+        ("reward_models.TemporalFlicker", ("flicker",)),
+        ("reward_models.SubjectConsistency", ("consistency",)),
     ],
 )
 def test_they_are_built_from_dotted_paths(path, dims):
@@ -250,19 +250,19 @@ def test_rewards_made_of_others_are_built_from_yaml(tmp_path):
     file = tmp_path / "rewards.yaml"
     file.write_text("""
 rewards:
-- class_path: reward_models.drift.Drift
-  init_args: {image: {class_path: reward_models.jpeg.JpegSize}, share: 0.2}
-- class_path: reward_models.geneval.GenEval
-  init_args: {detector: {class_path: reward_models.detection.ShapesDetector}}
-- class_path: reward_models.counting.Counting
-  init_args: {detector: {class_path: reward_models.detection.ShapesDetector}, threshold: 0.6}
-- class_path: reward_models.temporal.SubjectConsistency
-  init_args: {encoder: {class_path: reward_models.backbones.EfficientNet}}
+- class_path: reward_models.Drift
+  init_args: {image: {class_path: reward_models.JpegSize}, share: 0.2}
+- class_path: reward_models.GenEval
+  init_args: {detector: {class_path: reward_models.ShapesDetector}}
+- class_path: reward_models.Counting
+  init_args: {detector: {class_path: reward_models.ShapesDetector}, threshold: 0.6}
+- class_path: reward_models.SubjectConsistency
+  init_args: {encoder: {class_path: reward_models.EfficientNet}}
 """)
     models, _ = load_rewards(str(file))
     assert [dim for model in models for dim in model.spec.dims] == [
         "compressibility_drift",
-        "strict",
+        "exact_match",
         "correct",
         "dense",
         "count",

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from reward_models.answer_tokens import single_tokens
-from reward_models.pixels import resized
-from reward_models.soft_tifa import SoftTIFA, questions_of, soft_tifa, spellings
-from reward_models.yes_no import QwenYesNo
+from reward_models.backbones.answer_tokens import find_single_tokens
+from reward_models.backbones.pixels import resize
+from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.questions.soft_tifa import SoftTIFA, read_questions, soft_tifa, spell_answer
 from tests.fixtures.reward_contract import (
     check_fingerprints,
     check_order,
@@ -54,9 +54,9 @@ def test_means_are_over_the_questions_asked_by_hand():
 
 
 def test_a_number_is_spelt_in_words_and_digits_and_only_where_it_is_asked_for():
-    assert spellings("How many?", "two") == ["two", "Two", "2", " two", " Two", " 2"]
-    assert spellings("Is it?", "Yes") == ["yes", "Yes", " yes", " Yes"]
-    assert spellings("Which letter?", "two") == ["two", "Two", " two", " Two"]
+    assert spell_answer("How many?", "two") == ["two", "Two", "2", " two", " Two", " 2"]
+    assert spell_answer("Is it?", "Yes") == ["yes", "Yes", " yes", " Yes"]
+    assert spell_answer("Which letter?", "two") == ["two", "Two", " two", " Two"]
 
 
 def test_probabilities_are_those_of_the_official_model_over_single_tokens(folder, reward):
@@ -98,16 +98,16 @@ def test_a_spelling_of_several_tokens_does_not_count_by_its_first(folder):
     """Unlike in the original, where ` 2` began with a space, which any number may begin with."""
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     assert len(tokenizer.encode(" 2", add_special_tokens=False)) == 2
-    assert single_tokens(tokenizer, ["2", " 2", "2"]) == tokenizer.encode("2")
+    assert find_single_tokens(tokenizer, ["2", " 2", "2"]) == tokenizer.encode("2")
     with pytest.raises(ValueError, match="no single token for any of"):
-        single_tokens(tokenizer, ["eleven"])
+        find_single_tokens(tokenizer, ["eleven"])
 
 
 def test_what_every_reward_promises(reward, monkeypatch):
     batch = pictures()
     for check in (check_spec, check_rows_are_independent, check_order):
         check(reward, batch)
-    smooth = lambda clip: resized(clip.float(), 56, 84)  # noqa: E731
+    smooth = lambda clip: resize(clip.float(), 56, 84)  # noqa: E731
     monkeypatch.setattr(reward.judge, "_shrunk", smooth)  # without the rounding to 8 bits
     check_small_steps(reward, replace(batch, media=0.2 + 0.6 * batch.media), 2e-5)
 
@@ -127,7 +127,7 @@ def test_rows_without_questions_fail_alone(reward):
         assert set(output.reasons) == {1}
         assert why in output.reasons[1]
         torch.testing.assert_close(output.values[[0, 2]], expected[[0, 2]], atol=1e-5, rtol=0)
-    assert questions_of({"vqa_list": ROWS[0]}) == [tuple(pair) for pair in ROWS[0]]
+    assert read_questions({"vqa_list": ROWS[0]}) == [tuple(pair) for pair in ROWS[0]]
 
 
 def test_settings_of_the_judge_enter_the_fingerprint(folder, reward):

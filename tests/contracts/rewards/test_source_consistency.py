@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.backbones import Encoder
-from reward_models.source_consistency import KeptPixels, SourceConsistency, kept
+from reward_models.backbones.backbones import Encoder
+from reward_models.signals.source_consistency import (
+    SourceConsistency,
+    UnchangedPixels,
+    compare_pixels,
+)
 from tests.fixtures.reward_contract import check_contract, example_batch
 
 
@@ -20,10 +24,10 @@ class Corners(Encoder):
     def read(self):
         self.module = torch.nn.Linear(1, 1)
 
-    def pictures(self, frames):
+    def embed_images(self, frames):
         return torch.cat([frames[:, :, 1, 1], frames[:, :, -2, -2] - 0.5], 1)
 
-    def prompts(self, prompts):
+    def embed_prompts(self, prompts):
         return torch.zeros(len(prompts), 0)
 
 
@@ -37,18 +41,18 @@ def test_kept_is_the_mean_difference_outside_the_mask():
     """By hand, of four pixels that differ by .1, .2, .3 and .8; the mask hides half of the last."""
     source = torch.full((3, 2, 2), 0.1)
     edit = source + torch.tensor([[0.1, 0.2], [0.3, 0.8]])
-    assert kept(edit, source).item() == pytest.approx(1 - 1.4 / 4)
+    assert compare_pixels(edit, source).item() == pytest.approx(1 - 1.4 / 4)
     mask = torch.tensor([[[0.0, 0.0], [0.0, 0.5]]])
-    assert kept(edit, source, mask).item() == pytest.approx(1 - (0.6 + 0.4) / 3.5)
-    assert kept(edit, source, torch.ones(1, 2, 2)).isnan()
+    assert compare_pixels(edit, source, mask).item() == pytest.approx(1 - (0.6 + 0.4) / 3.5)
+    assert compare_pixels(edit, source, torch.ones(1, 2, 2)).isnan()
 
 
-@pytest.mark.parametrize("reward", [KeptPixels(), SourceConsistency(Corners())])
+@pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(Corners())])
 def test_what_every_reward_promises(reward):
     check_contract(reward, edits())
 
 
-@pytest.mark.parametrize("reward", [KeptPixels(), SourceConsistency(Corners())])
+@pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(Corners())])
 def test_every_edit_is_compared_with_its_own_source(reward):
     """An unchanged picture scores 1, also where its source was of another size."""
     grey = [torch.full((3, 8 + i, 9), (i + 1) / 6) for i in range(4)]
@@ -71,7 +75,7 @@ def test_only_samples_with_a_mask_are_forgiven_what_it_hides():
         references=[[source]] * 4,
         masks=[hole, None, 1 - hole, torch.ones(1, 8, 8)],
     )
-    output = KeptPixels().score(batch)
+    output = UnchangedPixels().score(batch)
     assert output.values[:3, 0].tolist() == [1.0, 0.5, 0.0]
     assert output.reasons == {3: "its mask covers the whole picture"}
 
@@ -82,9 +86,9 @@ def test_a_mask_of_another_size_is_resized_with_the_source():
     hole = torch.zeros(1, 4, 4)
     hole[:, :2] = 1.0
     batch = MediaBatch(edit, [""], references=[[torch.zeros(3, 16, 4)]], masks=[hole])
-    score = KeptPixels().score(batch).values.item()
+    score = UnchangedPixels().score(batch).values.item()
     assert 0.8 < score < 1.0  # the mask's border is soft
-    assert KeptPixels().score(replace(batch, masks=())).values.item() == pytest.approx(0.5)
+    assert UnchangedPixels().score(replace(batch, masks=())).values.item() == pytest.approx(0.5)
 
 
 def test_features_that_point_away_score_zero():

@@ -6,8 +6,8 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.types import MediaBatch
-from reward_models.backbones import Encoder
-from reward_models.subject_focus import SubjectFocus, patches
+from reward_models.backbones.backbones import Encoder
+from reward_models.detection.subject_focus import SubjectFocus, cut_windows
 from tests.fixtures.reward_contract import check_contract, example_batch
 
 
@@ -20,16 +20,16 @@ class Colours(Encoder):
     def read(self):
         self.module = torch.nn.Linear(1, 1)
 
-    def pictures(self, frames):
+    def embed_images(self, frames):
         return frames.mean((2, 3)) - 0.5
 
-    def prompts(self, prompts):
+    def embed_prompts(self, prompts):
         return torch.zeros(len(prompts), 0)
 
 
 def test_patches_cover_the_picture_in_overlapping_windows():
     ramp = torch.linspace(0, 1, 96)[None, None].expand(3, 96, 96)
-    cut = patches(ramp, 2)
+    cut = cut_windows(ramp, 2)
     assert cut.shape == (4, 3, 64, 64)
     assert_close(cut[0], ramp[:, :64, :64])
     assert_close(cut[3], ramp[:, 32:, 32:])

@@ -1,6 +1,5 @@
 """From a run file to a reward: backbones, cache, training, folder, and the reward read back."""
 
-import argparse
 import json
 import math
 import shutil
@@ -15,16 +14,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from flowalign.cli.reward import add_train_arguments, run_train
-from flowalign.media.media import Media
-from flowalign.reward_training.embeddings import Embeddings, Sample, embed_samples
+from flowalign.cli.commands.reward import run as run_reward
+from flowalign.cli.main import parse
+from flowalign.data.media.media import Media
+from flowalign.reward_training.embeddings import Embeddings, RewardSample, embed_samples
 from flowalign.reward_training.run import load_run, train
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.folders import Claim
-from reward_models.backbones import EfficientNet, Encoder, Lora, OpenClip, PooledFrames
-from reward_models.shapes import ShapesVerifier
-from reward_models.trained import TrainedReward
+from reward_models.backbones.backbones import EfficientNet, Encoder, Lora, OpenClip, PooledFrames
+from reward_models.verifiers.shapes import ShapesVerifier
+from reward_models.wrappers.trained import TrainedReward
 
 pytestmark = pytest.mark.slow
 
@@ -110,15 +110,15 @@ def run_file(folder, clip, data, **changes):
         "name": "shapes_preference",
         "licence": "Apache-2.0",
         "backbone": {
-            "class_path": "reward_models.backbones.PooledFrames",
+            "class_path": "reward_models.PooledFrames",
             "init_args": {
                 "encoder": {
-                    "class_path": "reward_models.backbones.OpenClip",
+                    "class_path": "reward_models.OpenClip",
                     "init_args": {"path": str(clip)},
                 }
             },
         },
-        "head": {"class_path": "reward_models.heads.MLP", "init_args": {"hidden": [8]}},
+        "head": {"class_path": "reward_models.MLP", "init_args": {"hidden": [8]}},
         "dimensions": {
             dim: {"loss": {"class_path": "flowalign.reward_training.losses.BradleyTerryTies"}}
             for dim in ("colour", "shape")
@@ -161,7 +161,9 @@ def batch(frames=1, seed=3):
 def test_the_reward_read_back_gives_exactly_the_trainers_scores(trained):
     folder, run, config = trained
     reward = TrainedReward(str(folder / "run" / "model"), units="calibrated", device="cpu")
-    samples = [Sample(Media(path=str(folder / f"{i}-0.png")), "a red circle") for i in range(4)]
+    samples = [
+        RewardSample(Media(path=str(folder / f"{i}-0.png")), "a red circle") for i in range(4)
+    ]
     frames = torch.stack([read(s.media) for s in samples])
     scores = reward.score(MediaBatch(frames, ["a red circle"] * 4))
     assert scores.valid.all()
@@ -179,7 +181,7 @@ def test_the_reward_read_back_gives_exactly_the_trainers_scores(trained):
 
 
 def read(medium):
-    from flowalign.media.decode import decode
+    from flowalign.data.media.decode import decode
 
     return decode(medium).frames
 
@@ -224,7 +226,7 @@ def test_the_card_and_config_say_what_a_user_must_know(trained):
         "Licence: Apache-2.0",
         "| colour | ranks | BradleyTerryTies | k = ",
         "| test | shape |",
-        "reward_models.trained.TrainedReward",
+        "reward_models.TrainedReward",
         config["data"]["fingerprint"],
     ):
         assert part in card, part
@@ -343,10 +345,10 @@ def test_a_training_that_is_refused_leaves_its_folder_as_it_was(tmp_path, clip):
 
 def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):
     backbone = {
-        "class_path": "reward_models.backbones.PooledFrames",
+        "class_path": "reward_models.PooledFrames",
         "init_args": {
             "encoder": {
-                "class_path": "reward_models.backbones.OpenClip",
+                "class_path": "reward_models.OpenClip",
                 "init_args": {"path": str(clip)},
             },
             "lora": {"rank": 2, "targets": ["c_fc", "c_proj"]},
@@ -373,7 +375,7 @@ def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):
 
 def test_the_reward_says_how_unsure_it_is_where_a_loss_taught_it(tmp_path, clip, trained):
     losses = {"colour": "Thurstone", "shape": "BradleyTerry"}
-    head = {"class_path": "reward_models.heads.Linear", "init_args": {"uncertainty": True}}
+    head = {"class_path": "reward_models.Linear", "init_args": {"uncertainty": True}}
     dimensions = {
         dim: {"loss": {"class_path": f"flowalign.reward_training.losses.{name}"}}
         for dim, name in losses.items()
@@ -418,7 +420,7 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
         ({"held_out": 0.0}, "held_out is 0.0; it must be above 0"),
         ({"schedule": {"epochs": 0}}, "schedule.epochs is 0; it must be at least 1"),
         ({"nonsense": 1}, "nonsense"),
-        ({"head": {"class_path": "reward_models.heads.MLQ"}}, "MLQ"),
+        ({"head": {"class_path": "reward_models.backbones.heads.MLQ"}}, "MLQ"),
         (
             {"dimensions": {"colour": {"loss": {"class_path": f"{LOSSES}.Regression"}}}},
             "reads ratings, not ranks",
@@ -434,17 +436,14 @@ def test_a_run_file_that_makes_no_sense_is_refused_before_anything_is_read(tmp_p
 
 
 def test_the_command_trains_and_turns_refusals_into_short_messages(tmp_path, clip, trained, capsys):
-    parser = argparse.ArgumentParser()
-    add_train_arguments(parser)
     file = run_file(tmp_path, clip, trained[0] / "pairs.jsonl")
-    args, args_rest = parser.parse_known_args([str(file), "--schedule.epochs", "1"])
-    args.overrides = args_rest
-    assert run_train(args) == 0
+    args = parse(["reward", "train", str(file), "--schedule.epochs", "1"])
+    assert run_reward(args) == 0
     said = capsys.readouterr().out
     assert "test records, best epoch 1" in said
     assert "accuracy" in said
     with pytest.raises(ConfigError, match="already holds a training"):
-        run_train(args)
+        run_reward(args)
 
 
 # The cache ----------------------------------------------------------------------------------------
@@ -452,7 +451,7 @@ def test_the_command_trains_and_turns_refusals_into_short_messages(tmp_path, cli
 
 def samples(folder):
     return [
-        Sample(Media(path=str(folder / f"{i}-{n}.png")), "a red circle")
+        RewardSample(Media(path=str(folder / f"{i}-{n}.png")), "a red circle")
         for i in range(4)
         for n in (0, 1)
     ]
@@ -467,16 +466,18 @@ def test_features_are_computed_once_and_by_content(trained, clip, tmp_path):
     assert (first.num_computed, failed) == (8, {})
     shutil.copy(trained[0] / "0-0.png", tmp_path / "copy.png")
     second = Embeddings(backbone, read, tmp_path)
-    again, _ = second([Sample(Media(path=str(tmp_path / "copy.png")), "a red circle"), *some[1:]])
+    again, _ = second(
+        [RewardSample(Media(path=str(tmp_path / "copy.png")), "a red circle"), *some[1:]]
+    )
     assert second.num_computed == 0
     assert torch.equal(again.joint, features.joint)
-    second([Sample(some[0].media, "a blue circle")])
+    second([RewardSample(some[0].media, "a blue circle")])
     assert second.num_computed == 1
     (tmp_path / "broken.png").write_bytes(b"x")
     broken = [
-        Sample(Media(path=str(tmp_path / "broken.png")), "a"),
+        RewardSample(Media(path=str(tmp_path / "broken.png")), "a"),
         some[0],
-        Sample(Media(path="no"), "a"),
+        RewardSample(Media(path="no"), "a"),
     ]
     partly, failed = second(broken)
     assert failed.keys() == {0, 2}
@@ -512,10 +513,10 @@ class Corners(Encoder):
     def read(self):
         self.module = torch.nn.Linear(1, 1)
 
-    def pictures(self, frames):
+    def embed_images(self, frames):
         return torch.cat([frames[:, :, 0, 0], frames[:, :, -1, -1]], 1)
 
-    def prompts(self, prompts):
+    def embed_prompts(self, prompts):
         return torch.tensor([[float(len(p)), 1.0, 2.0] for p in prompts])
 
 
@@ -564,10 +565,10 @@ def test_features_of_an_edit_are_those_of_its_own_source_also_from_the_cache(tmp
     def read(found):
         return torch.full((1, 3, 4, 4), levels[found.path.rpartition("/")[2]])
 
-    some = [Sample(medium("edit"), "a", [medium(name)]) for name in ("s", "t", "s")]
+    some = [RewardSample(medium("edit"), "a", [medium(name)]) for name in ("s", "t", "s")]
     for num in (2, 0):  # the first and the third sample are the same
         cached = Embeddings(backbone, read, tmp_path / "cache")
-        features, failed = cached([*some, Sample(medium("edit"), "a")])
+        features, failed = cached([*some, RewardSample(medium("edit"), "a")])
         torch.testing.assert_close(features.joint[:3, 0], torch.tensor([0.1, 0.7, 0.1]))
         torch.testing.assert_close(features.joint[:3, 6], torch.full((3,), 0.4))
         assert failed == {3: "its source image is missing"}
@@ -579,7 +580,7 @@ def test_media_of_different_shapes_keep_their_order():
     backbone.load()
     shapes = [(1, 4, 4), (2, 3, 3), (1, 4, 4), (2, 4, 4)]
     media = {str(i): torch.full((f, 3, h, w), i / 10) for i, (f, h, w) in enumerate(shapes)}
-    some = [Sample(Media(path=name), "abc") for name in media]
+    some = [RewardSample(Media(path=name), "abc") for name in media]
     features, failed = embed_samples(backbone, lambda m: media[m.path], some)
     assert not failed
     torch.testing.assert_close(features.joint[:, 0], torch.tensor([0.0, 0.1, 0.2, 0.3]))
@@ -631,9 +632,9 @@ def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
         rows.append({"id": str(i), "prompt": prompt, "images": files, "ranks": ranks})
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     backbone = {
-        "class_path": "reward_models.backbones.PooledFrames",
+        "class_path": "reward_models.PooledFrames",
         "init_args": {
-            "encoder": {"class_path": "reward_models.backbones.EfficientNet"},
+            "encoder": {"class_path": "reward_models.EfficientNet"},
             "joint": ["image"],
         },
     }
@@ -643,7 +644,7 @@ def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
         "",
         tmp_path / "pairs.jsonl",
         backbone=backbone,
-        head={"class_path": "reward_models.heads.Linear"},
+        head={"class_path": "reward_models.Linear"},
         dimensions={"clean": {"loss": bradley_terry}},
     )
     run, config = load_run(str(file))

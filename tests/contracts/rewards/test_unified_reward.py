@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
+from reward_models.backbones.frames import parts
 from reward_models.chat.client import Server
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.pairs import WinRate
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.unified_answers import (
-    higher_of_two,
-    report_of_two,
-    shares_of_two,
-    thoughts_about,
+    parse_higher,
+    parse_report,
+    parse_shares,
+    parse_thoughts,
 )
 from reward_models.chat.unified_reward import (
     UnifiedRewardEdit,
     UnifiedRewardPair,
     UnifiedRewardPoint,
 )
-from reward_models.frames import parts
 from tests.fixtures.chat_server import MODEL, ChatServer
 
 AXES = ("alignment", "coherence", "style")
@@ -88,9 +88,9 @@ def serve():
 
 
 def test_thoughts_are_compared_per_dimension_by_hand():
-    assert thoughts_about(THOUGHTS, NAMES) == [1.0, 0.0, 0.5]
+    assert parse_thoughts(THOUGHTS, NAMES) == [1.0, 0.0, 0.5]
     video = THOUGHTS.replace("Image", "Video").replace("**Aesthetics**", "Temporal coherence")
-    assert thoughts_about(video, ("temporal",)) == [0.0]
+    assert parse_thoughts(video, ("temporal",)) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -103,24 +103,24 @@ def test_thoughts_are_compared_per_dimension_by_hand():
 )
 def test_thoughts_that_do_not_say_enough_are_refused(text, names, why):
     with pytest.raises(Unparsable, match=why):
-        thoughts_about(text, names)
+        parse_thoughts(text, names)
 
 
 def test_shares_are_those_of_the_first_by_hand():
     """The texts of the published examples are of this form."""
-    assert shares_of_two(SHARES, AXES) == [0.435699999332428, 0.25, 1.0]
+    assert parse_shares(SHARES, AXES) == [0.435699999332428, 0.25, 1.0]
     for wrong, why in (
         (SHARES.replace("0.75", "0.7"), "do not sum to 1"),
         (SHARES.replace("0.25", "-0.25"), "outside"),
         (SHARES.replace("Style Score", "Look"), "no scores of both for style"),
     ):
         with pytest.raises(Unparsable, match=why):
-            shares_of_two(wrong, AXES)
+            parse_shares(wrong, AXES)
 
 
 @pytest.mark.parametrize("form", ["{}", "```json\n{}", "```json\n{}\n```", "Here it is:\n{} "])
 def test_a_report_is_read_with_an_open_fence_or_a_closed_one(form):
-    assert report_of_two(form.format(report())) == pytest.approx([0.0, 0.65, 0.3, 1.0])
+    assert parse_report(form.format(report())) == pytest.approx([0.0, 0.65, 0.3, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_report_is_read_with_an_open_fence_or_a_closed_one(form):
 )
 def test_a_report_that_does_not_say_enough_is_refused(text, why):
     with pytest.raises(Unparsable, match=why):
-        report_of_two(text)
+        parse_report(text)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_a_report_that_does_not_say_enough_is_refused(text, why):
     ],
 )
 def test_signed_and_whole_scores_are_compared(text, first):
-    assert higher_of_two(text) == first
+    assert parse_higher(text) == first
 
 
 @pytest.mark.parametrize("text", ["Image 1: 2.5", "1.0 2.0 3.0", "Image 1: good\nImage 2: bad", ""])
 def test_scores_that_are_not_two_are_refused(text):
     with pytest.raises(Unparsable, match="no two scores"):
-        higher_of_two(text)
+        parse_higher(text)
 
 
 def group(*levels, frames=1):

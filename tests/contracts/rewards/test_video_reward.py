@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowalign.types import MediaBatch
-from reward_models import video_reward
-from reward_models.pixels import resized
-from reward_models.video_reward import PUBLISHED, VideoReward, merged
+from reward_models.backbones.pixels import resize
+from reward_models.preference import video_reward
+from reward_models.preference.video_reward import PUBLISHED, VideoReward, merge_lora
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import (
     check_contract,
@@ -206,7 +206,7 @@ def test_the_rate_of_frames_is_that_of_the_checkpoint(tmp_path):
 def test_what_every_reward_promises(short, monkeypatch):
     batch = replace(example_batch(3, frames=7), fps=(8.0, 8.0, 3.0))  # 4, 4 and 4 of 7 frames
     check_contract(short, batch, rtol_gradient=1)  # the sign; the size is checked without rounding
-    monkeypatch.setattr(video_reward, "resized_once", resized)
+    monkeypatch.setattr(video_reward, "resize_rounding_once", resize)
     check_small_steps(short, batch)
 
 
@@ -367,10 +367,10 @@ def test_a_lora_is_merged_by_its_formula():
         "a.lora_B.weight": torch.tensor([[1.0], [0.0], [2.0]]),
         "b.weight": bias,
     }
-    result = merged(tensors, 1, 3.0, "x")
+    result = merge_lora(tensors, 1, 3.0, "x")
     assert result["a.weight"].tolist() == [[4, -1], [3, 4], [11, 0]]
     assert set(result) == {"a.weight", "a.bias", "b.weight"}
-    half = merged(tensors | {"a.weight": weight.bfloat16()}, 1, 3.0, "x")
+    half = merge_lora(tensors | {"a.weight": weight.bfloat16()}, 1, 3.0, "x")
     assert half["a.weight"].dtype == torch.bfloat16
 
 

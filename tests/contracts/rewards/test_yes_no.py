@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from flowalign.types import MediaBatch
-from reward_models.answer_tokens import answer_tokens
-from reward_models.packing import pack
-from reward_models.yes_no import QwenYesNo
+from reward_models.backbones.answer_tokens import find_answer_tokens
+from reward_models.backbones.packing import pack_questions
+from reward_models.backbones.yes_no import QwenYesNo
 from tests.fixtures.reward_contract import example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
@@ -165,8 +165,8 @@ def test_canonical_adds_up_all_spellings_and_exact_takes_one(folders, judge):
     judge.load()
     tokenizer = judge.processor.tokenizer
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in ("yes", "Yes", " yes")}
-    assert answer_tokens(tokenizer, "yes") == sorted(ids.values())
-    assert answer_tokens(tokenizer, "yes", canonical=False) == [ids["Yes"]]
+    assert find_answer_tokens(tokenizer, "yes") == sorted(ids.values())
+    assert find_answer_tokens(tokenizer, "yes", canonical=False) == [ids["Yes"]]
     exact = QwenYesNo(str(folders["qwen2_5_vl"]), "cpu", "float32", canonical=False)
     batch = pictures()
     assert exact.version != judge.version
@@ -223,7 +223,7 @@ def test_wrong_options_are_refused_before_anything_is_read(wrong):
 
 
 def test_packed_questions_attend_to_the_prefix_and_themselves():
-    packed = pack([[[5, 6], [7]], [[8], [9]]])
+    packed = pack_questions([[[5, 6], [7]], [[8], [9]]])
     assert packed.tokens.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert packed.offset.tolist() == [[0, 1, 0], [0, 0, 0]]
     assert packed.last.tolist() == [[1, 2], [0, 1]]

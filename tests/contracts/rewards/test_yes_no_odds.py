@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from reward_models.pixels import resized
-from reward_models.yes_no import QwenYesNo
-from reward_models.yes_no_odds import QUESTIONS, YesNoOdds
+from reward_models.backbones.pixels import resize
+from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.questions.yes_no_odds import QUESTIONS, YesNoOdds
 from tests.fixtures.reward_contract import (
     check_failures,
     check_fingerprints,
@@ -75,7 +75,7 @@ def test_the_gradient_is_the_slope_of_every_question(judges, kind, frames, monke
     """Without the rounding to 8 bits, through which the gradient passes straight."""
     judge = judges[kind]
     judge.load()
-    smooth = lambda clip: resized(clip.float(), 56, 84)  # noqa: E731
+    smooth = lambda clip: resize(clip.float(), 56, 84)  # noqa: E731
     monkeypatch.setattr(judge, "_shrunk", smooth)
     batch = pictures(frames)
     batch = replace(batch, media=0.2 + 0.6 * batch.media)

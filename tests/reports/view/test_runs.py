@@ -52,12 +52,12 @@ def test_a_run_that_goes_on_tells_its_step_its_best_reward_and_the_time_left(fol
 
 
 def test_evaluations_are_no_steps_and_take_no_part_in_the_time_left(folder):
-    last = {"step": 4, "seconds": 500.0, "eval/strict": 0.5, "evaluated_after": 5.0}
+    last = {"step": 4, "seconds": 500.0, "eval/exact_match": 0.5, "evaluated_after": 5.0}
     write_rows(folder, [*steps(5), last])
     state = state_of(folder)
     assert state.content.done == 5
     assert state.seconds_left == pytest.approx(30.0)
-    steps_of, values = state.content.curves["eval/strict"]
+    steps_of, values = state.content.curves["eval/exact_match"]
     assert (list(steps_of), list(values)) == ([5.0], [0.5])
 
 

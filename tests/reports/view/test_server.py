@@ -4,10 +4,11 @@ import http.client
 import re
 import threading
 
+import numpy as np
 import pytest
 
+from flowalign.cli.dispatch import run_verb
 from flowalign.cli.main import build_parser
-from flowalign.cli.main import run as run_verb
 from flowalign.reports.view import server as serving
 from tests.fixtures.browser import needs_browser, read_in_browser
 from tests.fixtures.fake_run import fake_run, rows, write_rows
@@ -190,7 +191,7 @@ def test_a_browser_shows_the_page_and_renews_it(served, root, tmp_path, monkeypa
     bare = re.sub(r"\s*\n\s*", "", document)
     assert {int(n) for n in re.findall(r'<td class="n">(\d+)</td>', bare)} & {*range(11, 99)}
     assert "<title>runs - flowalign view</title>" in document
-    assert "<polyline" in document
+    assert "<canvas" in document
     assert "has stopped" not in document.partition("<script>")[0]
 
 
@@ -201,18 +202,26 @@ def test_a_browser_shows_the_values_under_the_pointer(root, tmp_path):
 
     report = write_report(root / "my run")
     point = """<script>
-const box = document.querySelector("figure[data-hover] img").getBoundingClientRect();
-document.querySelector("figure[data-hover] img").dispatchEvent(new PointerEvent("pointermove",
-  {bubbles: true, clientX: box.left + box.width / 2, clientY: box.top + box.height / 2}));
+setTimeout(() => {
+  const over = document.querySelector("figure[data-chart] .u-over");
+  const box = over.getBoundingClientRect();
+  over.dispatchEvent(new MouseEvent("mousemove", {bubbles: true,
+    clientX: box.left + box.width / 2, clientY: box.top + box.height / 2}));
+}, 1000);
 </script></body>"""
     report.write_text(report.read_text().replace("</body>", point))
     document = read_in_browser(report.as_uri(), tmp_path / "profile")
-    told = re.search(r'<div class="hover"[^>]*>(.*?)</div>', document, re.DOTALL)[1]
-    step, *lines = told.splitlines()
-    found = rows()[int(step.removeprefix("step "))]
-    values = {name: float(text) for name, _, text in (line.partition(" ") for line in lines)}
-    assert values == {
-        "colour": pytest.approx(found["reward/colour"], rel=1e-3),
-        "strict": pytest.approx(found["reward/strict"], rel=1e-3),
-        "weighted": pytest.approx(found["reward_mean"], rel=1e-3),
+    legend = document.partition('<table class="u-legend')[2].partition("</table>")[0]
+    found = re.findall(
+        r'<tr class="u-series(?: listed)?">.*?u-label">(.*?)<.*?u-value">(.*?)<', legend
+    )
+    values = {name: float(text) for name, text in found if text}
+    row = rows()[int(values.pop("step"))]
+    mean = {
+        name: np.mean([r[metric] for r in rows()[row["step"] - 3 : row["step"] + 1]])
+        for name, metric in NAMES.items()
     }
+    assert values == {name: pytest.approx(value, rel=1e-3) for name, value in mean.items()}
+
+
+NAMES = {"colour": "reward/colour", "exact_match": "reward/exact_match", "weighted": "reward_mean"}

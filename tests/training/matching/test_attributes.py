@@ -6,16 +6,17 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.preference.attributes import read_attributes, read_captions
-from flowalign.functional.matching import noised
+from flowalign.data.preference.dataset import PreferenceDataset
+from flowalign.functional.noise_matching import add_noise
 from flowalign.losses.matching.dpo import DPO
-from flowalign.training.matching.batches import on
+from flowalign.training.matching.example_parts import on
 from flowalign.training.matching.loop import MatchingLoop
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.points import ForwardNoise
-from flowalign.training.matching.references import Teacher
-from flowalign.training.matching.residuals import evaluated_fields, matching_residuals
-from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.reference_models import Teacher
+from flowalign.training.matching.residuals import matching_residuals, select_fields
+from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.matching.source import StreamContext
+from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.types import Request
 from tests.fixtures.pixel import PixelPolicy
@@ -53,13 +54,13 @@ def opened(dataset, expert):
     cfg = StoredDataset(
         path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5
     )
-    stream = cfg.open(learner, new_rewards(), 0)
+    stream = cfg.open(learner, StreamContext(new_rewards(), 0))
     learner.fields["expert"] = expert[1].field(learner)
     return learner, stream
 
 
 def test_a_row_without_attributes_is_dropped_and_named(dataset):
-    pairs, tally = read_attributes(str(dataset), "auto", None, lambda medium: medium)
+    pairs, tally = PreferenceDataset(path=str(dataset), kind="attributes").read()
     assert [pair.targets for pair in pairs] == [
         ("a, sharp", "a, blurred, grey"),
         ("aa, bright colours", "aa, dark"),
@@ -69,29 +70,29 @@ def test_a_row_without_attributes_is_dropped_and_named(dataset):
 
 
 def test_the_expert_learns_from_captions_that_name_all_attributes(dataset):
-    samples, tally = read_captions(str(dataset), "auto", None, lambda medium: medium)
-    captions = [sample.request.asked for sample in samples]
+    samples, tally = PreferenceDataset(path=str(dataset), kind="captions").read()
+    captions = [sample.request.policy_prompt for sample in samples]
     assert [sample.request.key for sample in samples] == [Request(p).key for p in ("a", "aa")]
     assert captions == ["a, sharp, blurred, grey", "aa, bright colours, dark"]
     assert tally.dropped == {"no texts positive and negative": 1}
     cfg = StoredDataset(path=str(dataset), kind="captions", batch_size=2, max_dropped_fraction=0.5)
     assert not cfg.paired
-    (batch,) = cfg.open(new_learner(), new_rewards(), 0).batches([0])
+    (batch,) = cfg.open(new_learner(), StreamContext(new_rewards(), 0)).batches([0])
     lengths = sorted(batch.examples.cond["length"][:, 0].tolist())
     assert lengths == sorted(float(len(caption)) for caption in captions)
 
 
 def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each(dataset, expert):
     learner, stream = opened(dataset, expert)
-    cfg = Settings(loss=DPO(beta=100.0), teachers={"expert": expert[1]})
+    cfg = MatchingSettings(loss=DPO(beta=100.0), teachers={"expert": expert[1]})
     (batch,) = stream.batches([0])
     data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0)).all()
     latents = data.examples.latents
     assert torch.equal(latents[:2], latents[2:])
-    points = ForwardNoise().of(data, learner.policy, None)
-    errors = matching_residuals(cfg, learner.policy, points, evaluated_fields(cfg, learner))
+    states = ForwardNoise().build(data, learner.policy, None)
+    errors = matching_residuals(cfg, learner.policy, states, select_fields(cfg, learner))
     noise, sigma = data.rows()
-    x, cond = noised(latents, noise, sigma), data.examples.target_cond
+    x, cond = add_noise(latents, noise, sigma), data.examples.target_cond
     assert cond is not None
     assert not torch.equal(cond["length"][:2], cond["length"][2:])
     expected = learner.policy.velocity(x, sigma, data.examples.cond)
@@ -101,7 +102,9 @@ def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each
 
 def test_the_policy_moves_towards_the_good_and_away_from_the_bad(dataset, expert):
     learner, stream = opened(dataset, expert)
-    cfg = Settings(loss=DPO(beta=50.0), displacement_patience=0, teachers={"expert": expert[1]})
+    cfg = MatchingSettings(
+        loss=DPO(beta=50.0), displacement_patience=0, teachers={"expert": expert[1]}
+    )
     loop = MatchingLoop(cfg, learner, stream, 0)
     rows = list(checked(2, loop.run(range(60))))
     assert rows[0]["policy_loss"] == pytest.approx(0.6931, abs=1e-4)

@@ -14,7 +14,7 @@ from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching import norms
 from flowalign.training.matching.loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.references import (
+from flowalign.training.matching.reference_models import (
     Average,
     EMAReference,
     FrozenBase,
@@ -316,7 +316,7 @@ def test_averages_that_nothing_reads_and_losses_without_theirs_are_refused():
 
 def test_evaluations_beside_the_policys_are_counted():
     crd = recipe(loss=CRD(), old=Average(), reference=GuidedReference())
-    none = dict.fromkeys(("reference", "old", "anchor", "teachers", "steps to points"), 0)
+    none = dict.fromkeys(("reference", "old", "anchor", "teachers", "steps to states"), 0)
     assert crd.evaluations_beside == none | {"reference": 2, "old": 1}
     awm = recipe(loss=AWM(ratio_to="old"), old=Average(), anchor=Average())
     assert awm.evaluations_beside == none | {"old": 1, "anchor": 1}

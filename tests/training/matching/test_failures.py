@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields
 from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.losses.matching.dpo import DPO
 from flowalign.losses.matching.local_dpo import LocalDPO
-from flowalign.media.media import Media
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.training.checks import WeightChecks
 from flowalign.training.ema import EMA
 from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.source import StreamContext
+from flowalign.training.update_checks import WeightChecks
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import new_learner
 
@@ -30,7 +31,7 @@ def stream(tmp_path, **changes):
         **changes,
     )
     rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0})
-    return cfg.open(new_learner(), rewards, 0)
+    return cfg.open(new_learner(), StreamContext(rewards, 0))
 
 
 def test_a_reward_that_fails_stops_online_training_and_is_named(tmp_path):

@@ -14,13 +14,12 @@ from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.sft import SFT
-from flowalign.sampling.rollout import generate
+from flowalign.sampling.inference import generate
 from flowalign.training.learner import TrainingFailure
-from flowalign.training.matching.checks import MatchingChecks
-from flowalign.training.matching.evaluation import held_out_metrics
+from flowalign.training.matching.displacement_checks import MatchingChecks
+from flowalign.training.matching.evaluation import measure_held_out
 from flowalign.training.matching.loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.source import Batch
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.types import ALONE, MatchingLoss, Requirements, plain_requests
 from flowalign.utils.seeds import generator
@@ -259,9 +258,9 @@ def test_dpo_on_red_and_blue_makes_pixels_redder_and_puts_held_out_pairs_in_orde
 
     cfg, held_out = recipe(), pairs(10, seed=1)
     before = redness()
-    assert held_out_metrics(cfg, learner, held_out, 0)["eval/pairs/implicit_accuracy"] == 0.5
+    assert measure_held_out(cfg, learner, held_out, 0)["eval/pairs/implicit_accuracy"] == 0.5
     metrics = train(cfg, learner, pairs(), steps=40)
-    after = held_out_metrics(cfg, learner, held_out, 0)
+    after = measure_held_out(cfg, learner, held_out, 0)
     assert redness() > before + 0.2
     assert after["eval/pairs/implicit_accuracy"] >= 0.9
     assert after["eval/pairs/accuracy_per_draw"] >= 0.8
@@ -273,10 +272,10 @@ def test_held_out_pairs_are_noised_alike_every_time_and_by_their_place():
     learner = new_learner()
     train(recipe(), learner, pairs(), steps=2)
     rows = pairs(6, seed=1)
-    found = [held_out_metrics(recipe(micro_batch=size), learner, rows, 3) for size in (6, 4)]
+    found = [measure_held_out(recipe(micro_batch=size), learner, rows, 3) for size in (6, 4)]
     assert found[0] == pytest.approx(found[1])
-    assert held_out_metrics(recipe(), learner, rows, 4) != found[0]
-    assert held_out_metrics(recipe(), learner, None, 3) == {}
+    assert measure_held_out(recipe(), learner, rows, 4) != found[0]
+    assert measure_held_out(recipe(), learner, None, 3) == {}
 
 
 def test_held_out_metrics_are_means_over_draws_of_errors_by_hand():
@@ -297,7 +296,7 @@ def test_held_out_metrics_are_means_over_draws_of_errors_by_hand():
         rejected.append(drift[5:])
     chosen, rejected = torch.stack(chosen), torch.stack(rejected)
     right = (chosen.mean(0) < rejected.mean(0)).float().mean()
-    assert held_out_metrics(recipe(), learner, rows, 3) == pytest.approx(
+    assert measure_held_out(recipe(), learner, rows, 3) == pytest.approx(
         {
             "eval/pairs/implicit_accuracy": float(right),
             "eval/pairs/accuracy_per_draw": float((chosen < rejected).float().mean()),
@@ -434,9 +433,8 @@ def test_a_step_is_a_function_of_its_number_and_the_seed_alone():
 
 def test_metrics_of_the_source_and_the_pace_are_reported():
     class Named(Given):
-        def batches(self, steps):
-            for batch in super().batches(steps):
-                yield Batch(batch.examples, batch.first, batch.total, {"reward_mean": 0.25})
+        def batch(self, step):
+            return replace(super().batch(step), metrics={"reward_mean": 0.25})
 
     (metrics,) = train(recipe(), new_learner(), Named(pairs(7)))
     assert metrics["reward_mean"] == 0.25

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.testing import assert_close
 
 from flowalign.credit.branch import Branch
@@ -15,8 +14,7 @@ from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.credit.outcome import Outcome
 from flowalign.distributed.processes import Processes
-from flowalign.functional.completion import Completion
-from flowalign.functional.matching import step_at
+from flowalign.functional.noise_matching import step_at
 from flowalign.functional.solver import second_order_step
 from flowalign.losses.matching.awm import AWM
 from flowalign.losses.matching.crd import CRD
@@ -30,13 +28,15 @@ from flowalign.training.checkpoint import latest, read_loop
 from flowalign.training.ema import EMA
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.recipe import Matching
-from flowalign.training.matching.references import Average
+from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.times import SamplerGrid, Uniform
 from flowalign.training.recipe import RunContext
+from flowalign.types.completion import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import as_recipe, recipe, train
+from tests.fixtures.ranks import join_gloo, start_ranks
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
@@ -125,7 +125,7 @@ def test_averages_sample_while_the_policy_stays_as_it_is(tmp_path, weights):
 
 def test_only_the_best_and_the_worst_of_a_group_are_examples(tmp_path):
     everyone = batch_of(opened(groups(tmp_path, {"samples_per_prompt": 7})))
-    cfg = groups(tmp_path, {"samples_per_prompt": 7}, extremes=2)
+    cfg = groups(tmp_path, {"samples_per_prompt": 7}, advantages={"extremes": 2})
     few = batch_of(opened(cfg))
     advantage = everyone.examples.advantage.view(3, 7)
     order = advantage.argsort(1)
@@ -285,7 +285,7 @@ def test_completions_are_the_latents_whose_values_are_credited(tmp_path):
 
 
 def test_extremes_of_steps_are_chosen_step_by_step(tmp_path):
-    cfg = groups(tmp_path, STOCHASTIC, credit=Gain(), extremes=1)
+    cfg = groups(tmp_path, STOCHASTIC, credit=Gain(), advantages={"extremes": 1})
     steps = batch_of(opened(cfg)).steps
     assert steps.trained.sum(0).tolist() == [6, 6, 6, 0]
     assert (steps.trained[:, 0] != steps.trained[:, 1]).any()
@@ -337,7 +337,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
             STOCHASTIC,
             credit=LambdaReturn(),
             critic=Critic(),
-            thresholds=Thresholds(at={"green": 0.4}),
+            advantages={"thresholds": Thresholds(at={"green": 0.4})},
             weights="behaviour",
         )
         behaviour = Average(decay=0.5)
@@ -365,10 +365,10 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
 def test_settings_that_no_run_can_use_are_refused(tmp_path):
     wrong = {
         r"credit is Gain, which credits stochastic": {"credit": Gain()},
-        r"recipe.data.extremes is 3: the best": {"extremes": 3},
+        r"recipe.data.advantages.extremes is 3: the best": {"advantages": {"extremes": 3}},
         r"recipe.data.clean is completion, but credit null values": {"clean": "completion"},
         r"samples_per_prompt is 1: a group of one": {"sampling": {"samples_per_prompt": 1}},
-        r"recipe.data.advantage_scale is given": {"advantage_scale": "given"},
+        r"recipe.data.advantages.scale is given": {"advantages": {"scale": "given"}},
         r"credit Outcome values finished samples": {
             "sampling": STOCHASTIC,
             "credit": Outcome(),
@@ -418,7 +418,10 @@ def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
 
 def _outcomes(folder: Path):
     loss = Weighed(whole_groups=True, shared_noise=True)
-    return groups(folder, extremes=1), {"loss": loss, "times_per_sample": 2}
+    return groups(folder, advantages={"extremes": 1}), {
+        "loss": loss,
+        "times_per_sample": 2,
+    }
 
 
 def _steps(folder: Path):
@@ -428,7 +431,7 @@ def _steps(folder: Path):
         credit=Gain(),
         clean="completion",
         on_failed_reward="drop_sample",
-        advantage_scale="batch",
+        advantages={"scale": "batch"},
     )
     return cfg, {"loss": Weighed(), "times": GRID, "times_per_sample": 3, "updates_per_step": 2}
 
@@ -448,11 +451,9 @@ def _made(name: str, folder: Path, processes: Processes):
 
 
 def _one_of_two(rank: int, folder: str):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    processes = join_gloo(rank, 2, folder)
     for name in RUNS:
-        found = _made(name, Path(folder), Processes(rank, 2, torch.device("cpu")))
-        torch.save(found, f"{folder}/{name}{rank}")
+        torch.save(_made(name, Path(folder), processes), f"{folder}/{name}{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -461,7 +462,7 @@ def _one_of_two(rank: int, folder: str):
 def on_two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     groups(folder)
-    mp.start_processes(_one_of_two, (str(folder),), nprocs=2, start_method="fork")
+    start_ranks(_one_of_two, 2, str(folder))
     return folder
 
 

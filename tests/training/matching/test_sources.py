@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import tensor
 from torch.nn.functional import adaptive_avg_pool2d
 from torch.testing import assert_close
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields, Collator, read_map
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
 from flowalign.data.preference.pairs import Pair, Sample, Segment
@@ -23,12 +23,12 @@ from flowalign.distributed.processes import Processes
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.sft import SFT
-from flowalign.media.media import Media
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import generate
-from flowalign.training.matching.evaluation import held_out_metrics
-from flowalign.training.matching.references import EMAReference
+from flowalign.sampling.inference import generate
+from flowalign.training.matching.evaluation import measure_held_out
+from flowalign.training.matching.reference_models import EMAReference
 from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.recipe import RunContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
@@ -36,6 +36,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import jsonl, logit, paint, painted, recipe, shade, stored, train
+from tests.fixtures.ranks import join_gloo, start_ranks
 from tests.fixtures.training import ALONE, flat, new_learner
 
 
@@ -250,13 +251,13 @@ def test_samples_have_their_labels_and_no_partner(tmp_path):
     learner = new_learner()
     (metrics,) = train(recipe(loss=KTO(beta=5.0)), learner, stream)
     assert metrics["check/loss_at_start"] == pytest.approx(0.5, abs=1e-6)
-    found = held_out_metrics(recipe(), learner, stream.held_out(), 0)
+    found = measure_held_out(recipe(), learner, stream.held_out(), 0)
     assert found["eval/pairs/implicit_accuracy"] in (0.0, 0.5, 1.0)
 
 
 def opened_for(requires: set, path: str, log=lambda _: None):
     cfg = StoredDataset(path=path, kind="samples", batch_size=4)
-    return cfg.open(new_learner(), Rewards([], {}), 0, requires, log)
+    return cfg.open(new_learner(), StreamContext(Rewards([], {}), 0, requires, log))
 
 
 def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
@@ -561,7 +562,7 @@ def opened(prompts: str, rewards: Rewards, learner=None, seed: int = 0, **change
         }
         | changes
     )
-    return cfg.open(learner or new_learner(), rewards, seed)
+    return cfg.open(learner or new_learner(), StreamContext(rewards, seed))
 
 
 def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -783,7 +784,7 @@ def test_fewer_prompts_than_processes_are_refused(prompts):
     cfg = Rollouts(prompts=prompts, prompts_per_step=1, samples_per_prompt=4, rule=Gap())
     rewards, two = Rewards([Redness()], {"redness": 1.0}), Processes(0, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"data\.prompts_per_step is 1, fewer than the 2"):
-        cfg.open(new_learner(processes=two), rewards, 0)
+        cfg.open(new_learner(processes=two), StreamContext(rewards, 0))
 
 
 # Two processes ------------------------------------------------------------------------------------
@@ -809,7 +810,7 @@ def _stored(folder: Path, processes: Processes):
     )
     loss_state: dict[str, float] = {}
     metrics = train(cfg, learner, stream, 3, loss_state=loss_state)
-    return learner, metrics, held_out_metrics(cfg, learner, stream.held_out(), 0), loss_state
+    return learner, metrics, measure_held_out(cfg, learner, stream.held_out(), 0), loss_state
 
 
 def _samples(folder: Path, processes: Processes):
@@ -833,7 +834,7 @@ def _rollouts(folder: Path, processes: Processes, **changes):
     )
     rewards = Rewards([Redness(fail_on="ab")], {"redness": 1.0})
     loss_state: dict[str, float] = {}
-    stream = cfg.open(learner, rewards, 0)
+    stream = cfg.open(learner, StreamContext(rewards, 0))
     metrics = train(recipe(**changes), learner, stream, 4, loss_state=loss_state)
     assert {m["pairs"] for m in metrics} == {1, 2}
     return learner, metrics, {}, loss_state
@@ -858,13 +859,9 @@ def _made(name: str, folder: Path, processes: Processes):
 
 
 def _one_of_two(rank: int, folder: str):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    processes = join_gloo(rank, 2, folder)
     for name in RUNS:
-        torch.save(
-            _made(name, Path(folder), Processes(rank, 2, torch.device("cpu"))),
-            f"{folder}/{name}{rank}",
-        )
+        torch.save(_made(name, Path(folder), processes), f"{folder}/{name}{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -875,7 +872,7 @@ def on_two(tmp_path_factory) -> Path:
     painted(folder, 7)
     painted(folder, 3, "shown")
     (folder / "prompts.txt").write_text("ab\ndd\nccc\neeee\n")
-    mp.start_processes(_one_of_two, (str(folder),), nprocs=2, start_method="fork")
+    start_ranks(_one_of_two, 2, str(folder))
     return folder
 
 

@@ -9,21 +9,20 @@ import pyarrow
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from PIL import Image
 from pyarrow import parquet
 from torch import Tensor
 
 from flowalign.data.latents import encode_once as cache
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.media.media import Media
 from flowalign.data.preference.pairs import media_of
-from flowalign.distributed.processes import Processes
-from flowalign.distributed.rendezvous import Rendezvous
-from flowalign.media.media import Media
+from flowalign.distributed.collective_scheduler import CollectiveScheduler
 from flowalign.training.matching import noising
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train
+from tests.fixtures.ranks import join_gloo, start_ranks
 from tests.fixtures.training import new_learner
 
 
@@ -133,7 +132,7 @@ def test_an_update_copies_no_more_than_a_micro_batch_at_once(monkeypatch):
 def test_a_process_may_wait_for_another_that_encodes_for_hours(monkeypatch):
     given = {}
     monkeypatch.setattr(dist, "new_group", lambda *_, **how: given.update(how))
-    Rendezvous()
+    CollectiveScheduler()
     assert given["timeout"] >= timedelta(hours=12)
 
 
@@ -163,9 +162,7 @@ def eight(folder: Path) -> list[Media]:
 
 
 def _of_two(rank: int, folder: str):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    two, media = Processes(rank, 2, torch.device("cpu")), eight(Path(folder, str(rank)))
+    two, media = join_gloo(rank, 2, folder), eight(Path(folder, str(rank)))
     latents = LatentCache(policy := Refuses(), Path(folder, "cache"), batch=1, processes=two)
     failed = latents.prepare(media, flips=True)
     good = [medium for k, medium in enumerate(media) if k not in failed]
@@ -188,16 +185,18 @@ def after_a_kill(tmp_path_factory) -> list[tuple]:
         (folder / str(rank)).mkdir()
     LatentCache(Refuses(), folder / "cache").prepare(eight(folder / "0")[:3], flips=True)
     PromptEmbeddingCache(Refuses(), folder / "cache").prepare(plain_requests(["a"]))
-    mp.start_processes(_of_two, (str(folder),), nprocs=2, start_method="fork")
+    start_ranks(_of_two, 2, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_processes_share_what_is_missing_and_not_what_there_is(after_a_kill):
     """Of 5 missing pictures one is refused; each is encoded twice, also mirrored, by one of two."""
     assert [counts for *_, counts, _, _ in after_a_kill] == [(2, 6, 1), (6, 6, 1)]
     assert [one[3] for one in after_a_kill] == [2, 2], "prompts"
 
 
+@pytest.mark.slow
 def test_all_processes_learn_what_one_could_not_encode_and_read_everything(after_a_kill):
     first, second = after_a_kill
     assert first[0] == second[0] == {3: "9 columns are too many"}
@@ -206,10 +205,12 @@ def test_all_processes_learn_what_one_could_not_encode_and_read_everything(after
     assert first[2]["length"].flatten().tolist() == second[2]["length"].flatten().tolist() == [5, 2]
 
 
+@pytest.mark.slow
 def test_nothing_that_failed_is_tried_again_by_the_other(after_a_kill):
     """The refused one is seen by the first process alone, in both directions."""
     assert [one[5] for one in after_a_kill] == [4, 6]
 
 
+@pytest.mark.slow
 def test_without_a_folder_every_process_encodes_everything(after_a_kill):
     assert [one[6] for one in after_a_kill] == [8, 8]

@@ -9,32 +9,22 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.cli import train
+from flowalign.cli.commands import train
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.data.requests import Requests, read_requests
-from flowalign.functional.completion import Completion
 from flowalign.functional.transition import CPS, DanceSDE
-from flowalign.reports import run_report as report
-from flowalign.runs import run_directory
 from flowalign.runs.config import Run
+from flowalign.runs.session import run_directory
 from flowalign.sampling.branching import Comb
 from flowalign.sampling.calibration import Calibration, read_calibration
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import Fixed, Random
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.policy_gradient import credit_record as credit_picture
 from flowalign.training.policy_gradient.calibrate import draws
-from tests.fixtures.fake_run import BLANK
+from flowalign.types.completion import Completion
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    """Every run ends with a report; other tests draw its charts and its pictures of credit."""
-    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
-    monkeypatch.setattr(credit_picture, "draw", lambda *_: None)
 
 
 class Mortal(Redness):
@@ -149,7 +139,7 @@ def test_a_calibration_that_was_killed_goes_on_where_it_stopped(tmp_path, call):
     assert len(read_calibration(folder / "calibration.json").iterations) == call
     run = new_run(folder, Mortal())
     assert run_directory.is_opening(folder, run.recipe)
-    assert train._checkpoint_to_resume(run, "latest") == folder
+    assert train._find_checkpoint(run, "latest") == folder
     levels(new_run(folder, Mortal()))
     expected = (tmp_path / "whole" / "calibration.json").read_bytes()
     assert (folder / "calibration.json").read_bytes() == expected

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowalign.credit.groups import per_prompt_and_step
+from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.chunks import chunked
+from flowalign.training.policy_gradient.chunks import join_chunks
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests
@@ -31,7 +31,7 @@ class Own(CreditEstimator):
         generator = torch.Generator().manual_seed(3)
         value = torch.randn(len(final), 4, 1, generator=generator) ** 3
         value = value.expand(-1, -1, final.shape[-1])
-        return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained)
+        return StepCredit(value, prompt_step_ids(trajectory), trajectory.trained)
 
 
 def made(algorithm, **recipe):
@@ -43,7 +43,10 @@ def made(algorithm, **recipe):
             cfg,
             learner,
             completion_values(
-                cfg, learner, new_rewards(), rollout(cfg, learner, plain_requests(THREE), 0, 0)
+                cfg.rollouts,
+                learner,
+                new_rewards(),
+                rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0),
             ),
         )[0],
     )
@@ -126,7 +129,7 @@ def test_what_is_not_trained_is_no_part_of_a_chunk():
     _, _, single = made(GRPO(PPOClip(0.2)))
     mask = single.mask.clone()
     mask[4, 0] = False
-    batch = chunked(replace(single, mask=mask), [3], ALONE)
+    batch = join_chunks(replace(single, mask=mask), [3], ALONE)
     k1 = list(minibatches(batch, torch.arange(12), 100))[1]
     assert k1.chunk.size.tolist() == [3] * 4 + [2] + [3] * 7
     mean = single.advantage[:, :3].mean(1)
@@ -142,7 +145,7 @@ def test_boundaries_come_from_the_states_of_everyone():
     states = size[:, None].expand(12, 5, 3).clone()
     kept = dict(enumerate(states.unbind(1)))
     single = replace(single, trajectory=replace(single.trajectory, states=kept))
-    assert chunked(single, "latent_change", ALONE).chunk.tolist() == [0, 0, 1, 2]
+    assert join_chunks(single, "latent_change", ALONE).chunk.tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("surrogate", [PPOClip(0.2), LogHinge(0.2)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowalign.credit.groups import per_prompt_and_step
+from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import (
@@ -20,13 +20,12 @@ from flowalign.losses.policy_gradient.surrogates import (
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.sampling.settings import Sampling
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
-from flowalign.training.policy_gradient.advantages import best_samples
 from flowalign.training.policy_gradient.batches import minibatches
+from flowalign.training.policy_gradient.build_batch import best_samples
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
     CreditEstimator,
@@ -79,16 +78,19 @@ class Rising(CreditEstimator):
     def __call__(self, trajectory, values):
         final = values([trajectory.num_steps])
         factor = torch.arange(1.0, trajectory.num_steps + 1)[None, :, None]
-        return StepCredit(final * factor, per_prompt_and_step(trajectory), trajectory.eta > 0)
+        return StepCredit(final * factor, prompt_step_ids(trajectory), trajectory.eta > 0)
 
 
-def judged(cfg: Settings, rewards: Rewards, learner=None):
+def judged(cfg: PolicyGradientSettings, rewards: Rewards, learner=None):
     learner = learner or new_learner()
     return credited(
         cfg,
         learner,
         completion_values(
-            cfg, learner, rewards, rollout(cfg, learner, plain_requests(THREE), 0, 0)
+            cfg.rollouts,
+            learner,
+            rewards,
+            rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0),
         ),
     )
 
@@ -264,7 +266,7 @@ def _std(values):
 @pytest.mark.parametrize("scale", ["group", "batch", "joint", "none"])
 def test_advantages_by_hand(scale):
     """Credit is (k + 1) r: a group compares equal steps, "joint" all steps of a prompt."""
-    cfg = new_recipe(credit=Rising(), advantage_scale=scale, advantage_clip=100.0)
+    cfg = new_recipe(credit=Rising(), advantages={"scale": scale, "clip": 100.0})
     batch, _ = judged(cfg, Rewards([Told(*REWARDS)], {"told": 2.0}))
     every = [(k + 1) * r for r in REWARDS for k in range(3)]
     for b in range(12):
@@ -280,7 +282,9 @@ def test_advantages_by_hand(scale):
 
 
 def test_advantages_are_clipped():
-    batch, _ = judged(new_recipe(advantage_clip=0.5), Rewards([Told(*REWARDS)], {"told": 1.0}))
+    batch, _ = judged(
+        new_recipe(advantages={"clip": 0.5}), Rewards([Told(*REWARDS)], {"told": 1.0})
+    )
     assert batch.advantage.abs().max() == 0.5
     assert batch.advantage.unique().numel() > 3
 
@@ -290,7 +294,7 @@ def test_dimensions_are_weighted_after_or_before_they_are_normalised():
     model = Told(*rows, dims=("small", "large"))
     rewards = Rewards([model], {"small": 1.0, "large": 0.5})
     after, _ = judged(new_recipe(), rewards)
-    before, _ = judged(new_recipe(advantage_combine="advantage_of_sum"), rewards)
+    before, _ = judged(new_recipe(advantages={"combine": "advantage_of_sum"}), rewards)
     group = torch.tensor(rows)[:4]
     normed = (group - group.mean(0)) / (group.std(0, correction=0) + 1e-4)
     torch.testing.assert_close(
@@ -381,11 +385,13 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     batch, _ = judged(new_recipe(on_failed_reward=on_failure), rewards, spoilt)
     update(new_recipe(), spoilt, batch, 0, 0)
     cfg = new_recipe(prompts_per_step=1)
-    trajectory = rollout(cfg, alone, plain_requests(THREE[:1]), 0, 0)
+    trajectory = rollout(cfg.rollouts, alone, plain_requests(THREE[:1]), 0, 0)
     only, _ = credited(
         cfg,
         alone,
-        completion_values(cfg, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory),
+        completion_values(
+            cfg.rollouts, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory
+        ),
     )
     update(cfg, alone, only, 0, 0)
     torch.testing.assert_close(
@@ -599,16 +605,16 @@ def test_a_recipe_of_nothing_is_refused(field):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none", "leave_one_out"])
 def test_a_group_of_one_has_nothing_to_compare_with(scale):
-    with pytest.raises(ValueError, match=r"samples_per_prompt is 1: .* advantage_scale pooled"):
-        new_recipe({"samples_per_prompt": 1}, advantage_scale=scale)
+    with pytest.raises(ValueError, match=r"samples_per_prompt is 1: .* advantages.scale pooled"):
+        new_recipe({"samples_per_prompt": 1}, advantages={"scale": scale})
 
 
 def test_pooled_credit_is_compared_over_all_prompts_at_the_same_step():
     """Prompts of one sample each, which no narrower comparison could train."""
-    cfg = new_recipe({"samples_per_prompt": 1}, advantage_scale="pooled")
+    cfg = new_recipe({"samples_per_prompt": 1}, advantages={"scale": "pooled"})
     learner = new_learner(PixelPolicy(seed=4))
-    trajectory = rollout(cfg, learner, plain_requests(["a", "bb", "ccc", "dddd"]), 0, 0)
-    values = completion_values(cfg, learner, new_rewards(), trajectory)
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(["a", "bb", "ccc", "dddd"]), 0, 0)
+    values = completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
     outcome = values([4])[:, 0, 0]
     batch, _ = credited(cfg, learner, values)
     wanted = (outcome - outcome.mean()) / (outcome.std(correction=0) + 1e-4)
@@ -619,4 +625,4 @@ def test_pooled_credit_is_compared_over_all_prompts_at_the_same_step():
 
 def test_a_window_of_another_schedule_is_refused_before_anything_runs():
     with pytest.raises(ValueError, match=r"\[2, 7\)"):
-        Settings(sampling=Sampling(num_steps=4, sde_window=Fixed(2, 7)))
+        new_recipe({"sde_window": Fixed(2, 7)})

@@ -37,7 +37,10 @@ TRAINED = torch.tensor([True, True, True, False])
 def one_batch(learner, **recipe):
     cfg = new_recipe(**recipe)
     values = completion_values(
-        cfg, learner, new_rewards(), rollout(cfg, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
+        cfg.rollouts,
+        learner,
+        new_rewards(),
+        rollout(cfg.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0),
     )
     return cfg, credited(cfg, learner, values)[0]
 

@@ -10,7 +10,7 @@ import torch
 
 from flowalign.training.policy_gradient.batches import parts
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.plan import evaluations, plan_step
+from flowalign.training.policy_gradient.step_plan import evaluations, plan_step
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
@@ -59,9 +59,9 @@ def test_a_step_that_reads_blocks_costs_what_the_plan_says(path):
     prompts = ("a red circle", "two blue squares", "a green triangle")
     window = few.sampling.sde_window.steps(few.sampling.num_steps, 0, generator(0, "window", 0))
     scored = few.requirements(window).scored
-    distinct = few.empty_trajectory(window).rows.unique_rows
+    distinct = few.rollouts.empty_trajectory(window).rows.unique_rows
     of_blocks = sum(round(reward.evaluation_share * 3 * len(distinct(k))) for reward, k in scored)
-    rows = plan_step(few, None, run.context(rewards), policy.plan(), 1).rows
+    rows = plan_step(few, run.context(rewards), policy.plan(), 1).rows
     planned = re.search(r"which cost (\d+) network", rows["scores of the latent reward"])
     assert abs(of_blocks - int(planned[1])) <= len(scored), "each state is rounded by itself"
     pushes = re.search(r"(\d+) gradients", rows.get("reward guidance", ""))
@@ -74,9 +74,14 @@ def assert_costs(recipe, learner, rewards, prompts, of_blocks=0, gradients=0) ->
     sampling = recipe.sampling
     window = sampling.sde_window.steps(sampling.num_steps, 0, generator(0, "window", 0))
     wanted = evaluations(recipe, window)
-    empty_trajectory, asked = recipe.empty_trajectory(window), recipe.requested(window)
-    trajectory = rollout(recipe, learner, plain_requests(prompts), 0, 0)
-    batch, _ = credited(recipe, learner, completion_values(recipe, learner, rewards, trajectory))
+    empty_trajectory, asked = (
+        recipe.rollouts.empty_trajectory(window),
+        recipe.rollouts.requested(window),
+    )
+    trajectory = rollout(recipe.rollouts, learner, plain_requests(prompts), 0, 0)
+    batch, _ = credited(
+        recipe, learner, completion_values(recipe.rollouts, learner, rewards, trajectory)
+    )
     whole = 3 * (wanted["sampling"] + wanted["completing"])
     assert costs.sampling_evaluations == whole + of_blocks
     assert costs.training_evaluations == (gradients or 0), "gradients count as whole evaluations"

@@ -16,7 +16,8 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.sde_windows import Fixed, RandomSubset
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.plan import evaluations
+from flowalign.training.policy_gradient.step_plan import evaluations
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.types import plain_requests
@@ -37,14 +38,16 @@ THREE = ["a", "bb", "ccc"]
 
 def batch_of(cfg):
     learner, rewards = new_learner(), new_rewards()
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    values = completion_values(cfg, learner, rewards, trajectory)
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory)
     return credited(cfg, learner, values)[0], values([trajectory.num_steps])[:, 0, 0]
 
 
 def test_a_deviation_by_n_minus_1_makes_advantages_smaller_by_its_root():
     """Four samples: the deviation grows by sqrt(4 / 3), but for the 1e-4 beside it."""
-    (plain, outcome), (corrected, same) = (batch_of(new_recipe(std_correction=n)) for n in (0, 1))
+    (plain, outcome), (corrected, same) = (
+        batch_of(new_recipe(advantages={"std_correction": n})) for n in (0, 1)
+    )
     assert_close(outcome, same)
     group = outcome[:4].double()
     deviation = (group - group.mean()).square().sum().div(3).sqrt()
@@ -55,14 +58,14 @@ def test_a_deviation_by_n_minus_1_makes_advantages_smaller_by_its_root():
 
 @pytest.mark.parametrize("scale", ["none", "given"])
 def test_a_correction_of_no_deviation_is_refused(scale):
-    with pytest.raises(ValueError, match=f"std_correction is 1, but advantage_scale {scale}"):
-        new_recipe(advantage_scale=scale, std_correction=1)
+    with pytest.raises(ValueError, match=f"std_correction is 1, but advantages.scale {scale}"):
+        new_recipe(advantages={"scale": scale, "std_correction": 1})
 
 
 def test_only_the_best_and_the_worst_of_a_prompt_are_trained_compared_with_all():
     sampling = {"samples_per_prompt": 8}
     all_of_them, outcome = batch_of(new_recipe(sampling))
-    some, same = batch_of(new_recipe(sampling, extremes=2))
+    some, same = batch_of(new_recipe(sampling, advantages={"extremes": 2}))
     assert_close(outcome, same)
     for prompt in range(3):
         members = slice(8 * prompt, 8 * prompt + 8)
@@ -77,14 +80,14 @@ def test_only_the_best_and_the_worst_of_a_prompt_are_trained_compared_with_all()
 def test_a_plan_counts_the_extremes_alone():
     cfg = new_recipe({"samples_per_prompt": 8})
     whole = evaluations(cfg, [0, 1, 2])
-    some = evaluations(replace(cfg, extremes=2), [0, 1, 2])
+    some = evaluations(replace(cfg, advantages=AdvantageConfig(extremes=2)), [0, 1, 2])
     assert (whole["training"], some["training"]) == (24, 12)
     assert whole["sampling"] == some["sampling"] == 32
 
 
 def test_more_extremes_than_samples_are_refused():
     with pytest.raises(ValueError, match=r"extremes is 3: .* more than the 4 samples"):
-        new_recipe(extremes=3)
+        new_recipe(advantages={"extremes": 3})
 
 
 def test_credit_of_states_between_refuses_a_shorter_tail():
@@ -149,7 +152,7 @@ def test_a_history_keeps_the_last_steps_and_what_failed_in_them():
 def contrasting(history):
     sampling = {"samples_per_prompt": 8, "seeds_per_prompt": 2}
     credit = Contrast(threshold=0.2, history=history)
-    cfg = new_recipe(sampling, credit=credit, advantage_scale="given", prompts_per_step=5)
+    cfg = new_recipe(sampling, credit=credit, advantages={"scale": "given"}, prompts_per_step=5)
     requests = Requests(plain_requests(PROMPTS), 3)
     return PolicyGradientLoop(cfg, new_learner(), new_rewards(), requests, 0)
 
@@ -160,8 +163,8 @@ def test_a_loop_compares_with_the_outcomes_of_earlier_steps():
     first, second = ([m["adv_abs_mean"] for m in metrics] for metrics in both)
     assert first[0] == second[0]
     assert first[1] != second[1]
-    assert len(with_history.history.steps) == 3
-    assert not without.history.steps
+    assert len(with_history.rollouts.history.steps) == 3
+    assert not without.rollouts.history.steps
 
 
 def test_a_loop_that_resumes_remembers_what_it_saw():
@@ -171,8 +174,8 @@ def test_a_loop_that_resumes_remembers_what_it_saw():
     list(begun.run(range(2)))
     state = json.loads(json.dumps(begun.state()))
     again = contrasting(2)
-    again.learner = begun.learner
+    again.learner = again.rollouts.learner = begun.learner
     again.restore(state)
     list(again.run([2]))
     assert torch.equal(flat(again.learner.policy.denoiser), flat(whole.learner.policy.denoiser))
-    assert again.history.steps == whole.history.steps
+    assert again.rollouts.history.steps == whole.rollouts.history.steps

@@ -10,7 +10,7 @@ from flowalign.credit import Branch
 from flowalign.sampling import Comb, Fixed, Tree
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.plan import evaluations
+from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.types.transitions import first_of_each
@@ -38,8 +38,8 @@ def moving_policy() -> PixelPolicy:
 
 
 def batch_of(recipe, learner):
-    trajectory = rollout(recipe, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
-    values = completion_values(recipe, learner, new_rewards(), trajectory)
+    trajectory = rollout(recipe.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
+    values = completion_values(recipe.rollouts, learner, new_rewards(), trajectory)
     return credited(recipe, learner, values)[0]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowalign.credit.groups import per_prompt_and_step
+from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.span import span_log_density
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.losses import GRPO, PPOClip, SpanGRPO
@@ -14,7 +14,7 @@ from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.checks import replay_drift
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.spans import spanned
+from flowalign.training.policy_gradient.spans import join_spans
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests
 from tests.fixtures.pixel import PixelPolicy
@@ -40,14 +40,14 @@ class Own(CreditEstimator):
         drawn = torch.Generator().manual_seed(3)
         value = torch.randn(len(final), 4, 1, generator=drawn) ** 3
         value = value.expand(-1, -1, final.shape[-1])
-        return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained)
+        return StepCredit(value, prompt_step_ids(trajectory), trajectory.trained)
 
 
 def made(algorithm, learner=None, **recipe):
     learner = learner or new_learner(bent())
     cfg = new_recipe(algorithm=algorithm, credit=Own(), **recipe)
-    rolled = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    values = completion_values(cfg, learner, new_rewards(), rolled)
+    rolled = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    values = completion_values(cfg.rollouts, learner, new_rewards(), rolled)
     return learner, cfg, credited(cfg, learner, values)[0]
 
 
@@ -127,7 +127,7 @@ def test_a_sample_with_an_untrained_step_in_a_span_is_left_out_of_that_span():
     _, _, batch = made(GRPO(PPOClip(0.2)))
     mask = batch.mask.clone()
     mask[4, 1], mask[7, 2] = False, False
-    joined = spanned(replace(batch, mask=mask), 2, ALONE)
+    joined = join_spans(replace(batch, mask=mask), 2, ALONE)
     assert joined.spans == {0: [0, 1], 2: [2]}
     assert joined.mask.sum(0).tolist() == [11, 0, 11, 0]
     assert not joined.mask[4, 0]

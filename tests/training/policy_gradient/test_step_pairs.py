@@ -14,7 +14,7 @@ from flowalign.functional.transition import CPS, log_density
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, paired
+from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, pair_best_and_worst
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
@@ -39,8 +39,10 @@ def sampled(learner=None, advantage=None, **sampling) -> TrainBatch:
     """A rollout whose advantages are told, before it is paired."""
     cfg = new_recipe(sampling)
     learner = learner or new_learner()
-    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
-    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
+    batch, _ = credited(
+        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    )
     return batch if advantage is None else replace(batch, advantage=advantage)
 
 
@@ -58,7 +60,7 @@ def test_in_chains_the_best_and_worst_of_a_prompt_meet_step_by_step():
     batch = sampled(advantage=advantage)
     mask = batch.mask.clone()
     mask[8] = False  # its reward failed; it would have won step 1
-    got = paired(replace(batch, mask=mask), ALONE)
+    got = pair_best_and_worst(replace(batch, mask=mask), ALONE)
     wanted = {(0, 1, 2), (1, 0, 1), (0, 5, 6), (1, 4, 5), (2, 6, 4), (0, 9, 10), (1, 11, 9)}
     assert duels(got) == wanted
     members = {(k, b) for k, *both in wanted for b in both}
@@ -79,7 +81,7 @@ def test_where_a_step_branches_only_siblings_meet():
         seeds_per_prompt=2,
         branching=Tree(splits=[0, 2], children=2),
     )
-    first = {d for d in duels(paired(batch, ALONE)) if max(d[1:]) < 8}
+    first = {d for d in duels(pair_best_and_worst(batch, ALONE)) if max(d[1:]) < 8}
     assert {d for d in first if d[0] == 0} == {(0, 2, 0), (0, 4, 6)}
     # Nothing leaves one state here, so all of the prompt meet: 0, 2, 4 and -6.
     assert {d for d in first if d[0] == 1} == {(1, 4, 6)}
@@ -89,7 +91,7 @@ def test_where_a_step_branches_only_siblings_meet():
 def test_a_comb_compares_those_that_leave_at_a_step():
     advantage = torch.arange(18.0)[:, None].expand(-1, 4) * torch.tensor([1.0, -1.0, 1.0, 1.0])
     batch = sampled(advantage=advantage, samples_per_prompt=6, branching=Comb(children=2))
-    first = {d for d in duels(paired(batch, ALONE)) if max(d[1:]) < 6}
+    first = {d for d in duels(pair_best_and_worst(batch, ALONE)) if max(d[1:]) < 6}
     assert first == {(0, 1, 0), (1, 2, 3), (2, 5, 4)}
 
 
@@ -97,13 +99,13 @@ def test_steps_without_noise_are_not_paired():
     """CPS has none at the last step, whatever eta says."""
     batch = sampled(kernel=CPS(), sde_window=Fixed(2, 4), advantage=torch.randn(12, 4))
     assert batch.mask[:, 3].all()
-    assert {k for k, *_ in duels(paired(batch, ALONE))} == {2}
+    assert {k for k, *_ in duels(pair_best_and_worst(batch, ALONE))} == {2}
 
 
 def test_winners_come_first_and_each_loser_stands_opposite_its_winner():
     advantage = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     batch = sampled(advantage=advantage, samples_per_prompt=8, branching=Tree(splits=[0, 1, 2]))
-    batch, seen = paired(batch, ALONE), 0
+    batch, seen = pair_best_and_worst(batch, ALONE), 0
     for part in minibatches(batch, torch.arange(24), 5):
         winner, loser = part.advantage.chunk(2)
         assert (winner > loser).all()
@@ -120,7 +122,7 @@ def told(advantage, algorithm, **recipe):
     return (
         learner,
         new_recipe(algorithm=algorithm, **recipe),
-        paired(sampled(learner, advantage), ALONE),
+        pair_best_and_worst(sampled(learner, advantage), ALONE),
     )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign.connections import DirectAlign, DRaFT, DRaFTLV, FlowBPLagrange, LeapAlign
 from flowalign.data.requests import Requests
-from flowalign.functional.matching import sample_error
+from flowalign.functional.noise_matching import sample_error
+from flowalign.gradient_paths import DirectAlign, DRaFT, DRaFTLV, FlowBPLagrange, LeapAlign
 from flowalign.losses import Distance, Margin, Maximise
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
@@ -23,10 +23,10 @@ from tests.fixtures.training import PROMPTS, flat, new_learner
 T = 4
 
 
-def recipe(connection=None, **changes):
+def recipe(gradient_path=None, **changes):
     own = {"prompts_per_step": 3, "micro_batch": 64, "start": FromRollouts(num_steps=T)}
-    chosen = connection or DRaFT(last_steps=T)
-    return RewardGradient(prompts="", connection=chosen, **own | changes)
+    chosen = gradient_path or DRaFT(last_steps=T)
+    return RewardGradient(prompts="", gradient_path=chosen, **own | changes)
 
 
 def bent_pixel():
@@ -45,8 +45,8 @@ def gradients(cfg, model=None, requests=None, policy=None):
     """The accumulated gradient of one step, before the update, and what is logged."""
     learner = new_learner(policy or bent_pixel())
     loop = loop_of(cfg, learner, model, requests)
-    trajectory, first = loop.sampled(0)
-    metrics = loop.metrics(loop.accumulated(0, trajectory, first))
+    trajectory, first = loop.sample(0)
+    metrics = loop.metrics(loop.accumulate(0, trajectory, first))
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
     return torch.cat([g.flatten() for g in grads]), metrics
 
@@ -55,7 +55,7 @@ def by_autograd(loss=None, weight=None):
     """Of the same samples: the mean loss, differentiated through an unrolled sampler."""
     learner = new_learner(bent_pixel())
     loop = loop_of(recipe(), learner)
-    trajectory, _ = loop.sampled(0)
+    trajectory, _ = loop.sample(0)
     policy, x, sigmas = learner.policy, trajectory.state(0), trajectory.sigmas
     for k in range(T):
         x = x + (sigmas[k + 1] - sigmas[k]) * policy.velocity(x, sigmas[k], trajectory.cond)
@@ -82,14 +82,14 @@ def test_a_margin_leaves_samples_alone_that_are_good_enough():
 
 
 @pytest.mark.parametrize(
-    "connection",
+    "gradient_path",
     [DRaFT(last_steps=2), DRaFTLV(), LeapAlign(), FlowBPLagrange(), DirectAlign()],
     ids=lambda c: type(c).__name__,
 )
-def test_micro_batches_of_any_size_make_one_update(connection):
+def test_micro_batches_of_any_size_make_one_update(gradient_path):
     start = FromRollouts(num_steps=T, samples_per_prompt=2, micro_batch=2)
-    whole, logged = gradients(recipe(connection, start=start, kl=0.3))
-    parts, metrics = gradients(recipe(connection, start=start, kl=0.3, micro_batch=4))
+    whole, logged = gradients(recipe(gradient_path, start=start, kl=0.3))
+    parts, metrics = gradients(recipe(gradient_path, start=start, kl=0.3, micro_batch=4))
     torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-8)
     assert logged.keys() == metrics.keys()
     assert logged["reward_mean"] == pytest.approx(metrics["reward_mean"], rel=1e-5)
@@ -179,8 +179,8 @@ def test_control_words_are_compared_on_the_same_media():
     learner = new_learner(bent_pixel())
     loop = loop_of(cfg, learner, WordyRedness(), plain_requests(["a", "bb", "ccc", "dddd"]))
     for step, scale in enumerate([1.5 * 2 - 1, 1.5 * 4 - 3, 1.5 * 2 - 0]):
-        trajectory, first = loop.sampled(step)
-        relative = loop.metrics(loop.accumulated(step, trajectory, first))
+        trajectory, first = loop.sample(step)
+        relative = loop.metrics(loop.accumulate(step, trajectory, first))
         media = learner.policy.decode(trajectory.state(T))[:, 0, :, 0, 0]
         redness = 1.5 * (media[:, 0] - media[:, 2]).mean()
         assert relative["reward_mean"] == pytest.approx(scale * float(redness), rel=1e-4)
@@ -202,7 +202,7 @@ def test_photos_take_the_place_of_rollouts():
     cfg = recipe(DirectAlign(), start=FromPhotos(samples_per_prompt=2))
     learner = new_learner(bent_pixel())
     loop = loop_of(cfg, learner, requests=PHOTOS)
-    trajectory, _ = loop.sampled(0)
+    trajectory, _ = loop.sample(0)
     batch = loop.requests.batch(0, 3)
     shown = torch.stack([r.references[0].read()[0, :, 0, 0] for r in batch])
     wanted = shown.repeat_interleave(2, 0)

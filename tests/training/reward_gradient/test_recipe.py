@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.connections import (
+from flowalign.gradient_paths import (
     VADER,
     AlignProp,
     DirectAlign,
@@ -21,7 +21,7 @@ from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.recipe import RunContext
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.dry_run import cost
-from flowalign.training.reward_gradient.frames import chosen_frames
+from flowalign.training.reward_gradient.frame_choice import chosen_frames
 from flowalign.types import Policy
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
@@ -36,9 +36,11 @@ def prompts(tmp_path):
     return str(path)
 
 
-def recipe(prompts, connection=None, **changes):
+def recipe(prompts, gradient_path=None, **changes):
     given = {"prompts_per_step": 3, "start": FromRollouts(num_steps=4, samples_per_prompt=2)}
-    return RewardGradient(prompts=prompts, connection=connection or DRaFT(), **given | changes)
+    return RewardGradient(
+        prompts=prompts, gradient_path=gradient_path or DRaFT(), **given | changes
+    )
 
 
 def context(policy=None, *models, weights=None):
@@ -96,7 +98,7 @@ REFUSED = {
         {},
         context(Unrendered()),
         "policy Unrendered cannot decode with a gradient",
-        "implement flowalign.types.Renders",
+        "flowalign.types.DifferentiableDecoder",
     ),
     "no unconditional branch": (
         {"detach_unconditional": True},
@@ -123,7 +125,7 @@ REFUSED = {
         "weigh rewards that need a prompt",
     ),
     "photos that are not there": (
-        {"connection": DirectAlign(), "start": FromPhotos()},
+        {"gradient_path": DirectAlign(), "start": FromPhotos()},
         context(),
         "FromPhotos needs one image for each prompt; 'a' has 0",
         "or use FromRollouts",
@@ -145,11 +147,14 @@ def test_what_cannot_be_trained_is_refused_with_what_would_do(name, prompts):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"connection": ReFL(last_steps=11)}, "ReFL.last_steps 11 asks for 11 steps"),
-        ({"connection": DRaFT(), "start": FromPhotos()}, "replays steps of a rollout"),
-        ({"connection": DirectAlign(directions="both")}, "also adds noise"),
+        ({"gradient_path": ReFL(last_steps=11)}, "ReFL.last_steps 11 asks for 11 steps"),
+        ({"gradient_path": DRaFT(), "start": FromPhotos()}, "replays steps of a rollout"),
+        ({"gradient_path": DirectAlign(directions="both")}, "also adds noise"),
         ({"micro_batch": 0}, "recipe.micro_batch"),
-        ({"start": FromRollouts(num_steps=1), "connection": FlowBPLagrange()}, "asks for 3 steps"),
+        (
+            {"start": FromRollouts(num_steps=1), "gradient_path": FlowBPLagrange()},
+            "asks for 3 steps",
+        ),
     ],
 )
 def test_settings_that_no_run_can_use_are_refused_when_they_are_read(changes, said, prompts):
@@ -170,7 +175,7 @@ def replace_dims(model):
     return model
 
 
-def test_costs_of_connections_are_counted_on_zeros():
+def test_costs_of_gradient_paths_are_counted_on_zeros():
     assert cost(DRaFT(last_steps=3), 4).together == 3
     found = cost(DRaFTLV(noised_copies=2), 4)
     assert (found.replayed, found.elsewhere, found.together, found.views) == (1, 2, 1, 3)
@@ -181,8 +186,8 @@ def test_costs_of_connections_are_counted_on_zeros():
     assert 1 < random.replayed < 4
 
 
-@pytest.mark.parametrize("connection", [DRaFT(last_steps=2), DRaFTLV(), VADER(step="random")])
-def test_the_plan_counts_what_a_step_does(connection, prompts, tmp_path):
+@pytest.mark.parametrize("gradient_path", [DRaFT(last_steps=2), DRaFTLV(), VADER(step="random")])
+def test_the_plan_counts_what_a_step_does(gradient_path, prompts, tmp_path):
     run = new_run(
         tmp_path / "run",
         recipe=None,
@@ -190,7 +195,7 @@ def test_the_plan_counts_what_a_step_does(connection, prompts, tmp_path):
         rewards=[SmoothRedness()],
         num_steps=1,
     )
-    made = recipe(prompts, connection, micro_batch=4)
+    made = recipe(prompts, gradient_path, micro_batch=4)
     run = replace(run, recipe=made)
     counted = Costs()
     counted.count(run.policy.denoiser)
@@ -209,8 +214,8 @@ def test_the_plan_says_what_rendering_takes_and_what_lowers_it(prompts):
         context(Guided()), PixelPolicy().plan(), 1
     )
     rendering = next(part for part in plan.parts if part.name == "rendering")
-    assert rendering.num_bytes == 5 * PixelPolicy().render_bytes()
-    assert rendering.savings == {"recipe.micro_batch: 1": 4 * PixelPolicy().render_bytes()}
+    assert rendering.num_bytes == 5 * PixelPolicy().render_bytes((3,))
+    assert rendering.savings == {"recipe.micro_batch: 1": 4 * PixelPolicy().render_bytes((3,))}
     assert plan.evaluations_per_example == 2 * 3
     cheap = recipe(prompts, DRaFT(last_steps=3), detach_unconditional=True)
     assert cheap.plan(context(Guided()), PixelPolicy().plan(), 1).evaluations_per_example == 3

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.connections import DRaFT
+from flowalign.gradient_paths import DRaFT
 from flowalign.losses import DPO, NFT, SFT
 from flowalign.rewards.composite import Rewards
 from flowalign.training.matching.loop import MatchingLoop
+from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import Uniform
 from flowalign.training.recipe import RunContext
@@ -42,7 +43,7 @@ def bent():
 def recipe(prompts, regulariser=None, **changes):
     given = {"prompts_per_step": 3, "micro_batch": 8, "start": FromRollouts(num_steps=4)}
     return RewardGradient(
-        prompts=prompts, connection=DRaFT(), regulariser=regulariser, **given | changes
+        prompts=prompts, gradient_path=DRaFT(), regulariser=regulariser, **given | changes
     )
 
 
@@ -69,7 +70,7 @@ def of(learner):
 def sft_alone(regulariser):
     """The gradient of the preference loop's own first update on these data."""
     learner = new_learner(bent())
-    stream = regulariser.data.open(learner, Rewards([], {}), SEED)
+    stream = regulariser.data.open(learner, StreamContext(Rewards([], {}), SEED))
     learner.step = dict
     loop = MatchingLoop(regulariser.matching, learner, stream, SEED)
     metrics = next(iter(loop.run([0])))
@@ -125,7 +126,7 @@ def test_it_holds_the_policy_near_the_media(prompts, data, tmp_path):
 
 
 def sft_of(learner, stored):
-    stream = stored.data.open(learner, Rewards([], {}), 9)
+    stream = stored.data.open(learner, StreamContext(Rewards([], {}), 9))
     learner.step = dict
     return next(iter(MatchingLoop(stored.matching, learner, stream, 9).run([0])))["policy_loss"]
 

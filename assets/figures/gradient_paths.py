@@ -1,0 +1,236 @@
+"""Compare gradient paths of a reward at equal cost on the embedded model, and draw it.
+
+    python assets/figures/gradient_paths.py runs/gradient_paths    # continues
+    python assets/figures/gradient_paths.py runs/gradient_paths --only refl --seeds 0
+    python assets/figures/gradient_paths.py runs/gradient_paths --long flowbp_sparse
+
+The learned reward is followed, and the verifier only watched. How methods are tuned and trained is
+in `equal_cost.py`; here the steps of a budget follow from the dry run of each gradient path. Writes
+`gradient_paths.json` and `.png` next to this script, or into --to, and prints the table. --long
+continues the training of one gradient path, alone and with what might delay the hacking of its
+reward, in the subfolder `long`, and writes `gradient_paths_long.*`. Without a folder it draws the
+stored numbers.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import yaml
+from equal_cost import (
+    Study,
+    compared,
+    dots,
+    evaluated,
+    finished,
+    histories,
+    kept,
+    options,
+    overlay,
+    polished,
+    results,
+    tuned,
+)
+
+from flowalign.reports.comparison import compare, methods_of, seed_statistics
+from flowalign.reports.comparison_chart import draw, look
+from flowalign.reports.comparison_page import with_std
+from flowalign.runs.config import load
+from flowalign.training import RewardGradient
+
+BASE, CLASSES = "configs/shapes_draft.yaml", "flowalign.gradient_paths"
+LENGTH = 4
+"""Budgets that the best gradient path is trained for with --long."""
+DIMENSIONS = ("colour", "shape", "count", "position", "clean")
+MEASURES = {
+    "exact_match": ["exact_match"],
+    "learned": [f"learned_{dimension}" for dimension in DIMENSIONS],
+    "diversity": ["diversity"],
+    "sharpness": ["sharpness"],
+}
+WORDS = {
+    "wanted": ["a"],
+    "unwanted": ["three", "triangles", "above", "purple"],
+    "form": "released",
+}
+"""Control words that the towers of the embedded world know; they have none for quality."""
+
+
+def method(name: str) -> list[str]:
+    """Return the files of a gradient path with the defaults of its paper."""
+    return [BASE, f"configs/methods/{name}.yaml"]
+
+
+def gradient_path(name: str, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a gradient path."""
+    return {"recipe": {"gradient_path": {"class_path": f"{CLASSES}.{name}", "init_args": settings}}}
+
+
+def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
+    """Return the steps of a budget; the dry run of the gradient path says what one takes."""
+    recipe = load(files)[0].recipe
+    assert isinstance(recipe, RewardGradient)
+    with_gradient = recipe.cost.replayed + recipe.cost.elsewhere
+    each = recipe.start.num_steps + with_gradient * (2 if recipe.kl else 1)  # and the reference's
+    return max(1, round(budget / (recipe.examples_per_step * each)))
+
+
+STUDY = Study(
+    name="gradient_paths",
+    methods={
+        "draft_1": [BASE],
+        "draft": [BASE],
+        "draft_lv": method("draft_lv"),
+        "refl": method("refl"),
+        "align_prop": [BASE],
+        "drtune": method("drtune"),
+        "vader": [BASE],
+        "leap_align": method("leap_align"),
+        "flowbp_sparse": method("flowbp_sparse"),
+        "flowbp_bridge": [BASE],
+        "flowbp_lagrange": [BASE],
+        "direct_align": [BASE],
+        "srpo": [BASE],
+    },
+    settings={
+        "draft": gradient_path("DRaFT", last_steps=8),
+        "refl": {"recipe": {"gradient_path": {"last_steps": 4}}},  # 11 of 25 steps are 4 of 8
+        "align_prop": gradient_path("AlignProp"),
+        "vader": gradient_path("VADER", step="random"),
+        "flowbp_bridge": gradient_path("FlowBPBridge"),
+        "flowbp_lagrange": gradient_path("FlowBPLagrange"),
+        "direct_align": gradient_path("DirectAlign"),
+        "srpo": {
+            "recipe": gradient_path("DirectAlign", directions="both")["recipe"]
+            | {"relative": WORDS}
+        },
+    },
+    budget=15_000,
+    rates=(2e-3, 4e-3),
+    steps=steps_of,
+    evaluations=3,
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "kl": {},
+    "no_kl": {"kl": 0.0},
+    "relative": {"relative": WORDS},
+    "relative_no_kl": {"relative": WORDS, "kl": 0.0},
+}
+"""Settings of the recipe in runs of --long."""
+
+
+def study(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the slice that was asked for, and return the numbers of all that is finished."""
+    for name in args.only:
+        tuned(STUDY, args, name)
+        compared(STUDY, args, name)
+    runs = finished(STUDY, args.folder)
+    return {"histories": histories(runs, MEASURES)} | results(STUDY, args.folder, runs)
+
+
+def longer(args: argparse.Namespace) -> dict[str, Any]:
+    """Train one gradient path on at its tuned rate, with each variant, and return the numbers."""
+    settings = yaml.safe_load(tuned(STUDY, args, args.long).read_text())
+    steps, rate = LENGTH * settings["num_steps"], settings["optimizer"]["learning_rate"]
+    args.folder = args.folder / "long" / args.long
+    some = replace(STUDY, methods=dict.fromkeys(VARIANTS, STUDY.methods[args.long]))
+    for name, variant in VARIANTS.items():
+        recipe = STUDY.settings.get(args.long, {}).get("recipe", {}) | variant
+        more = {"recipe": recipe} if recipe else {}
+        evaluation = evaluated(STUDY, args, steps, 2 * LENGTH)
+        overlay(args.folder / f"{name}.yaml", steps, rate, evaluation, more)
+        compared(some, args, name)
+    runs = finished(some, args.folder)
+    return {"gradient_path": args.long, "histories": histories(runs, MEASURES)}
+
+
+def ends(content: Mapping[str, Any], measure: str, point: int) -> dict[str, list[float]]:
+    """Return a measure of every seed at its first (0) or last (-1) evaluation, by method."""
+    return {
+        name: [run["points"][point][measure] for run in runs]
+        for name, runs in content["histories"].items()
+    }
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Tabulate exact_match of each seed, and all measures before and after."""
+    shown = ["learned", "diversity", "sharpness"]
+    lines = [
+        "| gradient path | rate | exact_match after, each seed | gain | learned reward | "
+        "diversity | sharpness | evaluations, calls, seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    before = {measure: ends(content, measure, 0) for measure in MEASURES}
+    after = {measure: ends(content, measure, -1) for measure in MEASURES}
+    for name, runs in content["histories"].items():
+        each = " / ".join(f"{value:.3f}" for value in after["exact_match"][name])
+        pairs = zip(before["exact_match"][name], after["exact_match"][name], strict=True)
+        cells = [each, with_std(seed_statistics([new - old for old, new in pairs]))]
+        for measure in shown:
+            digits = 4 if measure == "sharpness" else 2
+            first = seed_statistics(before[measure][name]).mean
+            last = seed_statistics(after[measure][name]).mean
+            cells.append(f"{first:.{digits}f} -> {last:.{digits}f}")
+        last_points = [run["points"][-1] for run in runs]
+        costs = [
+            sum(point[cost] for point in last_points) / len(last_points)
+            for cost in ("evaluations", "reward_calls", "seconds")
+        ]
+        cells.append(", ".join(f"{cost:,.0f}" for cost in costs))
+        tried = content.get("tuning", {}).get(name, {})
+        rate = max(tried, key=tried.__getitem__) if tried else "-"
+        lines.append(f"| {name} | {rate} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(content: dict[str, Any], place: Path) -> None:
+    """Draw exact_match against evaluations, and the other measures after training."""
+    fig, panels = plt.subplots(1, 4, figsize=(17, 4.8), dpi=100, layout="constrained")
+    draw(panels[0], compare(content["metric"], methods_of(content)), "network_evaluations")
+    for panel, measure in zip(panels[1:], ("learned", "diversity", "sharpness"), strict=True):
+        before = next(iter(ends(content, measure, 0).values()))[0]
+        label = "learned reward" if measure == "learned" else measure
+        dots(panel, ends(content, measure, -1), before, label)
+        panel.locator_params(axis="x", nbins=5)
+    polished(fig, panels)
+    fig.savefig(place)
+
+
+def long_figure(content: dict[str, Any], place: Path) -> None:
+    """Draw all measures of each variant against evaluations: thin every seed, thick their mean."""
+    fig, panels = plt.subplots(1, 4, figsize=(17, 4.4), dpi=100, layout="constrained")
+    for panel, measure in zip(panels, MEASURES, strict=True):
+        for i, (name, runs) in enumerate(content["histories"].items()):
+            costs = [[point["evaluations"] for point in run["points"]] for run in runs]
+            values = [[point[measure] for point in run["points"]] for run in runs]
+            for cost, value in zip(costs, values, strict=True):
+                panel.plot(cost, value, color=look(i)[0], lw=0.7, alpha=0.5)
+            means = [sum(some) / len(some) for some in zip(*values, strict=True)]
+            panel.plot(costs[0], means, color=look(i)[0], lw=2, label=name)
+        label = "learned reward" if measure == "learned" else measure
+        panel.set(xlabel="network evaluations", ylabel=f"held-out {label}")
+    polished(fig, panels)
+    fig.savefig(place)
+
+
+def main() -> None:
+    """Run, draw and tabulate."""
+    parser = options(__doc__.splitlines()[0], STUDY)
+    parser.add_argument("--long", choices=STUDY.methods, help="train this gradient path on")
+    args = parser.parse_args()
+    name, make, drawn = "gradient_paths", study, figure
+    if args.long:
+        name, make, drawn = "gradient_paths_long", longer, long_figure
+    content = kept(args.to / f"{name}.json", (lambda: make(args)) if args.folder else None)
+    drawn(content, args.to / f"{name}.png")
+    print(table(content))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

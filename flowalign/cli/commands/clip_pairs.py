@@ -1,0 +1,61 @@
+"""Make pairs to train on of real clips, with the policy itself."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from flowalign.curation.clip_pairs import job
+from flowalign.curation.clip_pairs.run import ClipPairs, load, settings_of
+from flowalign.utils.console import Progress, say, table
+from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.folders import make_folder
+from flowalign.utils.manifest import agree
+
+EXIT_FAILED = 1
+_LISTED = 4
+"""Largest number of reasons that an error message lists."""
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Make pairs; return 0, or 1 if too many clips are unusable or no pair was made."""
+    cfg, text = load(args.config, args.overrides)
+    outcome = job.finish(cfg, _make_batches(cfg, text, args.shard))
+    if outcome is None:
+        say(f"shard {args.shard[0]}/{args.shard[1]} is done, others are not")
+        return 0
+    return _print_summary(cfg, outcome)
+
+
+def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
+    """Make the missing batches; return the number of batches of the dataset."""
+    dataset, folder = cfg.dataset(), Path(cfg.output_dir)
+    make_folder(folder)
+    agree(folder / job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
+    size = dataset.size() or sum(1 for _ in dataset)
+    total = min(size, cfg.limit or size)
+    with Progress(total, console=Console(stderr=True)) as progress:
+        return job.run(cfg, dataset, shard, lambda done: progress.update(done - 1, {}))
+
+
+def _print_summary(cfg: ClipPairs, outcome: job.BatchOutcome) -> int:
+    """Print pairs, costs and drops; return the exit code."""
+    folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
+    evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]
+    clips = len(outcome.rows) + report.total
+    rows = {
+        "network evaluations": f"{evaluations:,.0f}",
+        "reward calls": f"{costs['reward_calls']:,.0f}",
+        "seconds": f"{costs['seconds']:,.1f}",
+        "clips dropped": "\n".join([f"{report.total:,} of {clips:,}", *report.lines()]),
+    }
+    table(f"{len(outcome.rows):,} pairs: {folder}", rows)
+    too_many = len(outcome.errors) > cfg.max_dropped_fraction * clips
+    if outcome.rows and not too_many:
+        return 0
+    head = f"{len(outcome.errors)} of {clips} clips cannot be used; max_dropped_fraction is "
+    lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_LISTED]]
+    sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
+    return EXIT_FAILED

@@ -1,0 +1,42 @@
+"""Read the run files of a command, start its other processes, and print its messages."""
+
+import argparse
+import ipaddress
+import os
+from collections.abc import Callable
+
+from flowalign.utils.console import say
+from flowalign.utils.errors import ConfigError
+
+LOOPBACK = ("localhost", "::1")
+
+
+def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the run files and the overrides; `a.b=c` among the files is an override."""
+    files = [word for word in args.config if "=" not in word]
+    if not files:
+        raise ConfigError(f"no run file is named, only settings: {' '.join(args.config)}")
+    return files, [*(word for word in args.config if "=" in word), *args.overrides]
+
+
+def starts_others(processes: int) -> bool:
+    """Return whether this process starts several, rather than being one of them or alone."""
+    if "RANK" not in os.environ:
+        return processes > 1
+    started = os.environ.get("WORLD_SIZE", "1")
+    if str(processes) not in ("1", started):
+        raise ConfigError(f"--processes is {processes}, but torchrun has started {started}")
+    return False
+
+
+def get_log() -> Callable[[str], None]:
+    """Return a function that prints a line on the main process, and nothing on the others."""
+    return say if os.environ.get("RANK", "0") == "0" else lambda _: None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOOPBACK

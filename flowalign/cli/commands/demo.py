@@ -1,0 +1,24 @@
+"""Align the embedded text-to-image model on the CPU."""
+
+import argparse
+import os
+from pathlib import Path
+
+from flowalign.cli.commands import train
+from flowalign.cli.demo import CONFIG
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train the demo's run file, and return the exit code of `flowalign train`."""
+    args.processes = args.processes or min(2, os.cpu_count() or 1)
+    args.config, args.resume, args.overwrite = [CONFIG], None, False
+    args.overrides = ["--seed", str(args.seed)]
+    args.overrides += ["--output_dir", args.output_dir or _find_free("runs/demo")]
+    args.overrides += ["--num_steps", str(args.steps)] if args.steps else []
+    args.words = ["train", CONFIG, *args.overrides, "--processes", str(args.processes)]
+    return train.run(args)
+
+
+def _find_free(name: str) -> str:
+    candidates = [name, *(f"{name}-{i}" for i in range(2, 1000))]
+    return next(c for c in candidates if not Path(c).exists())

@@ -1,0 +1,34 @@
+"""Write trained weights for other programs, and publish them."""
+
+import argparse
+from pathlib import Path
+
+from flowalign.cli.commands.common import get_log
+from flowalign.runs.export.export import Form, export, find_trained, prepare
+from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.hub import check_publishing, publish
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Write the folder, publish it if asked to, and return 0."""
+    log, source = get_log(), Path(args.source)
+    if args.push_to_hub:
+        if not args.license:
+            raise ConfigError(
+                "--push-to-hub needs --license: that of the base model binds what was trained "
+                "from it"
+            )
+        check_publishing(args.push_to_hub)
+    trained = find_trained(source, averaged=not args.live)
+    home = trained.run_folder or source
+    out = Path(args.out or f"exports/{home.resolve().name}-{args.to}")
+    form = Form(args.to, args.dtype, out, args.license)
+    difference = export(prepare(trained, form, args.model), trained, form)
+    if difference is None:
+        log(f"{out} is written from {trained.weights}; no loader of {args.to} was at hand")
+    else:
+        log(f"{out} is written from {trained.weights}; read back it is off by {difference:.1e}")
+    if args.push_to_hub:
+        log(f"published: {publish(out, args.push_to_hub, args.private)}")
+    return 0

@@ -1,0 +1,178 @@
+"""Make pairs to train on from a table of scores."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowalign.curation.pairing import page
+from flowalign.curation.pairing.job import (
+    HELD_OUT,
+    PAGE,
+    SUMMARY,
+    TRAIN,
+    PairingJob,
+    PairSelection,
+    check_folder,
+    find_pairs,
+    format_pair,
+    format_samples,
+    split,
+    write_rows,
+)
+from flowalign.curation.pairing.rules import PairChoice, PairingRule
+from flowalign.curation.pairing.table import find_table, read_table
+from flowalign.utils.console import table as print_table
+from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.files import write_text
+
+EXIT_FAILED = 1
+_LISTED = 3
+"""Largest number of reasons that an error message lists."""
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Make pairs; return 0, or 1 if the table gives none."""
+    _check(args)
+    check_folder(Path(args.out))
+    job = _build_job(args)
+    found = find_pairs(job)
+    if not found.choices:
+        lines = [*found.media.lines(), *found.pairs.lines()] or ["no gap is wide enough"]
+        reasons = "\n".join(format_pair[:300] for format_pair in lines[:_LISTED])
+        sys.stderr.write(f"error: {args.table} gives no pair:\n{reasons}\n")
+        return EXIT_FAILED
+    _print_summary(args, found, _write_files(args, job, found))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.stages_by and not args.stages:
+        raise ValueError("--stages_by needs --stages")
+    if args.labels and (args.stages or args.rule == "per_dimension"):
+        other = "--stages" if args.stages else "--rule per_dimension"
+        raise ValueError(f"--labels has no use with {other}: a label has no stage or dimension")
+    if not 0 <= args.held_out < 1:
+        raise ValueError(f"--held_out is {args.held_out:g}; it must be in [0, 1)")
+    if args.tolerance is not None and args.rule != "dominance":
+        raise ValueError("--tolerance is of --rule dominance")
+    if args.weights and args.rule == "per_dimension":
+        raise ValueError("--weights has no use with --rule per_dimension: there is no total")
+    if args.root and not Path(args.root).is_dir():
+        raise ValueError(f"--root {args.root!r} is no folder")
+
+
+def _build_job(args: argparse.Namespace) -> PairingJob:
+    weights = _parse_weights(args.weights)
+    dims = list(dict.fromkeys(args.dimensions)) or list(weights)
+    scored = read_table(find_table(Path(args.table)), dims, args.root)
+    return PairingJob(
+        scored,
+        _build_rule(args, scored.dims, weights),
+        args.by == "record",
+        args.stages or 0,
+        args.stages_by or "score",
+        args.mixed_shapes,
+        args.mask,
+    )
+
+
+def _build_rule(
+    args: argparse.Namespace, dims: Sequence[str], weights: dict[str, float]
+) -> PairingRule:
+    if not weights and (len(dims) == 1 or args.rule == "per_dimension"):
+        weights = dict.fromkeys(dims, 1.0)
+    if set(weights) != set(dims):
+        names = " ".join(f"{dim}=1" for dim in dims)
+        raise ValueError(
+            f"the total of {', '.join(dims)} needs the weight of each, and of no other dimension,\n"
+            f"such as --weights {names}; or choose with --dimensions"
+        )
+    weights = {dim: weights[dim] for dim in dims}
+    return PairingRule(args.rule, weights, args.min_gap, args.tolerance or 0.0, args.max_per_prompt)
+
+
+def _parse_weights(pairs: Sequence[str]) -> dict[str, float]:
+    weights = {}
+    for pair in pairs:
+        name, _, text = pair.rpartition("=")
+        try:
+            weights[name] = float(text)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ValueError(f"--weights {pair!r} is not NAME=NUMBER, such as {pair}=1")
+    return weights
+
+
+def _write_files(args: argparse.Namespace, job: PairingJob, found: PairSelection) -> dict[str, Any]:
+    """Write the files, the summary last; return the summary."""
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = split(job.table, found.choices, args.held_out, args.seed)
+    labels = _write_rows(args, job, {TRAIN: train, HELD_OUT: held_out})
+    stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
+    summary = {
+        "table": str(Path(args.table).resolve()),
+        "fingerprint": job.table.fingerprint,
+        "rule": job.rule.name,
+        "weights": dict(job.rule.weights),
+        "min_gap": job.rule.min_gap,
+        "tolerance": job.rule.tolerance,
+        "max_per_prompt": job.rule.max_per_prompt,
+        "by": args.by,
+        "seed": args.seed,
+        "held_out_share": args.held_out,
+        "mixed_shapes": job.mixed_shapes,
+        "media": len(job.table.media),
+        "prompts": found.prompts,
+        "pairs": len(found.choices),
+        "train": len(train),
+        "held_out": len(held_out),
+        "labels": {"true": labels[True], "false": labels[False]} if args.labels else None,
+        "stages_by": job.stages_by if job.stages else None,
+        "stages": {str(stage): stages[stage] for stage in sorted(stages)},
+        "dropped_media": found.media.summary(),
+        "dropped_pairs": found.pairs.summary(),
+    }
+    write_text(folder / PAGE, page.render(folder.name, job, found, train or held_out, summary))
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    return summary
+
+
+def _write_rows(
+    args: argparse.Namespace, job: PairingJob, files: Mapping[str, Sequence[PairChoice]]
+) -> Counter[bool]:
+    """Write the pairs, or the labels of their media, of every file; count the labels."""
+    labels: Counter[bool] = Counter()
+    for name, choices in files.items():
+        (Path(args.out) / name).unlink(missing_ok=True)
+        rows = [format_pair(job, choice) for choice in choices]
+        if args.labels:
+            rows = format_samples(job, choices)
+            labels.update(row["label"] for row in rows)
+        if rows:
+            write_rows(Path(args.out), name, rows)
+    return labels
+
+
+def _print_summary(
+    args: argparse.Namespace, found: PairSelection, summary: Mapping[str, Any]
+) -> None:
+    folder = Path(args.out)
+    files = {"train": TRAIN, "held_out": HELD_OUT}
+    rows = {
+        name: f"{summary[name]:,}: {folder / file}" for name, file in files.items() if summary[name]
+    }
+    if labels := summary["labels"]:
+        rows["labels"] = f"{labels['true']:,} true, {labels['false']:,} false"
+    rows |= {
+        "media dropped": "\n".join([f"{found.media.total:,}", *found.media.lines()]),
+        "pairs dropped": "\n".join([f"{found.pairs.total:,}", *found.pairs.lines()]),
+        "page": str(folder / PAGE),
+    }
+    print_table(f"{summary['pairs']:,} pairs from {summary['prompts']:,} prompts", rows)

@@ -1,0 +1,41 @@
+"""List the run files of the package with what was done with each, or copy one."""
+
+import argparse
+from pathlib import Path
+
+from flowalign.cli.commands.common import get_log
+from flowalign.runs.library.run_files import (
+    Combination,
+    ShippedFile,
+    combinations,
+    copy_recipe,
+    find_recipe,
+    memory_of,
+    recipes,
+)
+from flowalign.utils.console import table
+from flowalign.utils.errors import convert_value_errors
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Print the table of run files, or copy one, and return 0."""
+    if args.out:
+        copy_recipe(find_recipe(args.name or ""), Path(args.out))
+        get_log()(f"{args.out} is written; the next command is:\nflowalign check {args.out}")
+        return 0
+    if args.methods:
+        listed = combinations(find_recipe(args.name or ""))
+    else:
+        listed = [one for one in recipes() if one.name.startswith(args.name or "")]
+        listed = listed or [find_recipe(args.name)]
+    rows = {recipe.name: _format_recipe(recipe, args.memory) for recipe in listed}
+    table("recipes, below configs/", rows)
+    return 0
+
+
+def _format_recipe(recipe: ShippedFile | Combination, with_memory: bool) -> str:
+    papers = ", ".join(f"arXiv:{paper}" for paper in recipe.papers)
+    rows = [f"[{recipe.label}] {recipe.about}", papers]
+    rows += [f"memory {memory_of(recipe)}"] if with_memory else []
+    return "\n".join(row for row in rows if row)

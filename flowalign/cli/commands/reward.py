@@ -1,0 +1,122 @@
+"""Train a reward model, measure how it agrees with people, or fit its weights."""
+
+import argparse
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
+from flowalign.reward_training.fit import find_fittable, fit_to_table
+from flowalign.reward_training.pairs import find_table, read_scores
+from flowalign.reward_training.report import page
+from flowalign.reward_training.run import MODEL, load_run, train
+from flowalign.rewards.config import load_rewards
+from flowalign.utils.console import table
+from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.files import write_json, write_text
+from flowalign.utils.parent_watchdog import tie_to_parent
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action, and return its exit code."""
+    return {"train": run_train, "eval": run_eval, "fit": run_fit}[args.action](args)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Train, print the agreement with people, and return 0."""
+    run, config = load_run(args.config, args.overrides)
+    log = Console(soft_wrap=True, highlight=False).print
+    trained = train(run, config, log, args.resume, args.overwrite)
+    part = "test" if "test" in trained["figures"] else "held_out"
+    rows = {
+        dim: f"accuracy {figures['accuracy']:.3f}, with ties {figures['accuracy_with_ties']:.3f} "
+        f"({int(figures['pairs'])} pairs)"
+        for dim, figures in trained["figures"][part].items()
+    }
+    table(f"{part} records, best epoch {trained['best_epoch']}", rows)
+    log(f"reward model: {Path(run.output_dir) / MODEL}")
+    return 0
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Write `eval.json` and `eval.html`, and print the numbers; return 1 if scoring failed."""
+    return _score_first(args) or _evaluate(args)
+
+
+def run_fit(args: argparse.Namespace) -> int:
+    """Write the reward's weights, print how they order pairs, and return 0."""
+    reward = find_fittable(load_rewards(args.rewards)[0], args.rewards)
+    source = find_table(Path(args.data))
+    scores = read_scores(source)
+    fit = fit_to_table(reward, scores, source, args.humans, args.ridge, args.held_out, args.seed)
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    write_text(Path(args.out), fit.text)
+    table(f"{source}: {args.out}", {name: f"{value:g}" for name, value in fit.figures.items()})
+    return 0
+
+
+def _score_first(args: argparse.Namespace) -> int:
+    """Score the dataset and put its table into `args`; return the exit code, 0 without rewards."""
+    options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
+    options = {f"--{name}": str(value) for name, value in options.items() if value is not None}
+    if args.rewards is None:
+        if options:
+            raise ValueError(f"{', '.join(options)} mean nothing without --rewards")
+        return 0
+    if args.out is None:
+        raise ValueError("--rewards needs --out, the folder that the scores are written to")
+    command = [sys.executable, "-m", "flowalign", "score", args.data]
+    command += ["--rewards", args.rewards, "--out", args.out, *chain(*options.items())]
+    code = subprocess.run(command, check=False, **tie_to_parent()).returncode
+    args.data = args.out
+    return code
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    source = find_table(Path(args.data))
+    settings = Settings(args.bootstrap, args.bins, seed=args.seed, both_bad=args.both_bad)
+    content = {
+        "table": str(source),
+        **evaluate(read_scores(source), settings, args.scores, args.humans),
+    }
+    out = Path(args.out) if args.out else source.parent
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "eval.json", content)
+    write_text(out / "eval.html", page(out.resolve().name, content, MEASURES))
+    ties = [TIES[name] for name in args.ties]
+    rows = {
+        f"{r['score']} ~ {r['human']}": _format_result(r, ties, args.both_bad)
+        for r in content["results"]
+    }
+    table(f"{source}: {out / 'eval.html'}", rows)
+    return 0
+
+
+def _format_result(
+    result: Mapping[str, Any], ties: Sequence[tuple[str, str]], both_bad: str
+) -> str:
+    """Format the headline figures of one row for a terminal, with the treatment each one has."""
+    parts = [f"{result['pairs']} pairs"]
+    if result["human_ties"]:
+        parts[0] += f" ({result['human_ties']} ties)"
+    if count := result["both_bad"]:
+        parts.append(f"{count} both bad: {'as ties' if both_bad == 'tie' else 'left out'}")
+    for name, short in (
+        *ties,
+        ("accuracy_sets", "whole sets"),
+        ("kendall", "tau"),
+        ("spearman", "rho"),
+        ("ece", "ECE"),
+    ):
+        measure = result["measures"][name]
+        if math.isfinite(measure["value"]):
+            spread = f" [{measure['low']:.3f}, {measure['high']:.3f}]"
+            parts.append(f"{short} {measure['value']:.3f}" + spread * math.isfinite(measure["low"]))
+    return "  ".join(parts)

@@ -1,0 +1,58 @@
+"""Serve reward models to other processes and machines over HTTP."""
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import fields
+
+from flowalign.cli.commands.common import is_loopback
+from flowalign.rewards.batching import Batcher, Limits
+from flowalign.rewards.config import load_rewards
+from flowalign.utils.console import say
+from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.optional import import_optional
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted, and return 0."""
+    token = os.environ.get(args.token_env)
+    if not token and not is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines, so clients need a token:\n"
+            f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
+        )
+    limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
+    import_optional("fastapi", "serve")
+    # The server imports FastAPI, which only the extra `serve` installs.
+    from flowalign.rewards.server import Service, build_server, listen
+
+    with _adopt_socket(args.socket) or listen(args.host, args.port) as listening:
+        service = Service(load_rewards(args.rewards)[0], limits, token)
+        host, port = listening.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"rewards on {url}: /health /spec /score. In a run file:")
+        say(format_snippet(service.batchers, url))
+        build_server(service).run(sockets=[listening])
+    return 0
+
+
+def _adopt_socket(descriptor: int | None) -> socket.socket | None:
+    """Return the socket that the starter of this process opened, or None if it opened none."""
+    try:
+        return None if descriptor is None else socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise ValueError(f"--socket {descriptor} is no socket: {error.strerror}") from error
+
+
+def format_snippet(batchers: Mapping[str, Batcher], url: str) -> str:
+    """Return the lines of a run file that use a server's models."""
+    lines = ["rewards:"]
+    for name, batcher in batchers.items():
+        dims = ", ".join(batcher.model.spec.dims)
+        lines += [
+            "- class_path: reward_models.RemoteReward",
+            f"  init_args: {{url: {url}, model: {name}, dims: [{dims}]}}",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Train as a run file says."""
+
+import argparse
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from flowalign.cli.commands.common import get_log, read_settings, starts_others
+from flowalign.distributed.launch import relaunch
+from flowalign.distributed.processes import check_fits
+from flowalign.runs.config import LoadedRun, Run, load_with_origins
+from flowalign.runs.planning.fits import explain_shortage
+from flowalign.runs.planning.plan import memory_parts, plan
+from flowalign.runs.session.run_directory import CONFIG, check_resume, check_start
+from flowalign.runs.session.session import start
+from flowalign.runs.session.train_session import train
+from flowalign.training import checkpoint
+from flowalign.training.learner import TrainingFailure
+from flowalign.utils.console import table
+from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.journal import Journal
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 for a finished run, 130 or 143 for one that was stopped and can continue."""
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
+    loaded = load_with_origins(*read_settings(args))
+    if starts_others(args.processes):
+        _check_start(loaded, args)
+        relaunch(args.processes, args.words)
+    return execute(loaded, args.resume, args.overwrite, args.command)
+
+
+@convert_value_errors()
+def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
+    """Check all that needs no weights, before several processes start."""
+    run_file, config = loaded.run, loaded.annotate()
+    check_fits(args.processes, run_file.device)
+    if args.resume:
+        check_resume(run_file, config, _find_checkpoint(run_file, args.resume))
+    else:
+        check_start(run_file, config, args.overwrite)
+    plan(run_file, args.processes)
+
+
+def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str) -> int:
+    """Print the plan, train, and print the outcome; the run directory keeps the command."""
+    log, run_file = get_log(), loaded.run
+    folder = Path(run_file.output_dir)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    is_main = os.environ.get("RANK", "0") == "0"
+    with convert_value_errors():
+        from_checkpoint = _find_checkpoint(run_file, resume) if resume else None
+        rows = plan(run_file, world)
+        if is_main:
+            table(f"plan of {folder}", rows)
+        with _explain_shortage(run_file, world):
+            session = start(run_file, loaded.annotate(), log, from_checkpoint, overwrite)
+            with Journal(folder, command) if is_main else nullcontext():
+                summary = train(session)
+    if is_main:
+        table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))
+        log(f"report: {folder / 'report.html'}")
+        if saved := checkpoint.latest(folder / "checkpoints"):
+            averaged = f"; averaged, which the table is of: {saved / 'ema'}" if run_file.ema else ""
+            log(f"weights: {saved}{averaged}")
+    if summary["status"] == "interrupted":
+        log(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
+        return 128 + signal.Signals[summary["stopped_by"]]
+    return 0
+
+
+@contextmanager
+def _explain_shortage(run_file: Run, world: int) -> Iterator[None]:
+    """Say which part of the memory was too large, and what lowers it, where a GPU has no more."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingFailure(explain_shortage(error, memory_parts(run_file, world))) from error
+
+
+def _find_checkpoint(run_file: Run, resume: str) -> Path:
+    """Return a checkpoint that is complete, or the directory of a run that has none yet."""
+    folder = Path(run_file.output_dir)
+    path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
+    if path is None and (folder / CONFIG).is_file():
+        return folder
+    if path is None:
+        raise ConfigError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
+    checkpoint.check_complete(path)
+    return path
+
+
+def _format_outcome(summary: dict) -> dict[str, str]:
+    rows = {}
+    for name, value in (summary["after"] or {}).items():
+        before = summary["before"].get(name)
+        if value is not None and before is not None:
+            rows[name] = f"{before:.3f} -> {value:.3f} ({value - before:+.3f})"
+    for name in ("seconds", "network_evaluations", "reward_calls", "seed"):
+        rows[name] = str(summary[name])
+    return rows

@@ -1,0 +1,31 @@
+"""Show all runs of a folder in a browser, while they go."""
+
+import argparse
+from contextlib import suppress
+from pathlib import Path
+
+from flowalign.cli.commands.common import LOOPBACK, get_log, is_loopback
+from flowalign.reports.view.server import Server
+from flowalign.utils.errors import ConfigError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted, and return 0; raise ConfigError for an unusable address."""
+    folder = Path(args.runs)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name one with runs, such as runs")
+    names = ("127.0.0.1", args.host, *LOOPBACK) if is_loopback(args.host) else ()
+    try:
+        server = Server(folder, args.host, args.port, args.every, names)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve on --host {args.host} --port {args.port}: {error.strerror or error}; "
+            "choose another, or --port 0 for any that is free"
+        ) from error
+    log = get_log()
+    if not names:
+        log(f"--host {args.host}: whoever reaches this machine can read the runs")
+    log(f"runs of {folder} on http://{args.host}:{server.server_port}  (Ctrl-C ends it)")
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return 0

@@ -1,0 +1,60 @@
+"""Run the verb of a parsed command, and turn what the user can correct into a short message."""
+
+import argparse
+import logging
+import os
+import warnings
+from importlib import import_module
+
+import torch
+from rich.console import Console
+
+from flowalign.distributed.failures import leave_failure
+from flowalign.rewards.checked import RewardFailure
+from flowalign.training.learner import TrainingFailure
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.interrupts import exit_code, sigterm_stops
+
+MAX_LINES = 5
+"""Largest number of lines of an error message."""
+_COMMANDS = "flowalign.cli.commands"
+_REPEATED = ("clip-pairs", "compare", "sample", "score")
+"""Verbs that continue when the same command is given again."""
+
+
+def run_verb(args: argparse.Namespace) -> int:
+    """Load the module that does the work of a verb, run it, and return the exit code."""
+    quiet_libraries()
+    try:
+        with sigterm_stops():
+            return import_module(f"{_COMMANDS}.{args.module}").run(args)
+    except ConfigError as error:
+        return complain(str(error), 2)
+    except torch.OutOfMemoryError as error:  # of a verb that has no plan
+        first = str(error).splitlines()[0]
+        return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
+    except (TrainingFailure, RewardFailure, OSError) as error:  # OSError: a full disk, say
+        return complain(str(error), 1)
+    except KeyboardInterrupt as stop:
+        go_on = "the same command goes on" if args.verb in _REPEATED else "go on with --resume"
+        return complain(f"stopped; what was saved is intact, {go_on}", exit_code(stop))
+
+
+def quiet_libraries() -> None:
+    """Silence libraries' messages about kernels, retries, symlinks and their own insides."""
+    for name in ("xformers", "huggingface_hub", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def complain(message: str, code: int) -> int:
+    """Print an error in at most five lines, or leave it to the launcher; return the exit code."""
+    text = "\n".join(message.splitlines()[:MAX_LINES])
+    if not leave_failure(code, f"flowalign: {text}\n"):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            "[bold red]flowalign:[/] " + text.replace("[", r"\[")
+        )
+    return code

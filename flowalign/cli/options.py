@@ -1,0 +1,87 @@
+"""Define options that verbs share, and types of options that refuse what is out of range.
+
+This module and those of the verbs beside it are imported for `flowalign --help`, so they import
+nothing that takes time.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+_LONGEST = 40
+SEED = 0, 2**63 - 1
+"""Range of seeds, which PyTorch keeps in 64 bits with a sign."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an option in one line, and where to read about it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2, without the list of all options."""
+        sentence = re.sub(r"^argument (\S+): is ", r"\1 is ", message)
+        self.exit(2, f"{self.prog}: {sentence}\nsee {self.prog} --help\n")
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a type of options that are whole numbers in [least, most]."""
+    limits = f"at least {least}" if most is None else f"in [{least}, {most}]"
+
+    def read(text: str) -> int:
+        shown = text[:_LONGEST]
+        if not re.fullmatch(r"[-+]?\d+", shown) or shown != text:
+            raise argparse.ArgumentTypeError(f"is {shown!r}; it must be a whole number {limits}")
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"is {value}; it must be {limits}")
+        return value
+
+    return read
+
+
+def number(least: float, most: float | None = None) -> Callable[[str], float]:
+    """Return a type of options that are finite numbers in [least, most]."""
+    limits = f"at least {least:g}" if most is None else f"in [{least:g}, {most:g}]"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (least <= value < math.inf and (most is None or value <= most)):
+            raise argparse.ArgumentTypeError(f"is {text[:_LONGEST]}; it must be a number {limits}")
+        return value
+
+    return read
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Read `i/n`: the i-th of n processes, counted from 0."""
+    i, _, n = text.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and len(text) <= _LONGEST and int(i) < int(n)):
+        raise argparse.ArgumentTypeError(
+            f"is {text[:_LONGEST]}; it must be i/n with 0 <= i < n, such as 0/4"
+        )
+    return int(i), int(n)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the run files of a verb, and take other options as overrides of their settings."""
+    parser.add_argument(
+        "config",
+        nargs="+",
+        help="run files (YAML), composed from left to right; further --a.b VALUE override them",
+    )
+    parser.set_defaults(takes_overrides=True)
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Add the run file of a verb that composes none, and take other options as overrides."""
+    parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
+    parser.set_defaults(takes_overrides=True)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add the number of processes that share the work."""
+    parser.add_argument("--processes", type=whole(1), default=1, help="processes on this machine")

@@ -1,0 +1,127 @@
+"""Say in the prompt how good a sample is in each reward, and ask for the best: conditioning on it.
+
+Source: Multi-Reward as Condition, arXiv:2411.04713, of which the abstract was read: scores from 0
+to 5 condition training, and sampling asks for the highest. There they are embedded and enter the
+network; here they are words in the caption, which any text encoder reads: our form.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import isfinite
+from typing import Literal
+
+from typing_extensions import override
+
+from flowalign.types import (
+    ConditionedPrompt,
+    Policy,
+    PromptConditioning,
+    PromptGuidance,
+    Request,
+    check_form,
+    check_words,
+    insert_words,
+)
+from flowalign.types.ranges import FiniteFloat, NonNegativeInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLevels(PromptConditioning):
+    """Trains each sample under a word for its level in each dimension, and samples under the best.
+
+    Nothing compares samples: a loss that fits all of them, `SFT` with `on: all`, learns what each
+    level looks like, and the level that is asked for chooses.
+
+    Source: Multi-Reward as Condition, arXiv:2411.04713, in a form of ours.
+    """
+
+    thresholds: Mapping[str, list[FiniteFloat]]
+    """Scores of each dimension at which the next level begins, increasing: [0.5] makes two."""
+    words: Mapping[str, list[str]] = field(default_factory=dict)
+    """Word of each level of a dimension, the lowest first. Unnamed dimensions say
+    "exact_match 1/1"."""
+    form: str = "{prompt}, {words}"
+    """Where the words stand."""
+    between: str = ", "
+    """What stands between two words."""
+    ask: Mapping[str, NonNegativeInt] = field(default_factory=dict)
+    """Level of a dimension that sampling asks for, from 0. Unnamed dimensions: the highest."""
+    rollouts: Literal["conditioned", "plain"] = "conditioned"
+    """How samples to train on are asked for: as at sampling, or by their prompts alone."""
+    guidance: PromptGuidance | None = None
+    """Guidance to the prompt with and without words. Null: the conditioned prompt in its place."""
+
+    def __post_init__(self) -> None:
+        """Reject levels without order, and words that do not tell them apart."""
+        key = "conditioning.thresholds"
+        if not self.thresholds:
+            raise ValueError(f"{key} is empty; name a reward dimension and where its levels begin")
+        for dim, steps in self.thresholds.items():
+            if not steps or any(low >= high for low, high in pairwise(steps)):
+                raise ValueError(f"{key}.{dim} is {steps}; levels need increasing numbers")
+        self._check_levels()
+        check_words("conditioning.words", [word for some in self.words.values() for word in some])
+        check_form("conditioning.form", self.form)
+
+    def _check_levels(self) -> None:
+        """Raise ValueError for words, or levels to ask for, of no dimension or no level."""
+        for name in ("words", "ask"):
+            if unknown := sorted({*getattr(self, name)} - {*self.thresholds}):
+                raise ValueError(
+                    f"conditioning.{name} names {unknown[0]}; conditioning.thresholds has "
+                    f"{', '.join(self.thresholds)}"
+                )
+        for dim, steps in self.thresholds.items():
+            if len(words := self.words.get(dim, [None] * (len(steps) + 1))) != len(steps) + 1:
+                raise ValueError(
+                    f"conditioning.words.{dim} has {len(words)} words; its {len(steps)} thresholds "
+                    f"make {len(steps) + 1} levels"
+                )
+            if self._level(dim) > len(steps):
+                raise ValueError(
+                    f"conditioning.ask.{dim} is {self._level(dim)}; the highest level is "
+                    f"{len(steps)}"
+                )
+
+    @property
+    @override
+    def dims(self) -> list[str]:
+        return [*self.thresholds]
+
+    @override
+    def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
+        for dim in self.thresholds:
+            if dim not in weights:
+                raise ValueError(
+                    f"conditioning.thresholds names {dim}, which no reward gives; there are "
+                    f"{', '.join(weights) or 'no scores'}"
+                )
+
+    @override
+    def for_inference(self, request: Request) -> Request:
+        return self._condition(request, {dim: self._level(dim) for dim in self.thresholds})
+
+    @override
+    def for_rollout(self, request: Request, position: int) -> Request:
+        return request if self.rollouts == "plain" else self.for_inference(request)
+
+    @override
+    def for_training(self, request: Request, scores: Mapping[str, float]) -> Request:
+        """Return the request with the levels of these scores; unknown scores say nothing."""
+        known = {d: scores[d] for d in self.thresholds if isfinite(scores.get(d, float("nan")))}
+        reached = {d: sum(score >= t for t in self.thresholds[d]) for d, score in known.items()}
+        return self._condition(request, reached)
+
+    def _level(self, dim: str) -> int:
+        return self.ask.get(dim, len(self.thresholds[dim]))
+
+    def _condition(self, request: Request, levels: Mapping[str, int]) -> Request:
+        words = [self._word(dim, level) for dim, level in levels.items()]
+        prompt = insert_words(self.form, request.prompt, [w for w in words if w], self.between)
+        return replace(request, conditioned=ConditionedPrompt(prompt, request.user))
+
+    def _word(self, dim: str, level: int) -> str:
+        if dim in self.words:
+            return self.words[dim][level]
+        return f"{dim} {level}/{len(self.thresholds[dim])}"

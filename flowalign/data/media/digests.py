@@ -1,0 +1,48 @@
+"""List the files of a medium, and hash their contents."""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from flowalign.data.media.frame_sampling import MediaProblem
+from flowalign.data.media.media import PICTURES, Media
+
+
+def list_frame_files(folder: Path) -> list[Path]:
+    """List a folder's images in natural order of names; raise MediaProblem if it has none."""
+    paths = sorted(
+        (path for path in folder.iterdir() if path.suffix.lower() in PICTURES),
+        key=lambda path: [
+            (int(part), "") if part.isdecimal() else (-1, part)
+            for part in re.split(r"(\d+)", path.name)
+        ],
+    )
+    if not paths:
+        raise MediaProblem(f"no frames: {folder} has no pictures")
+    return paths
+
+
+def digest_media(medium: Media) -> bytes:
+    """Return the SHA-256 of a file, or of the names and contents of a folder's frames in order.
+
+    Raises:
+        MediaProblem: it has neither a path nor data, or its folder has no frames.
+        OSError: a file cannot be read.
+    """
+    if medium.path is None:
+        if medium.data is None:
+            raise MediaProblem("the medium has neither a path nor data")
+        return hashlib.sha256(medium.data).digest()
+    path = Path(medium.path)
+    if not path.is_dir():
+        return _digest_file(path)
+    whole = hashlib.sha256()
+    for file in list_frame_files(path):
+        whole.update(hashlib.sha256(os.fsencode(file.name)).digest() + _digest_file(file))
+    return whole.digest()
+
+
+def _digest_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

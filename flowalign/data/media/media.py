@@ -1,0 +1,29 @@
+"""Describe an image or a video as it is stored."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+
+
+VIDEOS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".gif"})
+"""File name extensions of videos; those of images are in `PICTURES`."""
+
+
+@dataclass(frozen=True)
+class Media:
+    """Refers to an image or a video by a path, by the bytes of a file, or only by a digest."""
+
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+    fps: float | None = None
+    """Frames per second, for files that do not state it."""
+    digest: str | None = None
+    """SHA-256 of the file in hexadecimal, once it has been read."""
+
+
+def describe_missing(path: Path) -> str:
+    """Return what is wrong with a path at which there is no file: kind, colon, details."""
+    if path.is_symlink():
+        return f"broken link: {path} points to {path.readlink()}"
+    return f"missing file: {path}"

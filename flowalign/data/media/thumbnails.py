@@ -1,0 +1,77 @@
+"""Show clips on a page: as small looping animations, and as strips of some of their frames."""
+
+import io
+import itertools
+import math
+
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+LONGEST, MOST_FRAMES = 192, 48
+"""Limits of a clip on a page: pixels of the longer side, and number of frames."""
+UNKNOWN_RATE = 8.0
+"""Frames per second at which a page plays a clip of unknown rate."""
+EXACT = 64
+"""Longer side in pixels up to which a clip is stored without loss."""
+
+
+def to_bytes(frames: Float[Tensor, "*f 3 H W"]) -> UInt8[Tensor, "*f 3 H W"]:
+    """Convert RGB in [0, 1] to 8 bits, rounded."""
+    return (frames.float().clamp(0, 1) * 255).round().byte()
+
+
+def to_images(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
+    """Return every frame as an image whose longer side has `side` pixels."""
+    scale = side / max(pixels.shape[-2:])
+    height, width = (max(1, round(n * scale)) for n in pixels.shape[-2:])
+    kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
+    frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in pixels]
+    return frames if scale == 1 else [frame.resize((width, height), kind) for frame in frames]
+
+
+def encode_loop(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None = None) -> bytes:
+    """Return an animated WebP that plays forever, its longer side scaled to `side` pixels.
+
+    Frames of up to `EXACT` pixels are stored without loss. Equal frames in a row are stored as one
+    that lasts longer.
+    """
+    longer = max(pixels.shape[-2:])
+    first, *others = to_images(pixels, side or longer)
+    ends = [round(1000 * i / fps) for i in range(len(pixels) + 1)]
+    lasting = [end - start for start, end in itertools.pairwise(ends)]
+    content = io.BytesIO()
+    first.save(
+        content,
+        "WEBP",
+        save_all=True,
+        append_images=others,
+        duration=lasting,
+        loop=0,
+        lossless=longer <= EXACT,
+        quality=70,
+    )
+    return content.getvalue()
+
+
+def spread_frames(num_frames: int, most: int) -> list[int]:
+    """Return at most `most` evenly spaced frames, including the first and the last."""
+    if num_frames <= most:
+        return list(range(num_frames))
+    return torch.linspace(0, num_frames - 1, most).round().long().tolist()
+
+
+def thin_frames(num_frames: int, fps: float, most: int) -> tuple[list[int], float]:
+    """Return every n-th frame, at most `most`, and the rate that keeps the duration."""
+    step = math.ceil(num_frames / most)
+    return list(range(0, num_frames, step)), fps / step
+
+
+def reduce_size(frames: Float[Tensor, "F 3 H W"], longest: int) -> Float[Tensor, "F 3 h w"]:
+    """Average over areas where the longer side has more pixels than `longest`."""
+    ratio = longest / max(frames.shape[-2:])
+    if ratio >= 1:
+        return frames
+    size = [max(1, round(side * ratio)) for side in frames.shape[-2:]]
+    return torch.nn.functional.interpolate(frames.float(), size, mode="area")

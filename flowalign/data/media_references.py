@@ -1,0 +1,65 @@
+"""References of requests: pictures and clips by their content, decoded when they are looked at."""
+
+from functools import cache, lru_cache, partial
+from pathlib import Path
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.data.media.decode import Clip, MediaProblem, decode, digest_media
+from flowalign.data.media.media import Media, describe_missing
+from flowalign.functional.resizing import hole_within
+from flowalign.types import Reference
+
+_KEPT = 64
+"""Decoded references that are kept: the samples of a group share theirs."""
+
+
+def read_reference(medium: Media) -> Reference:
+    """Return a reference to a file, a folder of frames or bytes; its pixels are not decoded yet.
+
+    Raises:
+        MediaProblem: There is no such file.
+    """
+    if medium.path is None:
+        content, name = digest_media(medium).hex(), f"{len(medium.data or b'')} bytes"
+    else:
+        path, name = Path(medium.path), medium.path
+        if not path.exists():
+            raise MediaProblem(describe_missing(path))
+        content = _digest(name, _last_change(path))
+    return Reference(name, content, partial(_read_pixels, medium, content))
+
+
+def _read_pixels(medium: Media, content: str) -> Float[Tensor, "F 3 H W"]:
+    return _decode_cached(medium, content).frames
+
+
+@lru_cache(maxsize=_KEPT)
+def _decode_cached(medium: Media, _content: str) -> Clip:
+    return decode(medium)
+
+
+def _last_change(path: Path) -> int:
+    """Return when a file, or the newest of a folder, was written."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return max((file.stat().st_mtime_ns for file in files), default=0)
+
+
+@cache
+def _digest(path: str, _changed_at: int) -> str:
+    return digest_media(Media(path)).hex()
+
+
+@cache
+def shape_of(one: Reference) -> tuple[int, int, int]:
+    """Return frames, height and width; raise MediaProblem for a file that does not decode."""
+    frames, _, height, width = one.read().shape
+    return frames, height, width
+
+
+@cache
+def has_hole(mask: Reference, crop: tuple[int, int] | None = None) -> bool:
+    """Return whether a mask is white anywhere, or where it is cropped to a height and width."""
+    pixels = mask.read()
+    return bool(hole_within(pixels, *(crop or pixels.shape[-2:])).any())

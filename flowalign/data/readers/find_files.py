@@ -1,0 +1,122 @@
+"""Finds the files of a dataset, by its path or a pattern, and the reader of their format."""
+
+import glob
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from flowalign.data.readers.media_folder import is_medium, list_files
+from flowalign.data.readers.stream_rows import (
+    Row,
+    read_arrow,
+    read_csv,
+    read_json,
+    read_jsonl,
+    read_parquet,
+)
+from flowalign.data.readers.tar import read_tar
+
+FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".tar": read_tar,
+    ".tar.gz": read_tar,
+    ".tgz": read_tar,
+}
+"""Readers by the ending of a file's name."""
+_SHARDS = (".parquet", ".tar", ".tar.gz", ".tgz")
+"""Endings of files that make one dataset if a folder holds several."""
+_LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
+_SAVED, _SPLITS = "state.json", "dataset_dict.json"
+"""Files by which `datasets.save_to_disk` describes a dataset, and one in splits."""
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)$")
+
+
+def find_files(source: str) -> list[Path]:
+    """Return the files of a dataset, all of one format, or the one folder of media that it is.
+
+    `source` is a file, a folder, or a pattern: `{000..012}` and `{a,b}` name several files, all of
+    which must exist, and `*`, `?` and `[...]` those that there are.
+
+    Raises:
+        ValueError: There is no such file, or its format is unknown, or not the only one.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _check_files(source, _find_in_folder(path))
+    if path.exists() or path.is_symlink() or not re.search(r"[{*?\[]", source):
+        return _check_files(source, [path])
+    named = [found for name in _expand_braces(source) for found in _match_files(name)]
+    return _check_files(source, [Path(name) for name in named])
+
+
+def find_ending(path: Path) -> str | None:
+    """Return the ending of a file's name that says its format; None if it says none."""
+    return next((ending for ending in FORMATS if path.name.lower().endswith(ending)), None)
+
+
+def _check_files(source: str, files: Sequence[Path]) -> list[Path]:
+    """Return the files if all of them can be read, and in the same way."""
+    for file in files:
+        if file.is_symlink() and not file.exists():
+            raise ValueError(f"{file} is a broken link to {file.readlink()}")
+        if not file.exists():
+            raise ValueError(f"{str(file)!r} does not exist (looked in {Path.cwd()})")
+        if find_ending(file) is None and not file.is_dir():
+            raise ValueError(f"{file} ends in none of {', '.join(FORMATS)}")
+    if len(readers := {find_ending(file) for file in files}) > 1:
+        kinds = " and ".join(sorted(ending or "folders" for ending in readers))
+        raise ValueError(f"{source} holds {kinds} files; choose by a pattern, such as '*.tar'")
+    if len(files) > 1 and files[0].is_dir():
+        raise ValueError(f"{source} names {len(files)} folders; give one, or its files")
+    return list(files)
+
+
+def _find_in_folder(folder: Path) -> list[Path]:
+    if (folder / _SPLITS).is_file():
+        splits = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        raise ValueError(
+            f"{folder} holds the splits {', '.join(splits)}; name one, such as {folder / splits[0]}"
+        )
+    if (folder / _SAVED).is_file():
+        state = json.loads((folder / _SAVED).read_text(encoding="utf-8"))
+        return [folder / file["filename"] for file in state["_data_files"]]
+    for name in _LISTINGS:
+        if (folder / name).is_file() or (folder / name).is_symlink():
+            return [folder / name]
+    below = list(list_files(folder))
+    shards = [file for file in below if file.name.lower().endswith(_SHARDS)]
+    media = any(map(is_medium, below))
+    if not shards and not media:
+        raise ValueError(f"{folder} holds no pictures, videos, parquet files or tar files")
+    if media and shards and not shards[0].suffix == ".parquet":
+        raise ValueError(f"{folder} holds media and {shards[0].name}; name one, or move it away")
+    return shards or [folder]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Return the names of a pattern with braces, as a shell expands them."""
+    if not (found := _BRACES.search(pattern)):
+        return [pattern]
+    if numbers := _RANGE.match(found[1]):
+        first, last = numbers.groups()
+        width = max(len(first), len(last)) if "0" in (first[0], last[0]) else 0
+        inner = [f"{k:0{width}}" for k in range(int(first), int(last) + 1)]
+    else:
+        inner = found[1].split(",")
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    return [name for middle in inner for name in _expand_braces(f"{before}{middle}{after}")]
+
+
+def _match_files(name: str) -> list[str]:
+    """Return the files that a pattern without braces matches, in order."""
+    if not re.search(r"[*?\[]", name):
+        return [name]
+    if not (found := sorted(glob.glob(name, recursive=True))):
+        raise ValueError(f"{name!r} matches no file (looked in {Path.cwd()})")
+    return found

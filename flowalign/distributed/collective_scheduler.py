@@ -1,0 +1,187 @@
+"""Keep ranks in step that do different amounts of work on weights which they share in parts.
+
+A sharded block can only compute after all ranks have gathered its weights, but ranks make different
+numbers of evaluations: samples are dropped, branches end, one rank saves. Therefore each rank
+announces every all-gather, and every other collective call, before it makes the call. Each round
+gathers the lowest announced block. The rank that asked for it computes; the others only take part
+in the all-gather. Then all ranks announce again. A rank that waits for another collective call
+joins all-gathers until every rank waits for that call.
+
+Ranks that compute the same samples together make the same calls. They compare the names of their
+next calls and raise an error if the names differ.
+
+If trained weights are sharded, a backward pass reduces the gradient of every block over all ranks.
+The ranks therefore begin it together. A rank with fewer evaluations repeats one with weight zero.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowalign.distributed.evaluations import Evaluations
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(hours=24)
+"""Timeout of an announcement. It is long because a rank may encode for hours. A rank that dies
+closes its connections, which ends the others at once."""
+SOON = timedelta(minutes=10)
+"""Timeout of a call that all ranks have announced and are about to make."""
+
+
+class CollectiveScheduler:
+    """Announces collective calls of this process to the others; all ranks must make one."""
+
+    def __init__(self) -> None:
+        self._all_ranks = _form_group(None)
+        self._shard_group: dist.ProcessGroup | None = None
+        self.joins: Sequence[Callable[[], None]] = ()
+        """One function per block, which takes part in the all-gather of the block and does not
+        compute with it. All ranks have the same blocks in the same order."""
+        self._joining = False
+        self.evaluations: Evaluations | None = None
+        """Evaluations of the network whose trained weights are sharded; None if none are."""
+        self.replicas: dist.ProcessGroup | None = None
+        """Ranks with the same part of sharded trained weights; None if none are sharded."""
+        self._context_group: dist.ProcessGroup | None = None
+
+    def form_shard_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Form groups of ranks that share weights, and announce all-gathers within them.
+
+        All ranks must call this with the same groups.
+        """
+        self.evaluations = self.replicas = None
+        for ranks in groups:
+            group = _form_group(list(ranks))  # also by ranks outside of it: new_group is collective
+            if dist.get_rank() in ranks:
+                self._shard_group = group
+
+    def form_context_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Form groups of ranks that compute the same samples, and keep them in step.
+
+        All ranks must call this with the same groups.
+        """
+        for ranks in groups:
+            group = _form_group(list(ranks))
+            if dist.get_rank() in ranks:
+                self._context_group = group
+
+    def wait_for_group(self, call: str) -> None:
+        """Wait until all ranks of this rank's context group are about to make this call.
+
+        Raises:
+            ConnectionError: Another process ended or cannot be reached.
+            RuntimeError: Ranks have come to different calls.
+        """
+        if self._context_group:
+            _check_same_call(self._context_group, call)
+
+    def broadcast_first(self, value: T) -> T:
+        """Return the value of the first rank of this rank's context group."""
+        self.wait_for_group("broadcast_first")
+        box = [value]
+        dist.broadcast_object_list(box, group=self._context_group, group_src=0)
+        return box[0]
+
+    def wait_to_gather(self, block: int, backward: bool) -> None:
+        """Join all-gathers of other blocks until all ranks are about to gather this block.
+
+        The rank that lags behind announces the lowest number: forward passes come before backward
+        passes, and earlier blocks before later ones. Block 0 is the network around the others.
+        """
+        # An all-gather that this rank only joins comes here again, through the hook of the block.
+        if self._joining or self._shard_group is None:
+            return
+        count = len(self.joins)
+        number = count + -block % count if backward else block
+        while (least := _reduce_min(self._shard_group, number)[0]) != number:
+            self._join_all_gather(least)
+
+    def wait_for_all(self, call: str) -> None:
+        """Join all-gathers until all ranks are about to make this collective call.
+
+        Raises:
+            ConnectionError: Another process ended or cannot be reached.
+            RuntimeError: Ranks have come to different calls.
+        """
+        self.wait_for_group(call)
+        while self._join_until(self._backward + 1) == self._backward:
+            self._equalize_evaluations().backward()
+        _check_same_call(self._all_ranks, call)
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return the loss once all ranks begin a backward pass, or wait for another call."""
+        self.wait_for_group("backward pass")
+        if self.evaluations is None:
+            return loss
+        self._join_until(self._backward)
+        return loss + self._equalize_evaluations()
+
+    @property
+    def _backward(self) -> int:
+        return 2 * len(self.joins)
+
+    def _join_until(self, number: int) -> int:
+        """Join all-gathers until no rank announces one; return the lowest announcement then."""
+        while self._shard_group:
+            (least,) = _reduce_min(self._shard_group, number)
+            if least >= self._backward:
+                return least
+            self._join_all_gather(least)
+        return number
+
+    def _equalize_evaluations(self) -> Tensor:
+        """Repeat evaluations up to the count of the rank with most, then wait for all ranks.
+
+        Returns a zero whose backward pass makes the collective calls of the repeated evaluations.
+        """
+        assert self._shard_group is not None
+        assert self.evaluations is not None
+        own = self.evaluations.count
+        most = -_reduce_min(self._shard_group, -own)[0]
+        spare = [self.evaluations.repeat_last() for _ in range(most - own)]
+        self.evaluations.count = 0
+        self._join_until(self._backward)
+        return torch.stack(spare).sum() if spare else torch.zeros((), requires_grad=True)
+
+    def _join_all_gather(self, number: int) -> None:
+        self._joining = True
+        try:
+            self.joins[-number % len(self.joins) if number >= len(self.joins) else number]()
+        finally:
+            self._joining = False
+
+
+def _form_group(ranks: list[int] | None) -> Any:
+    """Form a group of these ranks, or of all; every rank must call this."""
+    # Announcements go over gloo also where tensors go over NCCL: a call that waits in NCCL spins
+    # on the GPU, and its order with the announced calls would have to be the same on all ranks.
+    return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
+
+
+def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
+    """Wait until all ranks of the group make this call; raise if they make different calls."""
+    # A checksum and its negative in one minimum: both equal one's own only if all are equal.
+    mine = crc32(call.encode())
+    if _reduce_min(group, mine, -mine) != [mine, -mine]:
+        calls = [""] * dist.get_world_size(group)
+        dist.all_gather_object(calls, call, group=group)
+        raise RuntimeError(f"ranks wait for one another in different calls: {calls}")
+
+
+def _reduce_min(group: dist.ProcessGroup, *mine: int) -> list[int]:
+    """Return the elementwise minimum of the numbers that the ranks of the group announce."""
+    numbers = torch.tensor(mine)
+    try:
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
+    except RuntimeError as error:
+        raise ConnectionError(
+            "another process of this run ended or cannot be reached, so this one ends, too: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return numbers.tolist()

@@ -1,0 +1,97 @@
+"""Connect a sample to the velocities that made it, so that the gradient of a reward reaches them.
+
+Source: the frame is that of FlowBP, arXiv:2606.11075; single functions name theirs.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.transition import per_row
+
+
+def straight_through(
+    value: Float[Tensor, "n *latent"], path: Float[Tensor, "n *latent"]
+) -> Float[Tensor, "n *latent"]:
+    """Return `value`, to the bit, with the gradient of `path`."""
+    # In this order: the difference is exactly 0, while (value + path) - path would round.
+    return value.detach() + (path - path.detach())
+
+
+def scale_gradient(x: Float[Tensor, "n *latent"], factor: float) -> Float[Tensor, "n *latent"]:
+    """Return x, whose gradient is multiplied by `factor`; 0 detaches it."""
+    return straight_through(x, factor * x)
+
+
+def predict_clean(
+    x: Float[Tensor, "n *latent"], v: Float[Tensor, "n *latent"], sigma: Float[Tensor, ""]
+) -> Float[Tensor, "n *latent"]:
+    """Return the clean latents x - sigma v, the Euler step from sigma to 0."""
+    return x - sigma * v
+
+
+def euler_sum(
+    velocities: Mapping[int, Float[Tensor, "n *latent"]], sigmas: Float[Tensor, "S"]
+) -> Float[Tensor, "n *latent"]:
+    """Return the sum of (sigma_{k+1} - sigma_k) v_k over the given steps k of a schedule.
+
+    It is what these steps contribute to the end of an Euler rollout, and so the path of their
+    gradient to it.
+    """
+    return torch.stack([(sigmas[k + 1] - sigmas[k]) * v for k, v in velocities.items()]).sum(0)
+
+
+def rescale_factor(
+    active: Float[Tensor, "a"], whole: Float[Tensor, "b"], strength: float
+) -> Float[Tensor, ""]:
+    """Return 1 + strength (sum |whole| / sum |active| - 1), which makes up for inactive steps.
+
+    At strength 1 the weights of the active steps add up to those of all steps.
+
+    Source: FlowBP-Sparse, arXiv:2606.11075.
+    """
+    return 1 + strength * (whole.abs().sum() / active.abs().sum() - 1)
+
+
+def closeness_weight(
+    predicted: Float[Tensor, "n *latent"],
+    reached: Float[Tensor, "n *latent"],
+    predicted_x0: Float[Tensor, "n *latent"],
+    x0: Float[Tensor, "n *latent"],
+    floor: float,
+) -> Float[Tensor, "n"]:
+    """Return 1 / (max(d_j, floor) + max(d_0, floor)): samples whose leaps miss them count less.
+
+    d_j and d_0 are the mean absolute differences of a leap's ends from the rollout. No gradient.
+
+    Source: LeapAlign, arXiv:2604.15311.
+    """
+    with torch.no_grad():
+        missed = [
+            (a - b).abs().flatten(1).mean(1).clamp(min=floor)
+            for a, b in ((predicted, reached), (predicted_x0, x0))
+        ]
+    return 1 / (missed[0] + missed[1])
+
+
+def recover_clean(
+    x: Float[Tensor, "n *latent"], noise: Float[Tensor, "n *latent"], sigma: Float[Tensor, ""]
+) -> Float[Tensor, "n *latent"]:
+    """Return (x - sigma noise) / (1 - sigma), the clean latents of a state with known noise.
+
+    It diverges at sigma = 1.
+
+    Source: Direct-Align, arXiv:2509.06942.
+    """
+    return (x - sigma * noise) / (1 - sigma)
+
+
+def reward_gradient_loss(
+    clean: Float[Tensor, "n *latent"],
+    gradient: Float[Tensor, "n *latent"],
+    weight: Float[Tensor, "n"],
+) -> Float[Tensor, ""]:
+    """Return a scalar whose gradient with respect to `clean` is weight x `gradient`, per sample."""
+    return (clean * per_row(weight, clean) * gradient).sum()

@@ -1,0 +1,38 @@
+"""AlignProp: backpropagation through the sampler, truncated at a random step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from flowalign.gradient_paths.draft import chain_steps
+from flowalign.gradient_paths.steps import draw_int
+from flowalign.types import GradientPath, PositiveFloat, Replay, SampleView, UnitInterval
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignProp(GradientPath):
+    """Scores the sample, connected to all steps from a random one on, each through the next.
+
+    Steps are given as shares of the rollout, because the published numbers are of 50 steps.
+
+    Source: AlignProp, arXiv:2310.03739.
+    """
+
+    truncation: Literal["normal", "uniform"] = "normal"
+    """Distribution of the first step that the gradient reaches."""
+    mean: UnitInterval = 0.84
+    """Mean of `normal`, as a share of the steps. Default: 42 of 50."""
+    std: PositiveFloat = 0.1
+    """Standard deviation of `normal`, as a share of the steps. Default: 5 of 50."""
+
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the sample at the end of a chain of random length."""
+        num_steps = replay.num_steps
+        if self.truncation == "uniform":
+            start = draw_int(0, num_steps - 1, generator)
+        else:
+            share = self.mean + self.std * float(torch.randn((), generator=generator))
+            start = min(max(round(share * num_steps), 0), num_steps - 1)
+        yield SampleView(chain_steps(replay, start))

@@ -1,0 +1,44 @@
+"""DRaFT-K: backpropagation through the last K steps of the sampler."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.path_gradient import straight_through
+from flowalign.gradient_paths.steps import require_steps
+from flowalign.types import GradientPath, PositiveInt, Replay, SampleView
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRaFT(GradientPath):
+    """Scores the sample, connected to its last steps one after the other.
+
+    With all steps it is the gradient of the whole sampler. Memory grows with `last_steps`.
+
+    Source: DRaFT-K, arXiv:2309.17400.
+    """
+
+    last_steps: PositiveInt = 1
+    """K, the number of last steps through which the gradient flows. Default: 1, DRaFT-1."""
+
+    @override
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the sample at the end of a chain of K steps."""
+        require_steps(f"DRaFT.last_steps {self.last_steps}", self.last_steps, replay.num_steps)
+        yield SampleView(chain_steps(replay, replay.num_steps - self.last_steps))
+
+
+def chain_steps(replay: Replay, start: int) -> Float[Tensor, "n *latent"]:
+    """Return the sample with the gradient of all steps from `start` on, each through the next.
+
+    Every state keeps the value that the rollout reached.
+    """
+    x, sigmas = replay.state(start), replay.sigmas
+    for k in range(start, replay.num_steps):
+        step = x + (sigmas[k + 1] - sigmas[k]) * replay.velocity(k, x)
+        x = straight_through(replay.state(k + 1), step)
+    return x

@@ -1,0 +1,41 @@
+"""Draw the steps of a rollout that a gradient reaches."""
+
+import torch
+from torch import Tensor
+
+
+def require_steps(what: str, wanted: int, num_steps: int) -> None:
+    """Raise ValueError if a gradient path asks for more steps than rollouts have."""
+    if wanted > num_steps:
+        raise ValueError(
+            f"recipe.gradient_path {what} asks for {wanted} steps, but rollouts have {num_steps}: "
+            f"give at most {num_steps}, or raise recipe.start.num_steps"
+        )
+
+
+def draw_int(low: int, high: int, generator: torch.Generator) -> int:
+    """Return a uniform draw of low ... high, both included."""
+    return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+
+def draw_late_biased(
+    num_steps: int, count: int, bias: float, generator: torch.Generator
+) -> list[int]:
+    """Return `count` distinct steps, step i drawn in proportion to (i + 1)^bias, sorted.
+
+    Source: FlowBP-Sparse, arXiv:2606.11075.
+    """
+    if count >= num_steps:
+        return list(range(num_steps))
+    weights: Tensor = torch.arange(1, num_steps + 1, dtype=torch.float32) ** bias
+    drawn = torch.multinomial(weights / weights.sum(), count, generator=generator)
+    return sorted(drawn.tolist())
+
+
+def draw_evenly_spaced(num_steps: int, count: int, generator: torch.Generator) -> list[int]:
+    """Return `count` steps at equal distances of num_steps // count, the first drawn uniformly."""
+    if count >= num_steps:
+        return list(range(num_steps))
+    stride = num_steps // count
+    first = draw_int(0, num_steps - 1 - (count - 1) * stride, generator)
+    return [first + i * stride for i in range(count)]

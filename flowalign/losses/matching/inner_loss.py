@@ -1,0 +1,12 @@
+"""Check the loss that another one wraps."""
+
+from flowalign.types import MatchingLoss
+
+
+def require_pairs(inner: MatchingLoss) -> None:
+    """Raise ValueError if a wrapped loss does not compare pairs."""
+    if not inner.requirements.paired:
+        raise ValueError(
+            f"inner is {type(inner).__name__}, which knows no losers; it must be a loss "
+            "of pairs, such as DPO"
+        )

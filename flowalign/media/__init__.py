@@ -1,7 +1,0 @@
-"""Media: files to tensors and back, frames of clips, and pictures of them."""
-
-from flowalign.media.media import Media
-
-__all__ = [
-    "Media",
-]

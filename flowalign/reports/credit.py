@@ -1,0 +1,284 @@
+"""Prepare the credit of denoising steps for a page: tables of states, steps and advantages."""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from flowalign.reports.charts import PALETTE
+from flowalign.reports.records import read_json
+from flowalign.reports.samples import cut_grid, encode_images
+
+MAX_ROWS = 48
+"""Largest number of samples in a table."""
+_MAX_STATES = 10
+_MAX_LABELLED_STEPS = 16
+"""Largest number of steps whose cells have room for a number."""
+Cells = Sequence[Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class CreditRecord:
+    """Credit of one prompt's samples; None where there is no number."""
+
+    step: int
+    """Index of the training step."""
+    prompt: str
+    """Prompt of the samples."""
+    method: str
+    """Name of the credit method's class."""
+    rule: str
+    """Sentence that says how the method credits a step."""
+    weights: dict[str, float]
+    """Weights of the reward dimensions that count."""
+    sigmas: list[float]
+    """Schedule of the samples."""
+    states: list[int]
+    """Indices of the valued states; the last is the finished sample."""
+    values: list[list[float | None]]
+    """Weighted reward of the completion of each state: samples by valued states."""
+    credit: list[list[float | None]]
+    """Credit, weighted over reward dimensions: samples by denoising steps; None where not
+    credited."""
+    advantage: list[list[float | None]]
+    """Advantages: samples by denoising steps; None where not trained."""
+    marked: list[list[bool]] | None
+    """Steps that the method singles out, such as turning points: samples by denoising steps."""
+    source_row: list[list[int]] | None
+    """Index of the sample that computed state k of each sample, for rollouts that branch; else
+    None."""
+    image_states: list[int] = field(default_factory=list)
+    """States of the images in the grid next to the record, which has a column for each."""
+    num_images: int = 0
+    """Number of samples with images, which are the rows of the grid."""
+
+    @property
+    def trained(self) -> list[int]:
+        """Return the denoising steps in which some sample is trained or credited."""
+        rows = [*self.advantage, *self.credit]
+        steps = range(len(self.sigmas) - 1)
+        return [k for k in steps if any(row[k] is not None for row in rows)]
+
+    @property
+    def reward(self) -> str:
+        """Return the reward as a formula of its dimensions."""
+        terms = [f"{weight:g} {name}" for name, weight in self.weights.items()]
+        return " + ".join(terms).replace("+ -", "- ")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Cell of a table: a state with its image and reward, or a coloured number."""
+
+    text: str = ""
+    colour: str = ""
+    """Background of a number; empty for a state."""
+    image: str = ""
+    """Address of the image; empty without one."""
+    is_arrow: bool = False
+    is_marked: bool = False
+    rows: int = 1
+    """Number of rows that the cell spans."""
+    name: str = ""
+    """Text that is shown under the pointer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of a table: one sample."""
+
+    name: str
+    cells: Sequence[Cell]
+    is_first_of_noise: bool = False
+    """Whether the sample has another initial noise than the row above."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of samples by states and steps."""
+
+    title: str
+    notes: Sequence[str]
+    scale: "Scale"
+    heads: Sequence[tuple[str, str]]
+    """Name and noise level of each column."""
+    rows: Sequence[Row]
+
+
+class Scale:
+    """Map from numbers to colours, from orange to blue, symmetric around 0."""
+
+    def __init__(self, cells: Cells):
+        numbers = [abs(number) for row in cells for number in row if number is not None]
+        self.most = max(numbers, default=0.0) or 1.0
+        self.digits = min(max(2, 1 - math.floor(math.log10(self.most))), 4)
+
+    def colour(self, number: float | None) -> str:
+        """Return the colour of a cell in CSS; grey where there is no number."""
+        if number is None:
+            return "#88888840"
+        opacity = round(200 * min(1.0, abs(number) / self.most))
+        return f"{PALETTE[0] if number > 0 else PALETTE[1]}{opacity:02x}"
+
+    def label(self, number: float | None) -> str:
+        """Format a number with its sign; zero has none."""
+        if number is None:
+            return ""
+        text = f"{number:+.{self.digits}f}"
+        return text if text.strip("+-0.") else text[1:]
+
+    def cell(self, number: float | None, with_text: bool = True, is_marked: bool = False) -> Cell:
+        """Return the cell of a number."""
+        label = self.label(number)
+        text = label if with_text else ""
+        return Cell(text, self.colour(number), name=label, is_marked=is_marked)
+
+
+@dataclass(frozen=True)
+class CreditView:
+    """Record with its tables."""
+
+    record: CreditRecord
+    tables: Sequence[Table]
+
+
+def read_credit(folder: Path) -> list[CreditView]:
+    """Return the credit of the first and the last step that has a record and its images."""
+    views = []
+    for files in (sorted(folder.glob("step-*.json")), sorted(folder.glob("step-*.json"))[::-1]):
+        view = next(filter(None, map(_read, files)), None)
+        if view and view.record.step not in [known.record.step for known in views]:
+            views.append(view)
+    return views
+
+
+def _read(file: Path) -> CreditView | None:
+    """Return the record of a file; None if it or its image was cut short by an interruption."""
+    if content := read_json(file):
+        record = CreditRecord(**content)
+        with contextlib.suppress(OSError), Image.open(file.with_suffix(".png")) as grid:
+            number = record.num_images * len(record.image_states)
+            images = cut_grid(grid.convert("RGB"), number, len(record.image_states))
+            return CreditView(record, make_tables(record, encode_images(images)))
+    return None
+
+
+def make_tables(record: CreditRecord, images: Sequence[str] = ()) -> list[Table]:
+    """Return the tables of a record; `images` are the addresses of the grid's images."""
+    columns = len(record.image_states)
+    by_place = {
+        (b, k): images[b * columns + i]
+        for b in range(record.num_images if images else 0)
+        for i, k in enumerate(record.image_states)
+    }
+    if record.source_row is None:
+        return [_path_table(record, by_place), _advantage_table(record)]
+    return [_branch_table(record, record.source_row, by_place)]
+
+
+def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> Table:
+    """Return some samples, a row each: states with their images, and between them the steps."""
+    scale, with_text = Scale(record.credit), _has_text(record)
+    chosen = np.linspace(0, len(record.states) - 1, min(_MAX_STATES, len(record.states)))
+    states = {record.states[round(i)]: round(i) for i in chosen}
+    # A state comes before the step that leaves it.
+    columns = sorted([(k, 0) for k in states] + [(k, 1) for k in record.trained])
+
+    def cell(b: int, k: int, is_step: int) -> Cell:
+        if is_step:
+            number = scale.cell(record.credit[b][k], with_text, _is_marked(record, b, k))
+            return replace(number, is_arrow=True)
+        return Cell(_reward(record.values[b][states[k]]), image=images.get((b, k), ""))
+
+    notes = ["Images: each state completed by the ODE, without more noise, and its reward."]
+    if record.marked is not None:
+        what = "turning point" if record.method == "TurningPoint" else "singled out"
+        notes.append(f"\u2605 {what} in at least one reward dimension.")
+    count = min(record.num_images or 6, len(record.values))
+    return Table(
+        "Credit: states, and the steps between them",
+        notes,
+        scale,
+        [_step_head(k) if is_step else _state_head(record, k) for k, is_step in columns],
+        [Row(f"sample {b}", [cell(b, *column) for column in columns]) for b in range(count)],
+    )
+
+
+def _advantage_table(record: CreditRecord) -> Table:
+    """Return the advantages of all samples by trained step."""
+    scale, with_text = Scale(record.advantage), _has_text(record)
+    rows = []
+    for b, numbers in enumerate(record.advantage[:MAX_ROWS]):
+        cells = [
+            scale.cell(numbers[k], with_text, _is_marked(record, b, k)) for k in record.trained
+        ]
+        rows.append(Row(f"sample {b}", [*cells, Cell(_reward(record.values[b][-1]))]))
+    title = f"Advantage: credit compared within the prompt, {_describe_number(record)}"
+    return Table(title, [], scale, [*map(_step_head, record.trained), ("reward", "")], rows)
+
+
+def _branch_table(
+    record: CreditRecord, source_row: list[list[int]], images: Mapping[tuple[int, int], str]
+) -> Table:
+    """Return all samples as rows that are joined where states are shared; outcomes at the right."""
+    scale, count = Scale(record.advantage), min(len(record.advantage), MAX_ROWS)
+    cells: list[list[Cell]] = [[] for _ in range(count)]
+    for k in record.trained:
+        for _, members in groupby(range(count), key=lambda b, k=k: source_row[b][k + 1]):
+            block = list(members)
+            number = next((n for b in block if (n := record.advantage[b][k]) is not None), None)
+            cells[block[0]].append(replace(scale.cell(number), rows=len(block)))
+    end = len(record.sigmas) - 1
+    for b, row in enumerate(cells):
+        row.append(Cell(_reward(record.values[b][-1]), image=images.get((b, end), "")))
+    initial = [row[0] for row in source_row[:count]]
+    changes = [False, *(one != other for one, other in pairwise(initial))]
+    notes = [
+        "A row is a sample. Where a bar spans several rows, these samples share one state.",
+        "Bars that branch off one bar are alternatives: compare their images.",
+    ]
+    if len(set(initial)) > 1:
+        notes.append("Thick lines separate samples of different initial noise.")
+    heads = [(f"step {k}", f"noise {record.sigmas[k]:.0%}") for k in record.trained]
+    return Table(
+        f"Advantage, from shared states to finished images: {_describe_number(record)}",
+        notes,
+        scale,
+        [*heads, ("image and reward", "")],
+        [Row(f"sample {b}", cells[b], changes[b]) for b in range(count)],
+    )
+
+
+def _is_marked(record: CreditRecord, b: int, k: int) -> bool:
+    return record.marked is not None and record.marked[b][k]
+
+
+def _has_text(record: CreditRecord) -> bool:
+    return len(record.trained) <= _MAX_LABELLED_STEPS
+
+
+def _state_head(record: CreditRecord, k: int) -> tuple[str, str]:
+    name = "finished" if k == len(record.sigmas) - 1 else f"state {k}"
+    return name, f"noise {record.sigmas[k]:.0%}"
+
+
+def _step_head(k: int) -> tuple[str, str]:
+    return f"step {k}", ""
+
+
+def _reward(value: float | None) -> str:
+    if value is None:
+        return "failed"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def _describe_number(record: CreditRecord) -> str:
+    number = len(record.advantage)
+    if number > MAX_ROWS:
+        return f"the first {MAX_ROWS} of {number} samples"
+    return f"{number} sample{'s' * (number != 1)}"

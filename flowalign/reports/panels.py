@@ -1,0 +1,279 @@
+"""Choose the charts of a run: which metrics belong together, and their titles."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flowalign.reports.charts import INK, PALETTE, Chart, Line
+from flowalign.reports.records import Lines, Series
+from flowalign.utils.strict_yaml import read_yaml
+
+MAIN = (
+    "kl",
+    "optim/grad_norm",
+    "zero_std_ratio",
+    "clip_frac_high",
+    "timing/step",
+)
+"""Metrics that `flowalign view` shows after rewards and held-out values."""
+
+
+def draw_lines(lines: Lines) -> list[Line]:
+    """Return one line for each series."""
+    return [
+        Line(label, *to_arrays(line), colour=PALETTE[i % len(PALETTE)])
+        for i, (label, line) in enumerate(lines.items())
+    ]
+
+
+def draw_smoothed(lines: Lines) -> list[Line]:
+    """Return every step faintly, and the mean of the latest tenth of the steps."""
+    drawn: list[Line] = []
+    for i, (label, line) in enumerate(lines.items()):
+        steps, values = to_arrays({k: v for k, v in line.items() if math.isfinite(v)})
+        colour = INK if label == "weighted" else PALETTE[i % len(PALETTE)]
+        n = num_smoothed(len(steps))
+        if n > 1:
+            drawn.append(Line(label, steps, values, colour, width=1.0, faint=True))
+            values = np.array([values[max(0, k - n) : k].mean() for k in range(1, len(values) + 1)])
+        drawn.append(Line(label, steps, values, colour))
+    return drawn
+
+
+def draw_band(lines: Lines) -> list[Line]:
+    """Return the mean with a band of one standard deviation."""
+    steps, mean = to_arrays(lines.get("mean") or dict.fromkeys(lines["std"], 0.0))
+    std = np.array([lines.get("std", {}).get(step, math.nan) for step in steps])
+    return [Line("mean ± std", steps, mean, low=mean - std, high=mean + std)]
+
+
+def draw_ordered(lines: Lines) -> list[Line]:
+    """Return lines that have an order, in colours from violet to yellow."""
+    hues = np.linspace(280, 50, len(lines))
+    return [
+        Line(label, *to_arrays(line), colour=f"hsl({hue:.0f} 65% 48%)")
+        for (label, line), hue in zip(lines.items(), hues, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Small chart of a run."""
+
+    title: str
+    unit: str
+    lines: Lines
+    draw: Callable[[Lines], list[Line]] = draw_lines
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class MetricGroup:
+    """Metrics of the training log that share one chart."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    """Metric by label."""
+    draw: Callable[[Lines], list[Line]] = draw_lines
+    from_zero: bool = True
+
+    def select(self, series: Lines) -> Panel:
+        """Return the panel of the metrics that were measured."""
+        lines = {label: series[name] for label, name in self.metrics.items() if name in series}
+        return Panel(self.title, self.unit, lines, self.draw, self.from_zero)
+
+
+PREFERENCE = (
+    MetricGroup(
+        "Preference accuracy",
+        "share",
+        {"training": "implicit_accuracy", "held out": "eval/pairs/implicit_accuracy"},
+        draw_smoothed,
+        from_zero=False,
+    ),
+    MetricGroup(
+        "Error against the reference",
+        "change",
+        {
+            "chosen, training": "drift_chosen",
+            "chosen, held out": "eval/pairs/drift_chosen",
+            "rejected, training": "drift_rejected",
+            "rejected, held out": "eval/pairs/drift_rejected",
+        },
+        draw_smoothed,
+        from_zero=False,
+    ),
+    MetricGroup(
+        "Implicit margin",
+        "margin",
+        {"training": "margin", "held out": "eval/pairs/margin"},
+        draw_smoothed,
+        from_zero=False,
+    ),
+)
+HEALTH = (
+    MetricGroup(
+        "Clipped transitions", "share", {"above": "clip_frac_high", "below": "clip_frac_low"}
+    ),
+    MetricGroup("KL to the reference", "KL", {"kl": "kl"}),
+    MetricGroup("Gradient norm", "norm before clipping", {"norm": "optim/grad_norm"}),
+    MetricGroup("Zero-variance groups", "share of groups", {"share": "zero_std_ratio"}),
+    MetricGroup(
+        "Time of a step",
+        "seconds",
+        {
+            "total": "timing/step",
+            "sampling": "timing/sample",
+            "data": "timing/data",
+            "reward": "timing/reward",
+            "update": "timing/update",
+        },
+    ),
+)
+
+
+def select_panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Panel]:
+    """Return the charts of the page, in reading order; those without data are left out.
+
+    Reward dimensions of weight 0 are watched, not optimised: they tell whether the others are still
+    worth what they seem to be. If no weights are known, all dimensions count as optimised.
+    """
+    weights = dict.fromkeys((n[7:] for n in series), 1.0) if weights is None else weights
+    rewards = {name[7:]: line for name, line in series.items() if name.startswith("reward/")}
+    watched = {dim: line for dim, line in rewards.items() if not weights.get(dim)}
+    optimised = {dim: line for dim, line in rewards.items() if dim not in watched}
+    optimised |= {"weighted": series["reward_mean"]} if "reward_mean" in series else {}
+    panels = [
+        Panel("Training reward", "mean of a step", optimised, draw_smoothed),
+        Panel("Training reward, only watched", "mean of a step", watched, draw_smoothed),
+        Panel("Held out: optimised and watched", "change", _held_out_changes(series, weights)),
+        *_held_out_panels(series),
+        *(group.select(series) for group in PREFERENCE),
+        *_step_panels(series),
+        _ratio_panel(series),
+        *(group.select(series) for group in HEALTH),
+    ]
+    return [panel for panel in panels if panel.lines]
+
+
+def title_of(metric: str) -> str:
+    """Return the title of one metric."""
+    if metric == "reward_mean":
+        return "Training reward"
+    if metric.startswith("eval/"):
+        return f"Held-out {metric[5:]}"
+    for group in (*PREFERENCE, *HEALTH):
+        for label, name in group.metrics.items():
+            if name == metric:
+                return group.title if label in _UNNAMED else f"{group.title}, {label}"
+    return metric
+
+
+_UNNAMED = ("training", "kl", "norm", "share", "total")
+"""Labels that a title does without."""
+
+
+def read_weights(config: Path) -> dict[str, float] | None:
+    """Read the weights of the reward dimensions from a run file."""
+    content = read_yaml(config) if config.exists() else None
+    weights = content.get("reward_weights") if isinstance(content, dict) else None
+    return weights and {dim: weight for dim, weight in weights.items() if weight is not None}
+
+
+def _held_out_changes(series: Lines, weights: Mapping[str, float]) -> Lines:
+    """Return held-out changes since the first evaluation: the weighted sum, each watched dimension.
+
+    The result is empty if nothing is watched.
+    """
+    known = {name[5:]: line for name, line in series.items() if name.startswith("eval/")}
+    dims = [d for d in known if "/" not in d and f"reward/{d}" in series]
+    watched = [d for d in dims if not weights.get(d)]
+    if not watched or len(watched) == len(dims):
+        return {}
+    steps = sorted(set.intersection(*(set(known[d]) for d in dims)))
+
+    def change(parts: Mapping[str, float]) -> Series:
+        total = {k: sum(w * known[d][k] for d, w in parts.items()) for k in steps}
+        return {k: value - total[steps[0]] for k, value in total.items()}
+
+    optimised = {d: weights[d] for d in dims if d not in watched}
+    return {"optimised": change(optimised)} | {d: change({d: 1.0}) for d in watched}
+
+
+def _held_out_panels(series: Lines) -> list[Panel]:
+    dims: dict[str, Lines] = {}
+    for name, line in series.items():
+        if name.startswith("eval/") and not name.startswith("eval/pairs/"):
+            split, _, dim = name[5:].rpartition("/")
+            dims.setdefault(dim, {})[split or "all"] = line
+    return [Panel(f"Held-out {dim}", "score", lines) for dim, lines in dims.items()]
+
+
+def _ratio_panel(series: Lines) -> Panel:
+    lines = {
+        label: series[f"ratio_{label}"] for label in ("mean", "std") if f"ratio_{label}" in series
+    }
+    if "mean" in lines:
+        lines["mean"] = {step: value - 1 for step, value in lines["mean"].items()}
+    return Panel("Ratio of new to old policy", "ratio - 1", lines, draw_band)
+
+
+def _step_panels(series: Lines) -> list[Panel]:
+    panels = []
+    for what, unit in (("weight", "mean 1"), ("signal", "squared mean"), ("noise", "mean square")):
+        names = [name for name in series if name.startswith(f"step_{what}/")]
+        steps = sorted(int(name.rpartition("/")[2]) for name in names)
+        lines = {f"step {k}": series[f"step_{what}/{k}"] for k in steps}
+        title = f"{what.capitalize()} of denoising steps"
+        panels.append(Panel(title, unit, lines, draw_ordered, from_zero=True))
+    return panels
+
+
+def is_constant(panel: Panel) -> bool:
+    """Return whether every line of a panel has at most two points, or one value all along."""
+    finite = [[v for v in line.values() if math.isfinite(v)] for line in panel.lines.values()]
+    return all(len(values) <= 2 or min(values) == max(values) for values in finite)
+
+
+def describe(panel: Panel) -> str:
+    """Return in words what a panel with few values would draw."""
+    texts: dict[str, list[str]] = {}
+    for label, line in panel.lines.items():
+        points = [(step, value) for step, value in sorted(line.items()) if math.isfinite(value)]
+        if points:
+            name = f"{label} " if len(panel.lines) > 1 else ""
+            when = _describe_steps([k for k, _ in points])
+            texts.setdefault(when, []).append(name + _describe_values(points))
+    return "; ".join(f"{', '.join(lines)} ({when})" for when, lines in texts.items())
+
+
+def _describe_values(points: Sequence[tuple[int, float]]) -> str:
+    first, last = points[0][1], points[-1][1]
+    return f"{first:.3g}" if first == last else f"{first:.3g} \u2192 {last:.3g}"
+
+
+def _describe_steps(steps: Sequence[int]) -> str:
+    if len(steps) > 2:
+        return f"all {len(steps)} steps"
+    return f"step{'s' * (len(steps) > 1)} {' and '.join(map(str, steps))}"
+
+
+def chart(panel: Panel) -> Chart:
+    """Return the chart of a panel."""
+    lines = panel.draw(panel.lines)
+    return Chart(panel.title, "step", panel.unit, lines, from_zero=panel.from_zero)
+
+
+def to_arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps in order and their values."""
+    steps = sorted(line)
+    return np.array(steps), np.array([line[step] for step in steps], dtype=float)
+
+
+def num_smoothed(num_steps: int) -> int:
+    """Return over how many steps a training reward is averaged when it is drawn."""
+    return max(1, num_steps // 10)

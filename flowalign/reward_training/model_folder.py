@@ -1,0 +1,212 @@
+"""Saves the state to resume a training from, and the folder that holds the trained reward.
+
+model/
+    model.safetensors   rater.* (head, statistics, units) and backbone.* (adapters, if any)
+    config.json         how to build it again, what it was trained on, how good it is
+    README.md           the same for people
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowalign.reward_training.agreement import (
+    fit_temperature,
+    fit_tie_threshold,
+    fit_units,
+    measure_agreement,
+)
+from flowalign.reward_training.card import render_card
+from flowalign.reward_training.labels import PARTS
+from flowalign.reward_training.training import RewardTrainer
+from flowalign.utils.files import atomic_write, write_json
+
+FORMAT = "flowalign trained reward 1"
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """Describes a trained reward, for its folder: everything but what was learned."""
+
+    name: str
+    licence: str
+    modality: str
+    backbone: Mapping[str, Any]
+    """Class path and arguments, as in a run file."""
+    head: Mapping[str, Any]
+    """Class path and arguments, as in a run file."""
+    data: Mapping[str, Any]
+    """Sources of the preferences, their fingerprint, and numbers of records."""
+    noise: Mapping[str, Any] | None = None
+    """Noise levels of a reward of noisy latents, and the blocks that it reads; None: no noise."""
+
+
+def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
+    """Write everything that the rest of the training depends on, atomically."""
+    tensors = {f"now.{n}": p for n, p in trainer.trained().items()}
+    tensors |= {f"best.{n}": t for n, t in trainer.best.items()}
+    for name, parameter in trainer.trained().items():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}:{key}"] = value
+    counters = {
+        "update": trainer.update,
+        "epoch": trainer.epoch,
+        "best_epoch": trainer.best_epoch,
+        "best_loss": trainer.best_loss,
+        "skipped_in_a_row": trainer.skipped_in_a_row,
+        "data": data,
+        "backbone": trainer.backbone.fingerprint,
+    }
+    _write(path, tensors, {"counters": json.dumps(counters)})
+
+
+def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
+    """Restore a trainer to the state in which `save_state` was called.
+
+    Raises:
+        ValueError: The file is damaged, or is of other data, another backbone or another head.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            counters = json.loads((file.metadata() or {})["counters"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    here = {"data": data, "backbone": trainer.backbone.fingerprint}
+    if changed := [key for key, value in here.items() if counters[key] != value]:
+        raise ValueError(f"{path} was trained on other {' and '.join(changed)}; use --overwrite")
+    trained = trainer.trained()
+    shapes = {n.removeprefix("now."): t.shape for n, t in tensors.items() if n.startswith("now.")}
+    if shapes != {n: p.shape for n, p in trained.items()}:
+        raise ValueError(f"{path} is of another head or adapter; use --overwrite")
+    _restore_tensors(trainer, tensors)
+    for key in ("update", "epoch", "best_epoch", "best_loss", "skipped_in_a_row"):
+        setattr(trainer, key, counters[key])
+
+
+@torch.no_grad()
+def _restore_tensors(trainer: RewardTrainer, tensors: Mapping[str, Tensor]) -> None:
+    moments: dict[int, dict[str, Tensor]] = {}
+    order = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    place = {id(p): i for i, p in enumerate(order)}
+    for name, parameter in trainer.trained().items():
+        parameter.copy_(tensors[f"now.{name}"])
+        prefix = f"optimizer.{name}:"
+        found = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        if found:
+            moments[place[id(parameter)]] = found
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
+    trainer.best = {name: t.to(trainer.device) for name, t in best.items()}
+
+
+def finish(folder: Path, trainer: RewardTrainer, about: RunDescription) -> dict[str, Any]:
+    """Take the best weights, calibrate on the held-out records, and write the folder.
+
+    Returns the content of its config.json.
+    """
+    trainer.use_best()
+    temperatures = _calibrate(trainer)
+    config = {
+        "format": FORMAT,
+        "name": about.name,
+        "dims": list(trainer.dimensions),
+        "modality": about.modality,
+        "licence": about.licence,
+        "needs_prompt": trainer.backbone.reads_prompts,
+        "needs_references": trainer.backbone.reads_references,
+        "backbone": dict(about.backbone),
+        "backbone_fingerprint": trainer.backbone.fingerprint,
+        "head": dict(about.head),
+        **({"noise": dict(about.noise)} if about.noise else {}),
+        "data": dict(about.data),
+        "labels": {n: d.labels for n, d in trainer.dimensions.items()},
+        "losses": {n: type(d.loss).__name__ for n, d in trainer.dimensions.items()},
+        "uncertain": [n for n, d in trainer.dimensions.items() if d.loss.needs_variance],
+        "learned": {n: dict(d.loss.learned_values()) for n, d in trainer.dimensions.items()},
+        "temperatures": temperatures,
+        "best_epoch": trainer.best_epoch,
+        "figures": _measure_parts(trainer),
+    }
+    new = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    tensors = {f"rater.{n}": t for n, t in trainer.rater.state_dict().items()}
+    adapters = trainer.trained().items()
+    tensors |= {n: p for n, p in adapters if n.startswith("backbone.")}
+    _write(new / "model.safetensors", tensors, {"format": FORMAT})
+    write_json(new / "config.json", config)
+    (new / "README.md").write_text(render_card(config))
+    _swap(new, folder)
+    return config
+
+
+def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
+    """Set the units of every dimension; returns its temperature, None if it has none."""
+    preferences, rater = trainer.preferences, trainer.rater
+    held = preferences.rows("held_out")
+    score = trainer.scores(held).score
+    found: dict[str, float | None] = {}
+    for d, (name, dimension) in enumerate(trainer.dimensions.items()):
+        labels = preferences.labels[held, :, d]
+        found[name] = None
+        if dimension.loss.compares:
+            found[name] = fit_temperature(score[..., d], labels, dimension.labels)
+            rater.factor[d] = 1 / (found[name] or 1.0)
+    train = preferences.rows("train")
+    in_units, _ = rater.in_units(trainer.scores(train).to(trainer.device), z_score=False)
+    mean, std = fit_units(in_units.cpu(), preferences.labels[train])
+    rater.mean.copy_(mean)
+    rater.std.copy_(std)
+    return found
+
+
+def _measure_parts(trainer: RewardTrainer) -> dict[str, dict[str, dict[str, float]]]:
+    """Compute figures per part and dimension in calibrated units; held-out records set the ties."""
+    preferences, found = trainer.preferences, {}
+    score = {}
+    for part in PARTS:
+        ratings = trainer.scores(preferences.rows(part)) if len(preferences.rows(part)) else None
+        if ratings is not None:
+            values, _ = trainer.rater.in_units(ratings.to(trainer.device), z_score=False)
+            score[part] = values.cpu()
+    for part, values in score.items():
+        found[part] = {}
+        for d, (name, dimension) in enumerate(trainer.dimensions.items()):
+            kind = dimension.labels
+            held = preferences.labels[preferences.rows("held_out"), :, d]
+            threshold = fit_tie_threshold(score["held_out"][..., d], held, kind)
+            labels = preferences.labels[preferences.rows(part), :, d]
+            known = -1.0 if math.isnan(threshold) else threshold
+            found[part][name] = dict(measure_agreement(values[..., d], labels, kind, known))
+    return found
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    whole = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+    try:
+        with atomic_write(path) as partial:
+            save_file(whole, partial, metadata)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Rename a folder; an earlier one of that name is only deleted afterwards."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)

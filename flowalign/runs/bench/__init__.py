@@ -1,0 +1,1 @@
+"""Time the stages of a step, and the values of its states."""

@@ -1,0 +1,87 @@
+"""Time a step by stage, against its floor: the same network evaluations back to back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from flowalign.runs.bench.floor import Floor
+from flowalign.runs.config import Run
+from flowalign.runs.session.session import Session, start
+from flowalign.utils.stages import Stages
+
+_GIB = 2**30
+
+
+def measure(run: Run, repeats: int) -> dict[str, float]:
+    """Return median seconds of the stages of a step and of the floor, and their quotient.
+
+    A first step is not measured. The stages are sample, decode, reward (what is waited for) and
+    update, which is all the rest but the checks of the first steps. On a machine that others use,
+    compare `cpu_seconds`, which are of this process alone. With a GPU there are the most GiB that
+    each stage took, too. `check/` are measurements of the first step, such as how far the ratio
+    was off 1.
+
+    Raises:
+        ValueError: The run cannot be started.
+    """
+    with start_temporarily(run) as session:
+        return _measure_steps(session, repeats)
+
+
+@contextmanager
+def start_temporarily(run: Run) -> Iterator[Session]:
+    """Start a run in a directory that is removed afterwards.
+
+    Raises:
+        ValueError: The run cannot be started.
+    """
+    with TemporaryDirectory(prefix="flowalign-bench-") as folder:
+        at = replace(run, output_dir=str(Path(folder) / "run"))
+        session = start(at, "", lambda _: None)
+        try:
+            yield session
+        finally:
+            assert session.claim is not None, "a single process"
+            session.claim.release()
+
+
+def _measure_steps(session: Session, repeats: int) -> dict[str, float]:
+    """Make steps of a started run, and each time its evaluations alone."""
+    floor, costs, rows = Floor(session.learner), session.costs, list[dict[str, float]]()
+    steps = session.loop.run(range(1 + repeats))
+    checks = {name: v for name, v in next(steps).items() if name.startswith("check/")}
+    for _ in range(repeats):
+        floor.clear()
+        with Stages("update") as stages:
+            next(steps)
+        before = costs.network_evaluations
+        with Stages("floor") as bare:
+            floor.run()
+        evaluations = costs.network_evaluations - before
+        rows.append(_build_row(stages, bare) | {"network_evaluations": float(evaluations)})
+    session.learner.optimizer.zero_grad(set_to_none=True)
+    result = {name: median(row.get(name, 0.0) for row in rows) for name in rows[-1]}
+    examples = session.run.recipe.examples_per_step
+    return checks | result | {"images_per_second": examples / result["seconds/step"]}
+
+
+def _build_row(stages: Stages, bare: Stages) -> dict[str, float]:
+    """Return the figures of one step."""
+    seconds = {n: value for n, value in stages.seconds.items() if n != "check"} | bare.seconds
+    step = sum(seconds.values()) - seconds["floor"]
+    own = step - sum(seconds.get(name, 0.0) for name in ("decode", "reward"))
+    used = {n: s for n, s in stages.processor_seconds.items() if n != "check"}
+    peaks = {f"gib/{n}": size / _GIB for n, size in (stages.peaks | bare.peaks).items()}
+    peaks.pop("gib/check", None)
+    return {
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+        "seconds/step": step,
+        "cpu_seconds/step": sum(used.values()),
+        "cpu_seconds/floor": bare.processor_seconds["floor"],
+        "overhead": step / seconds["floor"],
+        "overhead_without_reward": own / seconds["floor"],
+        **peaks,
+    }

@@ -1,0 +1,59 @@
+"""Turn run files and command line into a typed `Run`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flowalign.runs.config.compose import compose, find_origin
+from flowalign.runs.config.run import Run
+from flowalign.utils.typed_settings import build, join_values
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """Holds a run, its resolved settings, and where each of them came from."""
+
+    run: Run
+    """Run with all components built."""
+    text: str
+    """Complete settings as YAML; a run directory keeps them, and loading them gives them again."""
+    origins: Mapping[str, str]
+    """File, or "command line", that set a dotted key; keys that are absent have defaults."""
+
+    def annotate(self) -> str:
+        """Return the settings as YAML, each with the file that set it as a comment."""
+        lines, above = self.text.splitlines(), []
+        shown = []
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+            if found := _SETTING.match(line):
+                above = [*above[: len(found[1]) // 2], found[2]]
+                if found[3] or after.lstrip().startswith("- "):
+                    line = f"{line}  # {find_origin(self.origins, '.'.join(above)) or 'default'}"
+            shown.append(line)
+        return "\n".join(shown) + "\n"
+
+
+_SETTING = re.compile(r"( *)([\w-]+):( .*)?$")
+
+
+def load(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Run, str]:
+    """Load one or several run files with overrides such as `--recipe.sampling.eta 0.5`.
+
+    Returns the run and its complete settings as YAML.
+
+    Raises:
+        ConfigError: Its message has at most five lines; it names the key or value and the allowed.
+    """
+    loaded = load_with_origins(configs, overrides)
+    return loaded.run, loaded.text
+
+
+def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> LoadedRun:
+    """Load a run with the origin of every setting. See `load`."""
+    names = [configs] if isinstance(configs, str) else list(configs)
+    composed, options = compose(names), join_values(overrides)
+    keys = [option.lstrip("-").partition("=")[0] for option in options if option.startswith("-")]
+    origins = {**composed.origins, **dict.fromkeys(keys, "command line")}
+    shown = " ".join(names)
+    run, text = build(Run, composed.values, lambda key: find_origin(origins, key) or shown, options)
+    return LoadedRun(run, text, origins)

@@ -1,0 +1,1 @@
+"""Export what a run trained."""

@@ -1,0 +1,121 @@
+"""Exports what a run trained: finds its weights, checks them, writes them and their model card."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowalign.distributed.processes import join
+from flowalign.runs.config import Run, load
+from flowalign.runs.export.model_card import model_card
+from flowalign.training import checkpoint
+from flowalign.types import ExportDtype, ExportTarget
+from flowalign.utils.files import atomic_write
+
+_GRIDS = "*.png"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Locates trained weights and what is known of their run."""
+
+    weights: Path
+    """Folder that `Policy.save_weights` wrote."""
+    config: Path
+    """Complete settings of the run."""
+    run_folder: Path | None
+    """Run directory; None for a checkpoint that was copied alone."""
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """Return what the run measured; empty while it goes."""
+        file = self.run_folder and self.run_folder / "summary.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
+
+    @property
+    def grid(self) -> Path | None:
+        """Return the newest grid of samples."""
+        found = sorted((self.run_folder / "samples").glob(_GRIDS)) if self.run_folder else []
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class Form:
+    """Says in which form weights are exported."""
+
+    target: ExportTarget
+    dtype: ExportDtype
+    out: Path
+    """New folder."""
+    license: str | None = None
+    """Licence of the weights, for the model card."""
+
+
+def find_trained(source: Path, averaged: bool) -> Trained:
+    """Find the weights of a run directory, of a checkpoint, or of one folder of a checkpoint.
+
+    With `averaged` those of a checkpoint are its averaged weights, where it has them.
+
+    Raises:
+        ValueError: There are none.
+    """
+    folder = checkpoint.latest(source / "checkpoints") or source
+    home = folder if (folder / "config.yaml").is_file() else folder.parent
+    if not (home / "config.yaml").is_file() or not (home / "state").is_dir():
+        raise ValueError(
+            f"{source} is neither the directory of a run nor one of its checkpoints: "
+            "no checkpoints/ and no config.yaml"
+        )
+    if folder == home:
+        checkpoint.check_complete(home)
+        folder = home / "ema" if averaged and (home / "ema").is_dir() else home
+    run_folder = home.parent.parent if home.parent.name == "checkpoints" else None
+    return Trained(folder, home / "config.yaml", run_folder)
+
+
+def prepare(trained: Trained, form: Form, base: str | None) -> Run:
+    """Return the run whose weights are exported, once all is checked that needs no weights.
+
+    Raises:
+        ValueError: The folder exists, the policy exports nothing, or the weights do not fit.
+        ConfigError: The settings of the run cannot be read any more.
+    """
+    if form.out.exists():
+        raise ValueError(f"{form.out} exists and is not overwritten; name another folder by --out")
+    overrides = [f"--quantization.{part}=none" for part in ("denoiser", "text_encoders")]
+    overrides.append("--offload=none")
+    overrides += [] if base is None else ["--policy.path", base]
+    run, _ = load(str(trained.config), overrides)
+    if run.policy.network is None:
+        raise ValueError(f"{type(run.policy).__name__} writes no other form than checkpoints")
+    run.policy.plan()
+    run.policy.network.check_export(str(trained.weights), form.target)
+    return run
+
+
+def export(run: Run, trained: Trained, form: Form) -> float | None:
+    """Write weights, model card, settings and grid to a new folder that is complete or absent.
+
+    Returns the largest difference of what the target's loader reads back; None without a loader.
+    """
+    policy = run.policy
+    assert policy.network, "a policy that exports nothing was refused"
+    policy.load(join(run.device).device)
+    policy.load_weights(str(trained.weights))
+    form.out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(form.out) as partial:
+        partial.mkdir(parents=True)
+        difference = policy.network.export(policy, str(partial), form.target, form.dtype)
+        if difference is not None and not difference < float("inf"):
+            raise ValueError(f"what was exported and read back is off by {difference}")
+        grid = trained.grid
+        if grid:
+            shutil.copyfile(grid, partial / "samples.png")
+        shutil.copyfile(trained.config, partial / "flowalign.yaml")
+        card = model_card(
+            run, trained.config, trained.summary, form.target, form.license, bool(grid)
+        )
+        (partial / "README.md").write_text(card, encoding="utf-8")
+    return difference

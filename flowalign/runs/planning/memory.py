@@ -1,0 +1,196 @@
+"""Estimate the memory of a run, part by part, with the settings that lower each part."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowalign.runs.config import Run
+from flowalign.training.optimizers import MOMENT_BYTES
+from flowalign.training.recipe import MemoryPart
+from flowalign.types import ModelPlan, Sharding
+
+_LARGE = 10**9
+"""Bytes from which on a part is worth a hint, if it is also a tenth of the whole."""
+_TURNS = ("encoding", "sampling", "updating", "verifying")
+"""Stages that take memory one after another."""
+
+
+def peak(parts: Sequence[MemoryPart]) -> int:
+    """Return the bytes on the device at once: what is always there, and the largest other stage."""
+    always, *turns = (
+        sum(part.num_bytes for part in parts if part.stage == stage)
+        for stage in ("always", *_TURNS)
+    )
+    return always + max(turns)
+
+
+def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
+    """Return rows of the plan table: the whole, whether it fits, and what would lower large parts.
+
+    `available` are the bytes of the device, None where there is none or it is main memory.
+    """
+    whole, main = peak(parts), [part for part in parts if part.stage == "main"]
+    table = {
+        "memory, about": f"{size(whole)} per process, without reward models: "
+        + _list_parts([part for part in parts if part.stage != "main"])
+    }
+    if total := sum(part.num_bytes for part in main):
+        table["main memory, about"] = f"{size(total)} per process: {_list_parts(main)}"
+    if available is not None:
+        verdict = "enough" if whole <= available else f"too little by {size(whole - available)}"
+        table["memory of the device"] = f"{size(available)}, {verdict}"
+    return table | {
+        f"to lower {part.name}": "; ".join(
+            f"{setting} saves {size(saved)}" for setting, saved in part.savings.items() if saved > 0
+        )
+        for part in parts
+        if part.num_bytes >= max(_LARGE, whole / 10) and any(part.savings.values())
+    }
+
+
+def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> list[MemoryPart]:
+    """Return the memory of denoiser, optimizer, copies of trained weights, and frozen encoders.
+
+    It includes the denoiser that is read once more, whole, to verify what was saved.
+    """
+    whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
+    weights = round(model.parameters * (4 if whole else model.bytes_per_parameter))
+    trained = model.trainable * 4
+    if whole and _is_shared(run, world):
+        trained = -(-trained // (run.sharding.shard_degree or world))
+    recast = _savings(model, "recast weights", 1)
+    verified = weights // model.networks if run.offload == "none" else 0
+    return [
+        *_weights(run, model, weights, world),
+        MemoryPart("recast weights", model.recast_bytes, "updating", recast),
+        *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
+        MemoryPart("copies", trained * (whole + weight_copies)),
+        *_encoders(run, model),
+        MemoryPart("saved weights", verified, "verifying"),
+    ]
+
+
+def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
+    """Return the weights that a process always holds, and those that it gathers from others."""
+    gathered = round(model.gathered_parameters * (weights / model.parameters))
+    if run.offload != "none":
+        frozen = weights - round(model.trainable * model.bytes_per_parameter)
+        return [
+            MemoryPart("layers at work", gathered),
+            MemoryPart("offloaded weights", frozen, "main"),
+        ]
+    shared = -(-weights // (run.sharding.shard_degree or world))
+    if _is_shared(run, world):
+        return [MemoryPart("weights", shared), MemoryPart("gathered block", gathered)]
+    savings = _savings(model, "weights", 1)
+    if _can_load_with(run, offload="layers"):
+        savings["offload: layers"] = weights - gathered
+    if world > 1 and _can_load_with(run, sharding=Sharding(weights="blocks")):
+        savings["sharding.weights: blocks"] = weights - shared - gathered
+    return [MemoryPart("weights", weights, savings=savings)]
+
+
+def _encoders(run: Run, model: ModelPlan) -> list[MemoryPart]:
+    """Return the memory of text encoders, which a prompt cache frees once it is filled."""
+    there = model.encoder_bytes if model.encoder_bytes != model.offloaded_bytes else 0
+    if run.prompt_cache is not None:
+        return [
+            MemoryPart("text encoders and VAE", model.text_bytes - there),
+            MemoryPart("text encoders", model.encoder_bytes, "encoding"),
+        ]
+    savings = _savings(model, "text encoders", 1)
+    if there and run.policy.text_encoder:
+        savings |= {"prompt_cache: FOLDER": there}
+    return [
+        MemoryPart("text encoders and VAE", model.text_bytes, savings=savings),
+        MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
+        MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
+    ]
+
+
+def _optimizer(run: Run, trained: int, others: int) -> list[MemoryPart]:
+    """Return what an update of `trained` bytes takes: `others`, and the moments of AdamW."""
+    kind = run.optimizer.kind
+    moments = {one: round(trained / 4 * each) for one, each in MOMENT_BYTES.items()}
+    shared = run.sharding.weights != "replicated"
+    savings = {
+        f"optimizer.kind: {one}": moments[kind] - size
+        for one, size in moments.items()
+        if size < moments[kind] and not shared
+    }
+    found = [MemoryPart("optimizer", others + moments[kind], savings=savings)]
+    if kind == "adamw_offloaded":
+        found.append(MemoryPart("moments", moments["adamw"], "main"))
+    return found
+
+
+def _is_shared(run: Run, world: int) -> bool:
+    return world > 1 and run.sharding.weights == "blocks"
+
+
+def _can_load_with(run: Run, **settings: Any) -> bool:
+    """Return whether the policy could be loaded with other settings of its setup."""
+    try:
+        run.policy.check_setup(replace(run.setup, **settings))
+    except ValueError:
+        return False
+    return True
+
+
+def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPart:
+    """Return the memory of decoding the largest micro-batch that is decoded at once."""
+    sizes = {"evaluation.micro_batch": run.evaluation.micro_batch} if run.evaluation else {}
+    sizes |= batches
+    largest = max(sizes.values(), default=0)
+    batch = largest if model.decodes_together else min(largest, 1)
+    savings = _savings(model, "decoding", batch)
+    if batch > 1:
+        lower = ", ".join(f"{setting}: 1" for setting, count in sizes.items() if count > 1)
+        savings[lower] = (batch - 1) * model.decode_bytes
+    return MemoryPart("decoding", batch * model.decode_bytes, "sampling", savings)
+
+
+def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPart:
+    """Return what one micro-batch of the update keeps for its backward pass.
+
+    Processes that divide the tokens keep a part of it each: a layer is computed for a process's
+    tokens, attention for its heads.
+    """
+    micro_batch, each = run.recipe.micro_batch, evaluations_per_example
+    one = model.activation_bytes // run.sharding.context_degree
+    savings = _savings(model, "activations", micro_batch * each)
+    savings["recipe.micro_batch: 1"] = (micro_batch - 1) * each * one
+    return MemoryPart("activations", micro_batch * each * one, "updating", savings)
+
+
+def available(device: str) -> int | None:
+    """Return the bytes of the GPU that a run with this `device` uses; None where it uses none."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def size(num_bytes: int | float) -> str:
+    """Format a number of bytes for people: 3.5 GB."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
+
+
+def _list_parts(parts: Sequence[MemoryPart]) -> str:
+    """List every part that takes memory, with the stage of those that take turns."""
+    words = {turn: f" while {turn}" for turn in _TURNS}
+    return ", ".join(
+        f"{part.name} {size(part.num_bytes)}{words.get(part.stage, '')}"
+        for part in parts
+        if part.num_bytes
+    )
+
+
+def _savings(model: ModelPlan, part: str, times: int) -> dict[str, int]:
+    """Return the settings that lower a part which is counted `times` times, and the bytes saved."""
+    return {s.setting: times * s.saved_bytes for s in model.savings if s.part == part}

@@ -1,0 +1,50 @@
+"""Plan a run: what it will do and cost, worked out before any weight is read."""
+
+from flowalign.runs.config import Run
+from flowalign.runs.planning import fits, memory
+from flowalign.runs.policy_setup import check_world
+from flowalign.training.optimizers import check_kind
+from flowalign.training.recipe import MemoryPart, RecipePlan
+from flowalign.types import ModelPlan, describe_conditioning
+
+
+def plan(run: Run, world: int = 1) -> dict[str, str]:
+    """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
+    check_world(run.sharding, world)
+    world = run.sharding.groups(world)
+    model = run.policy.plan()
+    divided = run.sharding.weights != "replicated" and model.trainable == model.parameters
+    check_kind(run.optimizer.kind, divided)
+    if run.evaluation and len(run.evaluation.items()) < world:
+        raise ValueError(
+            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
+        )
+    step = run.recipe.plan(run.context(run.build_rewards()), model, world)
+    parts = _parts(run, model, step, world)
+    updates = run.recipe.updates
+    asked = describe_conditioning(run.conditioning)
+    return {
+        **({"sampling asks": asked} if asked else {}),
+        **step.rows,
+        "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
+        "denoiser parameters": f"{model.parameters:,}",
+        "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
+        **memory.rows(parts, memory.available(run.device)),
+        **fits.rows(parts, model.text_bytes > 0),
+    }
+
+
+def memory_parts(run: Run, world: int = 1) -> list[MemoryPart]:
+    """Return the parts of the memory that a run takes on each of `world` processes."""
+    model, world = run.policy.plan(), run.sharding.groups(world)
+    step = run.recipe.plan(run.context(run.build_rewards()), model, world)
+    return _parts(run, model, step, world)
+
+
+def _parts(run: Run, model: ModelPlan, step: RecipePlan, world: int) -> list[MemoryPart]:
+    return [
+        *memory.network(run, model, step.weight_copies, world),
+        *step.parts,
+        memory.decoding(run, model, step.decode_batches),
+        memory.update(run, model, step.evaluations_per_example),
+    ]

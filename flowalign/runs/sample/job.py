@@ -1,0 +1,285 @@
+"""Sample a run file's model to a grid, or to a folder that can be scored.
+
+A folder holds `metadata.jsonl` and, for each prompt and copy, a PNG file or, from a video model, an
+MP4 file, whose noise is a function of the seed and of both numbers. Files are written atomically:
+after a kill the same request continues, and makes the same files.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from flowalign.data.media.encode import CLIPS, write_clip
+from flowalign.data.media.image_grid import PICTURE_FILES, fit_into, write_grid, write_picture
+from flowalign.data.readers.fields import REQUEST_MASK
+from flowalign.distributed.processes import join
+from flowalign.runs.config import Run
+from flowalign.runs.sample.steering import Steering
+from flowalign.sampling.inference import generate
+from flowalign.types import Request
+from flowalign.utils.console import Progress
+from flowalign.utils.files import write_text
+from flowalign.utils.manifest import agree
+from flowalign.utils.seeds import generator
+
+MANIFEST, LISTING = "sample.json", "metadata.jsonl"
+DECODED_AT_ONCE = 16
+"""Pictures that are decoded in one call; clips are decoded one by one."""
+
+
+@dataclass(frozen=True)
+class SamplingJob:
+    """Holds the run file, the requests and the settings of what is sampled."""
+
+    run: Run
+    """Run file whose model is sampled."""
+    settings: Mapping[str, Any]
+    """Settings that decide every picture or clip, for the manifest."""
+    requests: Sequence[Request]
+    """Requests that are sampled."""
+    count: int
+    """Pictures or clips per request."""
+    num_steps: int
+    """Denoising steps."""
+    seed: int
+    """Seed of the initial noises."""
+    weights: str | None
+    """Folder with trained weights; null: the policy's own."""
+    out: Path
+    """File of a grid, or folder."""
+    micro_batch: int
+    """Pictures or clips per network call."""
+    steering: Steering | None = None
+    """How latents are optimised or searched for in place of being sampled; null: they are
+    sampled."""
+
+    def load(self) -> None:
+        """Load the weights of the model."""
+        if self.run.threads:
+            torch.set_num_threads(self.run.threads)
+        self.run.load_policy(join(self.run.device))
+        if self.weights:
+            self.run.policy.load_weights(self.weights)
+        if self.steering:
+            self.steering.load(self.run.policy)
+
+    @property
+    def fps(self) -> float | None:
+        """Return the frames per second of the clips; None for pictures."""
+        return self.run.policy.fps
+
+    def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
+        """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
+        policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
+        if not self.steering:
+            guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
+            given = requests, steps, generators, size, guidance, self.run.conditioning
+            return self.decoded(generate(policy, *given))
+        if self.run.conditioning:
+            requests = [self.run.conditioning.for_inference(request) for request in requests]
+        latents = self.steering.sample(policy, self.decoded, requests, steps, generators, size)
+        return self.decoded(latents)
+
+    @property
+    def planned(self) -> str:
+        """Return what all media will cost, or an empty text if that is not planned."""
+        count = len(self.requests) * self.count
+        return self.steering.plan(self.run.policy, self.num_steps, count) if self.steering else ""
+
+    def spent(self, count: int) -> str:
+        """Return what `count` media have cost, behind a semicolon; empty if it was not planned."""
+        if not self.steering or not count:
+            return ""
+        return self.steering.check_spent(self.run.policy, self.num_steps, count)
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """Decode latents to media on the CPU."""
+        at_once = 1 if self.fps else DECODED_AT_ONCE
+        return torch.cat([self.run.policy.decode(x).cpu() for x in latents.split(at_once)])
+
+
+def hash_weights(folder: Path) -> str:
+    """Hash the files of trained weights, without `state`, which does not change what is sampled.
+
+    Raises:
+        ValueError: The folder does not exist.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
+    found = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder)
+        if name.parts[0] != "state":
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            found.update(json.dumps([name.as_posix(), content]).encode())
+    return found.hexdigest()[:16]
+
+
+def usual_sampler(run: Run) -> tuple[int, int]:
+    """Return denoising steps and batch size of a run's evaluation, else of its training.
+
+    The number of steps is 0 if neither samples.
+    """
+    cfg = run.evaluation
+    if cfg:
+        return cfg.num_steps, cfg.micro_batch
+    return run.recipe.sampler or (0, DECODED_AT_ONCE)
+
+
+def is_file_name(out: str, clips: bool) -> bool:
+    """Return whether a name is that of a file to show pictures or clips in, and not of a folder.
+
+    Raises:
+        ValueError: It is that of a file that pictures or clips are not written to.
+    """
+    path = Path(out)
+    if out.endswith("/") or path.is_dir():
+        return False
+    if path.exists() and not path.suffix:
+        raise ValueError(f"--out {out} is a file; pictures and clips go to a folder")
+    if not path.suffix[1:2].isalpha():  # "samples" and "sd3.5" are folders
+        return False
+    known = tuple(dict.fromkeys((*PICTURE_FILES, *CLIPS))) if clips else PICTURE_FILES
+    if path.suffix.lower() not in known:
+        raise ValueError(
+            f"--out {out}: the model makes {'clips' if clips else 'pictures'}, of which a file is "
+            f"{', '.join(known)};\na folder whose name has a dot is written {out}/"
+        )
+    return True
+
+
+def write_as_grid(job: SamplingJob) -> str:
+    """Write one picture with a row per prompt; of clips a moving one, or a film strip of each.
+
+    A row of pictures begins with the source of an edit. A single picture is written as it is,
+    without a frame.
+    """
+    job.load()
+    requests = [request for request in job.requests for _ in range(job.count)]
+    seeds = [generator(job.seed, "sample", i) for i in range(len(requests))]
+    media = job.media(requests, seeds)
+    if len(media) == 1 and not job.fps:
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(job.out, media[0, 0])
+        return f"1 picture: {job.out}{job.spent(1)}"
+    if job.fps or not all(request.references for request in job.requests):
+        what = write_grid(job.out, media, job.count, job.fps)
+        return f"{what}: {job.out}{job.spent(len(requests))}"
+    write_grid(job.out, _add_sources(job, media), job.count + 1, None)
+    beside = f"{len(media)} pictures beside their {len(job.requests)} sources: {job.out}"
+    return f"{beside}{job.spent(len(requests))}"
+
+
+def _add_sources(job: SamplingJob, media: Tensor) -> Tensor:
+    """Return media [n, 1, 3, H, W] with the source of each request before its own."""
+    sources = [r.references[0].read()[0] for r in job.requests]
+    size = media.shape[-2], media.shape[-1]
+    shown = torch.stack([fit_into(source, *size) for source in sources])[:, None, None]
+    return torch.cat([shown, media.unflatten(0, (-1, job.count))], 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Medium:
+    """Names one file of a folder."""
+
+    request: Request
+    """Request that the medium answers."""
+    number: int
+    """Index of the request, from 0."""
+    copy: int
+    """Index of the copy of this request, from 0."""
+    fps: float | None = None
+    """Frames per second of a clip; None for a picture."""
+
+    @property
+    def id(self) -> str:
+        """Return the indices of request and copy; the prompt itself may hold any character."""
+        return f"{self.number:06d}-{self.copy:02d}"
+
+    @property
+    def file_name(self) -> str:
+        """Return the name of the file within the folder."""
+        return f"{self.id}.{'mp4' if self.fps else 'png'}"
+
+
+def write_folder(job: SamplingJob) -> str:
+    """Write a file per request and copy; batches are drawn whole, so a resumed folder is equal."""
+    out, size = job.out, job.micro_batch
+    media = [
+        Medium(request, number, copy, job.fps)
+        for number, request in enumerate(job.requests)
+        for copy in range(job.count)
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    agree(out / MANIFEST, job.settings, "`flowalign sample`")
+    batches = [media[k : k + size] for k in range(0, len(media), size)]
+    todo = [batch for batch in batches if _find_absent(out, batch)]
+    _write_listing(out, media, job.seed)
+    if todo:
+        job.load()
+    start, made, drawn = time.perf_counter(), 0, 0
+    with Progress(len(todo), console=Console(stderr=True)) as progress:
+        for step, batch in enumerate(todo):
+            made += _draw(job, batch)
+            drawn += len(batch)
+            progress.update(step, {"throughput": made / (time.perf_counter() - start)})
+    rate = made / (time.perf_counter() - start)
+    _write_listing(out, media, job.seed)
+    what = "clips" if job.fps else "pictures"
+    told = f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
+    return f"{told}{job.spent(drawn)}"
+
+
+def _draw(job: SamplingJob, batch: Sequence[Medium]) -> int:
+    """Draw a batch, and write its absent files; returns their number."""
+    seeds = [generator(job.seed, "sample", one.number, one.copy) for one in batch]
+    media = job.media([one.request for one in batch], seeds)
+    absent = _find_absent(job.out, batch)
+    for one, frames in zip(batch, media, strict=True):
+        if one in absent:
+            _write(job.out / one.file_name, frames, one.fps)
+    with (job.out / LISTING).open("a") as listing:
+        listing.writelines(_format_rows(absent, job.seed))
+    return len(absent)
+
+
+def _write(file: Path, frames: Tensor, fps: float | None) -> None:
+    if fps:
+        write_clip(file, frames, fps)
+        return
+    write_picture(file, frames[0], alone=True)
+
+
+def _find_absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:
+    return [one for one in batch if not (out / one.file_name).exists()]
+
+
+def _write_listing(out: Path, media: Sequence[Medium], seed: int) -> None:
+    """List the existing files in order, in a form that `flowalign score` and training read.
+
+    A row has the request's further columns, for rewards that read them; ours come before theirs.
+    """
+    absent = set(_find_absent(out, media))
+    existing = [one for one in media if one not in absent]
+    write_text(out / LISTING, "".join(_format_rows(existing, seed)))
+
+
+def _format_rows(media: Sequence[Medium], seed: int) -> Iterator[str]:
+    for one in media:
+        row = {"id": one.id, "file_name": one.file_name, "prompt": one.request.prompt, "seed": seed}
+        row |= {"copy": one.copy} | ({"fps": one.fps} if one.fps else {})
+        if one.request.references:
+            row["references"] = [os.path.abspath(each.name) for each in one.request.references]
+        if one.request.mask:
+            row[REQUEST_MASK] = os.path.abspath(one.request.mask.name)
+        yield json.dumps({**one.request.metadata, **row}) + "\n"

@@ -1,0 +1,1 @@
+"""Start a run in its directory, and train it."""

@@ -1,0 +1,126 @@
+"""Begin, claim and clear run directories, and check what is resumed in them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowalign.distributed.processes import Processes
+from flowalign.runs.config import Run
+from flowalign.runs.config.changes import check_resumable, shorten_list
+from flowalign.training import checkpoint
+from flowalign.training.recipe import Recipe
+from flowalign.utils import folders
+from flowalign.utils.files import write_text
+from flowalign.utils.folders import Claim, is_unused
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
+from flowalign.utils.tracking import FILE
+
+CONFIG = "config.yaml"
+"""File of the complete settings, in run directories and in checkpoints."""
+_MOST_CHANGES = 12
+
+
+def is_opening(folder: Path, recipe: Recipe) -> bool:
+    """Tell whether a run was killed while its recipe opened, so that it goes on by itself."""
+    begun = any((folder / name).exists() for name in recipe.open_files)
+    trained = (folder / FILE).exists() or any((folder / "checkpoints").glob("*"))
+    return begun and not trained
+
+
+def check_start(run: Run, config: str, overwrite: bool) -> None:
+    """Check that a run may begin in its directory.
+
+    Raises:
+        ValueError: The directory holds something else.
+    """
+    folder = Path(run.output_dir)
+    if overwrite:
+        _check_removable(folder)
+    elif is_opening(folder, run.recipe) and (folder / CONFIG).is_file():
+        check_resume(run, config, folder)
+    elif not is_unused(folder):
+        raise ValueError(
+            f"{folder} already holds a run and is not overwritten.\n"
+            "Add --resume to go on with it, --overwrite to replace it, "
+            "or choose another output_dir."
+        )
+
+
+def check_resume(run: Run, config: str, resume: Path) -> list[str]:
+    """Check that a run may go on from a checkpoint, or a run directory; return what it changes.
+
+    Raises:
+        ValueError: A setting differs that cannot change, or the steps wanted are done already.
+    """
+    if resume != Path(run.output_dir):
+        done = checkpoint.read_loop(resume)["step"]
+        if run.num_steps < done:
+            raise ValueError(
+                f"num_steps is {run.num_steps}, but {resume} has {done} steps:\n"
+                f"give num_steps of at least {done}, or an older checkpoint with --resume PATH"
+            )
+    before = read_yaml(resume / CONFIG)
+    found = check_resumable(before, parse_yaml(config), str(resume))
+    return shorten_list(found, _MOST_CHANGES)
+
+
+def claim(
+    folder: Path, processes: Processes, log: Callable[[str], None], check: Callable[[], object]
+) -> Claim | None:
+    """Claim a run directory on the main process, and check it there; None on the others.
+
+    Raises:
+        ValueError: Another process holds the directory, or the check fails: on every process.
+    """
+    claimed, refusal = None, {}
+    if processes.is_main:
+        try:
+            claimed = Claim(folder, log)
+            check()
+        except ValueError as error:
+            refusal = {"refused": str(error)}
+    if refused := processes.merge(refusal):
+        if claimed:
+            claimed.release()
+        raise ValueError(refused["refused"])
+    return claimed
+
+
+@contextmanager
+def begin_directory(folder: Path, config: str) -> Iterator[None]:
+    """Write the settings of a run that begins; if within it is refused, put back what was there."""
+    path = folder / CONFIG
+    earlier = path.read_text() if path.exists() else None
+    write_config(folder, config)
+    try:
+        yield
+    except ValueError:
+        if earlier is None:
+            path.unlink()
+        else:
+            write_text(path, earlier)
+        raise
+
+
+def write_config(folder: Path, config: str) -> None:
+    """Write the settings; equal ones that are there keep their comments about origins."""
+    path = folder / CONFIG
+    if not path.is_file() or read_yaml(path) != parse_yaml(config):
+        write_text(path, config)
+
+
+def clear(folder: Path) -> None:
+    """Delete what a run directory holds, for --overwrite; its lock stays.
+
+    Raises:
+        ValueError: It does not look like a run directory.
+    """
+    _check_removable(folder)
+    folders.clear(folder, last=CONFIG)
+
+
+def _check_removable(folder: Path) -> None:
+    if not is_unused(folder) and not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds no config.yaml, so it is no run directory and is not deleted"
+        )

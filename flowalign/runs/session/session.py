@@ -1,0 +1,162 @@
+"""Run a run file: build, train, evaluate, save, resume."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowalign.distributed.processes import Processes, join
+from flowalign.rewards.composite import Rewards
+from flowalign.runs.config import Run
+from flowalign.runs.session.run_directory import (
+    begin_directory,
+    check_resume,
+    check_start,
+    claim,
+    clear,
+    write_config,
+)
+from flowalign.training import checkpoint
+from flowalign.training.learner import Learner
+from flowalign.training.recipe import Log, Loop
+from flowalign.utils.console import Messages
+from flowalign.utils.costs import Costs
+from flowalign.utils.folders import Claim
+
+
+@dataclass
+class Session:
+    """Holds everything that a started run needs."""
+
+    run: Run
+    """Run file."""
+    config: str
+    """Complete settings as YAML."""
+    folder: Path
+    """Run directory."""
+    processes: Processes
+    """Processes that train together."""
+    learner: Learner
+    """Policy with its optimizer and averages."""
+    rewards: Rewards
+    """LoadedRun reward models."""
+    loop: Loop
+    """Loop that the recipe opened."""
+    costs: Costs
+    """Counts of this process."""
+    log: Log
+    """Shows messages to a person."""
+    messages: Messages
+    """Log of the loop, shown above the progress bar."""
+    seconds_before: float = 0.0
+    """Training time in seconds before `started`: of the resumed run, and of opening the loop."""
+    started: float = 0.0
+    """Start of the steps on the clock of `time.perf_counter`, moved on by pauses."""
+    before: dict[str, float] | None = None
+    """Metrics of the evaluation before training; None without evaluation."""
+    first_step: int = 0
+    """Index of the first step of this process."""
+    owes_evaluation: bool = False
+    """Whether an evaluation was due after the steps so far, but a signal asked to stop."""
+    claim: Claim | None = None
+    """Run directory, held by the main process until it has trained; None on the others."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the training time so far, without evaluations."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+
+def start(
+    run: Run, config: str, log: Log, resume: Path | None = None, overwrite: bool = False
+) -> Session:
+    """Claim the run directory, load the weights and open the loop; with `resume`, restore.
+
+    `resume` is a checkpoint, or the directory of a run that has none yet and starts over. Until
+    the run is accepted, what its directory holds stays as it was.
+
+    Raises:
+        ValueError: The directory already holds a run, another process works there, or the
+            checkpoint is not one of this run.
+    """
+    if resume and overwrite:
+        raise ValueError("to resume a run and to overwrite it exclude each other")
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    processes = join(run.device, run.sharding.context_degree)
+    if resume:
+        check = partial(check_resume, run, config, resume)
+    else:
+        check = partial(check_start, run, config, overwrite)
+    claimed = claim(Path(run.output_dir), processes, log, check)
+    try:
+        session = _open_session(run, config, log, processes, overwrite, resume is None)
+        session.claim = claimed
+        if resume:
+            _resume(session, resume)
+    except BaseException:
+        if claimed:
+            claimed.release()
+        raise
+    return session
+
+
+def _open_session(
+    run: Run, config: str, log: Log, processes: Processes, overwrite: bool, begins: bool
+) -> Session:
+    """Load the weights and open the loop, for which a run that begins gets its directory."""
+    folder, costs, messages = Path(run.output_dir), Costs(), Messages(log)
+    rewards = run.build_rewards(costs)
+    rewards.ranks = processes
+    if processes.is_main:  # the others have no progress bar, and tell of long waits directly
+        rewards.log = messages
+    run.load_rewards(rewards)
+    run.load_policy(processes, costs)
+    run.encode_prompts(processes)
+    ema = (run.ema.decay, run.ema.every) if run.ema else None
+    updates = run.num_steps * run.recipe.updates
+    learner = Learner(run.policy, run.optimizer, processes, updates, ema)
+    if processes.is_main and overwrite:
+        clear(folder)
+    processes.barrier()
+    before_opening = time.perf_counter()
+    with begin_directory(folder, config) if processes.is_main and begins else nullcontext():
+        loop = run.recipe.open(run.context(rewards), learner, folder, messages)
+    return Session(
+        run,
+        config,
+        folder,
+        processes,
+        learner,
+        rewards,
+        loop,
+        costs,
+        log,
+        messages,
+        seconds_before=time.perf_counter() - before_opening,  # what the loop encodes is training
+    )
+
+
+def _resume(session: Session, resume: Path) -> None:
+    """Restore the state, say what the settings change, and only then write them down."""
+    for change in check_resume(session.run, session.config, resume):
+        session.log(f"changed {change}")
+    if resume != session.folder:
+        _restore(session, checkpoint.restore(resume, session.learner))
+    if session.processes.is_main:
+        write_config(session.folder, session.config)
+    session.log(f"resumed {resume} after {session.first_step} steps")
+
+
+def _restore(session: Session, state: dict[str, Any]) -> None:
+    session.loop.restore(state["loop"])
+    if session.processes.is_main:  # the checkpoint holds the sum over processes
+        for name, value in state["costs"].items():
+            setattr(session.costs, name, getattr(session.costs, name) + value)
+    session.seconds_before += state["seconds"]
+    session.before, session.first_step = state["before"], state["step"]
+    session.owes_evaluation = state["owes_evaluation"]

@@ -1,0 +1,217 @@
+"""Complete intermediate states by ODE, all together: what makes step-level credit affordable."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.types import (
+    Cond,
+    CreditEstimator,
+    LatentReward,
+    PastOutcomes,
+    SharedRows,
+    StepCredit,
+    Trajectory,
+    ValueFunction,
+    VelocityField,
+)
+from flowalign.types.completion import Completion
+from flowalign.utils.stages import stage
+
+CompletionRequest = tuple[int, Completion]
+"""Index of a state to complete, and how it is completed."""
+
+
+class BatchedCompletion:
+    """Completes many intermediate states together.
+
+    All completions at the same sigma are evaluated in one batch, and the first step reuses the
+    rollout's own velocity. A completion has one row per distinct state.
+    """
+
+    def __init__(self, trajectory: Trajectory, requests: Collection[CompletionRequest]):
+        self.trajectory = trajectory
+        num_steps = trajectory.num_steps
+        paths = {request: request[1].path(request[0], num_steps) for request in requests}
+        self.ahead = {request: path for request, path in paths.items() if len(path) > 1}
+        """Schedule indices that each completion still has to visit, its current one first."""
+        self.at: dict[CompletionRequest, Tensor] = {}
+        """Current state of each completion that has begun."""
+
+    def step(
+        self,
+        field: VelocityField,
+        k: int,
+        x: Float[Tensor, "n *latent"],
+        rows: Int[Tensor, "n"],
+        micro_batch: int,
+    ) -> Float[Tensor, "n *latent"]:
+        """Return the velocities of x, states k of samples `rows`; advance all completions."""
+        active = [request for request in self.at if self.ahead[request][0] == k]
+        shared = self.trajectory.rows
+        samples = torch.cat([rows, *(shared.unique_rows(request[0]) for request in active)])
+        states = torch.cat([x, *(self.at[request] for request in active)])
+        if not len(states):
+            return x
+        prompt = (samples // self.trajectory.group_size).to(states.device)
+        sigma, cond = self.trajectory.sigmas[k], self.trajectory.cond
+        v = evaluate_velocity(field, states, sigma, cond, prompt, micro_batch)
+        own, *others = v.split([len(x), *(len(self.at[request]) for request in active)])
+        for request, part in zip(active, others, strict=True):
+            self._advance(request, self.at[request], part)
+        for request in self.ahead:
+            if request[0] == k and request not in self.at:
+                # A completion starts with the velocity that the rollout needs anyway.
+                self._advance(request, x, own)
+        return own
+
+    def _advance(self, request: CompletionRequest, x: Tensor, v: Tensor) -> None:
+        here, there = self.ahead[request][:2]
+        self.ahead[request] = self.ahead[request][1:]
+        self.at[request] = x + (self.trajectory.sigmas[there] - self.trajectory.sigmas[here]) * v
+
+
+@stage("sample")
+@torch.no_grad()
+def complete(
+    field: VelocityField,
+    trajectory: Trajectory,
+    requests: Collection[CompletionRequest],
+    micro_batch: int,
+) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
+    """Return clean latents of states after the rollout, one row per distinct state.
+
+    It serves velocity fields other than the rollout's: there are at most T sequential calls, and
+    the first velocity of every completion is evaluated too.
+    """
+    completion = BatchedCompletion(trajectory, requests)
+    no_states = trajectory.state(trajectory.num_steps, slice(0))
+    for k in range(trajectory.num_steps):
+        for request in requests:
+            if request[0] == k:
+                completion.at[request] = trajectory.unique_states(k)
+        completion.step(field, k, no_states, torch.empty(0, dtype=torch.long), micro_batch)
+    return completion.at
+
+
+def evaluate_velocity(
+    field: VelocityField,
+    x: Float[Tensor, "n *latent"],
+    sigma: Float[Tensor, "*n"],
+    cond: Cond,
+    row: Int[Tensor, "n"],
+    micro_batch: int,
+) -> Float[Tensor, "n *latent"]:
+    """Evaluate `field.velocity` in micro-batches; sample i is conditioned on row[i] of cond."""
+    parts = x.split(micro_batch)
+    sigmas = sigma.split(micro_batch) if sigma.ndim else (sigma,) * len(parts)
+    chunks = zip(parts, sigmas, row.split(micro_batch), strict=True)
+    return torch.cat([field.velocity(part, s, take_rows(cond, rows)) for part, s, rows in chunks])
+
+
+def take_rows(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
+    """Return the given rows of every conditioning tensor."""
+    return {name: value[rows] for name, value in cond.items()}
+
+
+@dataclass(frozen=True)
+class CreditRequirements:
+    """Records what a credit method needs from a rollout, found on a trajectory of zeros."""
+
+    credit: StepCredit
+    """Credit that the method gave to the zeros."""
+    requested: tuple[CompletionRequest, ...]
+    """States whose values the method requests."""
+    read: frozenset[int]
+    """Indices of the states that the method reads itself."""
+    observed: frozenset[int]
+    """Indices of the states whose features the method or its critic reads."""
+    predicted: frozenset[int]
+    """Indices of the states whose outcomes the critic predicts."""
+    history: int
+    """Number of earlier steps of the loop whose outcomes the method compares with."""
+    scored: tuple[tuple[LatentReward, int], ...] = ()
+    """Rewards of noisy latents, and the states that each scores for the method."""
+
+
+def credit_requirements(
+    method: CreditEstimator, empty: Trajectory, how: Completion
+) -> CreditRequirements:
+    """Return what a credit method needs from a rollout.
+
+    Raises:
+        ValueError: Trajectories such as `empty` do not meet the needs.
+    """
+    values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
+    hidden = _Zeros(empty.rows)
+    credit = method(replace(empty, states=states, hidden=hidden), values)
+    requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
+    observed = frozenset(hidden.read | values.critic_read)
+    return CreditRequirements(
+        credit,
+        requested,
+        frozenset(states.read | {k for _, k in values.scores}),
+        observed,
+        frozenset(values.critic_read),
+        values.history,
+        tuple(sorted(values.scores, key=lambda each: each[1])),
+    )
+
+
+class _RecordedValues(ValueFunction):
+    """Returns values of 0, and records the states that they were requested for."""
+
+    def __init__(self, method: str, empty: Trajectory, how: Completion):
+        self.method, self.empty, self.how = method, empty, how
+        self.requested: set[CompletionRequest] = set()
+        self.history = 0
+        self.critic_read: set[int] = set()
+        self.scores: set[tuple[LatentReward, int]] = set()
+
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        end = self.empty.num_steps
+        self._check("value", ks, end)
+        self.requested.update((k, how or self.how if k < end else self.how) for k in ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def past(self, num_steps: int) -> PastOutcomes | None:
+        self.history = max(self.history, num_steps)
+        return None
+
+    def predicted(self, ks: Sequence[int]) -> Tensor:
+        self._check("prediction", ks, self.empty.num_steps - 1)
+        self.critic_read.update(ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
+        self._check("latent reward", ks, self.empty.num_steps)
+        self.scores.update((reward, k) for k in ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def _check(self, what: str, ks: Sequence[int], last: int) -> None:
+        for k in ks:
+            if not 0 <= k <= last:
+                raise ValueError(
+                    f"{self.method} asks for the {what} of state {k}; there are states 0 to {last}"
+                )
+
+
+class _Zeros(Mapping[int, Tensor]):
+    """Stands in for states, or their features, that are not drawn; records which are read."""
+
+    def __init__(self, rows: SharedRows):
+        self.rows = rows
+        self.read: set[int] = set()
+
+    def __getitem__(self, k: int) -> Tensor:
+        self.read.add(k)
+        return torch.zeros(len(self.rows.unique_rows(k)), 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.read)
+
+    def __len__(self) -> int:
+        return len(self.read)

@@ -1,0 +1,83 @@
+"""Sample clean latents deterministically, as the model's own pipeline does."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.functional.transition import FlowSDE
+from flowalign.sampling.complete_states import evaluate_velocity
+from flowalign.sampling.guidance import GuidedTransition, RewardGuidance, compute_pushes
+from flowalign.sampling.prompt_guidance import PromptGuidedField
+from flowalign.types import (
+    Cond,
+    Policy,
+    PromptConditioning,
+    Request,
+    VelocityField,
+    encode_requests,
+)
+from flowalign.utils.stages import stage
+
+
+@stage("sample")
+@torch.no_grad()
+def generate(
+    policy: Policy,
+    requests: Sequence[Request],
+    num_steps: int,
+    generators: Sequence[torch.Generator],
+    micro_batch: int,
+    guidance: RewardGuidance | None = None,
+    conditioning: PromptConditioning | None = None,
+) -> Float[Tensor, "n *latent"]:
+    """Sample one clean latent per request, as the model's own pipeline does: deterministically.
+
+    `guidance` pushes the steps up the gradient of a reward; `conditioning` turns requests into
+    those of inference.
+    """
+    x = torch.cat([policy.noise(1, generator) for generator in generators])
+    field, cond, row = _condition_requests(policy, requests, conditioning)
+    row = row.to(x.device)
+    sigmas = policy.schedule(num_steps)
+    for k in range(num_steps):
+        v = evaluate_velocity(field, x, sigmas[k], cond, row, micro_batch)
+        following = x + (sigmas[k + 1] - sigmas[k]) * v
+        if guidance and guidance.active(sigmas, k):
+            step = GuidedTransition(sigmas, k, FlowSDE(), x.new_zeros(len(x)))
+            following = following + compute_pushes(
+                guidance, policy, x, step, cond, row, micro_batch
+            )
+        x = following
+    return x
+
+
+def _condition_requests(
+    policy: Policy, requests: Sequence[Request], conditioning: PromptConditioning | None
+) -> tuple[VelocityField, Cond, Int[Tensor, "n"]]:
+    """Return the field to follow, its conditioning, and the row of each request in that."""
+    if conditioning is None:
+        return policy, *encode_once(policy, requests)
+    conditioned = [conditioning.for_inference(request) for request in requests]
+    if conditioning.guidance is None:
+        return policy, *encode_once(policy, conditioned)
+    guided = PromptGuidedField(policy, conditioning.guidance)
+    return guided, *_encode_rows(guided.encode, conditioned)
+
+
+def encode_once(policy: Policy, requests: Sequence[Request]) -> tuple[Cond, Int[Tensor, "n"]]:
+    """Return the conditioning of different requests, and the row of each of the given ones."""
+    return _encode_rows(partial(encode_requests, policy), requests)
+
+
+def _encode_rows(
+    encode: Callable[[Sequence[Request]], Cond], requests: Sequence[Request]
+) -> tuple[Cond, Int[Tensor, "n"]]:
+    """Encode different requests once, like `encode_once`, by a function."""
+    by_digest = {request.input_digest: request for request in requests}
+    # Sorted: the text encoder's batch, and its rounding, do not depend on the order of requests.
+    unique = sorted(by_digest.values(), key=lambda request: (request.prompt, request.input_digest))
+    place = {request.input_digest: i for i, request in enumerate(unique)}
+    return encode(unique), torch.tensor([place[request.input_digest] for request in requests])

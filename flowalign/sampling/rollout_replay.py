@@ -1,0 +1,112 @@
+"""Evaluate steps of cached rollouts again, with a gradient to the policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.path_gradient import straight_through
+from flowalign.sampling.complete_states import take_rows
+from flowalign.types import Cond, Policy, Replay, Trajectory, VelocityField
+from flowalign.utils.seeds import generator
+
+
+@dataclass
+class NetworkEvaluation:
+    """Holds one evaluation with gradient, for regularisers."""
+
+    x: Float[Tensor, "n *latent"]
+    """State, without gradient."""
+    sigma: Float[Tensor, ""]
+    """Its time."""
+    v: Float[Tensor, "n *latent"]
+    """Velocity with gradient."""
+
+
+@dataclass
+class CachedReplay(Replay):
+    """Replays some samples of a trajectory, or of clean latents that no rollout made.
+
+    With `conditional`, the same weights without classifier-free guidance, the unconditional branch
+    of a guided velocity keeps its value and loses its gradient: at states of the rollout one
+    conditional evaluation is enough.
+    """
+
+    policy: Policy
+    """Policy whose parameters get the gradient."""
+    trajectory: Trajectory
+    """Rollout; without steps between, its state 0 is absent and its last state the latents."""
+    samples: Int[Tensor, "n"]
+    """Samples of the micro-batch."""
+    keys: Sequence[tuple[int, ...]]
+    """Seed, step and index of each of these samples, by which its noise is drawn."""
+    conditional: VelocityField | None = None
+    """Weights of the policy without guidance; None: the whole guided velocity has a gradient."""
+    evaluated: list[NetworkEvaluation] = field(default_factory=list)
+    """Evaluations since the list was cleared."""
+
+    def __post_init__(self) -> None:
+        """Take the schedule and the conditioning of the samples."""
+        self.sigmas = self.trajectory.sigmas
+        row = self.samples // self.trajectory.group_size
+        self.cond: Cond = take_rows(self.trajectory.cond, row.to(self.trajectory.device))
+
+    @override
+    def state(self, k: int) -> Tensor:
+        if k not in self.trajectory.states:
+            raise ValueError(
+                f"state {k} was not kept; the samples have the states "
+                f"{sorted(self.trajectory.states)}"
+            )
+        return self.trajectory.state(k, self.samples)
+
+    @override
+    def velocity(self, k: int, x: Tensor | None = None) -> Tensor:
+        x = self.state(k) if x is None else x
+        if self.conditional is None:
+            return self._record(x, self.sigmas[k], self._evaluate(self.policy, x, self.sigmas[k]))
+        return self._guide(x, self.sigmas[k], self.cached_velocity(k))
+
+    @override
+    def velocity_at(self, x: Tensor, sigma: Tensor) -> Tensor:
+        if self.conditional is None:
+            return self._record(x, sigma, self._evaluate(self.policy, x, sigma))
+        with torch.no_grad():
+            value = self._evaluate(self.policy, x, sigma)
+        return self._guide(x, sigma, value)
+
+    @override
+    def initial_noise(self) -> Tensor:
+        if 0 in self.trajectory.states and self.sigmas[0] == 1:
+            return self.state(0)
+        return self.noise(-1)
+
+    @override
+    def noise(self, i: int) -> Tensor:
+        shape = self.state(self.num_steps).shape[1:]
+        # Keyed by sample, so that micro-batches and processes of any number draw the same noise.
+        noises = [
+            torch.randn(shape, generator=generator(seed, "replay", *index, i))
+            for seed, *index in self.keys
+        ]
+        return torch.stack(noises).to(self.trajectory.device)
+
+    @override
+    def schedule(self, num_steps: int) -> Tensor:
+        return self.policy.schedule(num_steps)
+
+    def _evaluate(self, velocities: VelocityField, x: Tensor, sigma: Tensor) -> Tensor:
+        return velocities.velocity(x, sigma, self.cond)
+
+    def _guide(self, x: Tensor, sigma: Tensor, value: Tensor) -> Tensor:
+        """Return a guided velocity of this value, with the gradient of its conditional part."""
+        assert self.conditional is not None
+        part = self._evaluate(self.conditional, x, sigma)
+        return self._record(x, sigma, straight_through(value, self.policy.guidance * part))
+
+    def _record(self, x: Tensor, sigma: Tensor, v: Tensor) -> Tensor:
+        self.evaluated.append(NetworkEvaluation(x.detach(), sigma, v))
+        return v

@@ -1,0 +1,1 @@
+"""Measures credit methods and compares runs."""

@@ -1,0 +1,276 @@
+"""Compare several run files, each trained with several seeds: `flowalign compare`.
+
+OUT/<run file>/seed<k>/   one ordinary run directory each, and its output in seed<k>.log
+OUT/compare.json, .png, .html
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowalign.reports.comparison import Comparison, Curve, Method, Point
+from flowalign.reports.comparison import compare as compared
+from flowalign.reports.comparison_page import write_comparison
+from flowalign.runs.config import Run, load
+from flowalign.runs.config.changes import find_changes, shorten_list
+from flowalign.runs.planning.plan import plan
+from flowalign.training import checkpoint
+from flowalign.training.learner import TrainingFailure
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.folders import is_unused
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
+from flowalign.utils.subprocesses import CommandJob, run_all
+from flowalign.utils.tracking import read_metrics
+
+Log = Callable[[str], None]
+Todo = Literal["start", "overwrite", "resume", "keep"]
+"""Next action for a run; keep: nothing, it is finished."""
+_OURS = {"seed": "--seeds", "output_dir": "--out"}
+"""Settings that differ between the runs of a comparison, and the options that set them."""
+_LONGEST_LIST = 3
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """Holds the options of the command line."""
+
+    configs: Sequence[Sequence[str]]
+    """Run files of each method, composed from left to right."""
+    overrides: Sequence[str]
+    """Settings that are applied to every run."""
+    seeds: Sequence[int]
+    """Seeds of each method."""
+    out: Path
+    """Folder of the comparison and its runs."""
+    jobs: int | None = None
+    """Runs at once; None: as many as the cores allow, one on a GPU."""
+    metric: str | None = None
+    """Held-out dimension that is compared; None: `exact_match`, or the only one."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Holds a method: its run files, read and checked."""
+
+    name: str
+    """Name of the last run file."""
+    configs: Sequence[str]
+    """Run files, composed from left to right."""
+    run: Run
+    """Run that they give."""
+    settings: dict[str, Any]
+    """Resolved settings, without those that differ between its runs: seed and output_dir."""
+
+
+@dataclass(frozen=True)
+class Single:
+    """Holds one run: a method with one seed."""
+
+    entry: Entry
+    """Method of the run."""
+    seed: int
+    """Seed of the run."""
+    folder: Path
+    """Run directory."""
+    todo: Todo
+    """Next action for the run."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that messages show."""
+        return f"{self.entry.name} seed {self.seed}"
+
+
+def compare(request: ComparisonRequest, log: Log) -> Comparison:
+    """Run what is not finished yet, then write the comparison of all finished runs.
+
+    Raises:
+        ValueError: A run file, an override or an earlier run cannot be used; nothing was started.
+        TrainingFailure: Some runs failed; the comparison holds the others.
+    """
+    entries = read(request)
+    metric = metric_of(request.metric, entries)
+    # All folders are checked before the first run starts.
+    singles = [_single(request.out, entry, seed) for entry in entries for seed in request.seeds]
+    jobs = [_job(request, single) for single in singles if single.todo != "keep"]
+    for entry in entries:
+        if entry.settings["evaluation"]["every"] == 0:
+            log(f"{entry.name}: evaluation.every is 0, so its curve will have two points only")
+    for single in singles:
+        if single.todo == "keep":
+            log(f"kept {single.name}, finished earlier")
+    failed = run_all(jobs, request.jobs or at_once(entries), log)
+    missing = {job.log for job in failed}
+    left = [single for single in singles if _log(single.folder) not in missing]
+    methods = [
+        Method(entry.name, tuple(curve(s, metric) for s in left if s.entry is entry))
+        for entry in entries
+        if any(s.entry is entry for s in left)
+    ]
+    if not methods:
+        raise TrainingFailure(_failure(failed, len(singles)))
+    result = compared(metric, methods)
+    write_comparison(request.out, result, [job.name for job in failed])
+    if failed:
+        raise TrainingFailure(_failure(failed, len(singles)))
+    return result
+
+
+def read(request: ComparisonRequest) -> list[Entry]:
+    """Read every run file, and check it as `flowalign check` does and against the others."""
+    stems = [Path(configs[-1]).stem for configs in request.configs]
+    for what, some in (
+        ("run files of the name", stems),
+        ("seeds", [str(k) for k in request.seeds]),
+    ):
+        repeated = sorted({one for one in some if some.count(one) > 1})
+        if repeated:
+            raise ValueError(f"two {what} {', '.join(repeated)}; each needs a folder of its own")
+    for name in (o.lstrip("-").partition("=")[0] for o in request.overrides):
+        if name in _OURS:
+            raise ValueError(f"{name} cannot be set here; use {_OURS[name]}")
+    if request.jobs is not None and request.jobs < 1:
+        raise ValueError(f"--jobs is {request.jobs}; it must be at least 1")
+    entries = [_entry(configs, request.overrides) for configs in request.configs]
+    _same_evaluation(entries)
+    return entries
+
+
+def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
+    run, text = load(configs, overrides)
+    shown = " ".join(configs)
+    try:
+        plan(run)
+    except ValueError as error:
+        raise ConfigError(f"{shown}: {error}") from error
+    if run.evaluation is None:
+        raise ConfigError(f"{shown}: evaluation is null, so there is nothing to compare")
+    return Entry(Path(configs[-1]).stem, configs, run, _settings(parse_yaml(text)))
+
+
+def _same_evaluation(entries: Sequence[Entry]) -> None:
+    """Raise ValueError unless the curves were measured alike, and so can be compared."""
+    names = ("prompts", "num_prompts", "num_steps", "seed")
+    first = entries[0]
+    for entry in entries[1:]:
+        for name in names:
+            here, there = (e.settings["evaluation"][name] for e in (entry, first))
+            if here != there:
+                raise ValueError(
+                    f"evaluation.{name} is {here} in {entry.name} and {there} in "
+                    f"{first.name};\nevaluate alike, for example with "
+                    f"--evaluation.{name} for all runs"
+                )
+
+
+def metric_of(requested: str | None, entries: Sequence[Entry]) -> str:
+    """Return the dimension to compare: the requested one, else `exact_match`, else the only one."""
+    each = [[d for model in e.run.rewards for d in model.spec.dims] for e in entries]
+    common = [d for d in each[0] if all(d in dims for dims in each)]
+    if requested is None and "exact_match" in common:
+        return "exact_match"
+    if requested is None and len(common) == 1:
+        return common[0]
+    if requested not in (*common, "diversity"):
+        given = "no --metric was given" if requested is None else f"--metric is {requested}"
+        raise ValueError(f"{given}; all runs measure: {', '.join((*common, 'diversity'))}")
+    return requested
+
+
+def at_once(entries: Sequence[Entry]) -> int:
+    """Return how many runs fit the cores; 1 if a GPU may be used or torch takes all cores."""
+    if any(e.run.device != "cpu" or e.run.threads is None for e in entries):
+        return 1
+    return max(1, (os.cpu_count() or 1) // max(e.run.threads or 1 for e in entries))
+
+
+def _single(out: Path, entry: Entry, seed: int) -> Single:
+    folder = out / entry.name / f"seed{seed}"
+    return Single(entry, seed, folder, todo(folder, entry.settings | {"seed": seed}))
+
+
+def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
+    """Return the next action for a run.
+
+    Raises:
+        ValueError: The folder holds something else.
+    """
+    if is_unused(folder):
+        return "start"
+    way_out = "choose another --out, or delete that folder"
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} is not empty and holds no run; {way_out}")
+    there = read_yaml(folder / "config.yaml")
+    if not isinstance(there, dict):
+        raise ValueError(f"{folder / 'config.yaml'} holds no settings of a run; {way_out}")
+    found = _settings(there) | {"seed": there.get("seed")}
+    if found != settings:
+        differing = "; ".join(shorten_list(find_changes(found, settings), _LONGEST_LIST + 1))
+        raise ValueError(
+            f"{folder} holds a run with other settings (there -> now):\n{differing}\n{way_out}"
+        )
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text())["status"] == "finished":
+        return "keep"
+    return "resume" if checkpoint.latest(folder / "checkpoints") else "overwrite"
+
+
+def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _OURS}
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
+def _job(request: ComparisonRequest, single: Single) -> CommandJob:
+    options = ["--seed", str(single.seed), "--output_dir", str(single.folder)]
+    options += [f"--{single.todo}"] if single.todo != "start" else []
+    start = [sys.executable, "-m", "flowalign", "train", *single.entry.configs]
+    return CommandJob(single.name, [*start, *request.overrides, *options], _log(single.folder))
+
+
+def curve(single: Single, metric: str) -> Curve:
+    """Read the evaluations of a finished run.
+
+    Raises:
+        ValueError: The run never measured the metric.
+    """
+    per_step = single.entry.run.recipe.examples_per_step
+    rows = {
+        row["evaluated_after"]: row
+        for row in read_metrics(single.folder)
+        if "evaluated_after" in row
+    }
+    points = []
+    for done, row in sorted(rows.items()):
+        costs = {name[5:]: value for name, value in row.items() if name.startswith("cost/")}
+        costs["trajectories"] = done * per_step
+        value = held_out(row, metric)
+        if math.isfinite(value):
+            points.append(Point(int(done), value, held_out(row, "diversity"), costs))
+    if not points:
+        raise ValueError(f"{single.folder} holds no evaluation of {metric}")
+    return Curve(single.seed, tuple(points))
+
+
+def held_out(row: Mapping[str, Any], metric: str) -> float:
+    """Return the mean over splits, or the value over all samples if no split has one; else NaN."""
+    whole = f"eval/{metric}"
+    names = [n for n in row if n.startswith("eval/") and n.endswith(f"/{metric}") and n != whole]
+    splits = [row[name] for name in names]
+    values = [math.nan if v is None else v for v in splits or [row.get(whole)]]
+    return sum(values) / len(values)
+
+
+def _failure(failed: Sequence[CommandJob], num_runs: int) -> str:
+    shown = [f"{job.name}: {job.log}" for job in failed[:_LONGEST_LIST]]
+    more = len(failed) - len(shown)
+    shown += [f"and {more} more"] if more else []
+    first = f"{len(failed)} of {num_runs} runs failed; the same command tries them again:"
+    return "\n".join([first, *shown])

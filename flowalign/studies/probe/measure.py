@@ -1,0 +1,199 @@
+"""Measure signal and noise of each denoising step's gradient, at fixed weights."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.signal import Products
+from flowalign.runs.config import Run
+from flowalign.runs.session.opening import RunParts, compute_batch, open_run
+from flowalign.studies.probe.settings import Setting, Weights, remove_place
+from flowalign.studies.probe.sums import GradientSums, adam_scale
+from flowalign.training.learner import Learner, TrainingFailure
+from flowalign.training.policy_gradient.batches import TrainBatch, portions
+from flowalign.training.policy_gradient.batches import minibatch as minibatch_of
+from flowalign.training.policy_gradient.settings import (
+    PolicyGradientSettings,
+    require_policy_gradient,
+)
+from flowalign.training.rollouts.collecting import rollout
+from flowalign.utils.costs import Costs
+
+FEWEST = 6
+"""Fewest batches, of which each half can lose one."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Holds the gradients of independent batches at the same weights, and what they cost."""
+
+    num_steps: int
+    """Denoising steps of a rollout."""
+    steps: list[int]
+    """Those of them that any of the batches trained."""
+    gradient: Products
+    """Inner products of their gradients, each as if all steps had the weight 1."""
+    update: Products | None
+    """The same after division by the root of Adam's second moments; None if they are unknown."""
+    own: Float[Tensor, "K"]
+    """Weights that the run file gives these steps."""
+    is_projected: bool
+    """Whether the gradients were projected, which adds noise to their products but no bias."""
+    norms: list[float]
+    """Norm of the whole gradient of each batch, with the step weights of the run file."""
+    costs: Costs
+    """What all batches cost together, on all processes."""
+    seconds: float
+    """Time for all batches."""
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches."""
+        return len(self.norms)
+
+
+def probes(
+    settings: Sequence[Setting], batches: int, log: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[Setting, Probe | None]]:
+    """Probe one setting after another, on the same prompts and noise; load what they share once.
+
+    The main process alone gets the results; the others get None.
+
+    Raises:
+        ValueError: There are too few batches, or the weights are not of this model.
+    """
+    check_batches(batches)
+    shared, parts = None, None
+    for setting in settings:
+        log(f"probing {setting.name}")
+        if parts is None or shared != _get_shared(setting):
+            parts = None  # frees its memory before the next model is read
+            shared, parts = _get_shared(setting), _open_setting(setting)
+        moments = setting.weights.moments if setting.weights else None
+        yield setting, probe(setting.loaded.run, parts, batches, moments, log)
+
+
+def check_batches(batches: int) -> None:
+    """Raise ValueError for too few batches."""
+    if batches < FEWEST:
+        raise ValueError(
+            f"batches is {batches}; signal, noise and their errors need at least {FEWEST}"
+        )
+
+
+def probe(
+    run: Run,
+    parts: RunParts,
+    batches: int,
+    moments: Path | None = None,
+    log: Callable[[str], None] = lambda _: None,
+) -> Probe | None:
+    """Sample and credit batches of different prompts, and compare the gradients of their steps.
+
+    No weight changes. `moments` is a file of a checkpoint with the moments of AdamW; without it,
+    they are those of the batches, or unknown for gradients that are projected.
+
+    Raises:
+        ValueError: The moments are not of this model.
+        TrainingFailure: A gradient is not finite.
+    """
+    recipe, learner = require_policy_gradient(run.recipe), parts.learner
+    scale = adam_scale(moments, learner) if moments else None
+    loop = parts.build_loop(run)
+    sums = GradientSums(run, learner, batches, scale)
+    before, start = replace(parts.costs), time.perf_counter()
+    for i in range(batches):
+        chosen = loop.requests.batch(i, recipe.prompts_per_step)
+        batch = compute_batch(
+            recipe, learner, loop, rollout(recipe.rollouts, learner, chosen, run.seed, i)
+        )
+        sums.add(i, batch, gradients_of_steps(recipe, learner, batch))
+        log(f"batch {i + 1} of {batches}")
+    seconds = time.perf_counter() - start
+    spent = {name: float(n - asdict(before)[name]) for name, n in asdict(parts.costs).items()}
+    total = learner.processes.sum_by_name(spent)
+    if not learner.processes.is_main:
+        return None
+    steps = sorted(sums.own)
+    return Probe(
+        recipe.sampling.num_steps,
+        steps,
+        *sums.products(),
+        torch.tensor([sums.own[k] for k in steps], dtype=torch.float64),
+        sums.is_projected,
+        sums.norms,
+        Costs(**{name: int(n) for name, n in total.items()}),
+        seconds,
+    )
+
+
+def gradients_of_steps(
+    recipe: PolicyGradientSettings, learner: Learner, batch: TrainBatch
+) -> Iterator[tuple[int, Float[Tensor, "p"]]]:
+    """Yield the gradient that each denoising step adds to the update, as if it had the weight 1.
+
+    They are summed over processes and add up to the gradient of the loss with equal weights.
+
+    Raises:
+        TrainingFailure: One is not finite.
+    """
+    batch = replace(batch, weight=torch.ones_like(batch.weight))
+    local: dict[int, list[Tensor]] = {}
+    for k, chosen in portions(batch, torch.arange(len(batch.mask)), recipe.micro_batch):
+        local.setdefault(k, []).append(chosen)
+    for k in batch.global_mask.any(0).nonzero().flatten().tolist():
+        yield k, _gradient(recipe, learner, batch, k, local.get(k, []))
+    learner.optimizer.zero_grad(set_to_none=True)
+
+
+def _gradient(
+    recipe: PolicyGradientSettings,
+    learner: Learner,
+    batch: TrainBatch,
+    k: int,
+    local: Sequence[Tensor],
+) -> Float[Tensor, "p"]:
+    """Return the gradient of one step, over the samples of all processes.
+
+    In fp16 the scale of the loss falls until nothing overflows.
+    """
+    num_trained = int(batch.global_mask.sum())
+    while True:
+        learner.optimizer.zero_grad(set_to_none=True)
+        for chosen in local:
+            one = minibatch_of(batch, k, chosen)
+            loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
+            learner.backward(len(chosen) / num_trained * loss)
+        learner.processes.sum_gradients(learner.parameters)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
+        scale = learner.scaler.get_scale()
+        gradient = torch.cat([g.flatten().float() for g in found]) / scale
+        if gradient.isfinite().all():
+            return gradient
+        if scale <= 1:
+            raise TrainingFailure(
+                f"the gradient of step {k} is not finite; compute in fp32 or bf16"
+            )
+        learner.scaler.update(scale / 4)
+
+
+def _open_setting(setting: Setting) -> RunParts:
+    run = setting.loaded.run
+    parts = open_run(run)
+    if parts.learner.is_sharded:
+        raise ValueError("probe compares whole gradients: set policy.lora, or leave sharding out")
+    if setting.weights:
+        run.policy.load_weights(str(setting.weights.folder))
+    return parts
+
+
+def _get_shared(setting: Setting) -> tuple[Weights | None, Mapping[str, object]]:
+    """Return what decides which weights and rewards are loaded."""
+    content = remove_place(setting.loaded)
+    recipe = content.pop("recipe")["init_args"]
+    return setting.weights, content | {"on_failed_reward": recipe["on_failed_reward"]}

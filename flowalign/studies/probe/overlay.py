@@ -1,0 +1,67 @@
+"""Write the setting that a probe recommends as a run file, to be put after the others."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowalign.runs.config import load_with_origins
+from flowalign.studies.probe.settings import Setting, remove_place
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.files import atomic_write
+
+_DESCENDED = ("recipe", "policy")
+"""Components that every run file names, so that single arguments of them can change."""
+
+
+def write_overlay(
+    path: Path, configs: Sequence[str], best: Setting, step_weight: list[float] | None
+) -> None:
+    """Write all in which the run with these step weights differs from the run files.
+
+    What is written is loaded behind the run files, and must give the settings that were probed.
+
+    Raises:
+        ConfigError: Nothing differs, or the run files are not complete by themselves.
+    """
+    wanted = remove_place(best.loaded)
+    if step_weight:
+        wanted["recipe"]["init_args"]["step_weight"] = step_weight
+    content = difference(remove_place(load_with_origins(configs)), wanted)
+    if not content:
+        raise ConfigError(
+            f"--overlay: nothing probed shows more than {' '.join(configs)} as it is, "
+            "so there is nothing to write"
+        )
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(f"# {best.name}, of flowalign probe\n{text}", encoding="utf-8")
+        if remove_place(load_with_origins([*configs, str(partial)])) != wanted:
+            raise ConfigError(
+                f"--overlay: no file behind {' '.join(configs)} gives the settings of {best.name}; "
+                "put those of the command line into a run file first"
+            )
+
+
+def difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be laid over resolved settings to get others; whole components change."""
+    found: dict[str, Any] = {}
+    for key, value in wanted.items():
+        before: Any = base.get(key)
+        if value == before:
+            continue
+        if _is_opened(key, value, before):
+            found[key] = difference(before, value)
+        else:
+            found[key] = value
+    return found
+
+
+def _is_opened(key: str, value: object, before: object) -> bool:
+    """Tell whether single arguments change; for other components, files need not name the class."""
+    if not (isinstance(value, dict) and isinstance(before, dict) and before):
+        return False
+    same = value.get("class_path") == before.get("class_path")
+    return same and ("class_path" not in value or key in _DESCENDED)

@@ -1,0 +1,253 @@
+"""Name the settings that a probe compares: the product of methods, weights and other choices."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+
+from flowalign.runs.config import LoadedRun, load_with_origins
+from flowalign.runs.planning.plan import plan
+from flowalign.studies.probe.sums import is_projected
+from flowalign.training import checkpoint
+from flowalign.training.policy_gradient.settings import require_policy_gradient
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import parse_yaml
+
+START = "start"
+"""Word for the model's own weights, among checkpoints."""
+_STATE = Path("state") / "training.safetensors"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Names saved weights, and the optimizer's moments beside them."""
+
+    name: str
+    """Name that tables show."""
+    folder: Path
+    """Folder that the policy loads."""
+    moments: Path | None = None
+    """File of a checkpoint with the moments of AdamW; None if there are none."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Holds one choice on one axis: what it adds to the run files and their overrides."""
+
+    name: str
+    """Name that tables show; empty for an axis without a choice."""
+    files: tuple[str, ...] = ()
+    """Run files that are put after the others."""
+    overrides: tuple[str, ...] = ()
+    """Settings that are changed, as `--a.b=c`."""
+    weights: Weights | None = None
+    """Saved weights; None: the model's own."""
+
+    def with_next(self, other: "Option") -> "Option":
+        """Return this choice together with one on the next axis."""
+        return Option(
+            " ".join(filter(None, (self.name, other.name))),
+            (*self.files, *other.files),
+            (*self.overrides, *other.overrides),
+            self.weights or other.weights,
+        )
+
+
+Axis = Sequence[Option]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Holds one point of the product: a checked run at given weights."""
+
+    name: str
+    """Choices on all axes; the names of the run files if there are none."""
+    method: str
+    """The same without the choice of weights."""
+    loaded: LoadedRun
+    """Run, and its resolved settings."""
+    weights: Weights | None
+    """Saved weights; None: the model's own."""
+
+
+def methods(files: Sequence[str]) -> Axis:
+    """Return the axis of run files of methods, each put after the others."""
+    return [Option(Path(file).stem, files=(file,)) for file in files]
+
+
+def vary(text: str) -> Axis:
+    """Return the axis `KEY=VALUE,VALUE,...` of values of one setting, which are YAML.
+
+    Raises:
+        ConfigError: There is no such list.
+    """
+    key, equals, listed = text.partition("=")
+    try:
+        values = parse_yaml(f"[{listed}]") if equals else []
+    except yaml.YAMLError:
+        values = []
+    if not re.fullmatch(r"[\w.]+", key) or not values:
+        raise ConfigError(
+            f"--vary is {text!r}; it must be KEY=VALUE,VALUE,... such as "
+            "recipe.sampling.eta=0.5,0.7,1.0"
+        )
+    last = key.rpartition(".")[2]
+    return [
+        Option(f"{last}={_format_value(value)}", overrides=(_format_override(key, value),))
+        for value in values
+    ]
+
+
+def layouts(texts: Sequence[str]) -> Axis:
+    """Return the axis of layouts `PxS`: prompts of a step, and samples of each prompt.
+
+    Raises:
+        ConfigError: One is something else.
+    """
+    found = []
+    for text in texts:
+        if not (match := re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)):
+            raise ConfigError(f"--layouts has {text!r}; it must be PROMPTSxSAMPLES, such as 16x12")
+        prompts = f"--recipe.prompts_per_step={match[1]}"
+        samples = f"--recipe.sampling.samples_per_prompt={match[2]}"
+        found.append(Option(text, overrides=(prompts, samples)))
+    return found
+
+
+def checkpoints(paths: Sequence[str]) -> Axis:
+    """Return the axis of checkpoints: of runs, folders, their `ema`, or `start`.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it is not complete.
+    """
+    found = [None if path == START else find_checkpoint(path) for path in paths]
+    names = [weights.name if weights else START for weights in found]
+    return [
+        Option(name if names.count(name) == 1 else path, weights=weights)
+        for name, path, weights in zip(names, paths, found, strict=True)
+    ]
+
+
+def find_checkpoint(path: str) -> Weights:
+    """Find the live weights of a checkpoint, or the averaged ones where its `ema` is named.
+
+    A run directory stands for its newest checkpoint, and RUN/checkpoints/120 for that of step 120.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it is not complete.
+    """
+    folder = Path(path)
+    if folder.name.isdecimal() and not folder.exists():
+        folder = folder.with_name(f"step-{int(folder.name):06d}")
+    if (folder / "checkpoints").is_dir():
+        folder = checkpoint.latest(folder / "checkpoints") or folder
+    averaged = folder.name == "ema" and folder.is_dir()
+    root = folder.parent if averaged else folder
+    try:
+        checkpoint.check_complete(root)
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint {path}: {error}") from error
+    with safe_open(root / _STATE, "pt") as file:
+        has_moments = any(name.startswith("optimizer.") for name in file.keys())  # noqa: SIM118
+    name = f"{root.name}/ema" if averaged else root.name
+    return Weights(name, folder, root / _STATE if has_moments else None)
+
+
+def saved_weights(folder: str) -> Axis:
+    """Return the axis of one folder of saved weights.
+
+    Raises:
+        ConfigError: It is no folder, or a run directory.
+    """
+    path = Path(folder)
+    if not path.is_dir() or (path / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--weights is {folder!r}; it must be a folder with weights. "
+            "--checkpoint takes run directories and checkpoints"
+        )
+    return [Option("", weights=Weights(folder, path))]
+
+
+def settings(
+    configs: Sequence[str],
+    overrides: Sequence[str],
+    weights: Axis,
+    axes: Sequence[Axis],
+    processes: int = 1,
+) -> list[Setting]:
+    """Return the product of the axes, each point loaded and checked as `flowalign check` does.
+
+    Raises:
+        ConfigError: One of them cannot be used, or two are the same.
+    """
+    found: list[Setting] = []
+    given = " ".join(Path(config).stem for config in configs)
+    for at in weights or [Option("")]:
+        for choice in product(*(axis for axis in axes if axis)):
+            option = reduce(Option.with_next, choice, Option(""))
+            loaded = load_with_origins([*configs, *option.files], [*overrides, *option.overrides])
+            method = option.name or given
+            name = " ".join(filter(None, (option.name, at.name))) or given
+            setting = Setting(name, method, loaded, at.weights)
+            _check(setting, found, processes)
+            found.append(setting)
+    return found
+
+
+def check_metric(settings: Sequence[Setting], batches: int) -> None:
+    """Raise ConfigError where the moments of AdamW would be unknown, before weights are read."""
+    for setting in settings:
+        run = setting.loaded.run
+        moments = setting.weights.moments if setting.weights else None
+        trained = run.policy.plan().trainable
+        if moments is None and is_projected(trained, run, batches):
+            raise ConfigError(
+                f"--metric is update, but the {trained:,} trained parameters of {setting.name} are "
+                "too many to keep moments of batches; give a --checkpoint, which has them"
+            )
+
+
+def remove_place(loaded: LoadedRun) -> dict[str, Any]:
+    """Return the resolved settings without the run directory."""
+    return {key: value for key, value in parse_yaml(loaded.text).items() if key != "output_dir"}
+
+
+def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
+    name, recipe = setting.name, setting.loaded.run.recipe
+    try:
+        calibration = require_policy_gradient(recipe).calibration
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if calibration:
+        raise ConfigError(
+            f"{name}: recipe.calibration is set, and probe searches no noise levels: "
+            "set it to null, and recipe.sampling.eta to the levels found"
+        )
+    try:
+        plan(setting.loaded.run, processes)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    for other in others:
+        same = remove_place(other.loaded) == remove_place(setting.loaded)
+        if same and other.weights == setting.weights:
+            raise ConfigError(f"{other.name!r} and {name!r} are the same settings: leave out one")
+
+
+def _format_override(key: str, value: Any) -> str:
+    return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _format_value(value: Any) -> str:
+    """Format a value: components as Name(argument=value)."""
+    if not isinstance(value, dict):
+        return "null" if value is None else str(value)
+    given = value.get("init_args") or {key: v for key, v in value.items() if key != "class_path"}
+    name = str(value.get("class_path", "")).rpartition(".")[2]
+    return f"{name}({', '.join(f'{key}={_format_value(v)}' for key, v in given.items())})"

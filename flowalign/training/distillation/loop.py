@@ -1,0 +1,272 @@
+"""Run the loop of TDM and TDM-R1.
+
+    requests -> trajectories of K steps -> boundaries, noised further
+             -> fake score -> surrogate reward -> generator
+
+A *step* of the loop draws trajectories of the generator, which is the policy, without noise between
+the steps. On all their boundaries it updates the fake score, then the surrogate by the rewards of
+the finished samples, and then the generator towards what the model before training and the
+surrogate predict, and away from what the fake score does.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.data.requests import Requests
+from flowalign.functional.distribution_matching import (
+    boundary,
+    importance,
+    moved_data_loss,
+    signal_to_noise,
+)
+from flowalign.functional.noise_matching import sample_error
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.recording import RolloutOutputs
+from flowalign.sampling.rollout import sample
+from flowalign.sampling.sde_windows import NoSteps
+from flowalign.sampling.settings import Sampling
+from flowalign.training.distillation.boundaries import Boundaries
+from flowalign.training.distillation.roles import Roles
+from flowalign.training.distillation.settings import RewardSurrogate, TDMSettings
+from flowalign.training.recipe import Log, Loop
+from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
+from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.training.update_checks import WeightChecks
+from flowalign.types import Examples, Residuals
+from flowalign.types.completion import Completion
+from flowalign.utils.seeds import generator
+
+Key = tuple[int, str, int, int]
+"""Seed, purpose, step of the loop and update of it, by which draws are told apart."""
+PartLoss = Callable[[int, Tensor, Key], tuple[Tensor, dict[str, Tensor]]]
+"""Mean loss of some samples at the boundary after one step, and detached scalars for the log."""
+
+
+@dataclass(frozen=True)
+class ScoredSamples:
+    """Holds the advantages of this process's samples."""
+
+    advantage: Float[Tensor, "n"]
+    """Advantage of each sample in its group, clipped."""
+    trained: Int[Tensor, "m"]
+    """Samples whose rewards are known."""
+    total: int
+    """Number of those of all processes."""
+
+
+class TDMLoop(Loop):
+    """Distils the policy into its own few steps."""
+
+    def __init__(
+        self,
+        cfg: TDMSettings,
+        roles: Roles,
+        rewards: Rewards,
+        requests: Requests,
+        log: Log = lambda _: None,
+    ):
+        self.cfg, self.roles, self.rewards, self.requests = cfg, roles, rewards, requests
+        self.log, self.seed, self.processes = log, requests.seed, roles.generator.processes
+        surrogate = cfg.surrogate
+        self.estimator = (
+            AdvantageEstimator(surrogate.advantages, rewards, self.processes) if surrogate else None
+        )
+
+    @override
+    def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
+        trained = self.roles.trained
+        checks = [WeightChecks(it, self.cfg.on_failed_check, self.log) for it in trained.values()]
+        for step in steps:
+            start = time.perf_counter()
+            drawn = self._sample(step)
+            sampled = time.perf_counter()
+            metrics = self._updates(step, drawn)
+            for check in checks:
+                check.after_update()
+                metrics |= check.metrics()
+            done = time.perf_counter()
+            yield metrics | {
+                "timing/sample": sampled - start,
+                "timing/update": done - sampled,
+                "timing/step": done - start,
+                "throughput": self.cfg.num_samples / (done - start),
+            }
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return self.estimator.state() if self.estimator else {}
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.estimator:
+            self.estimator.restore(state)
+
+    def _sample(self, step: int) -> Boundaries:
+        """Sample this process's trajectories of a step."""
+        cfg = self.cfg
+        requests = self.requests.batch(step, cfg.prompts_per_step)
+        local = self.processes.share(range(len(requests)))
+        trajectory = sample(
+            self.roles.generator.policy,
+            [requests[i] for i in local],
+            Sampling(
+                num_steps=cfg.num_steps,
+                samples_per_prompt=cfg.samples_per_prompt,
+                sde_window=NoSteps(),
+                micro_batch=cfg.micro_batch,
+            ),
+            (),
+            [generator(self.seed, "noise", step, i) for i in local],
+            keep=RolloutOutputs(),
+        )
+        return Boundaries(trajectory, local[0] * cfg.samples_per_prompt, cfg.query == "above")
+
+    def _updates(self, step: int, drawn: Boundaries) -> dict[str, float]:
+        """Make the updates of all roles, and return the metrics of the last of each."""
+        cfg, roles, metrics = self.cfg, self.roles, dict[str, float]()
+        everyone = torch.arange(len(drawn.trajectory.requests))
+
+        fake_loss = partial(self._fake_loss, drawn)
+        generator_loss = partial(self._generator_loss, drawn)
+        for update in range(cfg.fake.updates):
+            key = self.seed, "fake", step, update
+            metrics |= self._update("fake", drawn, everyone, cfg.num_samples, fake_loss, key)
+        if cfg.surrogate and roles.surrogate:
+            scored, found = self._score(drawn, cfg.surrogate)
+            loss = self._surrogate_loss(drawn, scored, cfg.surrogate)
+            key = self.seed, "surrogate", step, 0
+            metrics |= found
+            metrics |= self._update("surrogate", drawn, scored.trained, scored.total, loss, key)
+        key = self.seed, "generator", step, 0
+        metrics |= self._update("generator", drawn, everyone, cfg.num_samples, generator_loss, key)
+        for learner in roles.trained.values():
+            learner.end_step()
+        return metrics
+
+    def _update(
+        self,
+        role: str,
+        drawn: Boundaries,
+        samples: Int[Tensor, "n"],
+        total: int,
+        loss: PartLoss,
+        key: Key,
+    ) -> dict[str, float]:
+        """Update one role on all boundaries of some samples, of which `total` are on all processes.
+
+        Returns metrics averaged over all of them; those of the generator have no prefix.
+        """
+        learner, stats = self.roles.trained[role], dict[str, float]()
+        if not total:
+            return {}
+        for k, part in drawn.parts(self.cfg.samples_together, samples):
+            if not len(part):
+                continue
+            share = len(part) / (total * drawn.num_steps)
+            value, found = loss(k, part, key)
+            learner.backward(share * value)
+            for name, one in found.items():
+                stats[name] = stats.get(name, 0.0) + share * float(one)
+        metrics = self.processes.sum_by_name(stats) | learner.step()
+        prefix = "" if role == "generator" else f"{role}/"
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+    def _fake_loss(
+        self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return how far the fake score is from predicting the generator's data."""
+        cfg, (x, sigma, _) = self.cfg.fake, drawn.start(k, part)
+        at = drawn.renoised(k, part, *boundary(x, drawn.velocity(k, part), sigma), key)
+        weight = importance(at.noise, at.fresh, cfg.largest_importance)
+        error = sample_error(at.predicted(self.roles.fake.field) - at.x0_hat)
+        loss = (weight * signal_to_noise(at.t, cfg.largest_snr) * error).mean()
+        return loss, {"loss": loss.detach(), "importance": weight.mean()}
+
+    def _surrogate_loss(
+        self, drawn: Boundaries, scored: ScoredSamples, cfg: RewardSurrogate
+    ) -> PartLoss:
+        """Return the loss that prefers better samples, at one noise for each group."""
+        fields, size = self.roles.fields, drawn.trajectory.group_size
+
+        def loss(k: int, part: Tensor, key: Key) -> tuple[Tensor, dict[str, Tensor]]:
+            x, sigma, _ = drawn.start(k, part)
+            x0_hat, noise = boundary(x, drawn.velocity(k, part), sigma)
+            at = drawn.renoised(k, part, x0_hat, noise, key, shared=True)
+            target = at.noise - at.x0_hat
+
+            def residual(name: str) -> Tensor:
+                return fields[name].velocity(at.x, at.t, at.cond) - target
+
+            with torch.no_grad():
+                reference, slow = residual("reference"), residual("slow")
+            residuals = Residuals(residual("surrogate"), reference, slow, sigma=at.t)
+            examples = Examples(
+                latents=at.x0_hat,
+                cond=at.cond,
+                paired=False,
+                weight=torch.ones_like(at.t),
+                desirable=scored.advantage[part].to(at.t) > 0,
+                advantage=scored.advantage[part].to(at.t),
+                group=(part // size).to(at.t.device),
+            )
+            grown = replace(cfg.loss, beta=cfg.loss.beta * (k + 1) / drawn.num_steps)
+            return grown.loss(residuals, examples)
+
+        return loss
+
+    def _generator_loss(
+        self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return by how much the generator's data have to move, as all fields see its boundary."""
+        cfg, fields, surrogate = self.cfg, self.roles.fields, self.cfg.surrogate
+        x, sigma, cond = drawn.start(k, part)
+        x0_hat, noise = boundary(x, self.roles.generator.policy.velocity(x, sigma, cond), sigma)
+        at = drawn.renoised(k, part, x0_hat, noise, key)
+        with torch.no_grad():
+            real, fake = at.predicted(fields["real"]), at.predicted(fields["fake"])
+        losses = {"tdm": moved_data_loss(x0_hat, real - fake, real, cfg.huber)}
+        weights = {"tdm": 1.0, "guidance": cfg.guidance_weight}
+        if cfg.guidance_weight:
+            with torch.no_grad():
+                plain = at.predicted(fields["reference"])
+            along = cfg.guidance_scale / (cfg.real_guidance - 1) * (real - plain)
+            losses["guidance"] = moved_data_loss(x0_hat, along, real, cfg.huber)
+        if surrogate:
+            weights["surrogate"] = surrogate.weight
+            with torch.no_grad():
+                better = at.predicted(fields["guided_surrogate"])
+            losses["surrogate"] = moved_data_loss(x0_hat, better - real, better, cfg.huber)
+        loss = torch.stack([weights[name] * each for name, each in losses.items()]).sum(0).mean()
+        stats = {f"loss/{name}": each.detach().mean() for name, each in losses.items()}
+        gap = sample_error(real - fake).mean()
+        return loss, stats | {"policy_loss": loss.detach(), "real_minus_fake": gap}
+
+    def _score(
+        self, drawn: Boundaries, cfg: RewardSurrogate
+    ) -> tuple[ScoredSamples, dict[str, float]]:
+        """Score the finished samples, and compare those of a prompt."""
+        estimator, trajectory = self.estimator, drawn.trajectory
+        assert estimator is not None
+        policy, size = self.roles.generator.policy, self.cfg.micro_batch
+        values = CompletionValues(
+            policy, self.rewards, trajectory, lambda _: {}, Completion(), size
+        )
+        outcome = values([trajectory.num_steps])[:, 0]
+        credited, transform = outcome, cfg.advantages.value_transform
+        if transform:
+            credited = transform(outcome, self.rewards.dims, trajectory.requests)
+        credit = outcome_credit(credited, trajectory.group_size)
+        estimate = estimator.estimate(credit, outcome, trajectory.group_size)
+        estimator.learn(estimate.gathered.outcome)
+        local, trained = estimate.gathered.local, estimate.train_mask[:, 0]
+        kept = trained[local].nonzero()[:, 0]
+        scored = ScoredSamples(estimate.advantage[local, 0], kept, int(trained.sum()))
+        return scored, dict(estimate.metrics)

@@ -1,0 +1,133 @@
+"""Distil a policy into a sampler of few steps: TDM, and with a reward TDM-R1."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, prod
+from pathlib import Path
+
+from typing_extensions import override
+
+from flowalign.data.requests import Requests, read_requests
+from flowalign.rewards.checked import OnFailure
+from flowalign.training.distillation.loop import TDMLoop
+from flowalign.training.distillation.roles import open_roles
+from flowalign.training.distillation.settings import TDMSettings
+from flowalign.training.learner import Learner
+from flowalign.training.recipe import (
+    Log,
+    Loop,
+    MemoryPart,
+    Recipe,
+    RecipePlan,
+    RunContext,
+    check_prompts_per_step,
+    evaluations_row,
+    samples_row,
+)
+from flowalign.types import ModelPlan
+
+_TRAINED = 4
+"""Copies that a further set of trained weights takes: values, gradients, two moments of AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TDM(TDMSettings, Recipe):
+    """Configures distillation into few steps by matching distributions along trajectories.
+
+    Three sets of trained weights share one network: the policy, which becomes the generator; a fake
+    score, which learns the distribution of its samples; and, if there is a reward, a surrogate that
+    prefers better samples. The model before training is the real score.
+
+    Source: TDM, arXiv:2503.06674, and TDM-R1, arXiv:2603.07700, as Flow-Factory implements them.
+    """
+
+    prompts: str
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    start: str | None = None
+    """Folder of a checkpoint from which the generator starts, such as one that TDM trained. Null:
+    the model before training."""
+    on_failed_reward: OnFailure = field(default="raise", init=False)
+    """Fixed to raise: the surrogate has a setting of its own."""
+
+    @property
+    @override
+    def prompt_files(self) -> Sequence[str]:
+        return [self.prompts]
+
+    @property
+    @override
+    def examples_per_step(self) -> int:
+        return self.num_samples
+
+    @property
+    @override
+    def sampler(self) -> tuple[int, int]:
+        return self.num_steps, self.micro_batch
+
+    @override
+    def check(self, run: RunContext) -> None:
+        if run.policy.evaluations_per_velocity > 1:
+            raise ValueError(
+                f"policy.guidance is {run.policy.guidance}, but a generator of few steps samples "
+                "without guidance: set it to 1.0, and recipe.real_guidance to the model's"
+            )
+        if self.surrogate:
+            self.surrogate.advantages.check_rewards(run.rewards)
+            self.surrogate.advantages.check_prompts(self.prompts)
+        else:
+            read_requests(self.prompts)
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        check_prompts_per_step("recipe", self.prompts_per_step, world)
+        local = ceil(self.prompts_per_step / world) * self.samples_per_prompt
+        states = 4 * local * (self.num_steps + 1) * prod(model.latent_shape)
+        companions = 1 + bool(self.surrogate)
+        return RecipePlan(
+            rows=self._rows(run),
+            parts=[MemoryPart("states", states)],
+            decode_batches={"recipe.micro_batch": self.micro_batch} if self.surrogate else {},
+            weight_copies=_TRAINED * companions + bool(self.surrogate),
+        )
+
+    @override
+    def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        roles = open_roles(self, learner, run.num_steps)
+        if self.start:
+            learner.policy.load_weights(self.start)
+            for average in learner.averages.values():
+                average.restart()
+        rewards = run.rewards
+        if self.surrogate:
+            rewards = replace(rewards, on_failure=self.surrogate.on_failed_reward)
+        requests = Requests(read_requests(self.prompts), run.seed)
+        return TDMLoop(self, roles, rewards, requests, log)
+
+    def evaluations(self) -> dict[str, int]:
+        """Return the network evaluations of one step, by purpose."""
+        guided, rewarded, rows = 1 + (self.real_guidance > 1), bool(self.surrogate), self.rows
+        return {
+            "sampling": rows,
+            "training the fake score": rows * self.fake.updates,
+            "training the surrogate": rows * rewarded,
+            "training the generator": rows,
+            "real score": rows * (guided + bool(self.guidance_weight)),
+            "fake score": rows,
+            "surrogate": rows * rewarded * guided,
+            "reference and slow copy of the surrogate": 2 * rows * rewarded,
+        }
+
+    def _rows(self, run: RunContext) -> dict[str, str]:
+        samples, counts = self.num_samples, self.evaluations()
+        rows = {
+            **samples_row(self.prompts_per_step, self.samples_per_prompt),
+            "boundaries per step": f"{self.rows}, {self.num_steps} of each sample",
+            "trained on one network": "generator, fake score"
+            + (", surrogate reward" if self.surrogate else ""),
+            **evaluations_row(counts),
+            "evaluations of a sample": f"{self.num_steps}",
+        }
+        if self.surrogate:
+            rows["decodes per step"] = f"{samples}"
+            rows["reward calls per step"] = f"{samples * len(run.rewards.models)}"
+        return rows

@@ -1,0 +1,67 @@
+"""Open the roles of TDM-R1 on one network: generator, fake score, surrogate reward, reference."""
+
+from dataclasses import dataclass
+
+from flowalign.training.distillation.settings import TDMSettings
+from flowalign.training.ema import EMA
+from flowalign.training.learner import Learner
+from flowalign.training.reference import Guided
+from flowalign.training.trained_weights import TrainedWeights
+from flowalign.types import VelocityField
+
+SLOW = "slow"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Holds who is trained on one network, and every field that takes part.
+
+    The reference is the network without any of the trained weights.
+    """
+
+    generator: Learner
+    """Learner of the policy, which samples in few steps."""
+    fake: Learner
+    """Learner of the fake score."""
+    surrogate: Learner | None
+    """Learner of the surrogate reward, if there is one."""
+    fields: dict[str, VelocityField]
+    """reference; real: the reference with its guidance; fake; surrogate, guided_surrogate and slow,
+    its slow copy."""
+
+    @property
+    def trained(self) -> dict[str, Learner]:
+        """Return the learners by the names of their roles."""
+        trained = {"generator": self.generator, "fake": self.fake}
+        return trained | ({"surrogate": self.surrogate} if self.surrogate else {})
+
+
+def open_roles(cfg: TDMSettings, learner: Learner, num_steps: int) -> Roles:
+    """Add the learners of fake score and surrogate, which start as the model before training.
+
+    Raises:
+        ValueError: The reference is guided, and the policy has no guidance.
+    """
+    fake = learner.add_companion("fake", cfg.fake.optimizer, num_steps * cfg.fake.updates)
+    fields = {
+        "reference": learner.reference,
+        "real": _guided(learner.reference, cfg.real_guidance),
+        "fake": fake.field,
+    }
+    if cfg.surrogate is None:
+        return Roles(learner, fake, None, fields)
+    surrogate = learner.add_companion("surrogate", cfg.surrogate.optimizer, num_steps)
+    slow = EMA(surrogate.parameters, cfg.surrogate.slow.at)
+    surrogate.averages[SLOW] = slow
+    fields |= {
+        "surrogate": surrogate.field,
+        "guided_surrogate": _guided(surrogate.field, cfg.real_guidance),
+        "slow": TrainedWeights(
+            learner.policy, dict(zip(surrogate.named, slow.average, strict=True))
+        ),
+    }
+    return Roles(learner, fake, surrogate, fields)
+
+
+def _guided(field: VelocityField, guidance: float) -> VelocityField:
+    return Guided(field, guidance) if guidance > 1 else field

@@ -1,0 +1,77 @@
+"""Check matching training automatically, and watch for likelihood displacement."""
+
+from collections.abc import Mapping
+
+from flowalign.training.learner import Learner
+from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.recipe import Log
+from flowalign.training.update_checks import WeightChecks
+
+_TOLERANCE = 1e-3
+_LARGEST_DRIFT = 1e-4
+"""Mean square between velocities of equal weights: far above rounding in half precision, far below
+dropout, of velocities whose mean square is about 1."""
+_DISPLACED = "displaced_in_a_row"
+
+
+class MatchingChecks:
+    """Checks one run before its first update, after two, and at every one.
+
+    Raises:
+        ValueError: The recipe draws times beyond what the model was trained on.
+    """
+
+    def __init__(
+        self, cfg: MatchingSettings, learner: Learner, loss_state: dict[str, float], log: Log
+    ):
+        cfg.times.check(learner.policy.schedule)
+        self.cfg, self.learner, self.loss_state, self.log = cfg, learner, loss_state, log
+        self.weights = WeightChecks(learner, cfg.on_failed_check, log)
+
+    def before_update(self, metrics: Mapping[str, float]) -> None:
+        """Check, before the first update, that networks with equal weights are equal."""
+        if self.learner.num_updates:
+            return
+        if metrics.get("old_drift", 0.0) > _LARGEST_DRIFT:
+            self.weights.fail(
+                f"before any update the old policy's velocities differ from the policy's by "
+                f"{metrics['old_drift']:.2g}, a mean square, though it has the same weights.\n"
+                "Look for dropout, or for layers that change when they are evaluated."
+            )
+        expected = self.cfg.loss.requirements.at_start
+        equal = self.cfg.reference.equals_policy and self.cfg.cold_start == "policy"
+        if expected is None or not equal:
+            return
+        expected *= metrics["weight"]
+        found = metrics["policy_loss"]
+        self.weights.found["check/loss_at_start"] = found
+        self.log(f"loss before the first update: {found:.6f}, of equal networks {expected:.6f}")
+        if not abs(found - expected) <= _TOLERANCE * max(abs(expected), 1.0):
+            self.weights.fail(
+                f"before any update the loss is {found:.4f} instead of {expected:.4f}: "
+                "policy and reference differ.\n"
+                "Look for dropout, another precision, or weights that were loaded into one of them."
+            )
+
+    def after_update(self) -> None:
+        """Check, after the first two steps with an update, that weights moved and ranks agree."""
+        self.weights.after_update()
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Log once when winners have been matched worse than by the reference for too many updates.
+
+        `displacement_patience` is that number of updates in a row.
+        """
+        worse = metrics.get("drift_chosen", 0.0) > 0
+        in_a_row = self.loss_state.get(_DISPLACED, 0.0) + 1 if worse else 0.0
+        self.loss_state[_DISPLACED] = in_a_row
+        if self.cfg.displacement_patience and in_a_row == self.cfg.displacement_patience:
+            self.log(
+                f"likelihood displacement: for {self.cfg.displacement_patience} updates the policy "
+                "has matched winners worse than the reference does (drift_chosen above 0); "
+                "recipe.sft, the Safeguard, or a smaller learning rate hold them"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the measurements since the last call."""
+        return self.weights.metrics() | {_DISPLACED: self.loss_state.get(_DISPLACED, 0.0)}

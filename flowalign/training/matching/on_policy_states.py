@@ -1,0 +1,210 @@
+"""Make examples of the states that the policy visits itself, for teachers; no reward is needed.
+
+requests -> trajectories of the student -> states, each with the teacher of its request
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from math import ceil, prod
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from flowalign.data.requests import Requests, read_located_requests, read_requests
+from flowalign.sampling.complete_states import take_rows
+from flowalign.sampling.recording import DTYPES, RolloutOutputs
+from flowalign.sampling.rollout import empty_trajectory, sample
+from flowalign.sampling.sde_windows import NoSteps
+from flowalign.sampling.settings import Sampling
+from flowalign.training.learner import Learner
+from flowalign.training.matching.source import (
+    NO_LABELS,
+    Batch,
+    BatchStream,
+    DataSource,
+    StreamContext,
+)
+from flowalign.training.recipe import (
+    MemoryPart,
+    RecipePlan,
+    RunContext,
+    check_prompts_per_step,
+    samples_row,
+)
+from flowalign.training.rollouts.settings import SEVERAL
+from flowalign.types import (
+    Examples,
+    Label,
+    ModelPlan,
+    Request,
+    Trajectory,
+    plain_requests,
+)
+from flowalign.types.ranges import PositiveInt, require_ranges
+from flowalign.utils.seeds import generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyStates(DataSource):
+    """Samples trajectories of the policy, whose states are matched to teachers' velocities.
+
+    Source: Flow-OPD, arXiv:2605.08063: each request goes to the teacher of its own reward.
+    """
+
+    key: ClassVar[str] = "recipe.data"
+
+    prompts: str
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    teacher_field: str | None = None
+    """Field of the rows of `prompts`, a JSONL file, that names the teacher of each. Null: there is
+    one teacher."""
+    prompts_per_step: PositiveInt = 16
+    """Prompts of a step over all processes together."""
+    sampling: Sampling = field(
+        default_factory=lambda: Sampling(sde_window=NoSteps(), samples_per_prompt=1)
+    )
+    """How the trajectories are drawn: by default one per prompt, without noise between steps."""
+
+    def __post_init__(self) -> None:
+        """Reject settings that no run can use, before anything heavy is loaded."""
+        require_ranges(self, self.key)
+        for name in ("merge", "tail_ratio"):
+            if getattr(self.sampling, name) is not None:
+                raise ValueError(
+                    f"{self.key}.sampling.{name} is {getattr(self.sampling, name)}, which leaves "
+                    "states of the schedule out: set it to null where states are matched"
+                )
+        reason = "its states are matched and weighted by their steps: set it to null"
+        self.sampling.refuse_precision(self.key, reason)
+        self._empty()
+
+    @property
+    @override
+    def provides(self) -> Set[Label]:
+        return {"transitions"} if self.random_steps else NO_LABELS
+
+    @property
+    @override
+    def trajectory_steps(self) -> int:
+        return self.sampling.num_steps
+
+    @property
+    @override
+    def random_steps(self) -> Set[int]:
+        steps = [{*self.sampling.stochastic(self.window(i))} for i in (0, SEVERAL)]
+        return steps[0] & steps[1]
+
+    @property
+    @override
+    def examples_per_step(self) -> int:
+        return self.prompts_per_step * self.sampling.samples_per_prompt
+
+    @property
+    @override
+    def prompt_files(self) -> list[str]:
+        return [self.prompts]
+
+    @override
+    def check_teachers(self, names: Sequence[str]) -> None:
+        """Raise ValueError if a request has no teacher, or a teacher no request."""
+        if not names or (len(names) > 1 and self.teacher_field is None):
+            raise ValueError(
+                f"recipe.teachers names {len(names)} teachers and {self.key}.teacher_field is "
+                f"{self.teacher_field}: name at least one and, where there are several, the field "
+                f"of the rows of {self.prompts} that chooses among them"
+            )
+        if self.teacher_field is None:
+            return
+        located = read_located_requests(self.prompts)
+        found = {where: r.metadata.get(self.teacher_field) for where, r in located}
+        for where, name in found.items():
+            if name not in names:
+                raise ValueError(
+                    f"{where}: {self.teacher_field} is {name!r}, and recipe.teachers has "
+                    f"{', '.join(names)}"
+                )
+        if idle := sorted({*names} - {*found.values()}):
+            raise ValueError(
+                f"recipe.teachers names {idle[0]}, and no row of {self.prompts} has it as "
+                f"{self.teacher_field}: leave it out, or add rows"
+            )
+
+    @override
+    def check(self, run: RunContext) -> None:
+        """Raise ValueError if there are no prompts."""
+        read_requests(self.prompts)
+        run.check_conditioning()
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        check_prompts_per_step(self.key, self.prompts_per_step, world)
+        rows, steps = self._empty().rows, self.sampling.num_steps
+        states = [len(rows.unique_rows(k)) for k in range(steps + 1)]
+        evaluations = self.prompts_per_step * sum(states[:-1]) * run.policy.evaluations_per_velocity
+        kept, storage = ceil(self.prompts_per_step / world) * sum(states), self.sampling.states
+        size = kept * prod(model.latent_shape) * DTYPES[storage.dtype].itemsize
+        return RecipePlan(
+            rows={
+                **samples_row(self.prompts_per_step, self.sampling.samples_per_prompt),
+                "denoising steps": f"{steps}, random are {sorted(self.random_steps) or 'none'}",
+                "evaluations of samples per step": f"{evaluations} sampling",
+            },
+            parts=[MemoryPart("states", size, "main" if storage.device == "cpu" else "always")],
+        )
+
+    @override
+    def open(self, learner: Learner, context: StreamContext) -> "OnPolicyStream":
+        """Prepare the stream; batches are sampled at their steps."""
+        requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
+        return OnPolicyStream(self, learner, requests)
+
+    def window(self, step: int, seed: int = 0) -> tuple[int, ...]:
+        """Return the random steps of one step of the loop."""
+        draw = generator(seed, "window", step)
+        return self.sampling.sde_window.steps(self.sampling.num_steps, step, draw)
+
+    def _empty(self) -> Trajectory:
+        sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
+        return empty_trajectory(self.sampling, self.window(0), plain_requests([""]), sigmas)
+
+
+class OnPolicyStream(BatchStream):
+    """Samples trajectories at each step, by the policy as it is then."""
+
+    def __init__(self, cfg: OnPolicyStates, learner: Learner, requests: Requests):
+        self.cfg, self.learner, self.requests = cfg, learner, requests
+
+    @override
+    def batch(self, step: int) -> Batch:
+        cfg, seed = self.cfg, self.requests.seed
+        requests = self.requests.batch(step, cfg.prompts_per_step)
+        local = self.learner.processes.share(range(len(requests)))
+        trajectory = sample(
+            self.learner.policy,
+            [requests[i] for i in local],
+            cfg.sampling,
+            cfg.window(step, seed),
+            [generator(seed, "noise", step, i) for i in local],
+            keep=RolloutOutputs(),
+        )
+        size = cfg.sampling.samples_per_prompt
+        total, first = len(requests) * size, local[0] * size
+        return Batch(self._examples(trajectory), first, total, visited=trajectory)
+
+    def _examples(self, trajectory: Trajectory) -> Examples:
+        latents = trajectory.state(trajectory.num_steps)
+        count = len(latents)
+        return Examples(
+            latents=latents,
+            cond=take_rows(trajectory.cond, trajectory.prompt.to(latents.device)),
+            paired=False,
+            weight=torch.ones(count),
+            desirable=torch.ones(count, dtype=torch.bool),
+            teachers=self._teachers(trajectory.requests),
+        )
+
+    def _teachers(self, requests: Sequence[Request]) -> list[str]:
+        """Return the name of each request's teacher; empty if there is one teacher only."""
+        name = self.cfg.teacher_field
+        return [] if name is None else [str(request.metadata[name]) for request in requests]

@@ -1,0 +1,129 @@
+"""Configure training by a learned reward that is refreshed on the policy's own rollouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from typing_extensions import override
+
+from flowalign.rewards.composite import Rewards
+from flowalign.training.learner import Learner
+from flowalign.training.online_reward.loop import OnlineRewardLoop, RewardHead
+from flowalign.training.online_reward.recorder import Recorder
+from flowalign.training.online_reward.settings import OnlineRewardSettings
+from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
+from flowalign.types import ModelPlan, Refreshable, RewardModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineReward(OnlineRewardSettings, Recipe):
+    """Trains by another recipe, and refreshes the head of a learned reward between its steps.
+
+    A few groups of the rollouts of a step are scored by a reward that is trusted, but too slow for
+    all of them. Wherever it tells two samples of a group apart, the learned reward has to order
+    them alike. The inner recipe sees only the rewards that have a weight; others are measured on
+    held-out prompts.
+
+    Source: that policy and reward learn together, the second from trusted judgements of what the
+    first makes, is of JarvisEvo, arXiv:2511.23002, and of Cooper, for language models. Their code
+    was not read, and the loop is ours.
+    """
+
+    @property
+    @override
+    def open_files(self) -> Sequence[str]:
+        return self.inner.open_files
+
+    @property
+    @override
+    def prompt_files(self) -> Sequence[str]:
+        return self.inner.prompt_files
+
+    @property
+    @override
+    def updates(self) -> int:
+        return self.inner.updates
+
+    @property
+    @override
+    def examples_per_step(self) -> int:
+        return self.inner.examples_per_step
+
+    @property
+    @override
+    def sampler(self) -> tuple[int, int] | None:
+        return self.inner.sampler
+
+    @override
+    def check(self, run: RunContext) -> None:
+        self._learned(run.rewards)
+        if run.rewards.dims and self.trusted.spec.modality == "video" and run.policy.fps is None:
+            raise ValueError("recipe.trusted scores videos, and the policy makes pictures")
+        self.inner.check(self._seen(run))
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        if self.groups < world:
+            raise ValueError(
+                f"recipe.groups is {self.groups}, fewer than the {world} processes: each asks "
+                "recipe.trusted for at least one"
+            )
+        plan = self.inner.plan(self._seen(run), model, world)
+        often = "step" if self.every == 1 else f"{self.every} steps"
+        rows = {
+            "trusted reward": f"{self.trusted.spec.name}, for {self.groups} groups every {often}",
+            "refreshed head": f"{', '.join(self.dims)}: {self.head_updates} updates every {often}",
+        }
+        return replace(plan, rows={**plan.rows, **rows})
+
+    @override
+    def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        learned = self._learned(run.rewards)
+        share = learner.processes.share(range(self.groups))
+        recorder = Recorder(learned, len(share))
+        seen = self._seen(run)
+        models = [recorder if model is learned else model for model in seen.rewards.models]
+        recorded = replace(seen, rewards=replace(seen.rewards, models=models))
+        trusted = Rewards(
+            [self.trusted],
+            dict.fromkeys(self.dims.values(), 1.0),
+            self.on_failed_reward,
+            run.rewards.costs,
+        )
+        trusted.load()
+        head = RewardHead(learned, [learned.spec.dims.index(dim) for dim in self.dims])
+        refreshments = run.num_steps // self.every
+        taught = learner.add_companion(
+            "head", self.optimizer, refreshments * self.head_updates, head
+        )
+        inner = self.inner.open(recorded, learner, folder, log)
+        return OnlineRewardLoop(self, inner, recorder, taught, head, trusted)
+
+    def _learned(self, rewards: Rewards) -> RewardModel:
+        """Return the reward whose head is refreshed.
+
+        Raises:
+            ValueError: The dimensions are of no such reward, or of several, or weigh nothing.
+        """
+        owners = [m for m in rewards.models if {*m.spec.dims} & {*self.dims}]
+        known = [dim for m in rewards.models if isinstance(m, Refreshable) for dim in m.spec.dims]
+        if len(owners) != 1 or {*self.dims} - {*owners[0].spec.dims}:
+            raise ValueError(
+                f"recipe.dims names {', '.join(self.dims)}, which must be dimensions of one reward "
+                f"of the run whose head can be trained; there are {', '.join(known) or 'none'}"
+            )
+        if not isinstance(owners[0], Refreshable):
+            raise ValueError(
+                f"recipe.dims names {', '.join(self.dims)} of reward {owners[0].spec.name!r}, "
+                "whose head cannot be trained: take reward_models.TrainedReward"
+            )
+        if not any(rewards.weight_of.get(dim) for dim in self.dims):
+            raise ValueError(
+                f"recipe.dims names {', '.join(self.dims)}, none of which has a weight: what is "
+                "learned would train nothing"
+            )
+        return owners[0]
+
+    def _seen(self, run: RunContext) -> RunContext:
+        """Return the run as the inner recipe sees it, with the weighted rewards alone."""
+        return replace(run, rewards=run.rewards.weighted())

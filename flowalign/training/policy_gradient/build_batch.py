@@ -1,0 +1,92 @@
+"""Make the batch of a step: transitions of rollouts with their advantages and weights."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.distributed.processes import Processes
+from flowalign.functional.weight import step_weights
+from flowalign.rewards.composite import Rewards
+from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.chunks import prepare_for_loss
+from flowalign.training.policy_gradient.measured import Averages
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.rollouts.advantages import AdvantageEstimate
+from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.types import StepCredit, Trajectory
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Holds what this rank sampled, valued and credited in one step, before the update."""
+
+    batch: TrainBatch
+    """Transitions with their advantages."""
+    credit: StepCredit
+    """Credit before it is compared."""
+    values: CompletionValues
+    """Values of the states, and the trajectories they belong to."""
+
+
+class StepObserver(ABC):
+    """Observes each step before its update."""
+
+    @abstractmethod
+    def __call__(self, step: int, result: StepResult) -> None:
+        """Observe a step; the time spent counts to the reward stage."""
+
+    @abstractmethod
+    def draw(self) -> float:
+        """Write figures of the last step, if any. Returns the seconds spent."""
+
+
+def build_batch(
+    cfg: PolicyGradientSettings,
+    processes: Processes,
+    values: CompletionValues,
+    estimate: AdvantageEstimate,
+    averages: Averages | None = None,
+) -> TrainBatch:
+    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them.
+
+    Without `averages`, step weights that are measured are those of the start.
+    """
+    trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
+    outcome = estimate.gathered.outcome[local]
+    batch = TrainBatch(
+        trajectory=trajectory,
+        advantage=estimate.advantage[local],
+        mask=mask[local],
+        weight=_weights_of_steps(cfg, trajectory, averages),
+        global_mask=mask,
+        rank_offset=local.start,
+        process=None if estimate.process is None else estimate.process[local],
+        best=best_samples(values.rewards, outcome, trajectory.group_size)
+        if cfg.algorithm.needs_best
+        else None,
+    )
+    return prepare_for_loss(batch, cfg.algorithm, processes)
+
+
+def _weights_of_steps(
+    cfg: PolicyGradientSettings, trajectory: Trajectory, averages: Averages | None
+) -> Float[Tensor, "T"]:
+    eta = trajectory.eta.amax(0)
+    trained = trajectory.trained.any(0).to(eta.device)
+    weight = step_weights(cfg.step_rule, trajectory.kernel, trajectory.sigmas, eta, trained)
+    if cfg.measured is None:
+        return weight
+    return cfg.measured.weights(averages or Averages.none(len(weight)), weight, trained)
+
+
+def best_samples(
+    rewards: Rewards, outcome: Float[Tensor, "n R"], group_size: int
+) -> Int[Tensor, "n"]:
+    """Return, for each sample, the one of its prompt whose weighted rewards are highest."""
+    usable = rewards.usable(outcome.isfinite())
+    total = (outcome.nan_to_num() @ rewards.weights).masked_fill(~usable, -torch.inf)
+    best = total.view(-1, group_size).argmax(1) + torch.arange(0, len(total), group_size)
+    return best.repeat_interleave(group_size)

@@ -1,0 +1,167 @@
+"""Plan a policy-gradient step: its counts and memory, before any weight is read."""
+
+from collections.abc import Sequence
+
+import torch
+
+from flowalign.credit.branch import mask_extremes
+from flowalign.functional.span import find_spans
+from flowalign.sampling.complete_states import credit_requirements
+from flowalign.training.policy_gradient.batches import alternatives
+from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.step_gradients import projected_size
+from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, evaluations_row
+from flowalign.training.rollouts.rollout_plan import (
+    check_rollouts,
+    rollout_evaluations,
+    rollout_memory,
+    sample_rows,
+    value_rows,
+)
+from flowalign.types import ModelPlan, Trajectory
+from flowalign.utils.seeds import generator
+
+
+def plan_step(
+    cfg: PolicyGradientSettings, run: RunContext, model: ModelPlan, world: int
+) -> RecipePlan:
+    """Return counts and memory of one step; raise ValueError if the run cannot do it."""
+    check_rollouts(cfg.rollouts, run, model, world)
+    per_velocity = run.policy.evaluations_per_velocity
+    window = cfg.rollouts.window(0, generator(run.seed, "window", 0))
+    rows = _rows(cfg, run, window)
+    rows |= _calibration_rows(cfg, run, window)
+    rows |= _measured_rows(cfg)
+    rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
+    return RecipePlan(
+        rows=rows,
+        parts=[
+            *rollout_memory(cfg.rollouts, model, world, window),
+            *_measured_memory(cfg, model, window),
+        ],
+        evaluations_per_example=per_velocity * _together(cfg, window),
+        decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
+    )
+
+
+def evaluations(
+    cfg: PolicyGradientSettings, window: Sequence[int], per_velocity: int = 1
+) -> dict[str, int]:
+    """Return the network evaluations for one prompt, by purpose.
+
+    Those with gradient are `training`; `ratios` are those of other steps of a chunk, needed from
+    the second update on. States that samples share count once.
+
+    Source: the counts of published methods in their papers.
+    """
+    training = (
+        num_evaluated(cfg, cfg.rollouts.empty_trajectory(window))
+        * cfg.epochs_per_step
+        * per_velocity
+    )
+    return {
+        **rollout_evaluations(cfg.rollouts, window, per_velocity),
+        "training": training,
+        "reference": training if cfg.algorithm.needs_reference else 0,
+        "ratios": 0
+        if cfg.algorithm.chunks is None
+        else training * (cfg.updates - 1) // cfg.updates,
+    }
+
+
+def num_trained(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
+    """Return the transitions of a prompt that an update sees; for pairs, at most that many."""
+    if not cfg.algorithm.pairs:
+        chosen = empty.trained
+        if (count := cfg.advantages.extremes) is not None:
+            group = credit_requirements(cfg.credit, empty, cfg.completion).credit.group
+            chosen = mask_extremes(torch.zeros(*group.shape, 1), group, chosen, count)
+        return int(chosen.sum())
+    sets = alternatives(empty)[empty.trained].unique(return_counts=True)[1]
+    return 2 * int((sets > 1).sum())
+
+
+def num_evaluated(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
+    """Return the states of a prompt that an update evaluates: one for all that leave it.
+
+    Pairs, extremes, and samples that are spread over several updates may leave fewer states, so
+    this is the most.
+    """
+    transitions = num_trained(cfg, empty)
+    if cfg.algorithm.pairs or cfg.updates_per_step > 1:
+        return transitions
+    source = empty.rows.source_row[:, :-1]
+    states = sum(len(source[empty.trained[:, k], k].unique()) for k in range(empty.num_steps))
+    return min(states, transitions)
+
+
+def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
+    counts = evaluations(cfg, window, run.policy.evaluations_per_velocity)
+    cost = {name: count * cfg.prompts_per_step for name, count in counts.items()}
+    trained = cfg.prompts_per_step * num_trained(cfg, cfg.rollouts.empty_trajectory(window))
+    return {
+        **sample_rows(cfg.rollouts, window),
+        **evaluations_row(cost),
+        **value_rows(cfg.rollouts, run, window),
+        "transitions trained per step": f"{trained}",
+        **_span_rows(cfg, window),
+    }
+
+
+def _spans(cfg: PolicyGradientSettings, window: Sequence[int]) -> list[list[int]]:
+    """Return the spans of a sample, if the loss trains spans."""
+    return [] if cfg.algorithm.span is None else find_spans(window, cfg.algorithm.span)
+
+
+def _together(cfg: PolicyGradientSettings, window: Sequence[int]) -> int:
+    """Return the steps of a sample whose activations an update keeps at once."""
+    return max((len(steps) for steps in _spans(cfg, window)), default=1)
+
+
+def _span_rows(cfg: PolicyGradientSettings, window: Sequence[int]) -> dict[str, str]:
+    """Return which steps are trained as one, if the loss trains spans."""
+    spans = _spans(cfg, window)
+    if not spans:
+        return {}
+    kept = f"at most {_together(cfg, window)} evaluations kept at once"
+    return {"spans of each sample": f"{', '.join(map(str, spans))}; {kept}"}
+
+
+def _calibration_rows(
+    cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]
+) -> dict[str, str]:
+    """Return what the search for noise levels costs, all iterations together."""
+    calibration = cfg.calibration
+    if calibration is None:
+        return {}
+    num_steps, how = cfg.sampling.num_steps, cfg.completion
+    ks = {*window, *(k + 1 for k in window)}
+    each = num_steps + sum(how.num_evaluations(k, num_steps) for k in ks)
+    samples = calibration.iterations * calibration.num_samples
+    return {
+        "calibration": f"{samples} trajectories, "
+        f"{samples * each * run.policy.evaluations_per_velocity} network evaluations, "
+        f"{samples * len(ks)} decodes, {samples * len(ks) * len(run.rewards.models)} reward calls"
+    }
+
+
+def _measured_rows(cfg: PolicyGradientSettings) -> dict[str, str]:
+    """Return how step weights are measured, if they are."""
+    how = cfg.measured
+    if how is None:
+        return {}
+    return {
+        "step weights": f"measured from {how.measured}s, over half of "
+        f"{cfg.prompts_per_step // cfg.updates_per_step} prompts each; start {how.start}, "
+        f"half-life {how.half_life:g} steps, floor {how.floor:g}"
+    }
+
+
+def _measured_memory(
+    cfg: PolicyGradientSettings, model: ModelPlan, window: Sequence[int]
+) -> list[MemoryPart]:
+    """Return the memory of the gradients of steps over halves, of their sum and of one copy."""
+    if cfg.measured is None:
+        return []
+    kept = 2 * len(window) * projected_size(model.trainable, cfg.sampling.num_steps)
+    return [MemoryPart("gradients of steps", 4 * (kept + 2 * model.trainable), "updating")]

@@ -1,0 +1,136 @@
+"""Sample, value and credit the rollouts of a run, and keep what later steps compare with.
+
+requests -> trajectories -> values -> credit -> advantages
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flowalign.credit.critic import explained_variance
+from flowalign.rewards.composite import Rewards
+from flowalign.rewards.objectives import TransformedValues
+from flowalign.training.learner import Learner
+from flowalign.training.rollouts.advantages import (
+    AdvantageEstimate,
+    AdvantageEstimator,
+    mask_unused_rewards,
+    outcome_credit,
+)
+from flowalign.training.rollouts.collecting import collect_rollouts
+from flowalign.training.rollouts.outcome_history import OutcomeHistory
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.types import Request, StepCredit
+
+
+class CreditedRollouts:
+    """Rollouts of a run with their credit and advantages.
+
+    Earlier steps count: their outcomes, what a critic learned from them, and multipliers of
+    rewards with thresholds.
+    """
+
+    def __init__(self, cfg: RolloutSettings, learner: Learner, rewards: Rewards, seed: int):
+        self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
+        self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
+        """Comparison of credit, by weights that thresholds change."""
+        self.history = OutcomeHistory(cfg.history)
+        """Outcomes of earlier steps that the credit method compares with."""
+        self.critic = cfg.critic.start() if cfg.critic else None
+        """Critic that has learned from the outcomes of earlier steps."""
+
+    def sample(self, requests: Sequence[Request], step: int) -> CompletionValues:
+        """Sample this process's share of the requests; return the values of the trajectories."""
+        values = collect_rollouts(
+            self.cfg, self.learner, self.rewards, requests, self.seed, step, self.critic
+        )
+        values.history = self.history
+        return values
+
+    def estimate(
+        self, values: CompletionValues, credit: StepCredit | None = None
+    ) -> AdvantageEstimate:
+        """Return the advantages of all processes; `credit` None computes it from the values."""
+        credit = compute_credit(self.cfg, values) if credit is None else credit
+        trajectory = values.trajectory
+        outcome = values([trajectory.num_steps])[:, 0]
+        return self.estimator.estimate(credit, outcome, trajectory.group_size)
+
+    def learn(
+        self, requests: Sequence[Request], values: CompletionValues, estimate: AdvantageEstimate
+    ) -> dict[str, float]:
+        """Keep what later steps read of a step; return the metrics of the critic, if there is one.
+
+        `requests` are those of all processes.
+        """
+        # Only now: the credit and the weights of this step must not see its own outcomes.
+        outcome = estimate.gathered.outcome
+        self.history.add([request.key for request in requests], outcome)
+        self.estimator.learn(outcome)
+        return self.learn_critic(values)
+
+    def learn_critic(self, values: CompletionValues) -> dict[str, float]:
+        """Let the critic learn from outcomes that were credited; return how well it foresaw them.
+
+        What it predicted of them before does not change.
+        """
+        critic, trajectory, rewards = self.critic, values.trajectory, values.rewards
+        if critic is None:
+            return {}
+        processes = self.learner.processes
+        outcome = processes.gather(
+            _transform_values(self.cfg, values)([trajectory.num_steps])[:, 0]
+        )
+        usable = rewards.usable(outcome.isfinite())
+        outcome = outcome[usable].nan_to_num()
+        group = processes.gather(trajectory.prompt + (processes.rank << 40))[usable]
+        features = {
+            k: processes.gather(trajectory.features(k))[usable] for k in sorted(trajectory.hidden)
+        }
+        if not len(outcome):
+            return {}
+        foreseen = {
+            k: critic.predict(k, x, group, len(rewards.dims)) @ rewards.weights
+            for k, x in features.items()
+        }
+        self.critic, total = critic.update(features, outcome, group), outcome @ rewards.weights
+        return {
+            f"critic/explained_variance_{k}": explained_variance(value, total, group)
+            for k, value in foreseen.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON values."""
+        return {
+            **self.estimator.state(),
+            "history": self.history.state(),
+            "critic": self.critic and self.critic.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a checkpoint."""
+        self.estimator.restore(state)
+        self.history.restore(state["history"])
+        if self.critic and state["critic"]:
+            self.critic = self.critic.restore(state["critic"])
+
+
+def compute_credit(cfg: RolloutSettings, values: CompletionValues) -> StepCredit:
+    """Credit the transitions of this process, requesting the values that the method needs.
+
+    Without a method, samples have the credit of their outcomes, in one column.
+    """
+    trajectory, transformed = values.trajectory, _transform_values(cfg, values)
+    if cfg.credit is not None:
+        credit = cfg.credit(trajectory, transformed)
+    else:
+        last = transformed([trajectory.num_steps])[:, 0]
+        credit = outcome_credit(last, trajectory.group_size)
+    used = mask_unused_rewards(credit.value, values.rewards.dims, trajectory.requests)
+    return replace(credit, value=used)
+
+
+def _transform_values(cfg: RolloutSettings, values: CompletionValues) -> TransformedValues:
+    transform = cfg.advantages.value_transform
+    return TransformedValues(values, values.rewards.dims, transform, values.trajectory)

@@ -1,0 +1,148 @@
+"""Plan the rollouts of a step: their counts and memory, before any weight is read."""
+
+from collections.abc import Sequence
+from math import ceil, prod
+
+from flowalign.sampling.frame_windows import draw_frame_windows
+from flowalign.sampling.recording import DTYPES
+from flowalign.training.recipe import MemoryPart, RunContext, check_prompts_per_step, samples_row
+from flowalign.training.reference import unguided
+from flowalign.training.rollouts.latent_values import check_latent_dims
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.types import ModelPlan
+from flowalign.utils.seeds import generator
+
+
+def rollout_evaluations(
+    cfg: RolloutSettings, window: Sequence[int], per_velocity: int = 1
+) -> dict[str, int]:
+    """Return the network evaluations for the rollouts of one prompt, by purpose.
+
+    States that samples share count once.
+    """
+    empty, num_steps = cfg.empty_trajectory(window), cfg.sampling.num_steps
+    completing = [
+        len(empty.rows.unique_rows(k))
+        * how.num_evaluations(k, num_steps)
+        * (1 if how.guidance == "off" else per_velocity)
+        for k, how in cfg.requested(window)
+    ]
+    made = set(range(num_steps)) - cfg.sampling.skipped(window)
+    sampled = sum(len(empty.rows.unique_rows(k)) for k in made)
+    return {"sampling": sampled * per_velocity, "completing": sum(completing)}
+
+
+def sample_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
+    """Return the rows of the plan table about samples and their denoising steps."""
+    return {
+        **samples_row(cfg.prompts_per_step, cfg.sampling.samples_per_prompt),
+        "denoising steps": _steps(cfg, window),
+    }
+
+
+def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
+    """Return the rows of the plan table about values of states and their rewards."""
+    empty, requested = cfg.empty_trajectory(window), cfg.requested(window)
+    valued = {*requested, (cfg.sampling.num_steps, cfg.completion)}
+    scored = cfg.prompts_per_step * sum(len(empty.rows.unique_rows(k)) for k, _ in valued)
+    return {
+        "values of states": f"{sorted({k for k, _ in requested})}",
+        **_critic_rows(cfg, window),
+        **_latent_rows(cfg, run, window),
+        "decodes per step": f"{scored}",
+        "reward calls per step": f"{scored * len(run.rewards.models)}",
+    }
+
+
+def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, world: int) -> None:
+    """Raise ValueError for needs of a run that its settings alone do not show."""
+    check_prompts_per_step(cfg.key, cfg.prompts_per_step, world)
+    if cfg.sampling.frame_window:
+        seed = generator(run.seed, "clip")
+        draw_frame_windows(cfg.sampling.frame_window, model.latent_shape, [seed])
+    for reward, _ in cfg.requirements(cfg.window(0)).scored:
+        check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
+    if cfg.completion.guidance == "off":
+        unguided(run.policy)
+    if cfg.completion.weights == "ema" and not run.has_ema:
+        raise ValueError(
+            f"{cfg.key}.completion.weights is ema, but ema is null; set ema, or policy"
+        )
+
+
+def rollout_memory(
+    cfg: RolloutSettings, model: ModelPlan, world: int, window: Sequence[int]
+) -> list[MemoryPart]:
+    """Return the memory of the trajectories of a step, and of states while they are completed.
+
+    The latter are on the device, wherever they are kept afterwards.
+    """
+    empty, storage = cfg.empty_trajectory(window), cfg.sampling.states
+    prompts = ceil(cfg.prompts_per_step / world)
+    elements = prompts * prod(model.latent_shape)
+    kept = elements * sum(len(empty.rows.unique_rows(k)) for k in cfg.kept_states(window))
+    means = len(window) * len(empty.rows) if cfg.needs_means else 0
+    states = kept * DTYPES[storage.dtype].itemsize + 4 * elements * means
+    followed = [
+        k for k, how in cfg.requested(window) if how.follows_rollout and k < empty.num_steps
+    ]
+    completed = 4 * elements * sum(len(empty.rows.unique_rows(k)) for k in followed)
+    batch = min(cfg.rollout_batch_prompts or prompts, prompts)
+    on_cpu = storage.device == "cpu"
+    where = "main" if on_cpu else "always"
+    setting = f"{cfg.key}.sampling.states"
+    savings = {f"{setting}.device: cpu": states}
+    if storage.dtype == "float32":
+        savings[f"{setting}.dtype: bfloat16"] = 2 * kept
+    return [
+        MemoryPart("states", states, where, {} if on_cpu else savings),
+        MemoryPart("kept completions", completed, where),
+        MemoryPart("completing", completed // prompts * batch if on_cpu else 0, "sampling"),
+    ]
+
+
+def _steps(cfg: RolloutSettings, window: Sequence[int]) -> str:
+    """Return how many steps are made, which are trained, and whether others are noisy too."""
+    sampling = cfg.sampling
+    noisy = len(sampling.stochastic(window))
+    made = sampling.num_steps - len(sampling.skipped(window))
+    if not noisy:
+        return f"{made}, none of them stochastic"
+    trained = f"{len(window)} stochastic and trained {list(window)}"
+    if noisy > len(window):
+        trained = f"{noisy} stochastic, {len(window)} of them trained {list(window)}"
+    return f"{made}, of which {trained}"
+
+
+def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
+    """Return what a critic predicts from, if there is one; it evaluates nothing."""
+    if cfg.critic is None:
+        return {}
+    observed = f"features of states {list(cfg.observed_states(window))}"
+    return {"predictions of the critic": f"from {observed}, for no evaluation"}
+
+
+def _latent_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
+    """Return what rewards of noisy latents cost, for credit and for guidance."""
+    empty, rows = cfg.empty_trajectory(window), dict[str, str]()
+    distinct = [len(empty.rows.unique_rows(k)) for k in range(cfg.sampling.num_steps + 1)]
+    scored = cfg.requirements(window).scored
+    if scored:
+        count = cfg.prompts_per_step * sum(distinct[k] for _, k in scored)
+        evaluations = cfg.prompts_per_step * sum(
+            distinct[k] * reward.evaluation_share for reward, k in scored
+        )
+        rows["scores of the latent reward"] = (
+            f"{count} of states {[k for _, k in scored]}, which cost {evaluations:.0f} network "
+            "evaluations; 0 completions, 0 decodes, 0 reward calls"
+        )
+    guidance = cfg.sampling.reward_guidance
+    if guidance:
+        sigmas = run.policy.plan().sigmas(cfg.sampling.num_steps)
+        pushed = [k for k in range(cfg.sampling.num_steps) if guidance.active(sigmas, k)]
+        count = cfg.prompts_per_step * sum(distinct[k] for k in pushed)
+        share = guidance.reward.evaluation_share
+        rows["reward guidance"] = (
+            f"steps {pushed}: {count} gradients, each through {share:.0%} of the network"
+        )
+    return rows

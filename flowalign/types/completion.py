@@ -1,0 +1,52 @@
+"""Choose which schedule points the ODE visits to complete an intermediate state."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowalign.types.ranges import PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Defines how the ODE completes an intermediate state."""
+
+    max_steps: PositiveInt | None = None
+    """Number of ODE steps. Null: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step
+    prediction of the data. m: about evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
+    stride: PositiveInt = 1
+    """After one single step the ODE takes every stride-th point (G2RPO's granularity). 1: every
+    point."""
+    guidance: Literal["same", "off"] = "same"
+    """same: guided like the rollout. off: without classifier-free guidance, at half the
+    evaluations."""
+    weights: Literal["policy", "ema", "reference"] = "policy"
+    """Which weights drive the completion ODE. Only `policy` with unchanged guidance is batched with
+    the rollout and saves one evaluation per state."""
+
+    def __post_init__(self) -> None:
+        """Reject completions without a step."""
+        if self.stride < 1 or (self.max_steps is not None and self.max_steps < 1):
+            raise ValueError(
+                f"completion with max_steps {self.max_steps}, stride {self.stride}: "
+                "both need at least 1"
+            )
+
+    @property
+    def follows_rollout(self) -> bool:
+        """Return whether completions use the same velocity field as the rollout."""
+        return self.guidance == "same" and self.weights == "policy"
+
+    def path(self, k: int, num_steps: int) -> list[int]:
+        """Return the schedule indices that a completion visits, from k to num_steps."""
+        if k >= num_steps:
+            return [num_steps]
+        points = [k, *range(k + 1, num_steps, self.stride), num_steps]
+        hops = len(points) - 1
+        if self.max_steps is None or hops <= self.max_steps:
+            return points
+        return [points[round(i * hops / self.max_steps)] for i in range(self.max_steps + 1)]
+
+    def num_evaluations(self, k: int, num_steps: int) -> int:
+        """Return the network evaluations per state k, less the first if the rollout shares it."""
+        hops = len(self.path(k, num_steps)) - 1
+        return hops - 1 if self.follows_rollout and hops else hops

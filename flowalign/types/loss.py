@@ -1,0 +1,8 @@
+"""Define the result of a loss, of preference data as of rollouts."""
+
+from typing import TypeAlias
+
+from torch import Tensor
+
+Loss: TypeAlias = tuple[Tensor, dict[str, Tensor]]
+"""Mean loss of a minibatch, and detached scalars for the log."""

@@ -1,0 +1,231 @@
+"""Numbers of settings: each says its range in its type, and `find_errors` holds files against it.
+
+    warmup: NonNegativeInt = 0
+    quality: Annotated[int, Range(least=1, most=100)] = 95
+
+Every number is finite, whether it says a range or not: one that is not a number passes every
+comparison with a bound that is written the wrong way round. Null is taken where a type allows None.
+"""
+
+import dataclasses
+import inspect
+import types
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, TypeAlias
+
+LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
+LARGEST_FLOAT = 3.4028234663852886e38
+"""Largest number of single precision, in which networks compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Holds the bounds of a number; `least` and `most` belong to it, `above` and `below` do not."""
+
+    least: int | float | None = None
+    above: int | float | None = None
+    most: int | float | None = None
+    below: int | float | None = None
+
+    def __contains__(self, value: int | float) -> bool:
+        """Return whether a number is finite and within the bounds."""
+        return (
+            -LARGEST_FLOAT <= value <= LARGEST_FLOAT
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def said_to(self, value: int | float) -> str:
+        """Return what an error message says about a number that is not within the bounds."""
+        said = {"at least": self.least, "above": self.above, "below": self.below}
+        if self.most is not None and (self.most not in _TECHNICAL or value > self.most):
+            said["at most"] = self.most
+        bounds = [f"{words} {bound}" for words, bound in said.items() if bound is not None]
+        return " and ".join(bounds) or "a finite number of single precision"
+
+
+_TECHNICAL = (LARGEST_INT, LARGEST_SEED)
+"""Bounds that a message names to those only who have crossed them."""
+
+PositiveInt: TypeAlias = Annotated[int, Range(least=1, most=LARGEST_INT)]
+NonNegativeInt: TypeAlias = Annotated[int, Range(least=0, most=LARGEST_INT)]
+Seed: TypeAlias = Annotated[int, Range(least=0, most=LARGEST_SEED)]
+DenoisingSteps: TypeAlias = Annotated[int, Range(least=1, most=10_000)]
+GroupSize: TypeAlias = Annotated[int, Range(least=1, most=100_000)]
+"""Number of samples of one prompt."""
+FiniteFloat: TypeAlias = Annotated[float, Range()]
+PositiveFloat: TypeAlias = Annotated[float, Range(above=0)]
+NonNegativeFloat: TypeAlias = Annotated[float, Range(least=0)]
+UnitInterval: TypeAlias = Annotated[float, Range(least=0, most=1)]
+"""A share or a probability."""
+Guidance: TypeAlias = Annotated[float, Range(least=0, most=1000)]
+"""Scale of classifier-free or embedded guidance."""
+Decay: TypeAlias = Annotated[float, Range(least=0, below=1)]
+"""Weight of what was, in a running mean; a share that must not be all."""
+
+
+def find_errors(settings: object, kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the key of every number out of range, wrong null and group that is no mapping.
+
+    With each key comes what its value is and must be. `settings` are those of an object of this
+    kind as a file gives them, components as `class_path` and `init_args`. Nothing is built.
+    """
+    yield from _wrong_in(_settings(settings) or {}, kind, "")
+
+
+def require_ranges(settings: object, name: str) -> None:
+    """Refuse an object of settings, called `name` in run files, with a number outside its range.
+
+    Raises:
+        ValueError: The first such number, named by its key.
+    """
+    for key, what in find_errors(vars(settings), type(settings)):
+        raise ValueError(f"{name}.{key} is {what}")
+
+
+@cache
+def get_annotations(kind: Callable[..., object]) -> Mapping[str, Any]:
+    """Return the annotation of each setting of a class or function, by its name."""
+    annotations = typing.get_type_hints(
+        kind.__init__ if inspect.isclass(kind) else kind, include_extras=True
+    )
+    known = inspect.signature(kind).parameters.items()
+    return {
+        name: annotations[name] | None if one.default is None else annotations[name]
+        for name, one in known
+        if name in annotations
+    }
+
+
+def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]]:
+    if what := _misfit(value, annotation):
+        yield key, what
+    elif (settings := _settings(value)) is not None:
+        kinds = [_named(settings["class_path"])] if "class_path" in settings else _types(annotation)
+        given = settings.get("init_args") if "class_path" in settings else settings
+        for kind in kinds:
+            yield from _wrong_in(_settings(given) or {}, kind, key)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for i, item in enumerate(value):
+            yield from _wrong(item, _item(annotation, i), f"{key}.{i}")
+
+
+def _misfit(value: object, annotation: Any) -> str:
+    """Return what is wrong with a null, a number or a group; empty if nothing is."""
+    # jsonargparse takes any number, list or null for a nested dataclass that has a default.
+    if dataclasses.is_dataclass(annotation) and isinstance(value, _NO_GROUP | None):
+        names = ", ".join(field.name for field in dataclasses.fields(annotation))
+        return f"{_shown(value)}; it must be a mapping of settings: {names}"
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        return ""
+    if value is None:
+        kinds = list(_alternatives(annotation))
+        return "" if None in kinds else f"null; it must be {' or '.join(map(str, kinds))}"
+    ranges = list(_ranges(annotation))
+    if not ranges or any(value in allowed for allowed in ranges):
+        return ""
+    said = " or ".join(allowed.said_to(value) for allowed in ranges)
+    return f"{_shown(value)}; it must be {said}"
+
+
+_NO_GROUP = int | float | str | Sequence
+
+
+def _wrong_in(settings: Mapping[str, Any], kind: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Look through the settings of a class, or the values of a mapping."""
+    origin, below = typing.get_origin(kind), f"{key}." if key else ""
+    if origin is not None and issubclass(origin, Mapping):
+        for name, value in settings.items():
+            yield from _wrong(value, typing.get_args(kind)[1], f"{below}{name}")
+    elif origin is None and callable(kind):
+        known = get_annotations(kind)
+        for name, value in settings.items():
+            yield from _wrong(value, known.get(name, Any), f"{below}{name}")
+
+
+def _ranges(annotation: Any) -> Iterator[Range]:
+    """Yield the ranges of the numbers that an annotation allows."""
+    if typing.get_origin(annotation) is Annotated:
+        found = [mark for mark in annotation.__metadata__ if isinstance(mark, Range)]
+        yield from found or _ranges(annotation.__origin__)
+    elif annotation in (int, float, Any):
+        yield Range()
+    elif _is_union(annotation):
+        for member in typing.get_args(annotation):
+            yield from _ranges(member)
+
+
+def _alternatives(annotation: Any) -> Iterator[object]:
+    """Yield what an annotation allows, in words; None where that is null, or anything."""
+    origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        ranges = list(_ranges(annotation))
+        yield from [one.said_to(0) for one in ranges] if ranges else _alternatives(inside[0])
+    elif _is_union(annotation):
+        for member in inside:
+            yield from _alternatives(member)
+    elif origin is typing.Literal:
+        yield from inside
+    elif inspect.isclass(origin or annotation) and annotation not in (Any, object, types.NoneType):
+        yield _KINDS.get(origin or annotation, (origin or annotation).__name__)
+    else:
+        yield None
+
+
+_KINDS = {
+    **dict.fromkeys((int, float), "a number"),
+    **dict.fromkeys((list, tuple, Sequence), "a list"),
+    **dict.fromkeys((dict, Mapping), "a mapping"),
+    str: "a text",
+    bool: "true or false",
+}
+
+
+def _types(annotation: Any) -> list[Any]:
+    """Return the classes and mappings that an annotation allows."""
+    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    return [m for m in members if dataclasses.is_dataclass(m) or typing.get_origin(m) in _MAPPINGS]
+
+
+_MAPPINGS = (dict, Mapping)
+
+
+def _item(annotation: Any, i: int) -> Any:
+    """Return the annotation of the item with this index of a list or tuple."""
+    for member in typing.get_args(annotation) if _is_union(annotation) else (annotation,):
+        origin, inside = typing.get_origin(member), typing.get_args(member)
+        if inspect.isclass(origin) and issubclass(origin, Sequence):
+            fixed = origin is tuple and inside[-1] is not Ellipsis
+            return (inside[i] if i < len(inside) else Any) if fixed else inside[0]
+    return Any
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _settings(value: object) -> Mapping[str, Any] | None:
+    """Return a mapping of settings, in whichever form they were parsed."""
+    if isinstance(value, Namespace):
+        return vars(value)
+    return value if isinstance(value, Mapping) else None
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message shows it; a long number by its size."""
+    text = "null" if value is None else str(value)
+    if isinstance(value, int) and len(text) > 24:
+        return f"a number of {len(text)} digits"
+    return text

@@ -1,0 +1,12 @@
+"""Import libraries that only some features need."""
+
+import importlib
+from typing import Any
+
+
+def import_optional(module: str, extra: str) -> Any:
+    """Import a library; raise ValueError that names the extra of flowalign that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{module} is missing: pip install 'flowalign[{extra}]'") from error

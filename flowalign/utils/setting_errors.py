@@ -1,0 +1,113 @@
+"""Turn what jsonargparse says of a mistake in settings into a few lines for a person."""
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from inspect import isclass
+
+from jsonargparse import ArgumentParser
+
+
+def explain(message: str, locate: Callable[[str], str], parser: ArgumentParser) -> str:
+    """Name the file and key of a mistake, what it is, and suggest what was meant.
+
+    `locate` returns the file to blame for a dotted key.
+    """
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
+    keys = [found[1] for line in lines if (found := _KEY.match(line))]
+    key = ".".join(keys)
+    file = locate(_join(key, _find_unknown_option(message) or ""))
+    what = _find_cause(lines, bool(keys))
+    hint = None if _NO_MAPPING in what else _suggest(message, key, parser)
+    where = f"{file}: {key}" if keys else file
+    separator = " " if what.startswith("is ") else ": "
+    return "\n".join([f"{where}{separator}{what}", *([hint] if hint else [])])
+
+
+def _find_cause(lines: Sequence[str], has_key: bool) -> str:
+    """Return what is wrong: if its key is known, the innermost line that says anything."""
+    wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
+    what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
+    if what.startswith("Expected a dot import path"):  # or one of some words
+        what = next((line for line in wrong if line.startswith("Expected a typing.Literal")), what)
+    value = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
+    if what.startswith(_NO_GROUP) and not value.startswith("{") and "Got value" not in what:
+        value = value.removeprefix("Unable to load config ").strip("'")
+        return f"is {'null' if value == 'None' else value}; {_NO_MAPPING}"
+    if found := _NO_ARGUMENTS.match(what):
+        return f"init_args is of type {found[1]}; {_NO_MAPPING}"
+    if found := _WRONG_TYPE.match(what):
+        return f"is {'null' if found[2] == 'None' else found[2]}; it must be of type {found[1]}"
+    if what.startswith("Expected") and "Got value" not in what and value not in what:
+        what += f", not {value}"
+    return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
+
+
+_LONGEST = 400
+_NO_MAPPING = "it must be a mapping of settings"
+_NO_GROUP = ("Unable to load config", "Not a valid subclass of")
+_NO_ARGUMENTS = re.compile(r"'(\w+)' object has no attribute 'keys'$")
+_WRONG_TYPE = re.compile(r"Expected a <class '(\w+)'>\. Got value: (.{1,80})$")
+_KEY = re.compile(r'Parser key "([\w.]+)":$')
+_NOISE = re.compile(
+    r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|"
+    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$|"
+    r"Subclass types expect one of:|a class path \(str\)|a dict with|Parser key .*Unable to load"
+)
+_UNKNOWN = re.compile(
+    r"(?:unrecognized arguments: -*|Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
+)
+_MISPLACED = {
+    "Not a valid subclass of": "settings of a component stand under its init_args",
+    " is abstract": "name a class_path here, or a run file before this one that does",
+}
+"""Advice about errors of components as a whole."""
+
+
+def _suggest(message: str, key: str, parser: ArgumentParser) -> str | None:
+    """Return the nearest allowed names to the one that a message complains about below a key."""
+    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        return _list_nearest(found[2], dir(importlib.import_module(found[1])))
+    if option := _find_unknown_option(message):
+        paths = re.findall(r"class_path '([\w.]+)'", message)
+        inner = _build_component_parser(paths[-1]) if paths else parser
+        known = [action.dest for action in inner._actions if not action.dest.endswith("help")]
+        return _list_nearest(option, [_join(key, name) for name in known], key)
+    return next((hint for words, hint in _MISPLACED.items() if words in message), None)
+
+
+@cache
+def _build_component_parser(path: str) -> ArgumentParser:
+    """Return a parser of the settings of a class, or of a function that builds a component."""
+    module, _, name = path.rpartition(".")
+    component = getattr(importlib.import_module(module), name)
+    parser = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if isclass(component) else parser.add_function_arguments
+    add(component, None)
+    return parser
+
+
+def _find_unknown_option(message: str) -> str | None:
+    """Return the option that a run or a component does not have, as that one names it."""
+    found = _UNKNOWN.search(message)
+    return _join(found[1] or "", found[2]) if found else None
+
+
+def _list_nearest(word: str, known: Sequence[str], key: str = "") -> str:
+    """Return names like `word`, which stands below `key`, or all that are allowed in its place."""
+    parent, _, last = _join(key, word).rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    siblings = {name: k for name, k in siblings.items() if not name.startswith("_")}
+    if not siblings and parent != key:  # it stands in something that is unknown itself
+        return _list_nearest(word.rpartition(".")[0], known, key)
+    near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(siblings[name] for name in near)}?"
+    return f"allowed here: {', '.join(siblings)[:200] or 'nothing'}"
+
+
+def _join(*names: str) -> str:
+    """Return the dotted name of names, any of which may be empty."""
+    return ".".join(filter(None, names))

@@ -1,0 +1,130 @@
+"""Build an object from settings of YAML files and options; its fields are the schema."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from flowalign.types.ranges import find_errors
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.setting_errors import explain
+from flowalign.utils.strict_yaml import read_mapping
+
+T = TypeVar("T")
+
+
+def load_typed(kind: type[T], config: str, overrides: Sequence[str] = ()) -> tuple[T, str]:
+    """Build the dataclass object that one file describes, with overrides such as `--seed 3`.
+
+    Returns the object and the resolved YAML.
+
+    Raises:
+        ConfigError: In at most five lines, naming the key or value.
+    """
+    return build(kind, read_mapping(config), lambda _: config, join_values(overrides))
+
+
+def build(
+    kind: type[T], values: Mapping[str, Any], locate: Callable[[str], str], options: Sequence[str]
+) -> tuple[T, str]:
+    """Build a dataclass object from settings and options such as `--seed=3`.
+
+    `locate` returns the file to blame for the dotted key of a mistake. Returns the object and the
+    resolved YAML.
+
+    Raises:
+        ConfigError: In at most five lines, naming the file and the key or value.
+    """
+    parser = _build_parser(kind)
+    try:
+        parsed = _parse(parser, values, options)
+        for key, what in find_errors(parsed, kind):
+            raise ConfigError(f"{locate(key)}: {key} is {what}")
+        built = parser.instantiate_classes(parsed)
+        settings = {field.name: built[field.name] for field in fields(kind)}  # type: ignore[arg-type]
+        text = parser.dump(parsed, skip_none=False, skip_validation=True)  # parsing validated it
+        return kind(**settings), text
+    except (ValueError, TypeError, ArgumentError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(explain(str(error), locate, parser)) from error
+
+
+def join_values(overrides: Sequence[str]) -> list[str]:
+    """Return `a.b=c` and `--a.b c` as `--a.b=c`, which no value of `c` can break.
+
+    Raises:
+        ConfigError: An option lacks its value. (The parser would name only its component.)
+    """
+    options: list[str] = []
+    for part in overrides:
+        if part.startswith("--") or not options or "=" in options[-1]:
+            options.append(part if part.startswith("-") or "=" not in part else f"--{part}")
+        else:
+            options[-1] += f"={part}"
+    for option in options:
+        if option.startswith("--") and "=" not in option:
+            raise ConfigError(f"argument {option}: expected one argument")
+    return options
+
+
+class _Parser(ArgumentParser):
+    """Parser without abbreviations, also in components, whose parsers are made of its class."""
+
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+
+
+@cache
+def _build_parser(kind: type) -> ArgumentParser:
+    parser = _Parser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(kind, None, fail_untyped=True)
+    return parser
+
+
+def _parse(parser: ArgumentParser, values: Mapping[str, Any], options: Sequence[str]) -> Namespace:
+    """Parse settings and options; those that become null are set at the end.
+
+    jsonargparse would read the null of a group inside a component as the text None.
+    """
+    file = ["--config", yaml.safe_dump(dict(values), sort_keys=False)]
+    keys = [option.partition("=")[0].lstrip("-") for option in options]
+    nulls = {
+        option: key
+        for place, (option, key) in enumerate(zip(options, keys, strict=True))
+        if option.partition("=")[2] in _NULLS
+        and not any(f"{later}.".startswith(f"{key}.") for later in keys[place + 1 :])
+    }
+    parsed = parser.parse_args([*file, *(option for option in options if option not in nulls)])
+    for option, key in nulls.items():
+        if not _set_null(parsed, key):
+            parser.parse_args([*file, option])  # raises an error that names what is unknown
+    return parsed
+
+
+_NULLS = ("null", "~")
+
+
+def _set_null(settings: Namespace, key: str) -> bool:
+    """Set a parsed setting to null; return whether there can be one of this dotted key."""
+    *above, last = [name for name in key.split(".") if name != "init_args"]
+    group: object = settings
+    for name in above:
+        group = _open(group).get(name)
+    inner = _open(group)
+    if last not in inner and not isinstance(group, dict):  # a mapping may get any key
+        return False
+    inner[last] = None
+    return True
+
+
+def _open(value: object) -> dict[str, Any]:
+    """Return the settings of a group or the arguments of a component, which may be changed."""
+    inner = vars(value) if isinstance(value, Namespace) else value
+    if not isinstance(inner, dict):
+        return {}
+    return _open(inner.get("init_args")) if "class_path" in inner else inner

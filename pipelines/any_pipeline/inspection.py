@@ -1,0 +1,84 @@
+"""Tries on a pipeline's folder what training needs, and says what works."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowalign.types import Request
+from pipelines.any_pipeline.any_flow import LORA, AnyFlow, Call
+from pipelines.any_pipeline.wrapping import replay_difference
+from pipelines.network.speed import blocks_of, usable_attention
+
+_PROMPT = "a red ball beside two cats"
+
+
+def inspect_pipeline(
+    path: str, height: int, width: int, arguments: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return what works of a pipeline in float32, and why not what does not.
+
+    Raises:
+        ValueError: The pipeline cannot be wrapped at all, or its weights cannot be read.
+    """
+    policy = AnyFlow(path, height, width, Call(arguments=arguments), lora=None, precision="fp32")
+    policy.read(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    network, state = policy.denoiser, policy.noise(1, torch.Generator().manual_seed(0))
+    steps, rows = policy.stock.rollout(network, [Request(_PROMPT)], 4)
+    policy.evaluations_per_velocity = rows // len(steps)
+    policy.call = replace(policy.call, evaluations=rows // len(steps))
+    return {
+        "pipeline": f"{policy.folder.pipeline.__name__}, {type(network).__name__} of "
+        f"{sum(p.numel() for p in network.parameters()):,} parameters",
+        "encode": _tried(lambda: _shapes(policy)),
+        "velocity": f"{rows / len(steps):g} evaluations for a step, state {tuple(state.shape[1:])}",
+        "replay": _tried(
+            lambda: f"off by {replay_difference(policy, steps, Request(_PROMPT)):.1e} in 4 steps"
+        ),
+        "decode": _tried(lambda: f"media {tuple(policy.decode(state).shape[1:])}"),
+        "embed": _tried(lambda: _embedded(policy, state)),
+        "LoRA targets": _targets(network),
+        "LoRA loader": _loader(policy.folder.pipeline),
+        "sharding blocks": _blocks(network),
+        "attention backends": ", ".join(usable_attention()),
+    }
+
+
+def _tried(work: Callable[[], str]) -> str:
+    try:
+        return work()
+    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
+        return f"no: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def _shapes(policy: AnyFlow) -> str:
+    cond = policy.encode([Request(_PROMPT)])
+    kept = [str(tuple(one.shape[1:])) for n, one in cond.items() if not n.endswith(".length")]
+    how = "one prompt at a time" if policy.layout.ragged else "prompts together"
+    return f"{how}, keeps {', '.join(kept)}"
+
+
+def _embedded(policy: AnyFlow, state: torch.Tensor) -> str:
+    back = policy.embed(policy.decode(state))
+    return f"state {tuple(back.shape[1:])}"
+
+
+def _targets(network: nn.Module) -> str:
+    """Say how many linear layers the default names hit."""
+    linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    names = LORA.target_modules
+    hit = [one for one in linear if one.endswith(tuple(f".{name}" for name in names))]
+    return f"{', '.join(names)}: {len(hit)} of {len(linear)} linear layers"
+
+
+def _loader(cls: type) -> str:
+    if "load_lora_weights" in dir(cls):
+        return "pipe.load_lora_weights"
+    return "the pipeline has none: pipe.transformer.load_lora_adapter"
+
+
+def _blocks(network: Any) -> str:
+    kinds = [type(block).__name__ for block in blocks_of(network)]
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

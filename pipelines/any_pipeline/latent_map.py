@@ -1,0 +1,78 @@
+"""Finds how a pipeline turns its states into what its autoencoder decodes, and turns it round."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pipelines.any_pipeline.replay import CallStopped, catch_result
+
+_DIGITS = 1024
+"""Base in which places are written: float32 holds such numbers times a scale exactly enough."""
+
+
+@dataclass(frozen=True)
+class LatentMap:
+    """Holds z = scale x[place] + shift, which unpacks and denormalises a state for an autoencoder.
+
+    It is found from what the autoencoder is given for states of zeros, of ones and of places.
+    """
+
+    vae: Any
+    shape: Sequence[int]
+    """Of a state."""
+    place: Tensor
+    """Place in the flat state of every value that the autoencoder gets."""
+    scale: Tensor
+    shift: Tensor
+
+    @classmethod
+    def of(cls, vae: Any, finish: Callable[[Tensor], Any], shape: Sequence[int]) -> "LatentMap":
+        """Find the map of a pipeline whose last part, after all steps, is `finish`.
+
+        Raises:
+            ValueError: The autoencoder does not get every value of a state once.
+        """
+
+        def given(flat: Tensor) -> Tensor:
+            with _decoding(vae), catch_result() as stop:
+                finish(flat.reshape(1, *shape).to(vae.device))
+            return stop.found
+
+        number = torch.arange(torch.Size(shape).numel())
+        shift = given(torch.zeros(len(number)))
+        scale = given(torch.ones(len(number))) - shift
+        high, low = (
+            ((given(digit.float()) - shift) / scale).round().long().flatten()
+            for digit in (number // _DIGITS, number % _DIGITS)
+        )
+        place = high * _DIGITS + low
+        if not torch.equal(place.sort().values.cpu(), number):
+            raise ValueError("states are not a permutation of what the autoencoder decodes")
+        return cls(vae, shape, place, scale, shift)
+
+    def encoded(self, clips: Float[Tensor, "n 3 F h w"]) -> Float[Tensor, "n *latent"]:
+        """Return the states of clips in [-1, 1], or of pictures as clips of one frame."""
+        media = clips if self.scale.ndim == 5 else clips[:, :, 0]
+        found = self.vae.encode(media, return_dict=False)[0]
+        z = found if isinstance(found, Tensor) else found.mode()
+        flat = ((z - self.shift) / self.scale).flatten(1)
+        return torch.empty_like(flat).index_copy(1, self.place, flat).unflatten(1, self.shape)
+
+
+@contextmanager
+def _decoding(vae: Any) -> Any:
+    """Stop at `decode` with what it is given, inside this context."""
+
+    def stop(z: Tensor, *_: Any, **__: Any) -> None:
+        raise CallStopped(z.float())
+
+    vae.decode = stop
+    try:
+        yield
+    finally:
+        del vae.decode

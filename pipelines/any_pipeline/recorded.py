@@ -1,0 +1,175 @@
+"""Keeps what a pipeline's own encoding methods return, one row per request, to return it again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from flowalign.types import Cond
+
+STATE = "prepare_latents"
+"""Method of every pipeline whose first result is the initial state."""
+Calls = Sequence[tuple[str, Any]]
+"""Names and results of the methods that a pipeline called, in order."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Says how one tensor among the results depends on the requests of a call."""
+
+    kind: Literal["state", "rows", "listed", "lone", "shared"]
+    """The initial state; one row per request; a list with a tensor per request; one row for all
+    requests of a call, which therefore is of one; alike for all."""
+    axis: int | None = None
+    """Axis, of one request's row, whose length depends on the prompt."""
+    value: Any = None
+    """What is alike for all."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Maps the results of a pipeline's methods to `Cond`, and back.
+
+    Texts of different lengths are padded for keeping alone: the network gets them as its pipeline
+    made them, and a call takes only requests of equal lengths.
+    """
+
+    names: tuple[str, ...]
+    """Methods in the order of their calls."""
+    spec: TreeSpec
+    leaves: tuple[Leaf, ...]
+    longest: int
+    """Length to which texts are padded."""
+
+    @classmethod
+    def of(cls, short: Calls, long: Calls, both: Calls, longest: int) -> "Layout":
+        """Find the layout from a short prompt, a longer one, and the longer one twice.
+
+        The pictures of the short and of the longer one differ, if there are any. A pipeline that
+        takes one request a call has the longer one once more in place of twice.
+
+        Raises:
+            ValueError: The results do not tell one request from another.
+        """
+        (first, spec), (second, other), (third, _) = (_flatten(one) for one in (short, long, both))
+        names = tuple(name for name, _ in short)
+        if spec != other or len(first) != len(third) or STATE not in names:
+            raise ValueError("its methods return another structure for another prompt")
+        state = len(_flatten(short[: names.index(STATE)])[0])
+        kinds = [
+            Leaf("state") if k == state else _leaf(*results)
+            for k, results in enumerate(zip(first, second, third, strict=True))
+        ]
+        return cls(names, spec, tuple(kinds), longest)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some text has a length of its own, so that requests are encoded one by one."""
+        return any(leaf.axis is not None for leaf in self.leaves)
+
+    def kept(self, recordings: Sequence[Calls]) -> Cond:
+        """Return one row per request of what depends on requests.
+
+        Raises:
+            ValueError: A text is longer than `longest`.
+        """
+        results = [_flatten(calls)[0] for calls in recordings]
+        cond = {}
+        for k, leaf in enumerate(self.leaves):
+            if leaf.kind in ("state", "shared"):
+                continue
+            found = [torch.stack(one[k]) if leaf.kind == "listed" else one[k] for one in results]
+            if leaf.axis is not None:
+                lengths = [one.shape[leaf.axis] for one in found]
+                cond[f"{k}.length"] = torch.tensor(lengths, device=found[0].device)
+                found = [self._padded(one, leaf.axis) for one in found]
+            cond[str(k)] = torch.cat(found)
+        return cond
+
+    def lengths(self, cond: Cond) -> Int[Tensor, "n texts"] | None:
+        """Return the lengths of each request's texts; None if texts have one length.
+
+        Requests that cannot share a call have a number each.
+        """
+        found = [value for name, value in cond.items() if name.endswith(".length")]
+        for k, leaf in enumerate(self.leaves):
+            if leaf.kind == "lone":
+                found.append(torch.arange(len(cond[str(k)]), device=cond[str(k)].device))
+        return torch.stack(found, 1) if found else None
+
+    def returned(self, cond: Cond, x: Tensor) -> list[tuple[str, Any]]:
+        """Return what the methods return for these requests, all of equal lengths, and state x."""
+        flat = [
+            self._given(k, leaf, cond, x) if leaf.kind != "shared" else leaf.value
+            for k, leaf in enumerate(self.leaves)
+        ]
+        return list(zip(self.names, tree_unflatten(flat, self.spec), strict=True))
+
+    def _given(self, k: int, leaf: Leaf, cond: Cond, x: Tensor) -> Any:
+        if leaf.kind == "state":
+            return x
+        rows = cond[str(k)]
+        if leaf.axis is not None:
+            rows = rows.narrow(leaf.axis, 0, int(cond[f"{k}.length"][0]))
+        return list(rows.unbind(0)) if leaf.kind == "listed" else rows
+
+    def _padded(self, row: Tensor, axis: int) -> Tensor:
+        missing = self.longest - row.shape[axis]
+        if missing < 0:
+            raise ValueError(
+                f"a prompt has {row.shape[axis]} tokens; call.arguments.max_sequence_length is "
+                f"{self.longest}"
+            )
+        return pad(row, [0, 0] * (row.ndim - 1 - axis) + [0, missing])
+
+
+def _flatten(calls: Calls) -> tuple[list[Any], TreeSpec]:
+    results = tuple(result for _, result in calls)
+    return tree_flatten(results, is_leaf=lambda one: isinstance(one, list))
+
+
+def _leaf(short: Any, long: Any, both: Any) -> Leaf:
+    if isinstance(short, list) and [len(one) for one in (short, long, both)] == [1, 1, 2]:
+        return Leaf("listed", _ragged_axis(short[0][None], long[0][None]))
+    if isinstance(short, list) and not _are_equal(short, long):
+        raise ValueError("a list of one request is not one tensor for each request of a call")
+    if not isinstance(short, Tensor):
+        return Leaf("shared", value=short)
+    if both.shape[:1] == (2 * long.shape[0],) and both.shape[1:] == long.shape[1:]:
+        return Leaf("rows", _ragged_axis(short, long))
+    if long.shape == both.shape and torch.equal(short, long):
+        return Leaf("shared", value=short)
+    if long.shape != both.shape or long.shape[:1] != (1,):
+        raise ValueError(f"{tuple(long.shape)} for one request is {tuple(both.shape)} for two")
+    return Leaf("lone", _ragged_axis(short, long))
+
+
+def _are_equal(short: list[Any], long: list[Any]) -> bool:
+    """Return whether two lists hold equal tensors, or none."""
+    pairs = [pair for pair in zip(short, long, strict=False) if isinstance(pair[0], Tensor)]
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def _ragged_axis(short: Tensor, long: Tensor) -> int | None:
+    """Return the axis whose length the prompt decides."""
+    differ = [k for k in range(short.ndim) if short.shape[k] != long.shape[k]]
+    if len(differ) > 1:
+        raise ValueError(f"{len(differ)} axes of a text have lengths of their own")
+    return differ[0] if differ else None
+
+
+def group_calls(num_rows: int, sigma: Tensor, lengths: Tensor | None) -> list[tuple[Any, Tensor]]:
+    """Return the rows of calls of one time and of texts of equal lengths, and the times."""
+    if sigma.numel() == 1 and lengths is None:
+        return [(slice(None), sigma)]
+    times = sigma.expand(num_rows)
+    columns = [times[:, None].double()]
+    columns += [] if lengths is None else [lengths.double()]
+    _, group = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)
+    rows = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
+    return [(some, times[some[0]]) for some in rows]

@@ -1,0 +1,117 @@
+"""Tells by its configuration files whether a pipeline can be wrapped as it is."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+
+from flowalign.types import Policy, Request
+from pipelines.any_pipeline.replay import WAY_OUT, Step, failure_context
+from pipelines.any_pipeline.stock_call import StockCall
+from pipelines.parts.folder import Folder
+
+_OURS = {
+    *("self", "prompt", "height", "width", "latents", "generator", "num_inference_steps"),
+    *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict"),
+}
+"""Arguments of `__call__` that are no setting: the policy gives them, or they are self."""
+_TOLERANCE = 1e-3
+"""Largest relative difference of a replayed velocity; kernels on a GPU may sum in another order."""
+
+
+def find_classes(path: str, name: str, pictures: int) -> tuple[type[DiffusionPipeline], Any]:
+    """Return the classes of a pipeline and of its network, the component `name`.
+
+    Every prompt comes with so many pictures.
+
+    Raises:
+        ValueError: The pipeline cannot be wrapped; the message names the way out.
+    """
+    kind = Folder(DiffusionPipeline, path).setting("_class_name")
+    if kind not in dir(diffusers):
+        raise ValueError(f"{path}: diffusers {diffusers.__version__} has no class {kind}")
+    cls = getattr(diffusers, kind)
+    folder = Folder(cls, path)
+    components = folder.components()
+    if reason := _misfit(folder, name, components) or _refuse_images(cls, pictures):
+        raise ValueError(f"{path} ({kind}) cannot be replayed: {reason}; {WAY_OUT}")
+    return cls, getattr(diffusers, components[name][1])
+
+
+def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]) -> str:
+    """Return why the components are not those of a pipeline that can be wrapped, or ""."""
+    cls = folder.pipeline
+    if name not in components:
+        return f"it has no {name}"
+    if more := [other for other in components if other.startswith(f"{name}_")]:
+        return f"it has a second network, {more[0]}"
+    if "audio_vae" in components:
+        return "it makes two states, video and audio"
+    if (
+        "expand_timesteps" in inspect.signature(cls.__init__).parameters
+        and folder.setting("expand_timesteps")
+        and "image" in inspect.signature(cls.__call__).parameters
+    ):
+        return "it keeps the first frame outside of its state"
+    scheduler = folder.config("scheduler")
+    flows = scheduler.get("prediction_type") == "flow_prediction"
+    if not (flows or scheduler["_class_name"].startswith("FlowMatch")):
+        return f"its scheduler, {scheduler['_class_name']}, is none of flow matching"
+    return ""
+
+
+def _refuse_images(cls: type[DiffusionPipeline], pictures: int) -> str:
+    """Return why the pipeline cannot be called with so many pictures a prompt, or ""."""
+    parameters = inspect.signature(cls.__call__).parameters
+    if pictures and "image" not in parameters:
+        return f"it takes no image, and call.pictures is {pictures}"
+    known = _OURS | {"image"} if pictures else _OURS
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.name not in known]
+    if not needed:
+        return ""
+    way = " (call.pictures)" if needed[0] == "image" else ""
+    return f"it needs {needed[0]} beside a prompt{way}"
+
+
+def check_arguments(cls: type[DiffusionPipeline], names: Iterable[str]) -> None:
+    """Raise ValueError for an argument that the pipeline does not take, or that is no setting."""
+    known = inspect.signature(cls.__call__).parameters.keys() - _OURS
+    if unknown := sorted(set(names) - known):
+        raise ValueError(
+            f"call.arguments has {unknown[0]}; {cls.__name__} may be given "
+            + ", ".join(sorted(known))
+        )
+
+
+def check_replay(policy: Policy, stock: StockCall, request: Request) -> None:
+    """Make two steps as a pipeline does, and compare the velocities that a policy replays.
+
+    Raises:
+        ValueError: The velocities differ, or the pipeline makes another number of evaluations.
+    """
+    cls = stock.folder.pipeline
+    with failure_context(stock.folder.path, cls):
+        steps, rows = stock.rollout(policy.denoiser, [request], 2)
+        difference = replay_difference(policy, steps, request)
+        if not difference <= _TOLERANCE:
+            raise RuntimeError(f"a velocity that was replayed is off by {difference:.1e}")
+    evaluations = rows / len(steps)
+    if evaluations != policy.evaluations_per_velocity:
+        raise ValueError(
+            f"call.evaluations is {policy.evaluations_per_velocity}, but with these arguments "
+            f"{cls.__name__} makes {evaluations:g} for a step"
+        )
+
+
+@torch.no_grad()
+def replay_difference(policy: Policy, steps: Sequence[Step], request: Request) -> float:
+    """Return how far replayed velocities are from a rollout's, relative to the largest."""
+    cond = policy.encode([request])
+    velocities = [policy.velocity(step.x.float(), step.sigma, cond) for step in steps]
+    return max(
+        float((v - step.v.float()).abs().max() / step.v.abs().max())
+        for v, step in zip(velocities, steps, strict=True)
+    )

@@ -1,0 +1,131 @@
+"""Encodes media to latents and decodes them, by the VAE of a diffusers pipeline."""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.types import DifferentiableDecoder, ModelPlan
+from pipelines.parts.encoding import crop_images, digest
+from pipelines.parts.folder import Folder
+from pipelines.parts.memory import peak_bytes
+
+
+class Codec(DifferentiableDecoder):
+    """Encodes images to normalised latents, and decodes them with or without a gradient.
+
+    A family whose latents are normalised in another way has a subclass with `normalize` and
+    `denormalize`, or with `encode` and `decode`.
+    """
+
+    settings_key: str = "policy"
+    """Key of a run file under which the memory settings of the policy are."""
+    num_frames: int | None = None
+    """Frames of a clip; None for images."""
+    fps: float | None = None
+    """Frames per second of a clip; None for images."""
+    shift: float | None = None
+    """Shift of the noise schedule for media of this size; None keeps that of the folder."""
+    folder: Folder
+    vae: Any
+    """VAE in float32, once the pipeline is loaded."""
+
+    def __init__(self, height: int, width: int, *options: object):
+        self.height, self.width = height, width
+        self.options = options
+        """Further settings that change how media are encoded, part of the digest."""
+
+    def open(self, vae: Any) -> None:
+        """Take over a loaded VAE: freeze it in float32, and apply the memory settings to it."""
+        self.vae = _recompute_decoding(vae.float())
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Apply the memory settings to the VAE."""
+
+    def on_meta(self) -> Any:
+        """Return a copy whose VAE is on the meta device, for estimates."""
+        other = copy(self)
+        other.vae = self.folder.vae_on_meta()
+        other.set_up()
+        return other
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Return media in [0, 1], with a gradient if one is recorded."""
+        image = self.vae.decode(self.denormalize(x), return_dict=False)[0]
+        return (image / 2 + 0.5).clamp(0, 1)[:, None]
+
+    def embed(self, media: Tensor) -> Tensor:
+        """Return the latents of media in [0, 1], which are resized and cropped to the size."""
+        pixels = media.to(self.vae.device, torch.float32)
+        return self.encode(crop_images(pixels, self.height, self.width, self.folder.path))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Encode pixels in [-1, 1] to normalised latents (the mode)."""
+        encoded = self.vae.encode(pixels, return_dict=False)[0]
+        return self.normalize(encoded if isinstance(encoded, Tensor) else encoded.mode())
+
+    def normalize(self, z: Tensor) -> Tensor:
+        """Return latents of the VAE as the network sees them."""
+        config = self.vae.config
+        return (z - (config.get("shift_factor") or 0.0)) * config.scaling_factor
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        """Return the latents that the VAE decodes."""
+        config = self.vae.config
+        return x / config.scaling_factor + (config.get("shift_factor") or 0.0)
+
+    def render(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        media = self.decode(x)
+        return media if frames is None else media[:, list(frames)]
+
+    def render_bytes(self, latent_shape: Sequence[int]) -> int:
+        """Render latents of the meta device, forward and backward."""
+        other = self.on_meta()
+        _recompute_decoding(other.vae)
+        x = torch.empty(1, *latent_shape, device="meta", requires_grad=True)
+        return peak_bytes(lambda: other.render(x).sum().backward(), with_gradient=True)
+
+    def digest(self) -> str:
+        """Return the identity of the VAE with these settings."""
+        return digest(self.vae, self.vae.config, self.height, self.width, *self.options)
+
+    def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:  # noqa: ARG002
+        """Return a plan with the memory of VAE and encoders, where it is known."""
+        return plan
+
+
+class SingleFrameCodec(Codec):
+    """Encodes images as clips of one frame, by a VAE with statistics of each channel."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        image = self.vae.decode(self.denormalize(x)[:, :, None], return_dict=False)[0]
+        return (image / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        z = self.vae.encode(pixels[:, :, None], return_dict=False)[0].mode()
+        return self.normalize(z[:, :, 0])
+
+    def normalize(self, z: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return (z - mean) / std
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return x * std + mean
+
+    def _statistics(self) -> list[Tensor]:
+        """Return mean and standard deviation of raw latents."""
+        config = self.vae.config
+        values = torch.tensor([config.latents_mean, config.latents_std], device=self.vae.device)
+        return list(values[:, :, None, None])
+
+
+def _recompute_decoding(vae: Any) -> Any:
+    """Freeze a VAE, and let it recompute activations in a backward pass where its class can."""
+    vae.requires_grad_(False)
+    if vae._supports_gradient_checkpointing:
+        vae.enable_gradient_checkpointing()
+    return vae

@@ -1,0 +1,1 @@
+"""Wraps one model family of diffusers per file."""

@@ -1,0 +1,119 @@
+"""Wraps CogVideoX 1.0 (text to video) as a flowalign policy: v-prediction in flow coordinates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, Request, prompts_of
+from pipelines.network.weights import ATTENTION, Lora
+from pipelines.parts.discrete_times import predict_flow, trailing_sigmas
+from pipelines.parts.folder import Config
+from pipelines.parts.guidance import guide, with_negatives
+from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.video import (
+    Memory,
+    Video,
+    VideoCodec,
+    check_num_frames,
+    count_patches,
+    refuse_decode_frames,
+    shape_of_clip,
+)
+
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter: on the attention of every block."""
+WORDS = 226
+"""Length of prompts in tokens of the published models; the folder's network replaces it."""
+
+
+class CogVideoX(DiffusersPolicy):
+    """Wraps a `CogVideoXPipeline` folder or hub identifier as a text-to-video policy.
+
+    It is a diffusion model in flow coordinates, see `pipelines.UNetPolicy`: an Euler step is
+    its deterministic DDIM step, and times are evenly spaced from the last one, which here is pure
+    noise. `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is
+    constant over time, which is the pipeline's default. The network fixes the length of prompts.
+
+    Its autoencoder takes 1 + 8 k frames and always decodes two latent frames at a time, which is
+    exact, so `memory.decode_frames` is refused. CogVideoX 1.5 generates latent frames that its
+    pipeline throws away (`patch_size_t`); it is refused, too.
+    """
+
+    pipeline_class = CogVideoXPipeline
+    transformer_class = CogVideoXTransformer3DModel
+
+    def __init__(
+        self,
+        path: str,
+        video: Video,
+        guidance: Guidance = 6.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(
+            *(path, VideoCodec(video, memory), lora, precision, guidance, WORDS),
+            *(memory.gradient_checkpointing, memory.offload_text),
+        )
+        self.video = video
+        reason = "CogVideoX decodes two latent frames at a time and can do nothing else"
+        refuse_decode_frames(memory, f"{reason}: leave it out")
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        if (size := transformer.get("patch_size_t")) is not None:
+            raise ValueError(
+                f"patch_size_t of {self.path} is {size}: that is CogVideoX 1.5; only 1.0 is "
+                "supported, where it is null"
+            )
+        frames = vae["temporal_compression_ratio"]
+        check_num_frames(self.video.num_frames, 2 * frames, self.path)
+        self.max_sequence_length = transformer["max_text_seq_length"]
+        unit = vae["latent_channels"], frames, 2 ** (len(vae["block_out_channels"]) - 1)
+        return shape_of_clip(self, unit, _patch(transformer))
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        return count_patches(latent_shape, _patch(transformer)) + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return trailing_sigmas(scheduler, num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        with self.text_encoder.on_device():
+            text, text_neg = self.pipe.encode_prompt(
+                prompts_of(requests),
+                None,
+                self.guidance > 1,
+                max_sequence_length=self.max_sequence_length,
+                device=self.denoiser.device,
+            )
+        return with_negatives({"text": text}, {"text": text_neg}, self.guidance > 1)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        return guide(self._unguided, x, sigma.expand(len(x)), cond, self.guidance)
+
+    def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        def predict(state: Tensor, time: Tensor) -> Tensor:
+            return self.call_denoiser(
+                state.transpose(1, 2),
+                timestep=time,
+                encoder_hidden_states=cond["text"],
+                image_rotary_emb=self._positions(x),
+            ).transpose(1, 2)
+
+        return predict_flow(self.pipe.scheduler, predict, x, sigma)
+
+    def _positions(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Compute the rotary embeddings of the tokens; None for networks without (only 5B has)."""
+        if not self.pipe.transformer.config.use_rotary_positional_embeddings:
+            return None
+        return self.pipe._prepare_rotary_positional_embeddings(
+            self.height, self.width, x.shape[2], x.device
+        )
+
+
+def _patch(transformer: Config) -> tuple[int, int, int]:
+    return 1, transformer["patch_size"], transformer["patch_size"]

@@ -1,0 +1,109 @@
+"""Keeps a given first frame in place of the first latent frame, as image-to-video pipelines do.
+
+The network sees the given frame, clean and at time 0, whatever the state has in its place. There
+the velocity leads from the state straight to the given frame, so that whole clips can be sampled,
+decoded and noised like any other, and the network gets no gradient for a frame that it is given.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from flowalign.types import Request
+from pipelines.parts.folder import Config
+from pipelines.parts.references import crop_first_frames
+from pipelines.policy import DiffusersPolicy
+
+_TEXT = 512
+"""Number of text tokens beside the image tokens, hard-coded in diffusers' network of Wan."""
+
+
+@torch.no_grad()
+def encode_first_frames(
+    policy: DiffusersPolicy,
+    requests: Sequence[Request],
+    prepared: Callable[[Image.Image], Image.Image] = lambda frame: frame,
+) -> Float[Tensor, "n C 1 h w"]:
+    """Return the normalised latents of the first frame of each request; equal ones are made once.
+
+    A frame is cropped around its centre to the aspect ratio of the video, prepared, and then
+    treated like in the pipeline.
+    """
+    frames, rows = crop_first_frames(requests, policy.width / policy.height)
+    processor, device = policy.pipe.video_processor, policy.pipe.vae.device
+    pixels = [processor.preprocess(prepared(one), policy.height, policy.width) for one in frames]
+    return torch.cat([policy.codec.encode(one[:, :, None].to(device)) for one in pixels])[rows]
+
+
+def insert_first_frame(
+    x: Float[Tensor, "n C f h w"], first: Float[Tensor, "n C 1 h w"]
+) -> Float[Tensor, "n C f h w"]:
+    """Return what the network sees of state x: the given first frame, and then x."""
+    return torch.cat([first, x[:, :, 1:]], 2)
+
+
+def lead_to_first_frame(
+    v: Float[Tensor, "n C f h w"],
+    x: Float[Tensor, "n C f h w"],
+    sigma: Float[Tensor, "*n"],
+    first: Float[Tensor, "n C 1 h w"],
+) -> Float[Tensor, "n C f h w"]:
+    """Return v with a first frame that leads x to the given one at sigma = 0: (x - first) / sigma.
+
+    sigma is above 0.
+    """
+    course = (x[:, :, :1] - first) / sigma.expand(len(x)).view(-1, 1, 1, 1, 1)
+    return torch.cat([course, v[:, :, 1:]], 2)
+
+
+def mask_first_times(
+    time: Float[Tensor, "n *tokens"], num_tokens: int, num_frames: int
+) -> Float[Tensor, "n t"]:
+    """Return one time per token, frame by frame: 0 for those of the first frame."""
+    times = time.reshape(len(time), -1).repeat(1, num_tokens if time.ndim == 1 else 1)
+    times[:, : num_tokens // num_frames] = 0
+    return times
+
+
+def encode_conditions(
+    policy: DiffusersPolicy, requests: Sequence[Request], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return what a network of Wan sees of first frames beside the state.
+
+    "image" is the mask and the latents of a clip whose first frame is given, the rest grey; "clip",
+    for a network that takes them, features of the frame in `dtype`.
+    """
+    frames, rows = crop_first_frames(requests, policy.width / policy.height)
+    cond = {"image": torch.cat([_encode_first_frame(policy, frame) for frame in frames])[rows]}
+    if policy.pipe.components["transformer"].config.image_dim is not None:
+        device = policy.denoiser.device
+        with policy.text_encoder.on_device():
+            features = [policy.pipe.encode_image(frame, device) for frame in frames]
+        cond["clip"] = torch.cat(features).to(dtype)[rows]
+    return cond
+
+
+def _encode_first_frame(policy: DiffusersPolicy, frame: Image.Image) -> Tensor:
+    """Return mask and latents of a clip whose first frame is `frame`, the rest grey."""
+    device, pipe = policy.denoiser.device, policy.pipe
+    pixels = pipe.video_processor.preprocess(frame, policy.height, policy.width).to(device)
+    assert policy.num_frames, "the policy generates clips"
+    clip = torch.zeros(1, 3, policy.num_frames, policy.height, policy.width, device=device)
+    clip[:, :, 0] = pixels
+    latents = policy.codec.encode(clip)
+    known = latents.new_zeros(1, pipe.vae_scale_factor_temporal, *latents.shape[2:])
+    known[:, :, 0] = 1
+    return torch.cat([known, latents], 1)
+
+
+def check_text_length(policy: DiffusersPolicy, transformer: Config) -> None:
+    """Raise ValueError unless prompts have the length that Wan's network reads next to images."""
+    if transformer["added_kv_proj_dim"] is not None and policy.max_sequence_length != _TEXT:
+        raise ValueError(
+            f"max_sequence_length is {policy.max_sequence_length}; the network of {policy.path} "
+            f"takes the last {_TEXT} tokens for the prompt and those before for the picture: "
+            f"give {_TEXT}"
+        )

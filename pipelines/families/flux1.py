@@ -1,0 +1,113 @@
+"""Wraps FLUX.1 as a flowalign policy: dev, with distilled guidance, and schnell, without."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.codec import Codec
+from pipelines.network.schedules import round_times, shift_by_size
+from pipelines.network.weights import Lora
+from pipelines.parts.denoiser_inputs import check_channels, check_embedded_guidance
+from pipelines.parts.folder import Config
+from pipelines.parts.packing import grid_of, pack, positions, unpack
+from pipelines.policy import DiffusersPolicy, Precision
+
+LORA = Lora(
+    rank=64,
+    alpha=128,
+    target_modules=(
+        *Lora().target_modules,
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    ),
+)
+"""Default adapter, from Flow-GRPO's FLUX.1 script; single-stream blocks get it on attention only.
+
+A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
+"""
+
+
+class Flux1(DiffusersPolicy):
+    """Wraps a `FluxPipeline` folder or hub identifier as a text-to-image policy.
+
+    `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
+    scale: one evaluation per velocity. A model without the input (schnell) takes None.
+
+    States are latents of the autoencoder's shape, equal to what the pipeline draws from a seed;
+    they are packed into tokens of 2 x 2 only for the network.
+    """
+
+    pipeline_class = FluxPipeline
+    transformer_class = FluxTransformer2DModel
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        embedded_guidance: Guidance | None = 3.5,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(
+            *(path, Codec(height, width), lora, precision, 1.0),
+            *(max_sequence_length, gradient_checkpointing),
+        )
+        self.embedded_guidance = embedded_guidance
+
+    def condition_channels(self, vae: Config) -> int:  # noqa: ARG002 (Flux1Fill uses it)
+        """Return the number of channels that the network gets beside those of the latents."""
+        return 0
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (editing uses it)
+        """Return the tokens that the network gets, those of x first, and their positions."""
+        return pack(x), positions(0, self.grid, x)
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        patch = 2 ** len(vae["block_out_channels"])  # pixels along a side of a token
+        self.grid = grid_of(self, patch)
+        check_embedded_guidance(self.embedded_guidance, transformer, self.path)
+        channels = 4 * (vae["latent_channels"] + self.condition_channels(vae))
+        kinds = "FLUX.1 is pipelines.Flux1, FLUX.1 Fill pipelines.Flux1Fill"
+        check_channels(self, transformer, channels, kinds)
+        return vae["latent_channels"], 2 * self.grid[0], 2 * self.grid[1]
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        values = transformer.get("out_channels") or transformer["in_channels"]  # of a token
+        return prod(latent_shape) // values + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return shift_by_size(scheduler, prod(self.grid), num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        text, pooled, _ = self.pipe.encode_prompt(
+            prompts_of(requests),
+            None,
+            device=self.denoiser.device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"text": text, "pooled": pooled}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        tokens, places = self.seen(x, cond)
+        guidance = self.embedded_guidance
+        v = self.call_denoiser(
+            tokens,
+            timestep=round_times(sigma, len(x), self.precision),
+            guidance=None if guidance is None else x.new_full((len(x),), guidance),
+            encoder_hidden_states=cond["text"],
+            pooled_projections=cond["pooled"],
+            txt_ids=x.new_zeros(cond["text"].shape[1], 3),
+            img_ids=places,
+        )
+        return unpack(v, self.grid)

@@ -1,0 +1,120 @@
+"""Wraps FLUX.2 dev as a flowalign policy: guidance is an input of its network."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import Flux2Pipeline, Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from torch import Tensor
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.codec import Codec
+from pipelines.network.schedules import round_times, shift_sigmas
+from pipelines.network.weights import ATTENTION, Lora
+from pipelines.parts.folder import Config
+from pipelines.parts.packing import grid_of, token_places
+from pipelines.policy import DiffusersPolicy, Precision
+
+LORA = Lora(
+    target_modules=(
+        *ATTENTION,
+        "to_qkv_mlp_proj",
+        *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(48)),
+    )
+)
+"""Default adapter: attention of all blocks, as in diffusers' dreambooth."""
+
+
+class Flux2(DiffusersPolicy):
+    """Wraps a `Flux2Pipeline` folder or hub identifier as a text-to-image policy.
+
+    `embedded_guidance` is an input of the network: one evaluation per velocity, and no negative
+    prompt. Prompts are padded to `max_sequence_length`, and the network attends to the padding:
+    another length is another model. States are patches of 2 x 2 latents, normalised by the
+    statistics in the autoencoder's batch norm; the pipeline draws its noise in this shape.
+    """
+
+    pipeline_class: Any = Flux2Pipeline
+    transformer_class = Flux2Transformer2DModel
+    embedded_guidance: float | None
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        embedded_guidance: Guidance = 4.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(
+            *(path, PatchCodec(height, width), lora, precision, 1.0),
+            *(max_sequence_length, gradient_checkpointing),
+        )
+        self.embedded_guidance = embedded_guidance
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        self.grid = grid_of(self, 2 ** len(vae["block_out_channels"]))
+        if transformer["guidance_embeds"] == (self.embedded_guidance is None):
+            takes = "takes" if transformer["guidance_embeds"] else "does not take"
+            raise ValueError(
+                f"the network of {self.path} {takes} guidance as an input:\n"
+                "FLUX.2 dev is pipelines.Flux2, FLUX.2-klein pipelines.Flux2Klein"
+            )
+        return transformer["in_channels"], *self.grid
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:  # noqa: ARG002
+        return prod(self.grid) + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        mu = compute_empirical_mu(prod(self.grid), num_steps)
+        return shift_sigmas(scheduler, mu, num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        return {"text": self.read(prompts_of(requests))}
+
+    def read(self, prompts: list[str]) -> Tensor:
+        """Encode prompts, padded to one length."""
+        text, _ = self.pipe.encode_prompt(
+            prompts, device=self.denoiser.device, max_sequence_length=self.max_sequence_length
+        )
+        return text
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        return self.evaluate(x, sigma, cond["text"])
+
+    def evaluate(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        """Evaluate the network with a text."""
+        guidance = self.embedded_guidance
+        v = self.call_denoiser(
+            x.flatten(2).mT,
+            timestep=round_times(sigma, len(x), self.precision),
+            guidance=None if guidance is None else x.new_full((len(x),), guidance),
+            encoder_hidden_states=text,
+            txt_ids=token_places((1, 1, 1, text.shape[1]), x),
+            img_ids=token_places((1, *self.grid, 1), x),
+        )
+        return v.mT.unflatten(2, self.grid)
+
+
+class PatchCodec(Codec):
+    """Encodes images to patches of 2 x 2 latents, normalised by the VAE's batch norm."""
+
+    def normalize(self, z: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return (pixel_unshuffle(z, 2) - mean) / std
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return pixel_shuffle(x * std + mean, 2)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of patches, which the batch norm has fixed."""
+        bn, eps = self.vae.bn, self.vae.config.batch_norm_eps
+        return bn.running_mean[:, None, None], (bn.running_var[:, None, None] + eps).sqrt()

@@ -1,0 +1,130 @@
+"""Wraps HunyuanVideo 1.5 (text to video) as a flowalign policy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.families.hunyuan_parts import (
+    count_hunyuan_tokens,
+    even_sigmas,
+    hunyuan_shape,
+)
+from pipelines.network.weights import DTYPES, Lora
+from pipelines.parts.folder import Config, read_json
+from pipelines.parts.guidance import guide, read_with_negatives
+from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.video import Memory, Video, VideoCodec, refuse_decode_frames
+
+_FIXED = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+"""Settings of classifier-free guidance in a folder, with the values that this policy computes."""
+
+
+class HunyuanVideo15(DiffusersPolicy):
+    """Wraps a `HunyuanVideo15Pipeline` folder or hub identifier as a text-to-video policy.
+
+    `guidance` takes the place of the scale in the folder's guider; above 1 it makes the guided
+    velocity the policy, at two evaluations each. Only words between double quotes reach the second
+    text encoder, which is for text that is to be seen. The autoencoder takes one clip at a time,
+    and its attention has a mask of as many rows and columns as a tile has latents in all frames:
+    clips of full size need `memory.tile`.
+
+    The pipeline has no loader of adapters; what is saved loads by
+    pipe.transformer.load_lora_adapter(folder, prefix="transformer",
+    weight_name="pytorch_lora_weights.safetensors").
+    """
+
+    pipeline_class: Any = HunyuanVideo15Pipeline
+    transformer_class = HunyuanVideo15Transformer3DModel
+    unit_noise = True
+
+    def __init__(
+        self,
+        path: str,
+        video: Video,
+        guidance: Guidance = 6.0,
+        lora: Lora | None = Lora(),  # noqa: B008 (frozen)
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 1000,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(
+            *(
+                path,
+                VideoCodec(video, memory, one_by_one=True),
+                lora,
+                precision,
+                guidance,
+                max_sequence_length,
+            ),
+            *(memory.gradient_checkpointing, memory.offload_text),
+        )
+        self.video = video
+        reason = "the decoder of HunyuanVideo 1.5 attends over all frames: use memory.tile"
+        refuse_decode_frames(memory, reason)
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        guider = read_json(self.folder.file("guider_config.json", "guider"))
+        fixed = {"_class_name": "ClassifierFreeGuidance", **_FIXED}
+        other = {name: guider.get(name, value) for name, value in fixed.items()}
+        if strange := sorted(name for name, value in fixed.items() if other[name] != value):
+            raise ValueError(
+                f"the guider of {self.path} has {strange[0]} {other[strange[0]]}; "
+                f"HunyuanVideo15 computes {fixed[strange[0]]}"
+            )
+        pictures = "image_encoder" in self.folder.components()
+        if pictures and not self.input_spec.references[1]:
+            raise ValueError(
+                f"{self.path} has image_encoder, so it is for clips from a first frame: "
+                "take pipelines.HunyuanVideo15I2V"
+            )
+        if transformer.get("use_meanflow"):
+            raise ValueError(
+                f"the network of {self.path} wants the next time of a step as well (use_meanflow), "
+                "which a velocity does not know: take a folder of another distillation"
+            )
+        return hunyuan_shape(self, transformer, vae)
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        return count_hunyuan_tokens(self, latent_shape, transformer)
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return even_sigmas(scheduler, num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        with self.text_encoder.on_device():
+            return read_with_negatives(self._read, prompts_of(requests), "", self.guidance > 1)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        return guide(self._unguided, x, sigma.expand(len(x)), cond, self.guidance)
+
+    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
+        self.pipe.tokenizer_max_length = self.max_sequence_length
+        found = self.pipe.encode_prompt(
+            prompts,
+            device=self.denoiser.device,
+            dtype=DTYPES[self.precision],
+            batch_size=len(prompts),
+        )
+        return dict(zip(("text", "mask", "glyphs", "glyph_mask"), found, strict=True))
+
+    def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        frame, features = self.first_frame(x, cond)
+        return self.call_denoiser(
+            torch.cat([x, frame], 1),
+            timestep=(1000 * sigma).to(DTYPES[self.precision]),  # rounded like in the pipeline
+            image_embeds=features.to(DTYPES[self.precision]),
+            encoder_hidden_states=cond["text"],
+            encoder_attention_mask=cond["mask"],
+            encoder_hidden_states_2=cond["glyphs"],
+            encoder_attention_mask_2=cond["glyph_mask"],
+        )
+
+    def first_frame(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (HunyuanVideo15I2V uses it)
+        """Return latents and mask of a given first frame, and its features; zeros say none."""
+        features = self.pipe.vision_num_semantic_tokens, self.pipe.vision_states_dim
+        return x.new_zeros(len(x), 1 + x.shape[1], *x.shape[2:]), x.new_zeros(len(x), *features)

@@ -1,0 +1,100 @@
+"""Wraps Stable Diffusion 3 with a hypernetwork that writes its LoRA weights: HyperAlign."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt
+from pipelines.families.extended import ExtendedPolicy
+from pipelines.families.hypernetwork import Hyper, HyperLinear, Hypernetwork
+from pipelines.families.sd3 import SD3
+from pipelines.network.weights import DTYPES, Lora
+from pipelines.policy import Precision
+
+
+class HyperAlign(ExtendedPolicy):
+    """Extends `SD3` with low-rank weights that a hypernetwork writes for each sample.
+
+    Only the hypernetwork is trained. diffusers cannot load what is saved: weights differ between
+    samples.
+
+    Source: HyperAlign, arXiv:2601.15968, as a reconstruction: its formulas and code are not
+    published. Known are the inputs, the three times of writing, an encoder that reduces the state,
+    and a transformer decoder; sizes and the maps to the factors are ours.
+    """
+
+    weights_file = "hypernetwork.safetensors"
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        guidance: Guidance = 4.5,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 256,
+        hyper: Hyper = Hyper(),  # noqa: B008 (frozen)
+    ):
+        settings = path, height, width, guidance, None, precision, max_sequence_length
+        super().__init__(partial(SD3, *settings))
+        self.hyper, self.renderer = hyper, self.base.renderer
+
+    def plan(self) -> ModelPlan:
+        plan = self.base.plan()
+        with torch.device("meta"):
+            network = self.base.network.on_meta()
+            trained = attach(network, self._prompt_width, plan.latent_shape, self.hyper)
+        return replace(plan, trainable=sum(p.numel() for p in trained.parameters()))
+
+    def load(self, device: torch.device) -> None:
+        self.base.load(device)
+        self.denoiser = self.base.denoiser
+        nn.Module.to(self.denoiser.requires_grad_(False), DTYPES[self.precision])
+        with torch.random.fork_rng(devices=[]):  # every rank starts from the same hypernetwork
+            torch.random.default_generator.manual_seed(0)
+            shape = self.base.latent_shape
+            attach(self.denoiser, self._prompt_width, shape, self.hyper).to(device)
+
+    @property
+    def _prompt_width(self) -> int:
+        return self.base.folder.config("transformer")["pooled_projection_dim"]
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        layers = _layers(self.denoiser)
+        level = self.hyper.level(sigma.expand(len(x)))
+        with torch.autocast(x.device.type, enabled=False):
+            read = x.float(), level.float(), cond["pooled"].float()
+            written = self.denoiser.hypernetwork(*read)
+        for layer, weights in zip(layers, written, strict=True):
+            layer.written = weights
+        try:
+            return self.current_base().velocity(x, sigma, cond)
+        finally:
+            for layer in layers:
+                layer.written = None
+
+    def trained_tensors(self) -> Mapping[str, Tensor]:
+        return self.denoiser.hypernetwork.state_dict()
+
+
+def attach(
+    network: nn.Module, prompt_width: int, latent_shape: Sequence[int], hyper: Hyper
+) -> Hypernetwork:
+    """Wrap the layers that a LoRA would adapt, and add the hypernetwork that serves them."""
+    suffixes, sizes = Lora().target_modules, []
+    linear = {n: m for n, m in network.named_modules() if n.endswith(suffixes)}
+    for name, layer in linear.items():
+        assert isinstance(layer, nn.Linear), "SD3's projections are linear"
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, HyperLinear(layer))
+        sizes.append((layer.in_features, layer.out_features))
+    hypernetwork = Hypernetwork(sizes, prompt_width, latent_shape, hyper)
+    network.add_module("hypernetwork", hypernetwork)
+    return hypernetwork
+
+
+def _layers(network: nn.Module) -> list[HyperLinear]:
+    return [module for module in network.modules() if isinstance(module, HyperLinear)]

@@ -1,0 +1,134 @@
+"""Wraps LTX-Video (text to video) as a flowalign policy."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.network.schedules import shift_by_size
+from pipelines.network.weights import ATTENTION, Lora
+from pipelines.parts.folder import Config
+from pipelines.parts.framewise import decode_windows
+from pipelines.parts.guidance import guide, with_negatives
+from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.video import Memory, Video, VideoCodec, count_patches, shape_of_clip
+
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter: on self- and cross-attention of every block."""
+DECODE_TIME, DECODE_NOISE = 0.05, 0.025
+"""Timestep input and noise share of decoders with the last step (diffusers' guide, from 0.9.1)."""
+
+
+class LTXCodec(VideoCodec):
+    """Encodes clips with statistics of each channel, and decodes them in windows of frames."""
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        return self.vae.latents_mean, self.vae.latents_std / self.vae.config.scaling_factor
+
+    def pieces(self, z: Tensor) -> Iterator[Tensor]:
+        vae, time = self.vae, None
+        if vae.config.timestep_conditioning:
+            noise = torch.randn(z.shape[1:], generator=torch.Generator().manual_seed(0))
+            z = (1 - DECODE_NOISE) * z + DECODE_NOISE * noise.to(z)
+            time = z.new_full((len(z),), DECODE_TIME)
+        size, unit = self.memory.decode_frames or z.shape[2], vae.temporal_compression_ratio
+        return decode_windows(
+            lambda part: vae.decode(part, time, return_dict=False)[0], z, size, unit
+        )
+
+
+def latent_unit(vae: Config) -> tuple[int, int, int]:
+    """Return channels, frames and pixels of a latent, see `shape_of_clip`."""
+    halved = 2 ** sum(vae["spatio_temporal_scaling"])
+    frames = vae.get("temporal_compression_ratio") or vae["patch_size_t"] * halved
+    pixels = vae.get("spatial_compression_ratio") or vae["patch_size"] * halved
+    return vae["latent_channels"], frames, pixels
+
+
+def patch_of(transformer: Config) -> tuple[int, int, int]:
+    """Return the number of latents that make a token along frames, rows and columns."""
+    size = transformer["patch_size"]
+    return transformer["patch_size_t"], size, size
+
+
+class LTX(DiffusersPolicy):
+    """Wraps an `LTXPipeline` folder or hub identifier as a text-to-video policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is not
+    rescaled, which is the pipeline's default. The frame rate is an input of the network. A decoder
+    conditioned on a timestep (0.9.1 and later) adds noise; each sample always gets the same noise.
+
+    `memory.decode_frames` bounds the latent frames decoded together to that number plus one; these
+    windows are blended where they overlap. Without it the clip is decoded at once, like the
+    pipeline does.
+    """
+
+    pipeline_class = LTXPipeline
+    transformer_class = LTXVideoTransformer3DModel
+    unit_noise = True
+
+    def __init__(
+        self,
+        path: str,
+        video: Video,
+        guidance: Guidance = 3.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 128,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(
+            *(path, LTXCodec(video, memory), lora, precision, guidance, max_sequence_length),
+            *(memory.gradient_checkpointing, memory.offload_text),
+        )
+        self.video = video
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))
+        return channels, *self.grid
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        return count_patches(latent_shape, patch_of(transformer))
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return shift_by_size(scheduler, prod(self.grid), num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        with self.text_encoder.on_device():
+            text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
+                prompts_of(requests),
+                None,
+                self.guidance > 1,
+                max_sequence_length=self.max_sequence_length,
+                device=self.denoiser.device,
+            )
+        negative = {"text": text_neg, "mask": mask_neg}
+        return with_negatives({"text": text, "mask": mask}, negative, self.guidance > 1)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        return guide(self._unguided, x, self.times(x, sigma), cond, self.guidance)
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
+        return 1000 * sigma.expand(len(x))
+
+    def _unguided(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
+        frames, height, width = self.grid
+        seconds = self.pipe.vae_temporal_compression_ratio / self.video.fps
+        pixels = self.pipe.vae_spatial_compression_ratio
+        v = self.call_denoiser(
+            x.flatten(2).mT,
+            timestep=time,
+            encoder_hidden_states=cond["text"],
+            encoder_attention_mask=cond["mask"],
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(seconds, pixels, pixels),
+        )
+        return v.mT.unflatten(2, self.grid)

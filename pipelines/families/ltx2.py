@@ -1,0 +1,158 @@
+"""Wraps LTX-2 (text to video with sound) as a flowalign policy."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.families.ltx import LORA, latent_unit, patch_of
+from pipelines.families.ltx2_guidance import Streams, guide_streams
+from pipelines.families.ltx2_sound import SoundCodec
+from pipelines.families.ltx2_state import audio_tokens
+from pipelines.network.schedules import shift_by_size
+from pipelines.network.weights import DTYPES, Lora
+from pipelines.parts.encoding import digest
+from pipelines.parts.folder import Config
+from pipelines.parts.guidance import NEGATIVE, read_with_negatives
+from pipelines.parts.rows import stack_rows
+from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.video import Memory, Video, count_patches, shape_of_clip
+
+
+class LTX2(DiffusersPolicy):
+    """Wraps an `LTX2Pipeline` folder or hub identifier as a policy of clips with their sound.
+
+    States carry the latents of the sound behind those of the frames, see `SoundCodec`. `decode`
+    gives the frames, `sound` the waveform. Stored clips have no sound here, so `embed` refuses
+    them: pairs are made of rollouts.
+
+    Each of guidance, `streams.perturbed` and `streams.modality` that is in use costs an evaluation
+    beside the conditional one.
+    """
+
+    pipeline_class: Any = LTX2Pipeline
+    transformer_class = LTX2VideoTransformer3DModel
+    no_media = (
+        "denoises a clip with its sound, and stored clips are read without: train on rollouts"
+    )
+
+    def __init__(
+        self,
+        path: str,
+        video: Video,
+        guidance: Guidance = 3.0,
+        streams: Streams = Streams(),  # noqa: B008 (frozen)
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 1024,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        codec = self.sound_codec = SoundCodec(video, memory)
+        super().__init__(
+            *(path, codec, lora, precision, guidance, max_sequence_length),
+            *(memory.gradient_checkpointing, memory.offload_text),
+        )
+        self.video = video
+        self.streams = streams
+        self.evaluations_per_velocity = 1 + len(streams.weights(guidance))
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))
+        if vae.get("timestep_conditioning"):
+            name = type(self).__name__
+            raise ValueError(f"the decoder of {self.path} wants a time, which {name} does not give")
+        audio_vae = self.folder.config("audio_vae")
+        self.state_parts = self.sound_codec.divide((channels, *self.grid), audio_vae)
+        self.streams.check_blocks(transformer["num_layers"], self.path)
+        return (self.state_parts.size,)
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:  # noqa: ARG002
+        parts = self.state_parts
+        return count_patches(parts.video, patch_of(transformer)) + parts.audio[1]
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return shift_by_size(scheduler, prod(self.grid), num_steps)
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        return self.state_parts.noise(num_samples, generator).to(self.denoiser.device)
+
+    def sound(self, x: Tensor) -> Tensor:
+        """Decode the audio of clean states, [n, channels, samples] at the vocoder's rate."""
+        return self.sound_codec.sound(self.pipe, x)
+
+    def embed(self, media: Tensor) -> Tensor:  # noqa: ARG002
+        raise ValueError(f"{type(self).__name__} {self.no_media}")
+
+    @property
+    def others(self) -> Mapping[str, tuple[float, float]]:
+        """Return what is guided away from, with its weights in video and audio.
+
+        A copy of this policy without guidance makes one evaluation.
+        """
+        return self.streams.weights(self.guidance) if self.evaluations_per_velocity > 1 else {}
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        needed = "negative" in self.others
+        with self.text_encoder.on_device():
+            return read_with_negatives(self._read, prompts_of(requests), "", needed)
+
+    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
+        different = {prompt: self._connected(prompt) for prompt in dict.fromkeys(prompts)}
+        return stack_rows([different[prompt] for prompt in prompts])
+
+    def _connected(self, prompt: str) -> dict[str, Tensor]:
+        """Return what the connectors make of one prompt: states of all layers are large."""
+        states, mask, *_ = self.pipe.encode_prompt(
+            [prompt],
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=self.denoiser.device,
+        )
+        found = self.pipe.connectors(states, mask, padding_side="left")
+        return dict(zip(("text", "audio_text", "mask"), found, strict=True))
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        sigma, states = sigma.expand(len(x)), self.state_parts.split(x)
+        v, others = self._evaluated(*states, sigma, cond), self.others
+        found = [(w, self._evaluated(*states, sigma, cond, name)) for name, w in others.items()]
+        return guide_streams(states, sigma, v, found, self.streams.rescale)
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
+        return 1000 * sigma.expand(len(x))
+
+    def _evaluated(
+        self, video: Tensor, audio: Tensor, sigma: Tensor, cond: Cond, way: str = ""
+    ) -> list[Tensor]:
+        """Return the flat velocities of video and audio in the evaluation of this name."""
+        ending, (frames, height, width) = NEGATIVE if way == "negative" else "", self.grid
+        v, v_audio = self.network.evaluate(
+            self.denoiser,
+            video.flatten(2).mT,
+            audio_hidden_states=audio_tokens(audio).to(DTYPES[self.precision]),
+            timestep=self.times(video, sigma),
+            audio_timestep=1000 * sigma,
+            sigma=1000 * sigma,
+            encoder_hidden_states=cond[f"text{ending}"],
+            audio_encoder_hidden_states=cond[f"audio_text{ending}"],
+            encoder_attention_mask=cond[f"mask{ending}"],
+            audio_encoder_attention_mask=cond[f"mask{ending}"],
+            num_frames=frames,
+            height=height,
+            width=width,
+            fps=self.video.fps,
+            audio_num_frames=audio.shape[2],
+            use_cross_timestep=True,
+            **self.streams.inputs(way),
+        )
+        return [one.float().flatten(1) for one in (v.mT, self.state_parts.audio_of(v_audio))]
+
+    def encoders(self) -> tuple[str, str]:
+        media, text = super().encoders()
+        connectors, negative = self.pipe.connectors, "negative" in self.others
+        return media, digest(connectors, connectors.config, text, negative)

@@ -1,0 +1,97 @@
+"""Combines the evaluations of LTX-2: guidances of its two streams, video and audio."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import Guidance, NonNegativeInt, UnitInterval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Configures what LTX-2 has beside the guidance of the video; defaults are its pipeline's."""
+
+    audio_guidance: Guidance | None = 7.0
+    """Classifier-free guidance scale of the audio; null: that of the video."""
+    perturbed: Guidance = 1.0
+    """Scale of guidance away from a network whose `perturbed_blocks` have no self-attention; 0
+    leaves that evaluation out."""
+    perturbed_blocks: tuple[NonNegativeInt, ...] = (28,)
+    """Blocks that are perturbed, by their number."""
+    modality: Guidance = 3.0
+    """Scale of guidance away from streams that do not see each other; 1 leaves it out."""
+    rescale: UnitInterval = 0.7
+    """Share by which the deviation of the guided clean estimate is brought back to that of the
+    conditional one."""
+
+    def weights(self, guidance: float) -> dict[str, tuple[float, float]]:
+        """Return the weights in video and audio of what is guided away from, if it is in use.
+
+        `guidance` is the scale of the video. An evaluation is in use if it is in either stream.
+        """
+        audio = guidance if self.audio_guidance is None else self.audio_guidance
+        found = {
+            "negative": (guidance - 1, audio - 1),
+            "perturbed": (self.perturbed, self.perturbed),
+            "isolated": (self.modality - 1, self.modality - 1),
+        }
+        return {name: pair for name, pair in found.items() if max(pair) > 0}
+
+    def inputs(self, name: str) -> dict[str, Any]:
+        """Return what the network gets in the evaluation of this name, beside the conditional."""
+        ways = {
+            "perturbed": {"spatio_temporal_guidance_blocks": list(self.perturbed_blocks)},
+            "isolated": {"isolate_modalities": True},
+        }
+        return ways.get(name, {})
+
+    def check_blocks(self, depth: int, path: str) -> None:
+        """Raise ValueError if the network at `path` lacks the blocks that are to be perturbed."""
+        blocks = self.perturbed_blocks
+        if self.perturbed > 0 and not all(block < depth for block in blocks or [depth]):
+            raise ValueError(
+                f"streams.perturbed_blocks is {list(blocks)}; {path} has blocks 0 to "
+                f"{depth - 1}: name some of them, or set streams.perturbed to 0"
+            )
+
+
+def guide_streams(
+    states: Sequence[Tensor],
+    sigma: Float[Tensor, "n"],
+    v: Sequence[Tensor],
+    others: Sequence[tuple[tuple[float, float], Sequence[Tensor]]],
+    rescale: float,
+) -> Float[Tensor, "n d"]:
+    """Return the flat velocity of video and audio, each guided by its own weights of `others`."""
+    parts = [
+        guide(x.flatten(1), sigma, v[k], [(weight[k], u[k]) for weight, u in others], rescale)
+        for k, x in enumerate(states)
+    ]
+    return torch.cat(parts, 1)
+
+
+def guide(
+    x: Float[Tensor, "n d"],
+    sigma: Float[Tensor, "n"],
+    v: Float[Tensor, "n d"],
+    others: Sequence[tuple[float, Float[Tensor, "n d"]]],
+    rescale: float,
+) -> Float[Tensor, "n d"]:
+    """Return v + sum of weight (v - other), rescaled as a clean estimate x0 = x - sigma v.
+
+    x0 of the result is f x0 of the sum, where f = rescale std(x0 of v) / std(x0 of the sum)
+    + 1 - rescale, with deviations over a sample. Source: diffusers' `LTX2Pipeline`, which adds the
+    guidances to x0, what is the same.
+    """
+    summed = v + sum((weight * (v - other) for weight, other in others), 0 * v)
+    if rescale == 0:
+        return summed
+    sigma = sigma[:, None]
+    clean = x - sigma * summed
+    deviations = [one.std(dim=1, keepdim=True) for one in (x - sigma * v, clean)]
+    factor = rescale * deviations[0] / deviations[1] + 1 - rescale
+    return summed + (1 - factor) * clean / sigma

@@ -1,0 +1,119 @@
+"""Wraps Qwen-Image as a flowalign policy: guidance keeps the norm of the conditional velocity."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.codec import SingleFrameCodec
+from pipelines.network.schedules import round_times, shift_by_size
+from pipelines.network.weights import Lora
+from pipelines.parts.encoding import pad_text
+from pipelines.parts.folder import Config
+from pipelines.parts.guidance import read_with_negatives
+from pipelines.parts.packing import grid_of, pack, unpack
+from pipelines.policy import DiffusersPolicy, Precision
+
+NEGATIVE = " "
+"""Negative prompt of guidance. Source: diffusers' page on Qwen-Image; none means no guidance."""
+
+
+class QwenImage(DiffusersPolicy):
+    """Wraps a `QwenImagePipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; every token of
+    it has the norm of the conditional velocity's. Prompts are padded to `max_sequence_length`, of
+    which `cond` holds the mask, and cut there.
+    """
+
+    pipeline_class: Any = QwenImagePipeline
+    transformer_class: Any = QwenImageTransformer2DModel
+    codec_class = SingleFrameCodec
+    negative: str = NEGATIVE
+    """What guidance moves away from."""
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 4.0,
+        lora: Lora | None = Lora(),  # noqa: B008 (frozen)
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(
+            *(path, self.codec_class(height, width), lora, precision, guidance),
+            *(max_sequence_length, gradient_checkpointing),
+        )
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        patch = 2 ** (len(vae["temperal_downsample"]) + 1)  # pixels along a side of a token
+        self.grid = grid_of(self, patch)
+        if transformer.get("guidance_embeds"):  # Krea 2 knows none
+            raise ValueError(
+                f"the network of {self.path} takes guidance as an input, "
+                f"which {type(self).__name__} does not give"
+            )
+        return vae["z_dim"], 2 * self.grid[0], 2 * self.grid[1]
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        return prod(latent_shape) // transformer["in_channels"] + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return shift_by_size(scheduler, prod(self.grid), num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        return read_with_negatives(
+            self.read, prompts_of(requests), self.negative, self.guidance > 1
+        )
+
+    def read(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Encode prompts to text and mask, padded to one length."""
+        text, mask = self.pipe.encode_prompt(
+            prompts, self.denoiser.device, max_sequence_length=self.max_sequence_length
+        )
+        return pad_text(text, mask, self.max_sequence_length)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        v = self.evaluate(x, sigma, cond, "")
+        if self.guidance > 1:
+            v_neg = self.evaluate(x, sigma, cond, "_neg")
+            v = self.guide(v, v_neg)
+        return self.unpacked(v)
+
+    def guide(self, v: Tensor, v_neg: Tensor) -> Tensor:
+        """Return the guided velocity of tokens."""
+        return restore_norm(v, v_neg + self.guidance * (v - v_neg))
+
+    def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
+        """Evaluate the network with the text of this ending, and return the tokens of x."""
+        tokens, shapes = self.seen(x, cond)
+        v = self.call_denoiser(
+            tokens,
+            timestep=round_times(sigma, len(x), self.precision),
+            encoder_hidden_states=cond[f"text{ending}"],
+            encoder_hidden_states_mask=cond[f"mask{ending}"],
+            img_shapes=[shapes] * len(x),
+        )
+        return v[:, : prod(self.grid)]
+
+    def unpacked(self, tokens: Tensor) -> Tensor:
+        """Return latents of the tokens of x."""
+        return unpack(tokens, self.grid)
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:  # noqa: ARG002 (QwenImageEdit uses it)
+        """Return the tokens that the network gets, those of x first, and the pictures' shapes."""
+        return pack(x), [(1, *self.grid)]
+
+
+def restore_norm(v: Float[Tensor, "n tokens d"], guided: Tensor) -> Float[Tensor, "n tokens d"]:
+    """Return the guided velocity with the norm that v has at each token."""
+    return guided * (v.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))

@@ -1,0 +1,98 @@
+"""Wraps Sana as a flowalign policy: one network for small latents, by Euler steps of its flow."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.codec import Codec
+from pipelines.network.schedules import shift_sigmas
+from pipelines.network.weights import ATTENTION, Lora
+from pipelines.parts.folder import Config
+from pipelines.parts.guidance import guide, with_negatives
+from pipelines.parts.packing import grid_of
+from pipelines.policy import DiffusersPolicy, Precision
+
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter: attention of both kinds; diffusers' dreambooth has it without `to_out.0`."""
+UNIT = 32
+"""Both sides of a picture are multiples of it. Source: diffusers' SanaPipeline."""
+
+
+class Sana(DiffusersPolicy):
+    """Wraps a `SanaPipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Prompts come
+    with the instruction that is a default of the pipeline's call. The released folders name a
+    solver of second order, which looks back at earlier steps; the policy makes Euler steps of the
+    same flow and shift, with times that are not rounded. It is the pipeline with flow-matching
+    Euler, ready sigmas, and without `use_resolution_binning`.
+    """
+
+    pipeline_class = SanaPipeline
+    transformer_class = SanaTransformer2DModel
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 4.5,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 300,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(
+            *(path, Codec(height, width), lora, precision, guidance),
+            *(max_sequence_length, gradient_checkpointing),
+        )
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        grid_of(self, UNIT)
+        self.time_scale = 1000 * transformer["timestep_scale"]
+        pixels = 2 ** (len(vae["encoder_block_out_channels"]) - 1)  # along a side of a latent
+        return transformer["in_channels"], self.height // pixels, self.width // pixels
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        _, height, width = latent_shape  # the text is seen by cross attention
+        return height * width // transformer["patch_size"] ** 2
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        config = scheduler.config
+        shift = config["flow_shift"] if "flow_shift" in config else config["shift"]
+        return shift_sigmas(FlowMatchEulerDiscreteScheduler(shift=shift), 0.0, num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
+            prompts_of(requests),
+            self.guidance > 1,
+            device=self.denoiser.device,
+            max_sequence_length=self.max_sequence_length,
+            complex_human_instruction=_instruction(),
+        )
+        negative = {"text": text_neg, "mask": mask_neg}
+        return with_negatives({"text": text, "mask": mask}, negative, self.guidance > 1)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        time = self.time_scale * sigma.expand(len(x))
+        return guide(self._denoise, x, time, cond, self.guidance)
+
+    def _denoise(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
+        return self.call_denoiser(
+            x,
+            timestep=time,
+            encoder_hidden_states=cond["text"],
+            encoder_attention_mask=cond["mask"],
+        )
+
+
+def _instruction() -> list[str]:
+    """Return what the pipeline's call writes before a prompt."""
+    call = inspect.signature(SanaPipeline.__call__)
+    return call.parameters["complex_human_instruction"].default

@@ -1,0 +1,62 @@
+"""Wraps Wan 2.2 with two networks (A14B), for high and for low noise, as flowalign policies."""
+
+from diffusers import WanImageToVideoPipeline
+
+from flowalign.types import Guidance, InputSpec, PositiveInt
+from pipelines.families.wan import LORA, VIDEO, Wan
+from pipelines.families.wan_experts import Experts
+from pipelines.network.weights import Lora
+from pipelines.policy import Precision
+from pipelines.video import Memory, Video
+
+
+class Wan22(Wan):
+    """Wraps a `WanPipeline` folder with two networks (Wan 2.2 A14B) as a text-to-video policy.
+
+    Everything else is the same as for `Wan`, which also takes the 5B model of Wan 2.2, because that
+    has one network. `guidance` is that of high noise; at 1 or less neither network is guided, like
+    in the pipeline.
+
+    The adapter of the first network is saved as usual, that of the second in the folder
+    `transformer_2`: pipe.load_lora_weights(folder + "/transformer_2", load_into_transformer_2=True)
+    """
+
+    def __init__(
+        self,
+        path: str,
+        video: Video = VIDEO,
+        guidance: Guidance = 4.0,
+        experts: Experts = Experts(guidance_2=3.0),  # noqa: B008 (frozen)
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
+        self.divide(experts)
+
+
+class Wan22I2V(Wan):
+    """Wraps a `WanImageToVideoPipeline` folder with two networks (Wan 2.2 A14B) as a policy.
+
+    The first frame is a condition beside the state as for `WanI2V`, the networks are those of high
+    and low noise as for `Wan22`. Released folders have no encoder of image features.
+    """
+
+    pipeline_class = WanImageToVideoPipeline
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+    sees_first_frame = True
+
+    def __init__(
+        self,
+        path: str,
+        video: Video = VIDEO,
+        guidance: Guidance = 3.5,
+        experts: Experts = Experts(),  # noqa: B008 (frozen)
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
+        self.divide(experts)

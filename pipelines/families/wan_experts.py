@@ -1,0 +1,82 @@
+"""Divides noise levels between the two networks of Wan 2.2 (A14B)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.types import Guidance, ModelPlan, UnitInterval
+from pipelines.parts.folder import Folder
+
+_NAMES = {"high": "transformer", "low": "transformer_2"}
+"""Names of the components."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Divides the noise levels between the two networks."""
+
+    guidance_2: Guidance | None = None
+    """Guidance scale of the low-noise network; None: that of the high-noise network."""
+    boundary_ratio: UnitInterval | None = None
+    """Timesteps of at least 1000 times this go to the high-noise network; None: the folder's
+    value."""
+    train: Literal["both", "high", "low"] = "both"
+    """Which networks are trained; the others stay frozen."""
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of the components that are trained."""
+        return tuple(_NAMES.values()) if self.train == "both" else (_NAMES[self.train],)
+
+
+class TwoNetworks(nn.Module):
+    """Routes each row of a batch to the high-noise or the low-noise network by its timestep.
+
+    A batch may contain rows of both sides; each network sees only its own.
+    """
+
+    def __init__(self, high: Any, low: Any, boundary: float):
+        super().__init__()
+        self.high, self.low, self.boundary = high, low, boundary
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of both networks."""
+        return self.high.device
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **rest: Any
+    ) -> tuple[Tensor, ...]:
+        """Evaluate each row with the network in charge of its timestep."""
+        high = timestep >= self.boundary
+        sides = [(self.high, high.nonzero().flatten()), (self.low, (~high).nonzero().flatten())]
+        answers = [
+            network(
+                hidden_states=hidden_states[rows],
+                timestep=timestep[rows],
+                encoder_hidden_states=encoder_hidden_states[rows],
+                **rest,
+            )[0]
+            for network, rows in sides
+            if len(rows)
+        ]
+        order = torch.cat([rows for _, rows in sides]).argsort()
+        return (torch.cat(answers)[order],)
+
+
+def join_experts(folder: Folder, experts: Experts, components: Mapping[str, Any]) -> TwoNetworks:
+    """Join the two networks of a pipeline at the boundary of its folder, or that of `experts`."""
+    ratio = experts.boundary_ratio
+    if ratio is None:
+        ratio = folder.setting("boundary_ratio")
+    boundary = ratio * components["scheduler"].config.num_train_timesteps
+    return TwoNetworks(**{side: components[n] for side, n in _NAMES.items()}, boundary=boundary)
+
+
+def plan_experts(experts: Experts, one: ModelPlan) -> ModelPlan:
+    """Return the plan of both networks, given that of one."""
+    trainable = len(experts.trained) * one.trainable
+    return replace(one, parameters=2 * one.parameters, trainable=trainable, networks=2)

@@ -1,0 +1,66 @@
+"""Wraps Wan image-to-video with one network: every request comes with its first frame."""
+
+from collections.abc import Sequence
+
+from diffusers import WanImageToVideoPipeline
+from torch import Tensor
+
+from flowalign.types import Cond, InputSpec, Request
+from pipelines.families.first_frame import (
+    encode_first_frames,
+    insert_first_frame,
+    lead_to_first_frame,
+    mask_first_times,
+)
+from pipelines.families.wan import Wan
+from pipelines.parts.folder import Config
+
+
+class WanI2V(Wan):
+    """Wraps a `WanImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
+
+    The one reference of a request is the first frame. It is cropped around its centre to the aspect
+    ratio of the video, then treated like in the pipeline.
+
+    `cond` holds, beside the text, "image": the first frame's mask and latents, which the network
+    sees with the state, and, for a network that takes them, "clip": features of the image. Such a
+    network needs prompts of 512 tokens.
+    """
+
+    pipeline_class = WanImageToVideoPipeline
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+    sees_first_frame = True
+
+
+class WanTI2V(Wan):
+    """Wraps a folder of Wan 2.2 5B, which makes clips of text alone as well, for image-to-video.
+
+    The one reference of a request is the first frame, see `first_frame`: it stands in
+    place of the first latent frame, whose tokens have time 0. Everything else is the same as for
+    `Wan`.
+    """
+
+    pipeline_class = WanImageToVideoPipeline
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        if not self.folder.setting("expand_timesteps"):
+            raise ValueError(
+                f"the network of {self.path} has one time for all tokens (no expand_timesteps): "
+                "image-to-video is pipelines.WanI2V, or pipelines.Wan22I2V with two "
+                "networks"
+            )
+        return super().shape_of_latents(transformer, vae)
+
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        return {**super().encode(requests), "first": encode_first_frames(self, requests)}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        first = cond["first"]
+        return lead_to_first_frame(
+            super().velocity(insert_first_frame(x, first), sigma, cond), x, sigma, first
+        )
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        time = super().times(x, sigma)
+        return mask_first_times(time, time.shape[1], x.shape[2])

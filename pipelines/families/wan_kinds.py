@@ -1,0 +1,31 @@
+"""Tells folders of Wan apart, and names the policy of each."""
+
+from typing import Any
+
+from pipelines.parts.denoiser_inputs import check_channels
+from pipelines.parts.folder import Config
+
+_NETWORKS = (
+    "for two networks are pipelines.Wan22 and, from a first frame, "
+    "pipelines.Wan22I2V; for one pipelines.Wan and others"
+)
+_CHANNELS = (
+    "text-to-video is pipelines.Wan, image-to-video pipelines.WanI2V, "
+    "that of Wan 2.2 5B pipelines.WanTI2V"
+)
+
+
+def check_kind(policy: Any, transformer: Config, channels: int) -> None:
+    """Check that a folder has the networks of a policy, each of so many channels.
+
+    Raises:
+        ValueError: It has not; the message names the policies for its kind.
+    """
+    there = 1 if policy.folder.setting("boundary_ratio") is None else 2
+    wanted = 2 if policy.experts else 1
+    if there != wanted:
+        raise ValueError(
+            f"{policy.path} has {there} network(s), {type(policy).__name__} wants "
+            f"{wanted}: {_NETWORKS}"
+        )
+    check_channels(policy, transformer, channels, _CHANNELS)

@@ -1,0 +1,1 @@
+"""Prepares, stores, divides, speeds up and saves the networks of a pipeline."""

@@ -1,0 +1,227 @@
+"""Writes adapters that act alike in diffusers, PEFT and ComfyUI, and reads them back.
+
+    pytorch_lora_weights.safetensors  for diffusers and ComfyUI: lora_B is times alpha / rank
+    adapter_model.safetensors         for PEFT, with adapter_config.json: as it was trained
+
+diffusers finds alpha in the metadata of a file, ComfyUI in tensors that diffusers refuses, others
+nowhere. The first file therefore acts at strength 1 for whoever knows only its tensors, and its
+metadata say alpha = rank. Multiplying is exact where alpha / rank is a power of two and rounds
+lora_B once elsewhere, so flowalign itself reads the second file.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
+from diffusers.models import ModelMixin
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipelines.parts.folder import read_json
+from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_METADATA = "lora_adapter_metadata"
+_PEFT_PREFIX = "base_model.model."
+_WAN_LAYERS = {
+    **{f"attn1.to_{one}": f"self_attn.{one}" for one in "qkv"},
+    **{f"attn2.to_{one}": f"cross_attn.{one}" for one in "qkv"},
+    "attn1.to_out.0": "self_attn.o",
+    "attn2.to_out.0": "cross_attn.o",
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+"""Layers of a block of Wan: their names in diffusers, and in the original code and ComfyUI."""
+
+
+def is_adapted(denoiser: ModelMixin) -> bool:
+    """Return whether a LoRA adapter has been added."""
+    return bool(denoiser._hf_peft_config_loaded)
+
+
+def adapter_place(part: str, folder: str) -> tuple[str, Path]:
+    """Return a part's name inside adapter files, and the folder that holds its files.
+
+    diffusers gives both networks of Wan 2.2 the same name, so the second has a folder of its own.
+    """
+    name = part.removesuffix("_2")
+    return name, Path(folder) if name == part else Path(folder) / part
+
+
+def save_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
+    """Save the adapter for diffusers and ComfyUI, and for PEFT."""
+    save_for_diffusers(part, denoiser, folder)
+    save_for_peft(part, denoiser, folder)
+
+
+def save_for_diffusers(
+    part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Save the adapter with alpha / rank inside lora_B, under names of diffusers or the model."""
+    name, where = adapter_place(part, folder)
+    where.mkdir(parents=True, exist_ok=True)
+    config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
+    keys = adapter_keys(name, denoiser, trained)
+    strength = config.lora_alpha / config.r
+    acting = {keys[n]: t * strength if ".lora_B." in n else t for n, t in trained.items()}
+    metadata = {f"{name}.{k}": v for k, v in (_plain(config) | {"lora_alpha": config.r}).items()}
+    about = {"format": "pt", _METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
+    save_file({key: t.to(dtype) for key, t in acting.items()}, where / LORA_FILE, about)
+
+
+def save_for_peft(
+    part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Save the adapter as it was trained, with alpha of every layer and its configuration."""
+    _, where = adapter_place(part, folder)
+    where.mkdir(parents=True, exist_ok=True)
+    config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
+    cast = {n: t.to(dtype) for n, t in trained.items()}
+    copies = {_PEFT_PREFIX + n: t for n, t in (cast | alphas(config, trained)).items()}
+    save_file(copies, where / PEFT_FILE, {"format": "pt"})
+    plain = _plain(config) | {"inference_mode": True}
+    (where / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def alphas(config: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return alpha of every adapted layer under the key that ComfyUI reads."""
+    layers = {name.partition(".lora_")[0] + ".alpha" for name in names}
+    return {name: torch.tensor(float(config.lora_alpha)) for name in layers}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(config.to_dict(), default=sorted))
+
+
+def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
+    """Load what `save_adapter` wrote, or a file for diffusers alone.
+
+    Raises:
+        ValueError: Tensors are missing or unexpected, or the adapter was trained with another
+            alpha: tensors of equal shape do not tell how strongly they act.
+    """
+    name, where = adapter_place(part, folder)
+    file = where / PEFT_FILE
+    if file.is_file():
+        state, trained = _read_peft(where)
+    else:
+        file = require_file(where / LORA_FILE)
+        state, trained = _read_diffusers(name, denoiser, file)
+    require_same_shapes(state, adapter_tensors(denoiser), file)
+    alpha = denoiser.peft_config["default"].lora_alpha
+    if trained != alpha:
+        raise ValueError(f"{file} was trained with lora.alpha {trained}, not {alpha}")
+    set_peft_model_state_dict(denoiser, state)
+
+
+def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
+    """Load a saved adapter the way a user of plain diffusers does."""
+    name, where = adapter_place(part, folder)
+    if "load_lora_weights" not in dir(pipe):  # the network of such a pipeline has its own loader
+        pipe.components[part].load_lora_adapter(where, prefix=name, weight_name=LORA_FILE)
+        return
+    second = {} if name == part else {f"load_into_{part}": True}
+    pipe.load_lora_weights(where, **second)
+
+
+def difference_of_copy(part: str, denoiser: ModelMixin, folder: str) -> float:
+    """Return the largest difference of the adapter from the file that flowalign reads."""
+    _, where = adapter_place(part, folder)
+    state, _ = _read_peft(where)
+    trained = {n: t.detach().cpu() for n, t in adapter_tensors(denoiser).items()}
+    return max(float((state[n] - t).abs().max()) for n, t in trained.items())
+
+
+@contextmanager
+def fold_alpha(denoisers: Iterable[ModelMixin]) -> Iterator[None]:
+    """Compute with alpha / rank inside lora_B, as the file for diffusers has it, in this context.
+
+    Velocities change by rounding, and not at all where alpha / rank is a power of two.
+    """
+    layers: list[tuple[LoraLayer, Any, float]] = [
+        (layer, layer.lora_B["default"].weight, layer.scaling["default"])
+        for denoiser in denoisers
+        for layer in denoiser.modules()
+        if isinstance(layer, LoraLayer)
+    ]
+    kept = [weight.data for _, weight, _ in layers]
+    for layer, weight, strength in layers:
+        weight.data, layer.scaling["default"] = weight.data * strength, 1.0
+    try:
+        yield
+    finally:
+        for (layer, weight, strength), data in zip(layers, kept, strict=True):
+            weight.data, layer.scaling["default"] = data, strength
+
+
+def adapter_keys(part: str, denoiser: ModelMixin, names: Iterable[str]) -> dict[str, str]:
+    """Return the keys of tensors in the file for diffusers, which ComfyUI knows as well.
+
+    Where ComfyUI's network has layers of other names than that of diffusers, the keys are those of
+    a form that both can read: original names of Wan, LTX-Video and LTX-2, and those of attention
+    processors in UNets. Adapters of layers outside of Wan's blocks have no such form.
+    """
+    if isinstance(denoiser, UNet2DConditionModel):
+        return {name: _unet_key(name) for name in names}
+    if isinstance(denoiser, LTXVideoTransformer3DModel | LTX2VideoTransformer3DModel):
+        return {name: f"diffusion_model.{name}" for name in names}
+    plain = {name: f"{part}.{name}" for name in names}
+    if not isinstance(denoiser, WanTransformer3DModel):
+        return plain
+    parted = {name: re.fullmatch(r"(blocks\.\d+)\.(.+)(\.lora_.+)", name) for name in plain}
+    known = {
+        name: f"diffusion_model.{found[1]}.{_WAN_LAYERS[found[2]]}{found[3]}"
+        for name, found in parted.items()
+        if found and found[2] in _WAN_LAYERS
+    }
+    return known if known.keys() == plain.keys() else plain
+
+
+def _unet_key(name: str) -> str:
+    layer, _, matrix = name.partition(".lora_")
+    end = {"A.weight": "lora.down.weight", "B.weight": "lora.up.weight"}[matrix]
+    attention = re.fullmatch(r"(.+)\.(to_[qkv]|to_out)(?:\.0)?", layer)
+    if attention:
+        return f"unet.{attention[1]}.processor.{attention[2]}_{end}"
+    return f"unet.{layer}.{end}"
+
+
+def adapter_tensors(denoiser: ModelMixin) -> dict[str, Tensor]:
+    """Return the tensors of the adapter by their names in the network."""
+    state: Any = get_peft_model_state_dict(denoiser)
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def _read_peft(where: Path) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors as they were trained, and alpha."""
+    found = read_tensors(require_file(where / PEFT_FILE))
+    state = {k.removeprefix(_PEFT_PREFIX): v for k, v in found.items() if not k.endswith(".alpha")}
+    return state, read_json(require_file(where / PEFT_CONFIG)).get("lora_alpha")
+
+
+def _read_diffusers(part: str, denoiser: ModelMixin, file: Path) -> tuple[dict[str, Tensor], Any]:
+    """Return tensors and alpha of a file without its companion: an earlier one, or copied alone."""
+    found = read_tensors(file)
+    names = {
+        key: name for name, key in adapter_keys(part, denoiser, adapter_tensors(denoiser)).items()
+    }
+    state = {names.get(k, k.removeprefix(f"{part}.")): v for k, v in found.items()}
+    with safe_open(file, "pt") as opened:
+        about = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
+    return state, about.get(f"{part}.lora_alpha", denoiser.peft_config["default"].r)

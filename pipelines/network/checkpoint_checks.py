@@ -1,0 +1,135 @@
+"""Says which part of a pipeline's folder is missing, damaged or of another family."""
+
+import importlib
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from pipelines.parts.folder import Folder, read_json
+from pipelines.parts.tensors import dequantize
+
+_LIBRARIES = ("diffusers", "transformers")
+_REFUSALS = (
+    *(AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+"""What these libraries raise for files that they cannot read."""
+_LONGEST = 240
+
+
+def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
+    """Check that a local folder is one of this family, by its configuration files.
+
+    Raises:
+        ValueError: The component `denoiser` is not of class `kind`, or a component is missing or
+            another family's.
+    """
+    if not Path(folder.path).exists():
+        return
+    components = folder.components()
+    if reason := _describe_mismatch(folder, denoiser, kind):
+        raise ValueError(
+            f"{folder.path} is no {folder.pipeline.__name__} folder, but of another family: "
+            + reason
+        )
+    for name in components.keys() - set(folder.skipped):
+        if not (Path(folder.path) / name).is_dir():
+            raise ValueError(folder.refuse(f"{name}/ is missing"))
+        _check_configurations(Path(folder.path) / name, *components[name])
+
+
+def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
+    """Return what such a pipeline would not have or would lack."""
+    parameters = inspect.signature(folder.pipeline.__init__).parameters
+    index, components = folder.index(), folder.components()
+    own_kind = components.get(denoiser, ("", "missing"))[1]
+    if own_kind != kind:
+        return f"its {denoiser} is {own_kind}, not {kind}"
+    unexpected = components.keys() - parameters.keys()
+    if encoders := sorted(name for name in unexpected if name.startswith("text_encoder")):
+        return f"it has {encoders[0]}"
+    needed = {n for n, p in parameters.items() if n != "self" and p.default is p.empty}
+    lacking = sorted(needed - index.keys() - set(folder.skipped))
+    return f"it lacks {lacking[0]}" if lacking else None
+
+
+def _check_configurations(folder: Path, library: str, kind: str) -> None:
+    """Check that a part's configuration files can be read, and name classes that diffusers has."""
+    for file in sorted(folder.glob("*config.json")):
+        config = read_json(file)
+        if library != "diffusers":
+            continue
+        unknown = {kind, config.get("_class_name", "without _class_name")} - {*dir(diffusers)}
+        if unknown:
+            raise ValueError(f"{file} is damaged: diffusers has no class {min(unknown)}")
+
+
+@contextmanager
+def loading_context(folder: Folder, given: Collection[str]) -> Iterator[None]:
+    """Turn what libraries raise while they load a pipeline into one ValueError that names the part.
+
+    To find it, the components are loaded once more, one at a time, except those that are `given`.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        place, cause = _find_culprit(folder, given) or (folder.pipeline.__name__, error)
+        raise ValueError(f"{folder.path} cannot be loaded: {place}: {_shorten(cause)}") from error
+
+
+@contextmanager
+def missing_keys_context(path: str) -> Iterator[None]:
+    """Turn the lack of a setting in a configuration, or one of a wrong type, into ValueError."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: the configurations of its parts do not fit: {type(error).__name__}: "
+            + _shorten(error)
+        ) from error
+
+
+def check_complete(path: str, name: str, part: nn.Module) -> None:
+    """Check that a part's files held all of its tensors."""
+    absent = [n for n, p in part.named_parameters() if p.is_meta]
+    if absent:
+        raise ValueError(
+            f"{path} cannot be loaded: {name}: {len(absent)} tensors are missing, for example "
+            f"{absent[0]}"
+        )
+
+
+@torch.no_grad()
+def check_finite(path: str, components: Mapping[str, Any]) -> None:
+    """Check that no part has weights that are NaN or infinite."""
+    for name, part in components.items():
+        for tensor, p in part.named_parameters() if isinstance(part, nn.Module) else ():
+            if not p.is_meta and not dequantize(p).isfinite().all():
+                raise ValueError(f"{path}: {name} has weights that are not finite, in {tensor}")
+
+
+def _find_culprit(folder: Folder, given: Collection[str]) -> tuple[str, BaseException] | None:
+    """Return the first component of a local folder that cannot be loaded by itself, and why."""
+    if not Path(folder.path).exists():
+        return None
+    for name, (library, kind) in folder.components().items():
+        if name in given or library not in _LIBRARIES:
+            continue
+        try:
+            cls = getattr(importlib.import_module(library), kind)
+            cls.from_pretrained(folder.path, subfolder=name)
+        except _REFUSALS as error:
+            return name, error
+    return None
+
+
+def _shorten(error: BaseException) -> str:
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."

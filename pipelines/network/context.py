@@ -1,0 +1,106 @@
+"""Evaluates networks of diffusers on several processes together, each on a part of the tokens.
+
+A class of diffusers has a plan that says where its tokens are split and gathered. Between the two a
+process computes its own tokens, and in attention all tokens for some of the heads (Ulysses). The
+gradient behind the gathering is that of the process's own tokens: parts of a parameter's gradient
+sum to the gradient over the processes, wherever the parameter stands before the gathering.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def divide_context(networks: Sequence[Any], mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
+    """Evaluate networks together with the other processes of a mesh, see `TrainedNetwork`."""
+    group = mesh["ulysses"]
+    config = ContextParallelConfig(ulysses_degree=group.size(), mesh=mesh)
+    device = torch.device(mesh.device_type)
+    config.setup(dist.get_rank(), dist.get_world_size(), device, mesh)
+    for network in networks:
+        network.register_forward_pre_hook(_WaitBefore(group, meet), with_kwargs=True)
+        _divide(network, config)
+
+
+@contextmanager
+def undivide(networks: Sequence[Any]) -> Iterator[None]:
+    """Let this process evaluate networks by itself inside this context."""
+    divided = {
+        network: network._parallel_config.context_parallel_config
+        for network in networks
+        if network._parallel_config is not None
+    }
+    try:
+        for network in divided:
+            _divide(network, None)
+        yield
+    finally:
+        for network, config in divided.items():
+            _divide(network, config)
+
+
+def _divide(network: Any, config: ContextParallelConfig | None) -> None:
+    """Divide a network as its class plans, or no longer.
+
+    `enable_parallelism` of diffusers does so where there is an accelerator, and only there.
+    """
+    if config is None:
+        remove_context_parallel(network, network._cp_plan)
+    else:
+        # diffusers 0.42.1 gathers by a name that torch 2.15 calls deprecated
+        warnings.filterwarnings("ignore", ".*all_gather_tensor", FutureWarning)
+        apply_context_parallel(network, config, network._cp_plan)
+    parallel = ParallelConfig(context_parallel_config=config) if config else None
+    network._parallel_config = parallel
+    for module in network.modules():
+        if hasattr(getattr(module, "processor", None), "_parallel_config"):
+            module.processor._parallel_config = parallel
+
+
+class _WaitBefore:
+    """Waits for the other processes before a network is evaluated, while it is divided.
+
+    A process has a part of the gradient to what the network is given, which is summed here.
+    """
+
+    def __init__(self, group: DeviceMesh, meet: Callable[[str], None]):
+        self.group, self.meet = group.get_group(), meet
+
+    def __call__(
+        self, network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if network._parallel_config is None:
+            return args, kwargs
+        given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        shape = tuple(max(given, key=lambda one: one.ndim).shape)
+        self.meet(f"evaluation of {shape}, with gradient: {torch.is_grad_enabled()}")
+        return tree_map(self._input, (args, kwargs))
+
+    def _input(self, value: Any) -> Any:
+        if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+            return _SumGradient.apply(value, self.group)
+        return value
+
+
+class _SumGradient(torch.autograd.Function):
+    """Returns a tensor as it is; its gradient is summed over the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None

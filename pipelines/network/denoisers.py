@@ -1,0 +1,132 @@
+"""Holds the denoiser of a pipeline, or its denoisers, with the settings of its weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.types import Setup
+from pipelines.network.offload import place, place_adapter
+from pipelines.network.quantization import cast_layerwise, quantizers
+from pipelines.network.speed import current_precision, speed_up
+from pipelines.network.weights import (
+    DTYPES,
+    Lora,
+    Precision,
+    load_weights,
+    prepare_training,
+    save_weights,
+)
+from pipelines.parts.folder import Folder
+
+
+@dataclass(kw_only=True)
+class Denoisers:
+    """Holds the denoiser of a pipeline, or several; the capabilities are functions of it."""
+
+    folder: Folder
+    kind: Any
+    """Class of a denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
+    owner: str
+    """Class name of the policy, for messages."""
+    lora: Lora | None
+    precision: Precision
+    gradient_checkpointing: bool
+    checkpointing: str
+    """Key of a run file that enables gradient checkpointing."""
+    name: str = "transformer"
+    """Name of the component that is the denoiser, or the first of two."""
+    latents_argument: str = "hidden_states"
+    """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
+    trained: tuple[str, ...] = ()
+    """Names of the components that are trained; by default the denoiser."""
+    assemble: Callable[[Mapping[str, Any]], Any] | None = None
+    """Joins the denoisers among components to one module; None: there is one."""
+    computes_at_load: bool = False
+    """Whether `load` evaluates the network, so that encoders and whole weights must be there."""
+    setup: Setup = field(default_factory=Setup)
+    loads_to_cpu: bool = False
+    pipe: Any = None
+    """Loaded pipeline."""
+
+    def __post_init__(self) -> None:
+        """Train the denoiser unless other components are named."""
+        self.trained = self.trained or (self.name,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of frozen weights."""
+        return DTYPES[self.precision]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all denoisers, of which some may not be trained."""
+        return self.folder.names(self.name)
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """Return the components of the loaded pipeline."""
+        return self.pipe.components
+
+    def quantizers(self, *names: str) -> dict[str, Any]:
+        """Return the quantization configurations of components, by default of all."""
+        setup = self.setup.quantization
+        kinds = {self.name: setup.denoiser, "text_encoder": setup.text_encoders}
+        configurations = quantizers(self.folder, kinds, self.dtype)
+        return {n: one for n, one in configurations.items() if n in (names or configurations)}
+
+    def on_meta(self, name: str | None = None) -> Any:
+        """Build a denoiser from its configuration; call it where the meta device is the default."""
+        return self.kind.from_config(self.folder.config(name or self.name))
+
+    def place(self, device: torch.device) -> None:
+        """Move the denoisers to a device, but those that are sharded from main memory."""
+        for name in self.names:
+            if not (self.loads_to_cpu and name in self.trained):
+                place(self.components[name], device, self.setup.offload)
+
+    def prepare(self) -> Any:
+        """Prepare the loaded denoisers for training, and return them as one module."""
+        for name in self.trained:
+            denoiser = self.components[name]
+            prepare_training(denoiser, self.lora)
+            place_adapter(denoiser, denoiser.device)
+            if self.gradient_checkpointing:
+                denoiser.enable_gradient_checkpointing()
+        for name in self.names:
+            self.cast_layerwise(self.components[name])
+        for name in self.trained:
+            speed_up(self.components[name], self.setup.speed)
+        return self.join({})
+
+    def cast_layerwise(self, denoiser: Any) -> None:
+        """Store the layers of a denoiser with its adapter as the settings say, if layerwise."""
+        cast_layerwise(denoiser, self.setup.quantization.denoiser, self.dtype)
+
+    def join(self, replacements: Mapping[str, Any]) -> Any:
+        """Return the denoisers as one module, some of them replaced."""
+        components = {**self.components, **replacements}
+        return self.assemble(components) if self.assemble else components[self.name]
+
+    def evaluate(self, denoiser: Any, x: Tensor, **inputs: Any) -> tuple[Any, ...]:
+        """Evaluate a denoiser in the current precision, and return all its outputs.
+
+        They are tensors, but Z-Image's denoiser returns a list of them.
+        """
+        precision = current_precision(self.precision)
+        dtype = DTYPES[precision]
+        inputs[self.latents_argument] = x.to(dtype)
+        with torch.autocast(x.device.type, dtype, enabled=precision != "fp32"):
+            return denoiser(return_dict=False, **inputs)
+
+    def save(self, folder: str) -> None:
+        """Write the trained weights in the form that diffusers loads."""
+        for name in self.trained:
+            save_weights(name, self.components[name], folder)
+
+    def restore(self, folder: str) -> None:
+        """Read what `save` wrote."""
+        for name in self.trained:
+            load_weights(name, self.components[name], folder)

@@ -1,0 +1,74 @@
+"""Estimates the memory of a pipeline's networks from configurations, on the meta device."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowalign.types import Saving
+from pipelines.network.denoisers import Denoisers
+from pipelines.network.quantization import recast_bytes, stored_bytes
+from pipelines.network.sharding import count_gathered
+from pipelines.network.weights import prepare_training
+from pipelines.parts.memory import activations
+
+
+def plan_network(network: Denoisers) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the prepared denoiser on the meta device, and fields of its `ModelPlan`."""
+    dtype, kind = network.dtype, network.setup.quantization.denoiser
+    recomputed = network.gradient_checkpointing
+    with torch.device("meta"):
+        denoiser = network.on_meta()
+        total = sum(p.numel() for p in denoiser.parameters())
+        gathered = count_gathered(denoiser)
+        sizes = {one: stored_bytes(denoiser, one, dtype) for one in ("none", "int8", "nf4")}
+        recast = recast_bytes(denoiser, kind, dtype, recomputed)
+        least = recast_bytes(denoiser, kind, dtype, recomputed=True)
+        stored = sizes[kind] if kind in sizes else stored_bytes(denoiser, kind, dtype)
+        prepare_training(denoiser, network.lora)
+    smaller = {one: stored - sizes[one] for one in ("int8", "nf4") if network.lora}
+    savings = [
+        Saving("weights", f"quantization.denoiser: {one}", saved)
+        for one, saved in smaller.items()
+        if saved > stored / 10
+    ]
+    if recast > least:
+        savings.append(Saving("recast weights", f"{network.checkpointing}: true", recast - least))
+    return denoiser, {
+        "parameters": total,
+        "trainable": sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
+        "bytes_per_parameter": stored / total,
+        "gathered_parameters": gathered,
+        "recast_bytes": recast,
+        "savings": savings,
+    }
+
+
+def plan_activations(
+    network: Denoisers, config: Mapping[str, Any], num_tokens: int
+) -> tuple[int, list[Saving]]:
+    """Return the bytes of activations, and what recomputing them would save."""
+    kept, least = (
+        network.dtype.itemsize * activations(config, num_tokens, recomputed)
+        for recomputed in (network.gradient_checkpointing, True)
+    )
+    setting = f"{network.checkpointing}: true"
+    return kept, [Saving("activations", setting, kept - least)] if kept > least else []
+
+
+def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:
+    """Estimate how many values per token the backward pass keeps.
+
+    Twice what the linear layers of blocks read and write; with recomputation one block's, and what
+    each block reads.
+    """
+    blocks: dict[str, list[nn.Linear]] = {}
+    for name, layer in denoiser.named_modules():
+        found = re.match(r"\w+\.\d+\.(?!.*norm)", name)  # modulations are per sample
+        if found and isinstance(layer, nn.Linear):
+            blocks.setdefault(".".join(name.split(".")[:2]), []).append(layer)
+    kept = [2 * sum(one.in_features + one.out_features for one in some) for some in blocks.values()]
+    width = sum(some[0].in_features for some in blocks.values())
+    return max(kept, default=0) + width if recomputed else sum(kept)

@@ -1,0 +1,199 @@
+"""Writes trained weights in the forms that other programs read, and reads them back."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from flowalign.types import ExportTarget, Policy
+from pipelines.network.adapter_files import (
+    PEFT_CONFIG,
+    PEFT_FILE,
+    adapter_keys,
+    adapter_place,
+    adapter_tensors,
+    alphas,
+    load_into_pipeline,
+    save_for_diffusers,
+    save_for_peft,
+)
+from pipelines.network.denoisers import Denoisers
+from pipelines.network.verification import Probe
+from pipelines.network.weights import Lora, load_pipeline, prepare_training
+from pipelines.parts.folder import read_json
+from pipelines.parts.tensors import require_file
+
+COMFYUI_FILE = "comfyui_lora.safetensors"
+COMFYUI_PREFIXES = {
+    **dict.fromkeys(("SD3Transformer2DModel", "FluxTransformer2DModel"), "transformer"),
+    **dict.fromkeys(("QwenImageTransformer2DModel", "Flux2Transformer2DModel"), "transformer"),
+    **dict.fromkeys(("ZImageTransformer2DModel", "Krea2Transformer2DModel"), "diffusion_model"),
+    **dict.fromkeys(
+        ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel"), "diffusion_model"
+    ),
+    "WanTransformer3DModel": "diffusion_model",
+    "UNet2DConditionModel": "unet",
+}
+"""What stands before the layers of a network in the adapters that ComfyUI reads, by class.
+
+Source: keys that ComfyUI's loader knows for Stable Diffusion, SD3, FLUX.1, FLUX.2, Wan, LTX-Video,
+Qwen-Image, Z-Image and Krea 2; for LTX-2 what SimpleTuner and ai-toolkit write.
+"""
+
+
+def check_export(network: Denoisers, folder: str, target: ExportTarget) -> None:
+    """Check by names and shapes that the weights of a folder can be written for a target.
+
+    Raises:
+        ValueError: The adapter is of another network, there is none, or ComfyUI does not know the
+            network.
+    """
+    kind = network.kind.__name__
+    if target == "comfyui" and kind not in COMFYUI_PREFIXES:
+        raise ValueError(
+            f"no key is known by which ComfyUI reads an adapter of {kind}; "
+            "export to diffusers, peft or merged"
+        )
+    if network.lora is None:
+        if target != "merged":
+            raise ValueError(f"{folder} has no adapter, but a whole network: export to merged")
+        return
+    for part in network.trained:
+        _check_fits(network, part, folder)
+
+
+def _check_fits(network: Denoisers, part: str, folder: str) -> None:
+    _, where = adapter_place(part, folder)
+    about = read_json(require_file(where / PEFT_CONFIG))
+    lora = Lora(
+        rank=about["r"],
+        alpha=about["lora_alpha"],
+        target_modules=tuple(about["target_modules"]),
+    )
+    with torch.device("meta"):
+        denoiser = network.on_meta(part)
+    try:
+        prepare_training(denoiser, lora)
+    except ValueError as error:  # no layer has such a name
+        raise ValueError(_describe_misfit(network, where)) from error
+    wanted = {name: list(tensor.shape) for name, tensor in adapter_tensors(denoiser).items()}
+    with safe_open(require_file(where / PEFT_FILE), "pt") as file:
+        shapes = {
+            name.removeprefix("base_model.model."): file.get_slice(name).get_shape()
+            for name in file.keys()  # noqa: SIM118 (a file is no mapping)
+            if not name.endswith(".alpha")
+        }
+    if shapes != wanted:
+        raise ValueError(_describe_misfit(network, where))
+
+
+def _describe_misfit(network: Denoisers, where: Path) -> str:
+    return (
+        f"the adapter in {where} does not fit the {network.kind.__name__} of "
+        f"{network.folder.path}; name the model that it was trained on by --model"
+    )
+
+
+def export(
+    network: Denoisers, policy: Policy, out: str, target: ExportTarget, dtype: torch.dtype
+) -> float | None:
+    """Write the weights of a loaded policy, and return how far what is read back is from them.
+
+    The difference is that of velocities of two samples; None for ComfyUI, which is not at hand:
+    its file is read back tensor by tensor. An adapter is rounded to the dtype first.
+    """
+    if target == "merged":
+        return _merge(network, out, dtype)
+    for name in network.trained:
+        denoiser = network.components[name]
+        _round(denoiser, dtype)
+        if target == "diffusers":
+            save_for_diffusers(name, denoiser, out, dtype)
+        elif target == "peft":
+            save_for_peft(name, denoiser, out, dtype)
+        else:
+            _save_for_comfyui(name, denoiser, out, dtype)
+    return None if target == "comfyui" else _difference(network, Probe(policy), out, target)
+
+
+def _round(network: Any, dtype: torch.dtype) -> None:
+    """Round the adapter to values of a dtype; alpha / rank stays apart from it."""
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+
+def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> None:
+    name, where = adapter_place(part, out)
+    where.mkdir(parents=True, exist_ok=True)
+    prefix = COMFYUI_PREFIXES[type(network).__name__]
+    trained = adapter_tensors(network)
+    keys = adapter_keys(name, network, trained)
+    if prefix != "unet" and not all(key.startswith(f"{prefix}.") for key in keys.values()):
+        if type(network).__name__ == "WanTransformer3DModel":
+            raise ValueError("the adapter has layers outside of Wan's blocks, which ComfyUI misses")
+        keys = {own: f"{prefix}.{own}" for own in trained}
+    tensors = {keys[own]: tensor.to(dtype) for own, tensor in trained.items()}
+    layers = {re.split(r"[._]lora[._]", key)[0] for key in tensors}
+    alpha = next(iter(alphas(network.peft_config["default"], ["any.lora_A"]).values()))
+    tensors |= {f"{layer}.alpha": alpha.clone() for layer in layers}
+    save_file(tensors, where / COMFYUI_FILE, {"format": "pt"})
+    back = load_file(where / COMFYUI_FILE)
+    if any(not torch.equal(back[key], tensor) for key, tensor in tensors.items()):
+        raise OSError(f"{where / COMFYUI_FILE} was not written as it should be")
+
+
+def _difference(network: Denoisers, probe: Probe, out: str, target: ExportTarget) -> float:
+    """Compare with new networks that the public loader of the target gave the adapter."""
+    expected = probe.velocity(probe.policy.denoiser)
+    fresh = load_pipeline(network.folder, network.dtype)
+    read_back = {}
+    for name in network.trained:
+        if target == "diffusers":
+            load_into_pipeline(fresh, name, out)
+            read_back[name] = fresh.components[name]
+        else:
+            _, where = adapter_place(name, out)
+            loaded: Any = PeftModel.from_pretrained(fresh.components[name], str(where))
+            read_back[name] = loaded.base_model.model
+        read_back[name].to(expected.device)
+        _keep_float32(read_back[name])
+    return float((probe.velocity(network.join(read_back)) - expected).abs().max())
+
+
+def _keep_float32(network: Any) -> None:
+    """Compute with the adapter in float32, as in training."""
+    for name, parameter in network.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+def _merge(network: Denoisers, out: str, dtype: torch.dtype) -> float:
+    """Write the pipeline with the trained network, and compare it with what is read back."""
+    components = network.components
+    for name in network.trained:
+        denoiser = components[name]
+        if network.lora is not None:
+            denoiser.fuse_lora()
+            denoiser.unload_lora()
+        denoiser.requires_grad_(False)
+    for component in components.values():
+        if isinstance(component, torch.nn.Module):
+            torch.nn.Module.to(component, dtype)
+    network.pipe.save_pretrained(out)
+    fresh = load_pipeline(replace(network.folder, path=out), dtype)
+    differences = [
+        float((mine.float() - theirs.float().to(mine.device)).abs().max())
+        for name in network.trained
+        for mine, theirs in zip(
+            components[name].state_dict().values(),
+            fresh.components[name].state_dict().values(),
+            strict=True,
+        )
+    ]
+    return max(differences)

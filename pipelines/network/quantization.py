@@ -1,0 +1,101 @@
+"""Stores frozen weights in fewer bits by quantization configurations of diffusers."""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor, nn
+
+from pipelines.network.speed import blocks_of
+from pipelines.parts.folder import Folder
+
+PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+"""Package that stores weights so; both are in the extra `quantized`."""
+_LAYERWISE = torch.float8_e4m3fn
+_NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight, with its share of the 8-bit scale of 64 weights, and of the scale of 256 such
+scales in float32. Source: QLoRA, arXiv:2305.14314v1, section 3."""
+
+
+def cast_layerwise(network: Any, kind: str, dtype: torch.dtype) -> None:
+    """Store the layers of a network with its adapter as float8, if `kind` is layerwise."""
+    if kind == "layerwise":
+        network.enable_layerwise_casting(_LAYERWISE, dtype)
+
+
+def quantizers(folder: Folder, kinds: Mapping[str, str], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the quantization configuration of each component that has one.
+
+    `kinds` are keyed by the prefixes of the names of components.
+    """
+    libraries = {name: library for name, (library, _) in folder.components().items()}
+    return {
+        name: _quantizer(kind, libraries[name], dtype)
+        for prefix, kind in kinds.items()
+        if kind in PACKAGES
+        for name in folder.names(prefix)
+    }
+
+
+def _quantizer(kind: str, library: str, dtype: torch.dtype) -> Any:
+    """Return the configuration of diffusers, or that of transformers, which is another class."""
+    configs: Any = diffusers if library == "diffusers" else transformers
+    if kind == "nf4":
+        return configs.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    torchao: Any = importlib.import_module("torchao.quantization")
+    if kind == "int8":
+        return configs.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    return configs.TorchAoConfig(torchao.Float8WeightOnlyConfig())
+
+
+def stored_bytes(network: Any, kind: str, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of a network on the meta device that computes in `dtype`.
+
+    Layerwise casting changes the network.
+    """
+    if kind == "layerwise":
+        cast_layerwise(network, kind, dtype)
+        low = {id(p) for p in network.parameters() if p.dtype == _LAYERWISE}
+        return sum(
+            p.numel() * (1 if id(p) in low else dtype.itemsize) for p in network.parameters()
+        )
+    total = dtype.itemsize * sum(p.numel() for p in network.parameters())
+    if kind == "none":
+        return total
+    for weight in _linear_weights(network):
+        scaled = weight.numel() + 4 * len(weight)  # a scale in float32 for each output
+        one = round(weight.numel() * _NF4_BYTES) if kind == "nf4" else scaled
+        total += one - dtype.itemsize * weight.numel()
+    return total
+
+
+def recast_bytes(network: Any, kind: str, dtype: torch.dtype, recomputed: bool) -> int:
+    """Return the bytes of weights that the backward pass keeps in the precision of computation.
+
+    torchao and layerwise casting give it what they cast or dequantized, which stays until then;
+    with recomputation (`recomputed`) that is one block at a time. bitsandbytes dequantizes again.
+    """
+    if kind in ("none", "nf4"):
+        return 0
+    units = blocks_of(network) if recomputed else [network]
+    sizes = [sum(w.numel() for w in _linear_weights(network, unit)) for unit in units]
+    return dtype.itemsize * max(sizes, default=0)
+
+
+def _linear_weights(network: Any, unit: nn.Module | None = None) -> Iterator[Tensor]:
+    """Yield the weights of linear layers that are quantized: not those kept in float32."""
+    kept = network._keep_in_fp32_modules or ()
+    inside = None if unit is None else {id(module) for module in unit.modules()}
+    for name, module in network.named_modules():
+        if inside is not None and id(module) not in inside:
+            continue
+        if isinstance(module, nn.Linear) and not any(f"{one}." in f"{name}." for one in kept):
+            yield module.weight

@@ -1,0 +1,89 @@
+"""Builds schedulers, computes schedules whose shift depends on the size, and rounds times."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import Tensor
+
+from pipelines.network.weights import DTYPES, Precision
+
+
+def build_scheduler(config: Mapping[str, Any]) -> Any:
+    """Build the scheduler that a configuration names."""
+    return getattr(diffusers, config["_class_name"]).from_config(config)
+
+
+def shift_schedule(config: Mapping[str, Any], shift: float | None, path: str) -> Mapping[str, Any]:
+    """Return a scheduler's configuration with another shift; unchanged where `shift` is None.
+
+    Raises:
+        ValueError: the schedule has no shift to set, or computes it from the video's size.
+    """
+    if shift is None:
+        return config
+    name = next((n for n in ("flow_shift", "shift") if n in config), None)
+    if name is None or config.get("use_dynamic_shifting"):
+        raise ValueError(
+            f"video.shift is {shift}, but the scheduler of {path} ({config['_class_name']}) "
+            + ("finds its shift from the size of the video" if name else "has none")
+            + ": leave it out"
+        )
+    if shift <= 0:
+        raise ValueError(f"video.shift is {shift}; it must be above 0, and 1 shifts nothing")
+    return {**config, name: shift}
+
+
+def scheduler_sigmas(scheduler: Any, num_steps: int, path: str) -> Tensor:
+    """Return the sigmas that the scheduler of a pipeline at `path` sets for a number of steps.
+
+    Raises:
+        ValueError: They are not those of a flow, which begin at 1 or below.
+    """
+    scheduler.set_timesteps(num_steps)
+    if scheduler.sigmas[0] > 1:
+        raise ValueError(
+            f"the scheduler of {path} ({type(scheduler).__name__}) has sigmas up to "
+            f"{float(scheduler.sigmas[0]):.3g}, not those of a flow;\n"
+            "UniPC needs use_flow_sigmas and prediction_type flow_prediction"
+        )
+    return scheduler.sigmas.clone()
+
+
+def has_whole_times(scheduler: Any) -> bool:
+    """Return whether a scheduler's times are integers."""
+    probe = build_scheduler(scheduler.config)
+    probe.set_timesteps(2, **({"mu": 0.5} if scheduler.config.get("use_dynamic_shifting") else {}))
+    return not probe.timesteps.is_floating_point()
+
+
+def shift_by_size(
+    scheduler: Any, num_tokens: int, num_steps: int, even: Sequence[float] | None = None
+) -> Tensor:
+    """Return the sigmas that a pipeline of `num_tokens` tokens sets: more tokens, more shift."""
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu = calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
+    return shift_sigmas(scheduler, mu, num_steps, even)
+
+
+def shift_sigmas(
+    scheduler: Any, mu: float, num_steps: int, even: Sequence[float] | None = None
+) -> Tensor:
+    """Return the sigmas that a pipeline sets with the shift `mu`, if its scheduler uses one.
+
+    They are shifted from `even` ones, which some pipelines round in a way of their own. One step
+    goes from 1 to 0; a scheduler that stretches to a last sigma could not scale it.
+    """
+    if num_steps == 1:
+        return torch.tensor([1.0, 0.0])
+    even = np.linspace(1.0, 1 / num_steps, num_steps).tolist() if even is None else even
+    scheduler.set_timesteps(sigmas=even, mu=mu)
+    return scheduler.sigmas.clone()
+
+
+def round_times(sigma: Tensor, count: int, precision: Precision) -> Tensor:
+    """Return one time per sample, of which a thousand times is rounded to the run's precision."""
+    return ((sigma * 1000).to(DTYPES[precision]) / 1000).expand(count)

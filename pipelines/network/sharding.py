@@ -1,0 +1,50 @@
+"""Counts and gathers the weights of networks that are sharded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from pipelines.network.speed import blocks_of
+
+
+def count_gathered(network: Any) -> int:
+    """Count the parameters of the largest block and of what is around the blocks."""
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks_of(network)]
+    total = sum(p.numel() for p in network.parameters())
+    return total - sum(sizes) + max(sizes, default=0)
+
+
+def gather_whole(network: Any) -> Any:
+    """Return a network with all its weights: itself or, if it is sharded, a copy in main memory.
+
+    Of a sharded network all processes must call this, and those after the first get None.
+    """
+    module: nn.Module = network
+    if not isinstance(module, FSDPModule):
+        return network
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(network, options=options)
+    if not state:
+        return None
+    own = type(network).__bases__[1]  # beside FSDPModule, of which FSDP2 makes a class
+    with torch.device("meta"):
+        made = own.from_config(network.config)
+    made.load_state_dict(state, assign=True)
+    return made
+
+
+def load_whole(network: Any, state: dict[str, Tensor]) -> None:
+    """Load all weights of a network, which may be sharded."""
+    module: nn.Module = network
+    if isinstance(module, FSDPModule):
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(network, dict(state), options=options)
+    else:
+        network.load_state_dict(state)

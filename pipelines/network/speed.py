@@ -1,0 +1,117 @@
+"""Chooses attention backends and compiles blocks of the networks of diffusers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from diffusers.models import attention_dispatch
+from torch import nn
+
+from flowalign.types import Reduced, Speed
+
+_WITHOUT_BACKWARD = "sage", "sage_hub"
+"""Backends that compute no gradient. Source: attention_dispatch of diffusers 0.42.1."""
+
+_REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
+"""Precision of velocities, where it is lower than a policy's; copies of policies read it, too."""
+
+
+def current_precision(precision: str) -> str:
+    """Return the precision in which a policy of this precision computes velocities at present."""
+    return _REDUCED.get() or precision
+
+
+@contextmanager
+def reduce_precision(precision: Reduced) -> Iterator[None]:
+    """Compute the velocities of all policies in a lower precision inside this context."""
+    token = _REDUCED.set(precision)
+    try:
+        yield
+    finally:
+        _REDUCED.reset(token)
+
+
+def check_attention(name: str, build: Callable[[], nn.Module]) -> None:
+    """Refuse an attention backend that cannot train a network, which is built if it is needed.
+
+    Raises:
+        ValueError: It has no backward pass, its package is missing, or no layer takes a backend.
+    """
+    if name == "native":
+        return
+    asked = f"speed.attention is {name!r}, but"
+    if name in _WITHOUT_BACKWARD:
+        raise ValueError(f"{asked} it has no backward pass; allowed here: {_usable()}")
+    if why := _missing(name):
+        raise ValueError(f"{asked} {why}\nallowed here: {_usable()}")
+    network = build()
+    if not list(_processors(network)):
+        raise ValueError(
+            f"{asked} {type(network).__name__} of diffusers takes none; allowed here: native"
+        )
+
+
+def set_attention(name: str, network: nn.Module) -> None:
+    """Set the attention backend of the network's layers, and of no other model."""
+    backend = attention_dispatch.AttentionBackendName(name)
+    attention_dispatch._maybe_download_kernel_for_backend(backend)
+    for processor in _processors(network):
+        processor._attention_backend = backend
+
+
+def blocks_of(network: Any) -> list[nn.Module]:
+    """Return the repeated blocks of a network: by the names that its class gives, or the longest
+    list of modules, as some classes name none."""
+    named = {*(network._no_split_modules or ()), *(network._repeated_blocks or ())}
+    found = [block for block in network.modules() if type(block).__name__ in named]
+    lists = [list(part) for part in network.modules() if isinstance(part, nn.ModuleList)]
+    repeated = [block for part in lists for block in part if block in found]
+    return repeated or max(lists, key=len, default=[])
+
+
+def compile_blocks(network: Any) -> None:
+    """Compile each repeated block; a graph that breaks raises an error of torch."""
+    for block in blocks_of(network):
+        block.compile(fullgraph=True)
+
+
+def speed_up(network: Any, speed: Speed) -> None:
+    """Apply the settings to a loaded network."""
+    if speed.attention != "native":
+        set_attention(speed.attention, network)
+    if speed.compile:
+        compile_blocks(network)
+
+
+def usable_attention() -> Iterator[str]:
+    """Yield the backends with a backward pass whose packages are installed."""
+    for backend in attention_dispatch.AttentionBackendName:
+        if backend.value not in _WITHOUT_BACKWARD and not _missing(backend.value):
+            yield backend.value
+
+
+def _usable() -> str:
+    return ", ".join(usable_attention())
+
+
+def _missing(name: str) -> str:
+    """Return why a backend cannot be used on this machine, or ""."""
+    backend = attention_dispatch.AttentionBackendName(name)
+    on_cpu = "native", "_native_math"  # flex has no backward pass there
+    if name not in on_cpu and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        attention_dispatch._check_attention_backend_requirements(backend)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _processors(network: nn.Module) -> Iterator[Any]:
+    """Yield the attention processors that dispatch to a backend."""
+    for module in network.modules():
+        processor = getattr(module, "processor", None)
+        if hasattr(processor, "_attention_backend"):
+            yield processor

@@ -1,0 +1,189 @@
+"""Refuses every setting, and every combination of settings, that a network does not support."""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from math import gcd
+
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+from flowalign.types import Quantization, Setup
+from pipelines.network.denoisers import Denoisers
+from pipelines.network.quantization import PACKAGES
+from pipelines.network.speed import check_attention, usable_attention
+
+_CONTEXT_NETWORKS = ("WanTransformer3DModel",)
+"""Networks whose parts were compared with the whole: velocities and gradients."""
+_CONTEXT_POLICIES = "pipelines.Wan, WanI2V, Wan22, Wan22I2V and WanTI2V"
+_FARTHEST = 64
+"""Steps to other sizes after which none that would do is named."""
+
+CountTokens = Callable[[Mapping[str, int]], int]
+"""Counts the tokens of a sample with another `height` or `width`; raises ValueError for a size that
+the family cannot make."""
+
+
+def check_setup(
+    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens
+) -> None:
+    """Refuse what the network cannot do, and settings that exclude each other.
+
+    Reads configurations, and no weights. `sizes` are the height and the width.
+
+    Raises:
+        ValueError: A package or backend is not there, or two settings exclude each other.
+    """
+    _check_exclusions(setup)
+    _check_quantization(network, setup.quantization)
+    with torch.device("meta"):
+        check_attention(setup.speed.attention, network.on_meta)
+    _check_sharding(network, setup)
+    _check_offload(network, setup)
+    if setup.sharding.context_degree > 1:
+        _check_context(network, setup, sizes, count)
+    if setup.prompt_cache is not None and network.computes_at_load:
+        raise ValueError(
+            f"prompt_cache: {network.owner} needs the encoders while it loads, to record "
+            "the calls of its pipeline; use the policy of the family, or leave it out"
+        )
+
+
+def _check_exclusions(setup: Setup) -> None:
+    """Refuse pairs of settings of which each changes where or how layers keep their weights."""
+    degree, weights = setup.sharding.context_degree, setup.sharding.weights
+    denoiser, offload = setup.quantization.denoiser, setup.offload
+    set_to = {
+        "context": f"sharding.context_degree {degree}" if degree > 1 else "",
+        "quantization": f"quantization.denoiser {denoiser}" if denoiser != "none" else "",
+        "sharding": f"sharding.weights {weights}" if weights != "replicated" else "",
+        "compile": "speed.compile" if setup.speed.compile else "",
+        "offload": f"offload {offload}" if offload != "none" else "",
+    }
+    for (one, other), reason in _EXCLUSIONS.items():
+        if set_to[one] and set_to[other]:
+            raise ValueError(
+                f"{set_to[one]} and {set_to[other]} exclude each other, as {reason}; "
+                "set one of them to its default"
+            )
+
+
+_UNTESTED = "they were not tested together"
+_PLACES = "both change where or how layers keep their weights"
+_EXCLUSIONS = {
+    ("quantization", "sharding"): "quantized weights are not divided",
+    ("quantization", "compile"): "layers that dequantize break the graph",
+    ("compile", "sharding"): "weights that come and go break a compiled graph",
+    ("context", "compile"): _UNTESTED,
+    ("context", "quantization"): _UNTESTED,
+    ("context", "offload"): _UNTESTED,
+    ("offload", "quantization"): _PLACES,
+    ("offload", "compile"): _PLACES,
+    ("offload", "sharding"): _PLACES,
+}
+
+
+def _check_quantization(network: Denoisers, quantization: Quantization) -> None:
+    denoiser, text = quantization.denoiser, quantization.text_encoders
+    if denoiser != "none" and network.lora is None:
+        raise ValueError(
+            f"quantization.denoiser is {denoiser}, but policy.lora is null, and quantized "
+            "weights are not trained: set policy.lora, or quantization.denoiser to none"
+        )
+    for setting, kind in (("denoiser", denoiser), ("text_encoders", text)):
+        package = PACKAGES.get(kind)
+        if package and not find_spec(package):
+            raise ValueError(
+                f"quantization.{setting} {kind} needs {package}: pip install 'flowalign[quantized]'"
+            )
+
+
+def _check_sharding(network: Denoisers, setup: Setup) -> None:
+    if setup.sharding.weights == "replicated":
+        return
+    trained, precision = len(network.trained), network.precision
+    if network.lora is None and (trained > 1 or precision == "fp16"):
+        raise ValueError(
+            "sharding.weights blocks trains the whole of one network in fp32 or bf16; with "
+            f"{trained} of them in {precision} set policy.lora"
+        )
+    if network.computes_at_load:
+        raise ValueError(
+            "sharding.weights blocks needs a policy that does not compute while it loads, and "
+            f"{network.owner} replays its pipeline then; use the policy of the family"
+        )
+
+
+def _check_offload(network: Denoisers, setup: Setup) -> None:
+    if setup.offload == "none":
+        return
+    if network.lora is None:
+        raise ValueError(
+            "offload is layers, but policy.lora is null, and weights that are trained stay on "
+            "the device: set policy.lora, or offload to none"
+        )
+    if not network.gradient_checkpointing:
+        raise ValueError(
+            f"offload is layers, but {network.checkpointing} is false, so the backward pass would "
+            "keep every layer's weights on the device: set it to true"
+        )
+    if not network.kind._supports_group_offloading:
+        raise ValueError(
+            f"offload is layers, but {network.kind.__name__} of diffusers does not "
+            "support it: set it to none"
+        )
+
+
+def _check_context(
+    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens
+) -> None:
+    degree, attention = setup.sharding.context_degree, setup.speed.attention
+    prefix, kind = f"sharding.context_degree is {degree}, but", network.kind.__name__
+    if kind not in _CONTEXT_NETWORKS or network.computes_at_load:
+        raise ValueError(
+            f"{prefix} {network.owner} divides no tokens: either {kind} has no plan in "
+            f"diffusers, or it was not compared with the whole network; allowed here: 1. "
+            f"Others do: {_CONTEXT_POLICIES}"
+        )
+    tokens = count({})
+    known = _AttentionBackendRegistry._supports_context_parallel
+    if attention not in known:
+        usable = ", ".join(sorted(known & {*usable_attention()}))
+        raise ValueError(
+            f"{prefix} speed.attention {attention!r} divides no tokens; allowed here: {usable}"
+        )
+    if network.lora is None:
+        raise ValueError(f"{prefix} policy.lora is null; train a LoRA, or set the degree to 1")
+    heads = network.folder.config(network.name)["num_attention_heads"]
+    if heads % degree:
+        raise ValueError(
+            f"{prefix} the {heads} heads of {network.folder.path} are divided, too; "
+            f"allowed here: {_divisors(heads, tokens)}"
+        )
+    if tokens % degree:
+        raise ValueError(
+            f"{prefix} the {tokens} tokens of a clip are no multiple of it; allowed here: "
+            f"{_divisors(heads, tokens)}{_name_other_sizes(sizes, count, degree)}"
+        )
+
+
+def _divisors(*numbers: int) -> str:
+    common = gcd(*numbers)
+    return ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
+
+
+def _name_other_sizes(sizes: Mapping[str, int], count: CountTokens, degree: int) -> str:
+    """Name the nearest sizes that so many processes can divide, if there are some."""
+    near = []
+    for side in ("width", "height"):
+        for step in (-8, 8):
+            candidates = (sizes[side] + step * k for k in range(1, _FARTHEST))
+            fits = (n for n in candidates if n > 0 and _fits(count, degree, {side: n}))
+            near += [f"{side} {size}" for size in list(fits)[:1]]
+    return f"; or a {' or '.join(near)}" if near else ""
+
+
+def _fits(count: CountTokens, degree: int, size: Mapping[str, int]) -> bool:
+    try:
+        return count(size) % degree == 0
+    except ValueError:  # the family makes no such size
+        return False

@@ -1,0 +1,83 @@
+"""Compares a policy with networks that are loaded as a user of plain diffusers would."""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.types import Policy, Request, encode_requests
+from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
+from pipelines.network.context import undivide
+from pipelines.network.denoisers import Denoisers
+from pipelines.network.offload import place
+from pipelines.network.weights import load_pipeline
+
+
+class Probe:
+    """Evaluates a policy with any denoiser, on two fixed samples at a high and a low noise level.
+
+    Low noise may use another network.
+    """
+
+    def __init__(self, policy: Policy):
+        assert policy.text_encoder, "a pipeline of diffusers encodes prompts"
+        requests: Sequence[Request] = policy.text_encoder.probe_requests()
+        self.policy, self.cond = policy, encode_requests(policy, requests)
+        self.x = policy.noise(2, torch.Generator().manual_seed(0))
+        early = policy.schedule(4)[1]
+        self.sigma = torch.stack([early, early / 20])
+
+    @torch.no_grad()
+    def velocity(self, denoiser: Any) -> Tensor:
+        """Return the velocity with this denoiser."""
+        policy = copy(self.policy)
+        policy.denoiser = denoiser
+        return policy.velocity(self.x, self.sigma, self.cond)
+
+
+def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
+    """Return the largest difference of a policy from networks loaded from `folder`.
+
+    Networks are loaded one at a time, and each is freed before the next.
+    """
+    probe = Probe(policy)
+    trained = {name: network.components[name] for name in network.trained}
+    with undivide([network.components[n] for n in network.names]), fold_alpha(trained.values()):
+        expected = probe.velocity(policy.denoiser)
+        differences = [
+            float((_velocity_of_saved(network, probe, name, folder) - expected).abs().max())
+            for name in trained
+        ]
+    if network.lora:
+        differences += [difference_of_copy(n, one, folder) for n, one in trained.items()]
+    return max(differences)
+
+
+def _velocity_of_saved(network: Denoisers, probe: Probe, name: str, folder: str) -> Tensor:
+    saved = _load_saved(network, name, folder)
+    place(saved, probe.x.device, network.setup.offload)
+    return probe.velocity(network.join({name: saved}))
+
+
+def _load_saved(network: Denoisers, name: str, folder: str) -> Any:
+    """Load one denoiser from `folder` as a user of plain diffusers would, without the others."""
+    if network.lora is None:
+        return network.kind.from_pretrained(folder, subfolder=name)
+    components = network.components
+    given: dict[str, Any] = {}
+    for other, component in components.items():
+        if other not in (name, "scheduler"):  # tokenizers and processors cost nothing
+            given[other] = None if isinstance(component, nn.Module) else component
+    given["vae"] = components["vae"]  # some constructors read its sizes
+    if name != network.name:  # diffusers reads the kind of model from it
+        given[network.name] = components[network.name]
+    pipe = load_pipeline(network.folder, network.dtype, network.quantizers(name), **given)
+    load_into_pipeline(pipe, name, folder)
+    denoiser = pipe.components[name]
+    for parameter in denoiser.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    network.cast_layerwise(denoiser)
+    return denoiser

@@ -1,0 +1,128 @@
+"""Prepares a denoiser for training, and saves its weights in the form that diffusers loads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import PipelineQuantizationConfig
+from diffusers.models import ModelMixin
+from diffusers.utils import logging as diffusers_logging
+from peft import LoraConfig
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from flowalign.types import PositiveInt
+from pipelines.network.adapter_files import is_adapted, load_adapter, save_adapter
+from pipelines.network.checkpoint_checks import check_complete, loading_context
+from pipelines.network.sharding import gather_whole, load_whole
+from pipelines.parts.folder import Folder
+from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
+
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ONE_FILE = "10TB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Configures a low-rank adapter on the denoiser."""
+
+    rank: PositiveInt = 32
+    alpha: PositiveInt = 64
+    target_modules: tuple[str, ...] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+    """Name suffixes of the adapted linear layers. Source: Flow-GRPO's SD3 configuration."""
+
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""Attention layers by the names that most transformers of diffusers have.
+
+Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
+"""
+
+
+def load_pipeline(
+    folder: Folder,
+    dtype: torch.dtype,
+    quantizers: Mapping[str, Any] | None = None,
+    **components: Any,
+) -> Any:
+    """Load a pipeline with all parts in one dtype, whatever dtype they were stored in.
+
+    Layers that a model keeps in float32 stay so: with diffusers for example Wan's time embedding
+    and norms, with transformers T5's last projections where the others are in float16. Given
+    `components` are left unchanged; those that the folder skips are not read. Parts with a
+    quantization configuration among `quantizers` are quantized as they are read. A part that cannot
+    be loaded raises ValueError with its name.
+    """
+    settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
+    if quantizers:
+        mapping = dict(quantizers)
+        settings["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]), loading_context(folder, settings):
+        pipe = folder.pipeline.from_pretrained(folder.path, **settings)  # some draw weights first
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name not in components:
+            check_complete(folder.path, name, part)
+            if name not in (quantizers or ()) and not _keeps_float32(part, dtype):
+                torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
+            part.eval().requires_grad_(False)
+    return pipe
+
+
+def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether `from_pretrained` keeps some of this model's layers in float32."""
+    if isinstance(part, PreTrainedModel):
+        always, in_float16 = part._keep_in_fp32_modules_strict, part._keep_in_fp32_modules
+        return bool(always or (dtype == torch.float16 and in_float16))
+    return isinstance(part, ModelMixin) and bool(part._keep_in_fp32_modules)
+
+
+def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
+    """Enable gradients, in float32, for the trained parameters only: the adapter or all."""
+    if lora is None:
+        denoiser.requires_grad_(True).float()
+        return
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        init_lora_weights="gaussian",
+        target_modules=list(lora.target_modules),
+    )
+    with torch.random.fork_rng(devices=[]):  # every rank and every run starts from the same adapter
+        torch.random.default_generator.manual_seed(0)
+        denoiser.add_adapter(config)
+    for parameter in denoiser.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
+    """Save the adapter in the forms of diffusers, ComfyUI and PEFT, or the whole denoiser."""
+    if is_adapted(denoiser):
+        save_adapter(part, denoiser, folder)
+    elif (one := gather_whole(denoiser)) is not None:
+        one.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
+
+
+def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
+    """Load what `save_weights` wrote; missing or unexpected tensors raise ValueError."""
+    if is_adapted(denoiser):
+        load_adapter(part, denoiser, folder)
+        return
+    file = Path(folder) / part / "diffusion_pytorch_model.safetensors"
+    state = read_tensors(require_file(file))
+    require_same_shapes(state, denoiser.state_dict(), file)
+    load_whole(denoiser, state)

@@ -1,0 +1,1 @@
+"""Contains helpers that several model families share."""

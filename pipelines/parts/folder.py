@@ -1,0 +1,101 @@
+"""Reads the configuration files of a pipeline folder, before any weights are read."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+
+from flowalign.utils.hub import file_of
+
+INDEX = "model_index.json"
+Config = Mapping[str, Any]
+"""Configuration of a component of a pipeline."""
+
+
+@dataclass
+class Folder:
+    """Locates a diffusers pipeline: its class, and its folder or its identifier on the hub."""
+
+    pipeline: type[DiffusionPipeline]
+    path: str
+    skipped: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments to `from_pretrained` that skip components which are not needed."""
+
+    def file(self, name: str, component: str | None = None) -> Path:
+        """Return a file of the folder, or a copy of it from the hub.
+
+        Raises:
+            ValueError: The path is neither a folder with this file nor a model on the hub.
+        """
+        file = Path(self.path, component or "", name)
+        if file.is_file():
+            return file
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path):
+            raise ValueError(f"policy.path {self.path!r} is neither a folder nor the id of a model")
+        return file_of(self.path, name, component)
+
+    def config(self, component: str) -> dict[str, Any]:
+        """Return the configuration of one component.
+
+        Raises:
+            ValueError: The path is neither such a pipeline's folder nor a model on the hub.
+        """
+        name = "scheduler_config.json" if component == "scheduler" else "config.json"
+        if Path(self.path).exists() and not Path(self.path, component, name).is_file():
+            raise ValueError(self.refuse(f"{component}/{name} is missing"))
+        return read_json(self.file(name, component))
+
+    def index(self) -> dict[str, Any]:
+        """Return the content of `model_index.json`."""
+        if Path(self.path).exists() and not Path(self.path, INDEX).is_file():
+            raise ValueError(self.refuse(f"{INDEX} is missing"))
+        return read_json(self.file(INDEX))
+
+    def setting(self, name: str) -> Any:
+        """Return a value of `model_index.json`, or None where it has no such key."""
+        return self.index().get(name)
+
+    def components(self) -> dict[str, tuple[str, str]]:
+        """Return library and class of every component that the pipeline has, by name."""
+        pairs = {k: v for k, v in self.index().items() if isinstance(v, list) and len(v) == 2}
+        return {
+            name: (library, kind)
+            for name, (library, kind) in pairs.items()
+            if isinstance(kind, str)
+        }
+
+    def names(self, *prefixes: str) -> list[str]:
+        """Return the names of components with one of these prefixes that are not skipped."""
+        components = self.components()
+        return [n for n in components if n.startswith(prefixes) and n not in self.skipped]
+
+    def vae_on_meta(self) -> Any:
+        """Build the VAE on the meta device, without weights."""
+        config = self.config("vae")
+        with torch.device("meta"):
+            return getattr(diffusers, config["_class_name"]).from_config(config).eval()
+
+    def refuse(self, reason: str) -> str:
+        """Return the message that this is no folder of the pipeline."""
+        return f"{self.path} is no {self.pipeline.__name__} folder: {reason}"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: it holds no object, but {str(content)[:40]}")
+    return content

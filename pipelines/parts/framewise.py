@@ -1,0 +1,43 @@
+"""Decodes latents in windows of frames, for autoencoders that keep no state between calls."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Decode = Callable[[Float[Tensor, "n C f h w"]], Float[Tensor, "n c g H W"]]
+"""Maps f latent frames to 1 + (f - 1) * unit frames; the first latent frame stands for one
+frame."""
+
+
+def decode_windows(
+    decode: Decode, z: Float[Tensor, "n C F h w"], size: int, unit: int
+) -> Iterator[Float[Tensor, "n c f H W"]]:
+    """Yield the frames of `decode(z)` in order, in pieces, from windows of size + 1 latent frames.
+
+    Windows overlap by a quarter of their size, at least one latent frame where size > 1; within the
+    overlap a window fades linearly into the next. The result differs from decoding at once, because
+    a window sees nothing of its neighbours. Latents that fit one window are decoded at once.
+    """
+    overlap = max(size // 4, 1) if size > 1 else 0
+    step, held = size - overlap, None
+    for start in range(0, max(1, z.shape[2] - 1 - overlap), step):
+        frames = decode(z[:, :, start : start + size + 1])
+        if held is not None:
+            frames = _fade(held, frames[:, :, 1:])  # the frame before the overlap was yielded
+        given = frames.shape[2] - overlap * unit
+        if start + size + 1 >= z.shape[2]:
+            given = frames.shape[2]
+        yield frames[:, :, :given]
+        held = frames[:, :, given:]
+
+
+def _fade(
+    before: Float[Tensor, "n c e H W"], after: Float[Tensor, "n c f H W"]
+) -> Float[Tensor, "n c f H W"]:
+    """Return `after` with its first e frames cross-faded from `before`."""
+    e = before.shape[2]
+    share = torch.arange(e, device=after.device).view(-1, 1, 1) / max(e, 1)
+    mixed = (1 - share) * before + share * after[:, :, :e]
+    return torch.cat([mixed, after[:, :, e:]], dim=2)

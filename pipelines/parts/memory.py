@@ -1,0 +1,67 @@
+"""Estimates memory: of tensors of the meta device, and of activations."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:
+    """Return the peak bytes of the tensors that `work` creates and that are alive at once."""
+    with torch.set_grad_enabled(with_gradient), _Alive() as alive:
+        work()
+    return alive.most
+
+
+def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) -> int:
+    """Estimate how many values the backward pass keeps: about 34 per token, layer and channel.
+
+    With recomputation (`recomputed`) only the largest layer keeps its 34, plus one input value per
+    token, layer and channel. A UNet has a quarter of the tokens on each level, and one more layer
+    on the way up than on the way down.
+    """
+    if "block_out_channels" in config:
+        depth = 2 * config["layers_per_block"] + 1
+        widths = config["block_out_channels"]
+        layers = [num_tokens * w // 4**i for i, w in enumerate(widths) for _ in range(depth)]
+    elif "n_layers" in config:  # Z-Image; its refiners see a part of the tokens each
+        layers = [num_tokens * config["dim"]] * (config["n_layers"] + config["n_refiner_layers"])
+    else:
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        depth = config["num_layers"] + config.get("num_single_layers", 0)
+        layers = [num_tokens * width] * depth
+    return 34 * max(layers) + sum(layers) if recomputed else 34 * sum(layers)
+
+
+class _Alive(TorchDispatchMode):
+    """Tracks the bytes of every tensor that an operation creates, until the tensor is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most = 0, 0
+        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and count the storages of its results."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self.seen:
+            return
+        self.seen.add(storage)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes

@@ -1,0 +1,19 @@
+"""Decodes clips a few latent frames at a time, for decoders that carry states of convolutions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+from torch import Tensor
+
+
+def stream_frames(vae: Any, z: Tensor, together: int) -> Iterator[Tensor]:
+    """Yield the frames of Wan's autoencoder in order: of the first latent frame, then of `together`
+    at a time. They equal those of decoding at once."""
+    z = vae.post_quant_conv(z)
+    states = [None] * sum(isinstance(m, WanCausalConv3d) for m in vae.decoder.modules())
+    chunks = [z[:, :, :1], *z[:, :, 1:].split(together, 2)]
+    for k, chunk in enumerate(chunks):
+        if chunk.shape[2]:
+            frames = vae.decoder(chunk, feat_cache=states, feat_idx=[0], first_chunk=k == 0)
+            yield unpatchify(frames, vae.config.patch_size or 1).clamp(-1, 1)

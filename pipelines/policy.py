@@ -1,0 +1,219 @@
+"""Composes a policy of a network, a codec and a text encoder of a diffusers pipeline."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.functional.diffusion import norm
+from flowalign.types import ModelPlan, Policy, Setup
+from flowalign.utils.files import bundled
+from pipelines.codec import Codec
+from pipelines.network.checkpoint_checks import check_finite, check_folder, missing_keys_context
+from pipelines.network.estimates import plan_activations, plan_network
+from pipelines.network.network import Network
+from pipelines.network.schedules import build_scheduler, shift_schedule
+from pipelines.network.support import check_setup
+from pipelines.network.verification import verify_saved
+from pipelines.network.weights import Lora, Precision, load_pipeline
+from pipelines.parts.folder import Config, Folder
+from pipelines.text_encoder import TextEncoder
+
+
+class DiffusersPolicy(Policy):
+    """Wraps a diffusers pipeline with a denoiser, a `vae` and a `scheduler` as a policy.
+
+    It holds a `network`, a `codec` and a `text_encoder`. A model family is one subclass: its two
+    classes, a constructor, and the abstract methods below together with `encode` and `velocity`.
+    The constructor is cheap; `load` reads the weights. With `lora` None the whole denoiser is
+    trained.
+    """
+
+    pipeline_class: Any
+    """Class of the pipeline."""
+    transformer_class: Any
+    """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
+    denoiser_name: str = "transformer"
+    """Name of the pipeline component that is the denoiser, or the first of two."""
+    latents_argument: str = "hidden_states"
+    """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
+    skip_components: Mapping[str, Any] = {}
+    """Arguments to `from_pretrained` that skip components which a policy does not need."""
+    conditions_on_size: bool = False
+    """Whether the conditioning contains the image size, as SDXL's does."""
+    unit_noise: bool = False
+    """Whether initial noise has unit variance whatever the first sigma, as in video pipelines."""
+    network: Network
+    text_encoder: TextEncoder
+    codec: Codec
+    denoiser: Any
+    pipe: Any
+    """Pipeline, once it is loaded."""
+    latent_shape: tuple[int, ...]
+    """Shape of one state, once the pipeline is loaded."""
+
+    def __init__(
+        self,
+        path: str,
+        codec: Codec,
+        lora: Lora | None,
+        precision: Precision,
+        guidance: float = 1.0,
+        max_sequence_length: int = 77,
+        gradient_checkpointing: bool = False,
+        offload_text: bool = False,
+    ):
+        self.path, self.lora, self.precision = bundled(path), lora, precision
+        self.guidance, self.max_sequence_length = guidance, max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+        self.height, self.width, self.num_frames = codec.height, codec.width, codec.num_frames
+        self.fps = codec.fps
+        self.folder = Folder(self.pipeline_class, self.path, self.skip_components)
+        # a policy of diffusers always has these parts, so that they cannot be None
+        self.network = Network(  # pyright: ignore[reportIncompatibleVariableOverride]
+            folder=self.folder,
+            kind=self.transformer_class,
+            owner=type(self).__name__,
+            lora=lora,
+            precision=precision,
+            gradient_checkpointing=gradient_checkpointing,
+            checkpointing=f"{codec.settings_key}.gradient_checkpointing",
+            name=self.denoiser_name,
+            latents_argument=self.latents_argument,
+        )
+        self.codec = self.renderer = codec
+        self.codec.folder = self.folder
+        size = codec.height, codec.width
+        self.text_encoder = TextEncoder(  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.network, self.input_spec, size, offload_text
+        )
+
+    @abstractmethod
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        """Return the latent shape of one sample, given the configurations of denoiser and VAE.
+
+        Raises:
+            ValueError: the model cannot produce the requested size.
+        """
+
+    @abstractmethod
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        """Count the tokens that the denoiser attends over, for the memory estimate."""
+
+    @abstractmethod
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        """Return the pipeline's schedule: num_steps + 1 values from the state of `noise` to 0."""
+
+    def check_setup(self, setup: Setup) -> None:
+        sizes = {"height": self.height, "width": self.width}
+        check_setup(self.network, setup, sizes, partial(_count_tokens, self))
+
+    def plan(self) -> ModelPlan:
+        _check(self)
+        transformer, vae, scheduler = (
+            self.folder.config(name) for name in (self.denoiser_name, "vae", "scheduler")
+        )
+        with missing_keys_context(self.path):
+            scheduler = build_scheduler(shift_schedule(scheduler, self.codec.shift, self.path))
+            latent_shape = self.shape_of_latents(transformer, vae)
+            _, counts = plan_network(self.network)
+            tokens = self.num_tokens(latent_shape, transformer)
+        activation_bytes, savings = plan_activations(self.network, transformer, tokens)
+        counts["savings"] += savings
+        plan = ModelPlan(
+            latent_shape=latent_shape,
+            activation_bytes=activation_bytes,
+            sigmas=partial(self.sigmas, scheduler),
+            **counts,
+        )
+        return self.codec.extend_plan(plan, self.text_encoder.stored_bytes)
+
+    def load(self, device: torch.device) -> None:
+        _check(self)
+        network, skipped = self.network, self.text_encoder.skipped()
+        pipe = load_pipeline(self.folder, network.dtype, network.quantizers(), **skipped)
+        scheduler = shift_schedule(pipe.scheduler.config, self.codec.shift, self.path)
+        pipe.scheduler = build_scheduler(scheduler)
+        self.pipe = network.pipe = pipe
+        self.codec.open(pipe.vae)
+        self.text_encoder.open(pipe, device)
+        elsewhere = (*network.names, *self.text_encoder.offloaded)
+        for name, component in pipe.components.items():
+            if isinstance(component, nn.Module) and not name.startswith(elsewhere):
+                component.to(device)
+        network.place(device)
+        check_finite(self.path, pipe.components)
+        self.denoiser = network.prepare()
+        transformer = pipe.components[self.denoiser_name].config
+        self.latent_shape = self.shape_of_latents(transformer, pipe.vae.config)
+
+    def schedule(self, num_steps: int) -> Tensor:
+        return self.sigmas(self.pipe.scheduler, num_steps).to(self.denoiser.device)
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        x = torch.randn(num_samples, *self.latent_shape, generator=generator)
+        scale = 1.0 if self.unit_noise else norm(self.schedule(1)[0])
+        return scale * x.to(self.denoiser.device)
+
+    def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
+        """Evaluate the network in the current precision and return its output in float32."""
+        return self.network.evaluate(self.denoiser, x, **inputs)[0].float()
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        return self.codec.decode(x)
+
+    @torch.no_grad()
+    def embed(self, media: Tensor) -> Tensor:
+        return self.codec.embed(media)
+
+    def encoders(self) -> tuple[str, str]:
+        media = self.codec.digest()
+        if self.text_encoder.cache:
+            return media, self.text_encoder.digest_cache(self)
+        size = (self.height, self.width) if self.conditions_on_size else ()
+        references = (media,) if self.input_spec.references[1] else ()  # their latents are in it
+        settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *references
+        return media, self.text_encoder.digest(*settings)
+
+    def save_weights(self, folder: str) -> None:
+        self.network.save(folder)
+
+    def load_weights(self, folder: str) -> None:
+        self.network.restore(folder)
+
+    def verify_weights(self, folder: str) -> float:
+        return verify_saved(self.network, self, folder)
+
+
+def _check(policy: DiffusersPolicy) -> None:
+    """Check settings and folder of a policy, reading configuration files alone.
+
+    Raises:
+        ValueError: the folder is not of this family or lacks a part, the model cannot produce the
+            requested size, or prompts have no tokens.
+    """
+    check_folder(policy.folder, policy.denoiser_name, policy.network.kind.__name__)
+    if policy.max_sequence_length < 1:
+        raise ValueError(
+            f"max_sequence_length is {policy.max_sequence_length}; it must be at least 1"
+        )
+    with missing_keys_context(policy.path):
+        policy.shape_of_latents(*_configs(policy))
+
+
+def _count_tokens(policy: DiffusersPolicy, size: Mapping[str, int]) -> int:
+    """Count the tokens of a sample with another height or width."""
+    other = copy(policy)
+    vars(other).update(size)
+    transformer, vae = _configs(policy)
+    return other.num_tokens(other.shape_of_latents(transformer, vae), transformer)
+
+
+def _configs(policy: DiffusersPolicy) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configurations of denoiser and VAE."""
+    return policy.folder.config(policy.denoiser_name), policy.folder.config("vae")

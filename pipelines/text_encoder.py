@@ -1,0 +1,165 @@
+"""Reads, moves, frees and identifies the encoders of prompts of a diffusers pipeline."""
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from flowalign.types import InputSpec, Policy, PromptEncoder, Request
+from pipelines.network.checkpoint_checks import check_finite
+from pipelines.network.denoisers import Denoisers
+from pipelines.network.quantization import stored_bytes
+from pipelines.network.weights import load_pipeline
+from pipelines.parts.encoding import digest, probe_request
+from pipelines.parts.folder import INDEX
+
+PREFIXES = ("text_encoder", "image_encoder")
+"""Prefixes of the names of components that only `encode` needs."""
+_CHANGES_NOTHING = {"self", "path", "lora", "gradient_checkpointing", "memory"}
+"""Settings of policies on which no `encode` depends; of the path, files are read. All others are
+attributes by their names."""
+_WHOLE, _PIECES, _PIECE = 1 << 20, 1024, 4096
+"""Bytes of a file that its digest reads: the first, and of equally spaced pieces."""
+
+
+class TextEncoder(PromptEncoder):
+    """Holds the encoders of prompts of a pipeline, of text and of images."""
+
+    pipe: Any
+    """Loaded pipeline."""
+    device: torch.device
+    """Device of the policy."""
+
+    def __init__(
+        self, network: Denoisers, input_spec: InputSpec, size: tuple[int, int], offload: bool
+    ):
+        self.network, self.input_spec = network, input_spec
+        self.size, self.offload = size, offload
+
+    def open(self, pipe: Any, device: torch.device) -> None:
+        """Take over a loaded pipeline."""
+        self.pipe, self.device = pipe, device
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Return the prefixes of components that wait on the CPU while nothing is encoded."""
+        return PREFIXES if self.offload else ()
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the encoders."""
+        return self.network.folder.names(*PREFIXES)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep encoders on the device inside this context; offloaded ones return to the CPU.
+
+        Every `encode` of a policy that can offload them does its work within it.
+        """
+        components = self.pipe.components.items()
+        moved = [one for name, one in components if one and name.startswith(self.offloaded)]
+        for encoder in moved:
+            encoder.to(self.device)
+        try:
+            yield
+        finally:
+            for encoder in moved:
+                encoder.to("cpu")
+
+    def skipped(self) -> dict[str, None]:
+        """Return the components that `load` leaves out."""
+        return dict.fromkeys(self.names) if self.cache else {}
+
+    def read(self, device: torch.device) -> None:
+        components, names = self.pipe.components, self.names
+        if all(components[name] is None for name in names):
+            given = {
+                name: None if isinstance(one, nn.Module) else one
+                for name, one in components.items()
+                if name not in names
+            }
+            network = self.network
+            quantizers = network.quantizers(*names)
+            loaded = load_pipeline(network.folder, network.dtype, quantizers, **given)
+            encoders = {name: loaded.components[name] for name in names}
+            check_finite(network.folder.path, encoders)
+            self.pipe.register_modules(**encoders)
+        for name in names:
+            self.pipe.components[name].to(device)
+
+    def free(self) -> None:
+        self.pipe.register_modules(**dict.fromkeys(self.names))
+
+    def probe_requests(self) -> Sequence[Request]:
+        return [probe_request(text, self.input_spec, *self.size) for text in ("a", "b")]
+
+    def stored_bytes(self) -> int:
+        """Return the bytes of the encoders as they are stored, from configurations alone."""
+        total, folder = 0, self.network.folder
+        for name in self.names:
+            library, kind = folder.components()[name]
+            if library != "transformers":
+                continue
+            config = AutoConfig.from_pretrained(folder.file("config.json", name).parent)
+            with torch.device("meta"):
+                encoder = getattr(transformers, kind)(config)
+            is_text = name.startswith("text_encoder")
+            form = self.network.setup.quantization.text_encoders if is_text else "none"
+            total += stored_bytes(encoder, form, self.network.dtype)
+        return total
+
+    def digest(self, *settings: object) -> str:
+        """Return the identity of the loaded encoders, their tokenizers and settings."""
+        components, text = self.pipe.components, ""
+        loaded = (n for n in components if n.startswith("text_encoder") and components[n])
+        for name in sorted(loaded):
+            tokenizer_name = name.replace("text_encoder", "tokenizer")
+            tokenizer = components.get(tokenizer_name, components.get("processor"))
+            tokenizer = vars(tokenizer).get("tokenizer", tokenizer)  # a processor has one
+            words = type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())
+            config = components[name].config.to_dict()
+            text = digest(components[name], config, text, *settings, *words)
+        if image_encoder := components.get("image_encoder"):
+            text = digest(image_encoder, image_encoder.config.to_dict(), text)
+        return text
+
+    def digest_cache(self, policy: Policy) -> str:
+        """Return the identity of encoders that are not loaded, as conditioning is cached."""
+        content = f"{self.digest_files()} {self.describe_settings(policy)}"
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def digest_files(self) -> str:
+        folder = self.network.folder
+        if not Path(folder.path).is_dir():  # of the hub: its id and commit
+            return f"{folder.path} {folder.file(INDEX).resolve().parent.name}"
+        content = hashlib.sha256()
+        vae = () if self.input_spec.references[1] else ("vae",)
+        for name in sorted(folder.components()):
+            if not name.startswith(("scheduler", self.network.name, *vae)):
+                for file in sorted(Path(folder.path, name).rglob("*")):
+                    content.update(_sample(file) if file.is_file() else b"")
+        return content.hexdigest()
+
+    def describe_settings(self, policy: Policy) -> str:
+        names = inspect.signature(type(policy).__init__).parameters.keys() - _CHANGES_NOTHING
+        settings = {name: vars(policy)[name] for name in sorted(names)}
+        quantization = self.network.setup.quantization.text_encoders
+        return repr((type(policy).__name__, quantization, settings))
+
+
+def _sample(file: Path) -> bytes:
+    """Return name, size, beginning and equally spaced pieces of a file."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        pieces = [f"{file.name} {size}".encode(), opened.read(_WHOLE)]
+        for place in range(_WHOLE, size, max(_PIECE, (size - _WHOLE) // _PIECES)):
+            opened.seek(place)
+            pieces.append(opened.read(_PIECE))
+    return b"".join(pieces)

@@ -1,0 +1,1 @@
+"""Contains the networks and file readers that reward models share."""

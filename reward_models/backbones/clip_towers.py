@@ -1,0 +1,240 @@
+"""Reads CLIP models, an image tower and a text tower, in Hugging Face's or open_clip's format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import open_clip
+import torch
+from jaxtyping import Float
+from open_clip.tokenizer import SimpleTokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
+
+from flowalign.types import MediaBatch
+from reward_models.backbones.checkpoints import (
+    find_file,
+    find_folder,
+    load_exactly,
+    on_meta_device,
+    read_json,
+    read_tensors,
+    read_weights,
+    to_float32,
+)
+from reward_models.backbones.pixels import (
+    CLIP_MEAN,
+    CLIP_STD,
+    crop_shortest_side,
+    normalise,
+    pad_longest_side,
+    resize,
+)
+
+DESCRIPTIONS = ("*.json", "*.txt", "*.model")
+"""Patterns of the files in a repository that are not weights."""
+UNUSED = (r".*position_ids",)
+"""Keys of older checkpoints that hold no weights: the numbers 0, 1, 2, ..."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Describes how a tower preprocesses images, from RGB in [0, 1]."""
+
+    size: int
+    resize: Literal["shortest", "longest", "squash"] = "shortest"
+    """Resize the shortest side and crop, the longest side and pad with black, or both sides."""
+    mean: Sequence[float] = CLIP_MEAN
+    std: Sequence[float] = CLIP_STD
+    floors: bool = False
+    """Round an odd crop margin the way transformers does, see `shortest_side`."""
+
+    def __call__(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 size size"]:
+        """Resize images, in PIL's arithmetic except for `longest`, and normalise them."""
+        if self.resize == "longest":
+            frames = pad_longest_side(frames, self.size)
+        elif self.resize == "shortest":
+            frames = crop_shortest_side(frames, self.size, quantised=True, floors=self.floors)
+        else:
+            frames = resize(frames, self.size, self.size, quantised=True)
+        return normalise(frames, self.mean, self.std)
+
+
+class Towers(nn.Module, ABC):
+    """Embeds images and prompts in one space."""
+
+    def __init__(self, model: Any, tokenizer: Any, preprocessing: Preprocessing):
+        super().__init__()
+        self.model: Any = model
+        self.tokenizer, self.preprocessing = tokenizer, preprocessing
+
+    @abstractmethod
+    def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
+        """Embed preprocessed images, without normalisation."""
+
+    @abstractmethod
+    def encode_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
+        """Embed prompts, without normalisation."""
+
+    def images(self, frames: Float[Tensor, "n 3 h w"], at_once: int) -> Float[Tensor, "n d"]:
+        """Embed frames in [0, 1] to length 1, `at_once` frames at a time."""
+        frames = frames.to(self.scale.device, torch.float32)
+        parts = [self.encode_pixels(self.preprocessing(part)) for part in frames.split(at_once)]
+        return F.normalize(torch.cat(parts), dim=-1)
+
+    def texts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
+        """Embed prompts to length 1; each distinct prompt is computed once, without a gradient."""
+        distinct = list(dict.fromkeys(prompts))
+        with torch.no_grad():
+            embedded = F.normalize(self.encode_prompts(distinct), dim=-1)
+        return embedded[[distinct.index(prompt) for prompt in prompts]]
+
+    @property
+    def scale(self) -> Float[Tensor, ""]:
+        """Return exp(logit_scale), the factor that the towers were trained with."""
+        return self.model.logit_scale.exp().squeeze()
+
+
+class HuggingFaceTowers(Towers):
+    """Wraps a `CLIPModel` or `SiglipModel` with its tokenizer."""
+
+    def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
+        """Return the projected image embedding (SigLIP: the attention-pooled one)."""
+        return self.model.get_image_features(pixel_values=pixels).pooler_output
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
+        """Return the projected text embedding; prompts that are too long are truncated.
+
+        Padding is not masked: CLIP's text attention is causal and SigLIP was trained without a
+        mask.
+        """
+        length = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(
+            list(prompts),
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
+        )
+        ids = tokens["input_ids"].to(self.scale.device)
+        return self.model.get_text_features(input_ids=ids).pooler_output
+
+
+class OpenClipTowers(Towers):
+    """Wraps an open_clip model with its tokenizer."""
+
+    def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
+        """Return the projected image embedding."""
+        return self.model.encode_image(pixels)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
+        """Return the projected text embedding; prompts that are too long are truncated."""
+        return self.model.encode_text(self.tokenizer(list(prompts)).to(self.scale.device))
+
+
+def prompt_similarity(towers: Towers, batch: MediaBatch, at_once: int) -> Float[Tensor, "n"]:
+    """Compute the cosine similarity of every sample with its prompt, averaged over its frames."""
+    images = towers.images(batch.media.flatten(0, 1), at_once)
+    images = images.unflatten(0, batch.media.shape[:2])
+    return (images * towers.texts(batch.prompts)[:, None]).sum(-1).mean(1)
+
+
+def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceTowers:
+    """Read the CLIP or SigLIP model of a local folder or hub repository.
+
+    Tokenizer and preprocessing come from `processor`, another folder or repository, where given.
+    """
+    kinds = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
+    folder = find_folder(source, DESCRIPTIONS)
+    config = read_json(find_file(str(folder), "config.json"))
+    if config.get("model_type") not in kinds:
+        raise ValueError(
+            f"{source} holds a model of type {config.get('model_type')!r}; expected {list(kinds)}"
+        )
+    described = find_folder(processor, DESCRIPTIONS) if processor else folder
+    preprocessing = _preprocessing(find_file(str(described), "preprocessor_config.json"))
+    tokenizer = AutoTokenizer.from_pretrained(described, local_files_only=True)
+    make_config, make_model = kinds[config["model_type"]]
+    with on_meta_device():
+        model = make_model(make_config.from_dict(config))
+    load_exactly(model, to_float32(read_weights(source)), source, unused=UNUSED)
+    return HuggingFaceTowers(model, tokenizer, preprocessing)
+
+
+def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
+    """Read an open_clip model, given its architecture or a JSON file of sizes, and its weights.
+
+    `pretrained` is a checkpoint file or, for an architecture of open_clip, one of its tags.
+    """
+    if (model, pretrained) in open_clip.list_pretrained():
+        return _read_published(model, pretrained)
+    weights = find_file(pretrained)
+    content = _sizes(model)
+    sizes = content.get("model_cfg", content)
+    make = open_clip.CustomTextCLIP if sizes.pop("custom_text", False) else open_clip.CLIP
+    text = sizes["text_cfg"]
+    if "hf_model_name" in text or "timm_model_name" in sizes["vision_cfg"]:
+        raise ValueError(
+            f"{model}: local files must be of open_clip's own towers, not of hf or timm"
+        )
+    with on_meta_device():
+        network = make(**sizes)
+    load_exactly(network, to_float32(read_tensors(weights)), weights)
+    tokenizer = SimpleTokenizer(context_length=text.get("context_length", 77))
+    described = {"size": network.visual.image_size, **content.get("preprocess_cfg", {})}
+    return OpenClipTowers(network, tokenizer, _open_clip_preprocessing(described))
+
+
+def _read_published(model: str, tag: str) -> OpenClipTowers:
+    """Load weights that open_clip downloads and itself loads strictly.
+
+    open_clip only warns where the weights were trained with another activation than the
+    architecture's; here the activation is set to that of the weights.
+    """
+    quick = open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False)
+    try:
+        network = open_clip.create_model(model, tag, force_quick_gelu=quick)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"open_clip cannot give {model} {tag}: {str(error)[:200]}") from error
+    described = open_clip.get_model_preprocess_cfg(network)
+    tokenizer = open_clip.get_tokenizer(model)
+    return OpenClipTowers(network, tokenizer, _open_clip_preprocessing(described))
+
+
+def _sizes(model: str) -> dict[str, Any]:
+    if model.endswith(".json"):
+        return read_json(find_file(model))
+    config = open_clip.get_model_config(model)
+    if config is None:
+        raise ValueError(f"model {model!r} is no architecture of open_clip and no JSON file")
+    return config
+
+
+def _open_clip_preprocessing(config: Mapping[str, Any]) -> Preprocessing:
+    resize, kind = config.get("resize_mode", "shortest"), config.get("interpolation", "bicubic")
+    size = config["size"]
+    height, width = size[-2:] if isinstance(size, Sequence) else (size, size)
+    if height != width or kind != "bicubic":
+        raise ValueError(f"preprocessing {size} {kind} is not done here; expected square, bicubic")
+    mean, std = config.get("mean", CLIP_MEAN), config.get("std", CLIP_STD)
+    return Preprocessing(height, resize, tuple(mean), tuple(std))
+
+
+def _preprocessing(path: Path) -> Preprocessing:
+    """Read the preprocessing that a `preprocessor_config.json` describes."""
+    config = read_json(path)
+    size, crops = config.get("size"), config.get("do_center_crop", False)
+    squash = isinstance(size, dict) and "height" in size
+    sides = _sides(size) | (_sides(config.get("crop_size")) if crops else set())
+    if len(sides) != 1 or None in sides or squash == crops or config.get("resample") != 3:
+        raise ValueError(f"{path}: only a bicubic resize to one square size is done here")
+    mean, std = config.get("image_mean", CLIP_MEAN), config.get("image_std", CLIP_STD)
+    resize = "squash" if squash else "shortest"
+    return Preprocessing(sides.pop(), resize, tuple(mean), tuple(std), floors=True)
+
+
+def _sides(size: Any) -> set[Any]:
+    return set(size.values()) if isinstance(size, dict) else {size}

@@ -1,0 +1,120 @@
+"""Defines the interface of object detectors, a real detector and one for the shapes world."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForObjectDetection
+
+from flowalign.types import Loadable, UnitInterval
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.verifiers.shapes import COLOURS, SHAPES, find_objects
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Describes one detected object in an image."""
+
+    label: str
+    score: float
+    """Confidence of the detector, in [0, 1]."""
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom in pixels."""
+    colour: str | None = None
+    """Main colour of the object, where the detector names one."""
+
+
+class Detector(Loadable):
+    """Detects objects of the classes it knows."""
+
+    version: str
+    """Identifies the weights and settings that determine its detections."""
+    names_colours: bool
+    """Whether its detections have a colour."""
+
+    @abstractmethod
+    def classes(self) -> frozenset[str]:
+        """Return the labels that it can give; called after `load`."""
+
+    @abstractmethod
+    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
+        """Return the objects in an image in [0, 1], in any order, unsure ones included."""
+
+
+class ShapesDetector(Detector):
+    """Detects the regions of an image of the shapes world.
+
+    The score is how flat and well formed a region is; one that is drawn well has 0.75 and more, so
+    a threshold of 0.9 is too much here.
+    """
+
+    version = "shapes"
+    names_colours = True
+
+    def load(self) -> None:
+        """Do nothing: there are no weights."""
+
+    def classes(self) -> frozenset[str]:
+        """Return circle, square and triangle."""
+        return frozenset(SHAPES)
+
+    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
+        """Segment the image and return its regions with their colours."""
+        objects = find_objects(picture[None].float().cpu())
+        centre, half = objects.centre[0], objects.half[0]
+        boxes = torch.cat([centre - half, centre + half], 1) + 0.5  # edges, not pixel centres
+        scores = objects.fit * objects.purity
+        return [
+            Detection(
+                SHAPES[int(objects.shape[0, k])],
+                float(scores[0, k]),
+                tuple(boxes[k].tolist()),
+                list(COLOURS)[int(objects.colour[0, k])],
+            )
+            for k in objects.present[0].nonzero().flatten().tolist()
+        ]
+
+
+class TransformersDetector(Detector):
+    """Detects with any `AutoModelForObjectDetection`, a folder or repository; names no colours.
+
+    GenEval itself detects with an mmdet Mask2Former; other detectors give other absolute figures.
+    Detections with a score below `least` are not returned.
+    """
+
+    names_colours = False
+
+    def __init__(self, model: str, device: str = "cpu", least: UnitInterval = 0.05):
+        if not 0 <= least < 1:
+            raise ValueError(f"least of TransformersDetector is {least}; it must be in [0, 1)")
+        self.model, self.device, self.least = model, torch.device(device), least
+        self.version = f"{fingerprint_of(model)}; score > {least}"
+        self._network: Any = None
+
+    def load(self) -> None:
+        """Read the weights, once; raise ValueError where they do not fit."""
+        if self._network is not None:
+            return
+        network = read_transformers(AutoModelForObjectDetection, self.model)
+        self._network = network.eval().requires_grad_(False).to(self.device)
+        self._processor = AutoImageProcessor.from_pretrained(find_folder(self.model))
+
+    def classes(self) -> frozenset[str]:
+        """Return the labels of the model's configuration."""
+        return frozenset(self._network.config.id2label.values())
+
+    @torch.no_grad()
+    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
+        """Run the network; boxes are in pixels of the given image."""
+        self.load()
+        inputs = self._processor(picture.float().cpu(), do_rescale=False, return_tensors="pt")
+        output = self._network(**inputs.to(self.device))
+        (found,) = self._processor.post_process_object_detection(
+            output, threshold=self.least, target_sizes=[tuple(picture.shape[-2:])]
+        )
+        names = self._network.config.id2label
+        columns = (found[key].tolist() for key in ("labels", "scores", "boxes"))
+        return [Detection(names[c], s, tuple(box)) for c, s, box in zip(*columns, strict=True)]

@@ -1,0 +1,207 @@
+"""Reads features of noisy latents from a denoiser's own first blocks, and computes no others.
+
+The forward pass stops where the block after them would begin, so that features of K of N blocks
+cost about K / N of an evaluation. Adapters are switched off: features are those of the released
+weights, whatever a training has made of the policy.
+
+Source: the latent reward of VideoAlign, arXiv:2501.13918, whose layers are not published; DiNa-LRM,
+arXiv:2602.11146 (12 of 24 blocks of SD3.5 Medium); PRFL, arXiv:2511.21541 (8 of 40 of Wan 2.1).
+"""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flowalign.functional.pooling import pool_regions, token_grid
+from flowalign.functional.rating import Features
+from flowalign.types import Cond, MediaBatch, NoisyBackbone, Policy, PositiveInt, plain_requests
+from flowalign.utils.adapters import adapters_of, adapters_off
+
+STACKS = ("transformer_blocks", "blocks")
+"""Names of the first blocks of denoisers in diffusers."""
+
+
+class FirstBlocks(NoisyBackbone):
+    """Pools what the first `blocks` of a policy's denoiser make of noisy latents and prompts.
+
+    `regions` divides a picture into rows and columns, a clip into frames, rows and columns, each of
+    which has the mean of its tokens; null: the mean of all. Gates read the mean of the text's
+    tokens. Guidance is left out. `at_once` bounds the latents of a call.
+    """
+
+    reads_prompts = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        blocks: PositiveInt,
+        regions: Sequence[PositiveInt] | None = None,
+        at_once: PositiveInt = 64,
+    ):
+        self.policy, self.blocks, self.regions, self.at_once = policy, blocks, regions, at_once
+        self.num_frames = policy.num_frames or 1
+        self.loaded = False
+
+    def load(self) -> None:
+        """Read the policy's weights; raise ValueError where it has not that many blocks."""
+        if self.loaded:
+            return
+        self.policy.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.network = self.policy.denoiser.requires_grad_(False)
+        self.features = BlockFeatures(self.policy, self.blocks, self.regions)
+        self.evaluation_share = self.features.share
+        self.weights_fingerprint = self.features.fingerprint()
+        self.fingerprint = "-".join([self.weights_fingerprint, *self.policy.encoders()])
+        self.shape = self.policy.plan().latent_shape
+        given = self.policy.encode(plain_requests(["a"]))
+        self.parts = {name: (value.shape[1:], value.dtype) for name, value in given.items()}
+        self.loaded = True
+
+    @torch.no_grad()
+    def embed(self, batch: MediaBatch) -> Features:
+        """Return clean latents and conditioning, each flattened."""
+        latents, texts = [], []
+        for part in batch.chunks(self.at_once):
+            x, cond = (
+                self.policy.embed(part.media),
+                self.policy.encode(plain_requests(part.prompts)),
+            )
+            latents.append(x.flatten(1).float())
+            texts.append(torch.cat([cond[n].flatten(1).float() for n in self.parts], 1))
+        return Features(torch.cat(latents), torch.cat(texts))
+
+    @torch.no_grad()
+    def add_noise(
+        self, clean: Features, sigma: Float[Tensor, "n"], noise: Float[Tensor, "n D"]
+    ) -> Features:
+        """Return features of the noised latents, with the clean ones' conditioning."""
+        device = next(self.network.parameters()).device
+        level = sigma.to(device)
+        x = (1 - level[:, None]) * clean.joint.to(device) + level[:, None] * noise.to(device)
+        rows = zip(*(t.split(self.at_once) for t in (x, level, clean.prompt)), strict=True)
+        found = [
+            self.features(a.unflatten(1, self.shape), s, self._cond(c.to(device)))
+            for a, s, c in rows
+        ]
+        joint, prompt = ([getattr(f, n) for f in found] for n in ("joint", "prompt"))
+        return Features(torch.cat(joint), torch.cat(prompt))
+
+    def _cond(self, flat: Float[Tensor, "n E"]) -> dict[str, Tensor]:
+        """Return the conditioning that `embed` flattened."""
+        sizes = [prod(shape) for shape, _ in self.parts.values()]
+        parts = zip(self.parts.items(), flat.split(sizes, 1), strict=True)
+        return {name: v.unflatten(1, shape).to(dtype) for (name, (shape, dtype)), v in parts}
+
+
+class BlockFeatures:
+    """Evaluates the first blocks of a loaded policy, by the weights it was released with."""
+
+    def __init__(self, policy: Policy, blocks: int, regions: Sequence[int] | None):
+        self.policy = copy.copy(policy)
+        self.policy.guidance, self.policy.evaluations_per_velocity = 1.0, 1
+        if not adapters_of(policy.denoiser):
+            self.policy.denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
+        self.stacks = find_stacks(self.policy.denoiser)
+        self.blocks, self.regions = blocks, regions
+        fewest = min(len(stack) for stack in self.stacks)
+        if not blocks < fewest:
+            raise ValueError(
+                f"blocks is {blocks}; {type(policy.denoiser).__name__} has {fewest}, of which "
+                f"features come from at most the first {fewest - 1}"
+            )
+        self.share = blocks / fewest
+
+    def __call__(
+        self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "*n"], cond: Cond
+    ) -> Features:
+        """Return the features of states, with a gradient to those that require one."""
+        handles = [
+            stack[self.blocks].register_forward_pre_hook(_raise_block_input, with_kwargs=True)
+            for stack in self.stacks
+        ]
+        try:
+            with adapters_off(self.policy.denoiser):
+                self.policy.velocity(x, sigma, cond)
+        except _BlockInput as reached:
+            return self._pooled(reached.tokens, reached.text, x.shape[2:])
+        finally:
+            for handle in handles:
+                handle.remove()
+        raise AssertionError("an evaluation has passed the block without its hook")
+
+    def fingerprint(self) -> str:
+        """Hash the weights that features depend on, rounded to bfloat16, and the settings."""
+        names = [name for name, _ in self.policy.denoiser.named_modules()]
+        beyond = tuple(
+            f"{name}.{k}."
+            for name in names
+            if name.rpartition(".")[2] in STACKS
+            for k in range(self.blocks, 1000)
+        )
+        digest = hashlib.sha256(f"{self.blocks} {self.regions}".encode())
+        for name, value in sorted(self.policy.denoiser.state_dict().items()):
+            if "lora_" in name or name.startswith(beyond) or _is_last(name):
+                continue
+            digest.update(name.replace(".base_layer", "").encode())
+            digest.update(value.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _pooled(self, tokens: Tensor, text: Tensor | None, places: Sequence[int]) -> Features:
+        prompt = tokens.new_zeros(len(tokens), 0) if text is None else text.mean(1)
+        if self.regions is None:
+            return Features(tokens.float().mean(1), prompt.float())
+        if len(self.regions) != len(places):
+            raise ValueError(
+                f"regions are {list(self.regions)}; latents of {tuple(places)} places are divided "
+                f"by {len(places)} numbers"
+            )
+        grid = token_grid(tokens.shape[1], places)
+        joint = pool_regions(tokens.float(), grid, self.regions)
+        return Features(joint.flatten(1), prompt.float())
+
+
+class _BlockInput(Exception):
+    """Ends an evaluation, and carries what the next block would have read."""
+
+    def __init__(self, tokens: Tensor, text: Tensor | None):
+        super().__init__()
+        self.tokens, self.text = tokens, text
+
+
+def _raise_block_input(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise what a block is given: the tokens of the latent first, those of the text second."""
+    tokens = given["hidden_states"] if "hidden_states" in given else args[0]
+    text = given.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
+    raise _BlockInput(tokens, text)
+
+
+def find_stacks(denoiser: nn.Module) -> list[Any]:
+    """Return the first blocks of a network, or of each of those that it joins.
+
+    Raises:
+        ValueError: No list of layers has the name of one.
+    """
+    found = [
+        layers
+        for name, layers in denoiser.named_modules()
+        if isinstance(layers, nn.ModuleList)
+        and name.rpartition(".")[2] in STACKS
+        and name.count(".") <= 1
+    ]
+    if not found:
+        raise ValueError(
+            f"a latent reward reads the first blocks of a transformer; {type(denoiser).__name__} "
+            f"has no list of layers that is called {' or '.join(STACKS)}"
+        )
+    return found
+
+
+def _is_last(name: str) -> bool:
+    """Return whether a weight belongs to what comes after the blocks."""
+    return name.rpartition(".")[0].startswith(("proj_out", "norm_out", "single_transformer_blocks"))

@@ -1,0 +1,119 @@
+"""Implements what all rewards computed by a torch network share: loading, placement, chunks."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    """Holds the scores that `rate` returns together with uncertainties and failures."""
+
+    values: Float[Tensor, "n R"]
+    uncertainty: Float[Tensor, "n R"] | None = None
+    """Standard deviation of each score; None: the model gives none."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Samples of this batch that turned out not to be scorable, with the reason."""
+    places: Float[Tensor, "n *place"] | None = None
+    """Worth of every place of each sample; None: the model maps nothing."""
+
+
+class NetworkReward(RewardModel, Loadable):
+    """Scores with a network that a subclass can `read`, and `rate` a batch with.
+
+    The constructor is cheap; weights are read by `load`, or by the first `score`. `device` is a
+    torch device or `auto`; with `offload` the network waits in main memory between two calls.
+    Differentiable models keep the gradient of media that require one.
+    """
+
+    network: Any
+    """Network that `read` returned; a subclass may declare its type."""
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+    ):
+        if batch_size < 1:
+            raise ValueError(f"batch_size of {spec.name} is {batch_size}; it must be at least 1")
+        self.spec, self.batch_size, self.offload = spec, batch_size, offload
+        self.device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        )
+        self._loaded = False
+
+    @abstractmethod
+    def read(self) -> nn.Module:
+        """Return the network with its weights, on the CPU.
+
+        Raises:
+            ValueError: a checkpoint does not fit.
+        """
+
+    @abstractmethod
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | BatchScores:
+        """Score samples that passed the screen; `self.network` is on `self.device`."""
+
+    @final
+    def load(self) -> None:
+        """Read the weights, once."""
+        if self._loaded:
+            return
+        self.network = self.read().eval().requires_grad_(False)
+        if not self.offload:
+            self.network.to(self.device)
+        self._loaded = True
+
+    @final
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the samples that can be scored, `batch_size` at a time."""
+        failed = self.spec.screen(batch)
+        self.load()
+        good = [i for i in range(len(batch)) if i not in failed]
+        if not good:
+            nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+            return RewardOutput.build(self.spec, nothing, failed)
+        if self.offload:
+            self.network.to(self.device)
+        with torch.set_grad_enabled(batch.media.requires_grad):
+            parts = [self.rate(part) for part in batch.take(good).chunks(self.batch_size)]
+            rated = _concat([r if isinstance(r, BatchScores) else BatchScores(r) for r in parts])
+            values = place_rows(rated.values, good, len(batch))
+            stds = rated.uncertainty
+            uncertainty = None if stds is None else place_rows(stds, good, len(batch))
+            maps = None if rated.places is None else place_rows(rated.places, good, len(batch))
+        if self.offload and not values.requires_grad:  # backward needs the weights in place
+            self.network.to("cpu")
+        failed |= {good[i]: reason for i, reason in rated.failed.items()}
+        return RewardOutput.build(self.spec, values, failed, uncertainty, places=maps)
+
+
+def _concat(parts: Sequence[BatchScores]) -> BatchScores:
+    """Concatenate the results of several chunks."""
+    failed: dict[int, str] = {}
+    num = 0
+    for part in parts:
+        failed |= {num + i: reason for i, reason in part.failed.items()}
+        num += len(part.values)
+    stds = [part.uncertainty for part in parts if part.uncertainty is not None]
+    maps = [part.places for part in parts if part.places is not None]
+    values = torch.cat([part.values for part in parts])
+    uncertainty = torch.cat(stds) if stds else None
+    return BatchScores(values, uncertainty, failed, torch.cat(maps) if maps else None)
+
+
+def place_rows(
+    table: Float[Tensor, "m *R"], rows: Sequence[int], num: int
+) -> Float[Tensor, "n *R"]:
+    """Place the m rows, on the CPU, at the given positions among `num` rows of NaN."""
+    places = torch.full((num, *table.shape[1:]), torch.nan)
+    return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())

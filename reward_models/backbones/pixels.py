@@ -1,0 +1,121 @@
+"""Preprocesses pixels for image encoders: one path of tensors, with a gradient.
+
+Published models were trained on images that PIL resized in 8 bits. `quantised=True` reproduces
+that: the value is rounded to 8 bits where PIL rounds it, the gradient passes straight through.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def normalise(
+    frames: Float[Tensor, "n 3 h w"],
+    mean: Sequence[float] = CLIP_MEAN,
+    std: Sequence[float] = CLIP_STD,
+) -> Float[Tensor, "n 3 h w"]:
+    """Subtract the mean and divide by the standard deviation of every channel."""
+    return TF.normalize(frames, list(mean), list(std))
+
+
+def resize(
+    frames: Float[Tensor, "n 3 h w"], height: int, width: int, quantised: bool = False
+) -> Float[Tensor, "n 3 height width"]:
+    """Resize by antialiased bicubic interpolation.
+
+    Quantised values are those that PIL gives for the 8-bit image: a tensor scores the same as its
+    PNG file.
+    """
+    if quantised:
+        return resize_like_pil(frames, height, width)
+    if frames.shape[-2:] == (height, width):
+        return frames
+    bicubic = InterpolationMode.BICUBIC
+    return TF.resize(frames, [height, width], interpolation=bicubic, antialias=True)
+
+
+def resize_like_pil(
+    frames: Float[Tensor, "n 3 h w"], height: int, width: int
+) -> Float[Tensor, "n 3 height width"]:
+    """Resize like PIL 13 does 8-bit images, bit for bit; the gradient is the smooth resize's.
+
+    Each axis is resized in fixed point and rounded to 8 bits: columns first, but rows first where
+    the height shrinks by over twice as many pixels as the width. (PIL before 13 always began with
+    columns: one level away in some pixels of images more than twice as tall as wide.)
+    """
+    bits = (frames.detach() * 255).round().clamp(0, 255).double()
+    shrinks = frames.shape[2] - height, frames.shape[3] - width
+    columns_first = shrinks[0] <= max(0, 2 * shrinks[1])
+    for axis, size in ((3, width), (2, height))[:: 1 if columns_first else -1]:
+        if bits.shape[axis] != size:
+            weights = _weights(bits.shape[axis], size).to(bits.device)
+            bits = _levels(bits @ weights.T if axis == 3 else weights @ bits)
+    exact = bits.to(frames.dtype) / 255
+    if not frames.requires_grad:
+        return exact
+    smooth = resize(frames, height, width)
+    return smooth + (exact - smooth).detach()
+
+
+_UNIT = 1 << 22
+"""Fixed-point value of 1 in PIL's 8-bit resize; float64 holds all sums exactly, being integers."""
+
+
+def _levels(sums: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 h w"]:
+    return ((sums + _UNIT / 2) / _UNIT).floor().clamp(0, 255)
+
+
+@lru_cache(maxsize=64)
+def _weights(size_in: int, size_out: int) -> Float[Tensor, "size_out size_in"]:
+    """Return Keys' cubic (a = -1/2) in fixed point, stretched by the scale if that is above 1."""
+    scale = size_in / size_out
+    stretch = max(scale, 1.0)
+    centre = (torch.arange(size_out, dtype=torch.float64)[:, None] + 0.5) * scale
+    index = torch.arange(size_in)
+    first = (centre - 2 * stretch + 0.5).long().clamp(min=0)
+    end = (centre + 2 * stretch + 0.5).long()
+    x = ((index - centre + 0.5) * (1 / stretch)).abs()
+    near, far = (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5
+    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    weights = weights.masked_fill((index < first) | (index >= end), 0.0)
+    fixed = weights / weights.sum(1, keepdim=True) * _UNIT
+    return (fixed + 0.5 * fixed.sign()).trunc()
+
+
+def crop_shortest_side(
+    frames: Float[Tensor, "n 3 h w"], size: int, quantised: bool = False, floors: bool = False
+) -> Float[Tensor, "n 3 size size"]:
+    """Resize the shortest side to `size` and crop the centre (CLIP, BLIP).
+
+    Where the margin is odd, transformers leaves the smaller half in front (`floors`), torchvision
+    the even one.
+    """
+    h, w = frames.shape[-2:]
+    long = int(size * max(h, w) / min(h, w))
+    height, width = (size, long) if h <= w else (long, size)
+    frames = resize(frames, height, width, quantised)
+    if not floors:
+        return TF.center_crop(frames, [size, size])
+    return TF.crop(frames, (height - size) // 2, (width - size) // 2, size, size)
+
+
+def pad_longest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
+    """Resize the longest side to `size` and pad with black around the centre (HPSv2)."""
+    h, w = frames.shape[-2:]
+    scale = size / max(h, w)
+    frames = resize(frames, round(h * scale), round(w * scale))
+    down, right = size - frames.shape[-2], size - frames.shape[-1]
+    return TF.pad(frames, [right // 2, down // 2, right - right // 2, down - down // 2])
+
+
+def average_over_frames(media: Float[Tensor, "n F 3 h w"], scores: Float[Tensor, "n*F"]) -> Tensor:
+    """Average over the frames of each sample, which is how an image model scores a video."""
+    return scores.unflatten(0, media.shape[:2]).mean(1)

@@ -1,0 +1,123 @@
+"""Caches what a causal model has read of a clip, for every prompt that follows it."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
+
+from reward_models.backbones.qwen2_vl import Chat, Qwen2VLReward
+
+K = TypeVar("K")
+V = TypeVar("V")
+Layer = tuple[Float[Tensor, "n heads L D"], Float[Tensor, "n heads L D"]]
+"""Keys and values of one layer."""
+
+
+@dataclass(frozen=True)
+class ClipCache:
+    """Holds a network's keys, values and head outputs for a clip and the text after it."""
+
+    heads: Float[Tensor, "M d"]
+    """Output of the head at each of M marks."""
+    layers: Sequence[Layer]
+    """Keys and values of every layer, for this clip alone."""
+    last: Int[Tensor, "3 1"]
+    """Position of the last token on three axes; it is text, so the next position is one more."""
+
+    @property
+    def length(self) -> int:
+        """Return the length in tokens."""
+        return self.layers[0][0].shape[2]
+
+    def to(self, device: torch.device | str) -> "ClipCache":
+        """Return the same on another device."""
+        layers = [(k.to(device), v.to(device)) for k, v in self.layers]
+        return ClipCache(self.heads.to(device), layers, self.last.to(device))
+
+
+def read_clips(
+    network: Qwen2VLReward, chats: Sequence[Chat], marks: Sequence[int]
+) -> list[ClipCache]:
+    """Read chats about a video, all of one length, and keep the keys, values and head outputs."""
+    device = next(network.parameters()).device
+    ids = torch.tensor([chat.ids for chat in chats], device=device)
+    grid = torch.tensor([chat.grid for chat in chats], device=device)
+    positions = _positions(network, ids, grid)
+    pixels = torch.cat([chat.patches for chat in chats]).to(device)
+    seen = network.backbone(
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=True,
+        pixel_values_videos=pixels,
+        video_grid_thw=grid,
+    )
+    heads = torch.stack([_head_at(network, seen, ids, mark) for mark in marks], 1)
+    layers = [(layer.keys, layer.values) for layer in seen.past_key_values.layers]
+    return [
+        ClipCache(heads[i], [(k[i : i + 1], v[i : i + 1]) for k, v in layers], positions[:, i, -1:])
+        for i in range(len(chats))
+    ]
+
+
+def continue_clips(
+    network: Qwen2VLReward, clips: Sequence[ClipCache], texts: Sequence[Sequence[int]], mark: int
+) -> Float[Tensor, "n d"]:
+    """Return the head's output at the mark in the text after each clip; all clips have one length.
+
+    Padding comes last, where causal attention never looks.
+    """
+    device = next(network.parameters()).device
+    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
+    clips = [clip.to(device) for clip in clips]
+    layers = [
+        (torch.cat([k for k, _ in same]), torch.cat([v for _, v in same]))
+        for same in zip(*(clip.layers for clip in clips), strict=True)
+    ]
+    start = torch.stack([clip.last for clip in clips], 1) + 1
+    seen = network.backbone(
+        input_ids=ids,
+        position_ids=start + torch.arange(ids.shape[1], device=device),
+        past_key_values=DynamicCache(layers),
+        use_cache=True,
+    )
+    return _head_at(network, seen, ids, mark)
+
+
+def hash_clip(chat: Chat) -> str:
+    """Return a digest that is equal for chats about equal clips."""
+    content = chat.patches.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{chat.grid} {hashlib.sha256(content.data).hexdigest()}"
+
+
+def group_by_size(items: Mapping[K, V], size: Callable[[V], int]) -> list[list[K]]:
+    """Group the keys by the size of their items; sizes stay in order of first appearance."""
+    groups: dict[int, list[K]] = defaultdict(list)
+    for key, item in items.items():
+        groups[size(item)].append(key)
+    return [*groups.values()]
+
+
+def _head_at(
+    network: Qwen2VLReward, seen: Any, ids: Int[Tensor, "n L"], mark: int
+) -> Float[Tensor, "n d"]:
+    """Return the head's output at the position of the mark in each row."""
+    places = (ids == mark).int().argmax(1)
+    rows = torch.arange(len(ids), device=ids.device)
+    return network.head(seen.last_hidden_state[rows, places].float())
+
+
+def _positions(
+    network: Qwen2VLReward, ids: Int[Tensor, "n L"], grid: Int[Tensor, "n 3"]
+) -> Int[Tensor, "3 n L"]:
+    if network.position_mode == "sequential":
+        return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+    types = (ids == network.pads["video"]).int() * 2
+    kwargs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types, "video_grid_thw": grid}
+    return network.backbone.get_rope_index(**kwargs)[0]

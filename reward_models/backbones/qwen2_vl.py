@@ -1,0 +1,270 @@
+"""Builds Qwen2-VL, 2.5-VL or 3-VL as the backbone of a reward: native classes, a separate head.
+
+Published rewards subclass the language model. Under transformers 5 such a class loads no text
+weights and says so only in a printed table; here the head is a module of its own and every key is
+accounted for.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLModel,
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLModel,
+    Qwen3VLConfig,
+    Qwen3VLModel,
+)
+
+from reward_models.backbones.checkpoints import (
+    find_file,
+    load_exactly,
+    on_meta_device,
+    read_json,
+    rename_tensors,
+)
+from reward_models.backbones.pixels import CLIP_MEAN, CLIP_STD, normalise
+
+PositionMode = Literal["sequential", "mrope"]
+Dtype = Literal["float32", "bfloat16"]
+PATCH, MERGE, PAIR = 14, 2, 2
+"""Pixels per side of a patch, patches per side of a token, frames per patch."""
+KEYS = (
+    (r"^model\.(language_model|visual)\.", r"backbone.\1."),
+    (r"^model\.", "backbone.language_model."),
+    (r"^visual\.", "backbone.visual."),
+    (r"^rm_heads?\.", "head."),
+)
+"""Maps the names of transformers 4, in which these checkpoints were written, to those used here:
+4.45 had the language model in `model`, 4.52 and later have `model.language_model`."""
+Config = Qwen2VLConfig | Qwen2_5_VLConfig | Qwen3VLConfig
+Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+_CLASSES: dict[str, tuple[type[Config], Callable[[Any], nn.Module]]] = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLModel),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLModel),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLModel),
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Holds one user turn about one video, or one or several images."""
+
+    ids: list[int]
+    patches: Float[Tensor, "N D"]
+    grid: tuple[int, int, int]
+    """Number of frame pairs, patch rows and patch columns."""
+    further: tuple[tuple[int, int, int], ...] = ()
+    """The same of further images, whose patches follow those of the first."""
+
+
+class Qwen2VLReward(nn.Module):
+    """Combines a Qwen2-VL without its vocabulary head with a reward head on the marked positions.
+
+    VideoReward and HPSv3 were trained with positions that count tokens (`sequential`), because they
+    hand their own embeddings to the language model; `mrope` is Qwen2-VL's scheme of three axes,
+    which gives other scores.
+    """
+
+    def __init__(self, config: Config, head: nn.Module, position_mode: PositionMode):
+        super().__init__()
+        self.backbone: Any = _CLASSES[config.model_type][1](config)
+        self.head = head
+        self.position_mode: PositionMode = position_mode
+        self.pads = {"image": config.image_token_id, "video": config.video_token_id}
+
+    def forward(
+        self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
+    ) -> Float[Tensor, "n M *d"]:
+        """Return the head's output at each of the M marks, which every chat contains once."""
+        return self.head(self.hidden(chats, marks, modality))
+
+    def hidden(
+        self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
+    ) -> Float[Tensor, "n M D"]:
+        """Return the last hidden state at each of the M marks, in float32.
+
+        Padding comes last, where causal attention never looks, so there is no mask.
+        """
+        device = next(self.parameters()).device
+        rows = [torch.tensor(chat.ids) for chat in chats]
+        ids = pad_sequence(rows, batch_first=True, padding_value=0).to(device)
+        pixels, grid = f"pixel_values{'_videos' * (modality == 'video')}", f"{modality}_grid_thw"
+        grids = [one for chat in chats for one in (chat.grid, *chat.further)]
+        vision = {grid: torch.tensor(grids, device=device)}
+        position_ids = self._positions(ids, modality, vision)
+        vision[pixels] = torch.cat([chat.patches for chat in chats]).to(device)
+        hidden = self.backbone(
+            input_ids=ids, position_ids=position_ids, use_cache=False, **vision
+        ).last_hidden_state
+        found = torch.stack([(ids == mark).int().argmax(1) for mark in marks], 1)
+        return hidden.gather(1, found[..., None].expand(-1, -1, hidden.shape[2])).float()
+
+    def _positions(
+        self, ids: Int[Tensor, "n L"], modality: str, grid: dict
+    ) -> Int[Tensor, "3 n L"]:
+        if self.position_mode == "sequential":
+            return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+        types = (ids == self.pads[modality]).int() * (1 if modality == "image" else 2)
+        kwargs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types, **grid}
+        return self.backbone.get_rope_index(**kwargs)[0]
+
+
+def read_base(
+    source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl"
+) -> tuple[Config, Qwen2Tokenizer]:
+    """Read the architecture and the tokenizer of a base model, and add special tokens.
+
+    Raises:
+        ValueError: where the folder or hub repository lacks a file or is of another kind.
+    """
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    paths = [find_file(source, name) for name in names]
+    if (found := read_json(paths[0]).get("model_type")) != kind:
+        raise ValueError(f"{source} is of type {found!r}, not {kind}")
+    folder = paths[0].parent
+    config = _CLASSES[kind][0].from_pretrained(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    text_config(config).vocab_size = len(tokenizer)
+    return config, tokenizer
+
+
+def text_config(config: Config) -> Any:
+    """Return the configuration of the language model."""
+    if not isinstance(config.text_config, PretrainedConfig):
+        raise ValueError("the configuration has no language model")
+    return config.text_config
+
+
+def build_network(
+    config: Config,
+    head: Callable[[int], nn.Module],
+    tensors: Mapping[str, Tensor],
+    source: str | Path,
+    position_mode: PositionMode = "sequential",
+    dtype: Dtype = "float32",
+) -> Qwen2VLReward:
+    """Build the network with exactly these weights, named by transformers 4.
+
+    The head stays in float32.
+    """
+    with on_meta_device():
+        network = Qwen2VLReward(config, head(text_config(config).hidden_size), position_mode)
+    cast = {
+        key: tensor.to(torch.float32 if key.startswith("head.") else getattr(torch, dtype))
+        for key, tensor in rename_tensors(tensors, KEYS).items()
+    }
+    load_exactly(network, cast, source, unused=[r"lm_head\.weight"])
+    return network
+
+
+def check_options(position_mode: str, dtype: str) -> None:
+    """Raise ValueError where an option has an unknown value."""
+    for name, value, allowed in (
+        ("position_mode", position_mode, get_args(PositionMode)),
+        ("dtype", dtype, get_args(Dtype)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def collect_chats(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], dict[int, str]]:
+    """Return the chats of samples that can be asked about, and the reasons for the others."""
+    chats: dict[int, Chat] = {}
+    failed: dict[int, str] = {}
+    for i in range(num):
+        try:
+            chats[i] = chat(i)
+        except ValueError as error:
+            failed[i] = str(error)
+    return chats, failed
+
+
+def fill_instruction(tokenizer: Qwen2Tokenizer, instruction: str, prompt: str) -> str:
+    """Insert the prompt into the instruction.
+
+    Raises:
+        ValueError: for a prompt with special tokens, which would change what the model is asked.
+    """
+    if found := [token for token in tokenizer.get_added_vocab() if token in prompt]:
+        raise ValueError(f"its prompt contains the special token {found[0]}")
+    return instruction.replace("{prompt}", prompt)
+
+
+def tokenize_chat(
+    tokenizer: Qwen2Tokenizer,
+    text: str,
+    modality: Literal["image", "video"],
+    *num_tokens: int,
+    system: str = "You are a helpful assistant.",
+) -> list[int]:
+    """Return token ids of a user turn, media before text, up to where the answer begins.
+
+    `num_tokens` are those of each medium, in order. Qwen3-VL has no system prompt of its own: an
+    empty `system` leaves its turn out.
+    """
+    first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    media = "".join(
+        f"<|vision_start|>{f'<|{modality}_pad|>' * num}<|vision_end|>" for num in num_tokens
+    )
+    return tokenizer.encode(
+        f"{first}<|im_start|>user\n{media}{text}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def fit_size(
+    height: int, width: int, fewest: int, most: int, side: int = PATCH * MERGE
+) -> tuple[int, int]:
+    """Return height and width, multiples of a token's side, with an area within the pixel bounds.
+
+    The aspect ratio is kept as well as whole tokens allow. An image whose rounded area lies between
+    `fewest` and `most` is only rounded; otherwise it is scaled and rounded down to stay below
+    `most`, or up to reach `fewest`.
+
+    Raises:
+        ValueError: for an image more than 200 times as long as wide.
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"{height}x{width} pixels: one side is over 200 times the other")
+    h, w = (max(side, round(x / side) * side) for x in (height, width))
+    if h * w > most:
+        scale = math.sqrt(height * width / most)
+        h, w = (math.floor(x / scale / side) * side for x in (height, width))
+    elif h * w < fewest:
+        scale = math.sqrt(fewest / (height * width))
+        h, w = (math.ceil(x * scale / side) * side for x in (height, width))
+    return h, w
+
+
+def cut_patches(
+    frames: Float[Tensor, "T 3 h w"],
+    patch: int = PATCH,
+    mean: Sequence[float] = CLIP_MEAN,
+    std: Sequence[float] = CLIP_STD,
+) -> tuple[Float[Tensor, "N D"], tuple[int, int, int]]:
+    """Normalise fitted frames in [0, 1] and cut them into patches, grouped by token.
+
+    The last frame is repeated where their number is odd.
+    """
+    x = normalise(frames, mean, std)
+    x = torch.cat([x, x[-1:]]) if len(x) % PAIR else x
+    grid = len(x) // PAIR, x.shape[2] // patch, x.shape[3] // patch
+    t, h, w = grid
+    x = x.reshape(t, PAIR, 3, h // MERGE, MERGE, patch, w // MERGE, MERGE, patch)
+    return x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), grid
+
+
+def count_tokens(grid: tuple[int, int, int]) -> int:
+    """Return the number of text tokens that a grid of patches occupies."""
+    return math.prod(grid) // MERGE**2

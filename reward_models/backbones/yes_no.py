@@ -1,0 +1,294 @@
+"""Implements judges that answer questions about images and videos with the probability of yes."""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.video_utils import VideoMetadata
+
+from flowalign.functional.path_gradient import straight_through
+from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
+from reward_models.backbones.answer_tokens import find_answer_tokens, find_single_tokens
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_json
+from reward_models.backbones.frames import at_rate, each_second
+from reward_models.backbones.packing import PackedQuestions, pack_questions
+from reward_models.backbones.pixels import resize
+from reward_models.backbones.qwen2_vl import cut_patches, fit_size
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_VISION_END = "<|vision_end|>"
+_MIN_PIXELS = 4 * 28 * 28
+
+
+class YesNoJudge(Loadable):
+    """Answers any question about media by yes or no, with a probability."""
+
+    version: str
+    """Identifies its weights and settings; enters the fingerprint of rewards that use it."""
+    video_needs: tuple[Literal["fps"], ...] = ()
+    """Fields that a batch of videos must bring besides its media."""
+
+    @abstractmethod
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """Return P(yes) for the questions about each sample; NaN where the judge gave no answer."""
+
+
+class QwenYesNo(YesNoJudge):
+    """Runs a Qwen2-VL, Qwen2.5-VL or Qwen3-VL on this machine as a judge.
+
+    P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
+    space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
+    `max_pixels`; of a video, about `fps` evenly spaced frames per second are seen, at most
+    `max_frames`, or with `fps: seconds` the frame nearest to each full second. A question
+    with a special token in it, say from a prompt, is not answered.
+
+    All questions about a sample share its prefix: system prompt and vision tokens are computed once
+    per `ask`, and the questions follow on the cached keys, packed into one row in which a question
+    attends to the prefix and to itself. Answers about media that require a gradient have one,
+    through the vision tower: the pixels are then prepared by tensors in place of the processor.
+    """
+
+    video_needs: tuple[Literal["fps"], ...] = ("fps",)
+
+    def __init__(
+        self,
+        source: str,
+        device: str = "auto",
+        dtype: Dtype = "bfloat16",
+        batch_size: PositiveInt = 4,
+        max_pixels: PositiveInt = 768 * 28 * 28,
+        fps: PositiveFloat | Literal["seconds"] = 1.0,
+        max_frames: PositiveInt = 24,
+        canonical: bool = True,
+    ):
+        still = fps != "seconds" and fps <= 0
+        if batch_size < 1 or max_frames < 2 or still or max_pixels < _MIN_PIXELS:
+            raise ValueError(
+                f"batch_size {batch_size}, max_frames {max_frames}, fps {fps}, max_pixels "
+                f"{max_pixels}: they must be at least 1, 2, above 0 and at least {_MIN_PIXELS}"
+            )
+        self.source, self.batch_size, self.max_pixels = source, batch_size, max_pixels
+        self.fps: float | Literal["seconds"] = fps
+        self.max_frames, self.canonical = max_frames, canonical
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        )
+        self.version = (
+            f"{fingerprint_of(source)} {dtype} {max_pixels} pixels {fps} fps {max_frames} frames "
+            f"{'canonical' if canonical else 'exact'}"
+        )
+        self._loaded = False
+
+    def load(self) -> None:
+        """Read tokenizer and weights, once; raise ValueError where they are not a judge's."""
+        if self._loaded:
+            return
+        folder = find_folder(self.source, ("*.json", "*.txt", "*.jinja", "*.safetensors"))
+        self.processor = _read_processor(folder)
+        self.yes, self.no = (
+            torch.tensor(find_answer_tokens(self.processor.tokenizer, word, self.canonical))
+            for word in ("yes", "no")
+        )
+        self.network = _read_network(folder, self.dtype).to(self.device)
+        self._loaded = True
+
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """Return P(yes), computed for `batch_size` samples of equal frame counts at a time."""
+        return self.log_odds(batch, questions).sigmoid()
+
+    def log_odds(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """Return log P(yes) - log P(no), which is not flat where the judge is sure."""
+
+        def odds(logits: Tensor, _: Sequence[int]) -> Tensor:
+            return logits[..., self.yes].logsumexp(-1) - logits[..., self.no].logsumexp(-1)
+
+        return self._asked(batch, questions, odds)
+
+    def probability(
+        self,
+        batch: MediaBatch,
+        questions: Sequence[Sequence[str]],
+        spellings: Sequence[Sequence[Sequence[str]]],
+    ) -> Float[Tensor, "n questions"]:
+        """Return the probability, among all tokens, of an answer in any of its spellings.
+
+        Spellings of several tokens do not count, and a token that several have counts once.
+
+        Raises:
+            ValueError: no spelling of an answer is one token.
+        """
+        self.load()
+        tokenizer = self.processor.tokenizer
+        tokens = [[find_single_tokens(tokenizer, some) for some in row] for row in spellings]
+
+        def answer(logits: Tensor, rows: Sequence[int]) -> Tensor:
+            p = logits.softmax(-1)
+            each = [
+                p[k, j, ids].sum() for k, i in enumerate(rows) for j, ids in enumerate(tokens[i])
+            ]
+            return torch.stack(each).view(p.shape[:2])
+
+        return self._asked(batch, questions, answer)
+
+    def _asked(
+        self,
+        batch: MediaBatch,
+        questions: Sequence[Sequence[str]],
+        read: Callable[[Tensor, Sequence[int]], Tensor],
+    ) -> Float[Tensor, "n questions"]:
+        """Return what `read` makes of the answers' logits [n, questions, V] about some rows."""
+        self.load()
+        answers = torch.empty(len(batch), len(questions[0]))
+        alike: dict[int, list[int]] = defaultdict(list)
+        frames = [self._frames(batch, i) for i in range(len(batch))]
+        for i, chosen in enumerate(frames):
+            alike[len(chosen)].append(i)
+        for rows in alike.values():
+            for start in range(0, len(rows), self.batch_size):
+                some = rows[start : start + self.batch_size]
+                tails = [[self._tail(question) for question in questions[i]] for i in some]
+                with torch.set_grad_enabled(batch.media.requires_grad):
+                    prefix = self._prefix(batch, some, [frames[i] for i in some])
+                    answers[some] = read(self._continue(prefix, pack_questions(tails)), some).cpu()
+        special = self.processor.tokenizer.all_special_tokens
+        bad = [
+            [any(token in question for token in special) for question in row] for row in questions
+        ]
+        return answers.masked_fill(torch.tensor(bad), torch.nan)
+
+    def _frames(self, batch: MediaBatch, i: int) -> list[int]:
+        total = batch.media.shape[1]
+        if total == 1:
+            return [0]
+        if len(batch.fps) != len(batch):
+            raise ValueError(f"{self.source} needs the fps of every video that it is asked about")
+        if self.fps == "seconds":
+            return each_second(total, batch.fps[i], self.max_frames)
+        return at_rate(total, batch.fps[i], self.fps, least=2, most=self.max_frames)
+
+    def _prompt(self, kind: str, question: str) -> str:
+        content = [{"type": kind}, {"type": "text", "text": question}]
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+
+    def _tail(self, question: str) -> list[int]:
+        """Tokenise the text after the media; no token crosses the special token between them."""
+        text = self._prompt("image", question).partition(_VISION_END)[2]
+        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _prefix(
+        self, batch: MediaBatch, rows: Sequence[int], frames: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """Return the inputs up to the end of the media, of one length for all rows."""
+        media = [self._shrunk(batch.media[i, list(f)]) for i, f in zip(rows, frames, strict=True)]
+        kind = "image" if batch.media.shape[1] == 1 else "video"
+        text = "".join(self._prompt(kind, "").partition(_VISION_END)[:2])
+        given: dict[str, Any] = {"images": [clip[0].detach() for clip in media]}
+        if kind == "video":
+            total = batch.media.shape[1]
+            given = {
+                "videos": [clip.detach() for clip in media],
+                "video_metadata": [
+                    VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
+                    for i, f in zip(rows, frames, strict=True)
+                ],
+                "do_sample_frames": False,
+            }
+        inputs = self.processor(
+            text=[text] * len(rows), do_resize=False, do_rescale=False, return_tensors="pt", **given
+        )
+        unused = ("attention_mask", "video_metadata")
+        inputs = {name: value for name, value in inputs.items() if name not in unused}
+        if "second_per_grid_ts" in inputs:
+            inputs["second_per_grid_ts"] = torch.as_tensor(inputs["second_per_grid_ts"])
+        if batch.media.requires_grad:
+            name = "pixel_values" if kind == "image" else "pixel_values_videos"
+            inputs[name] = torch.cat([self._patches(clip) for clip in media])
+        return {name: value.to(self.device) for name, value in inputs.items()}
+
+    def _shrunk(self, frames: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "F 3 h w"]:
+        vision = self.processor.image_processor
+        factor = vision.patch_size * vision.merge_size
+        _, _, height, width = frames.shape
+        height, width = fit_size(height, width, _MIN_PIXELS, self.max_pixels, factor)
+        frames = resize(frames.float().clamp(0, 1), height, width).clamp(0, 1)
+        return straight_through((frames * 255).round() / 255, frames)
+
+    def _patches(self, clip: Float[Tensor, "F 3 h w"]) -> Float[Tensor, "N D"]:
+        """Return what the processor makes of shrunk frames, with their gradient."""
+        vision = self.processor.image_processor
+        return cut_patches(clip, vision.patch_size, vision.image_mean, vision.image_std)[0]
+
+    def _continue(
+        self, prefix: dict[str, Any], questions: PackedQuestions
+    ) -> Float[Tensor, "n q V"]:
+        core = self.network.model
+        grids = {k: v for k, v in prefix.items() if k.endswith(("_grid_thw", "_grid_ts"))}
+        positions, _ = core.get_rope_index(
+            prefix["input_ids"], mm_token_type_ids=prefix["mm_token_type_ids"], **grids
+        )
+        seen = core(**prefix, position_ids=positions, use_cache=True)
+        questions = questions.to(self.device)
+        # The prefix ends in a text token, whose successor's position is the next integer. The
+        # model's own rope_deltas would start after the largest temporal position of a video.
+        hidden = core.language_model(
+            inputs_embeds=core.get_input_embeddings()(questions.tokens),
+            position_ids=positions[:, :, -1:] + 1 + questions.offset,
+            past_key_values=seen.past_key_values,
+            attention_mask=questions.mask(positions.shape[-1]),
+            use_cache=True,
+        ).last_hidden_state
+        last = questions.last[..., None].expand(-1, -1, hidden.shape[-1])
+        return self.network.lm_head(hidden.gather(1, last)).float()
+
+
+def _read_processor(folder: Path) -> Any:
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{folder} holds a {kind}; a judge is one of {', '.join(ARCHITECTURES)}")
+    try:
+        return AutoProcessor.from_pretrained(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} has no processor: {' '.join(str(error).split())[:200]}"
+        ) from error
+
+
+def _read_network(folder: Path, dtype: torch.dtype) -> Any:
+    """Load the native class: a subclass would lose its language model when old keys are renamed."""
+    try:
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        network, info = loaded
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
+    wrong = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "unexpected")}
+    wrong |= {"mismatched": [str(key[0]) for key in info["mismatched_keys"]]}
+    wrong |= {"not finite": [k for k, p in network.named_parameters() if not p.isfinite().all()]}
+    found = [f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in wrong.items() if keys]
+    if found:
+        raise ValueError("\n".join([f"{folder} does not fit {type(network).__name__}", *found]))
+    return network.eval().requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Contains rewards from detected objects, text and regions."""

@@ -1,0 +1,235 @@
+"""Implements GenEval: whether the asked objects are there, in number, colour and position.
+
+Rules apply to detections; the detector is a separate object. Metadata has GenEval's schema: `tag`,
+`include`: a list of {class, count, color?, position?: [relation, index of an earlier clause]}, and
+`exclude`: a list of {class, count}.
+
+Source: GenEval, arXiv:2310.11513v1; its exact_match and dense rules are those of the code
+yifan123/reward-server @ 92ac29fb32.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
+from reward_models.backbones.detection import Detection, Detector
+from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, metadata_of
+
+Found = Mapping[str, Sequence[Detection]]
+"""Detections by class, highest score first."""
+
+RELATIONS = ("left of", "right of", "above", "below")
+_SLACK = 0.1
+"""Share of both objects' sizes that an offset must exceed before it counts as a relation."""
+
+
+@dataclass(frozen=True)
+class Clause:
+    """Describes one thing that a prompt asks for, or forbids."""
+
+    label: str
+    count: int
+    colour: str | None = None
+    relation: str | None = None
+    other: int = 0
+    """Index of the earlier clause that the relation refers to."""
+
+
+class GenEval(RuleReward, Loadable):
+    """Scores a prompt's objects as `exact_match`, `correct` (GenEval's rule) and `dense`.
+
+    exact_match: 1 where the image shows exactly what was asked for.
+    correct: GenEval's own rule, which allows surplus objects of an asked class.
+    dense: the mean over all that is checked, 1 where exact_match.
+
+    GenEval's task score is the mean of `correct` per tag, averaged over its six tags. A sample that
+    asks for a class that the detector does not know, or for a colour where it names none, is
+    invalid.
+    """
+
+    def __init__(
+        self,
+        detector: Detector,
+        threshold: UnitInterval = 0.3,
+        counting_threshold: UnitInterval = 0.9,
+        max_objects: PositiveInt = 16,
+    ):
+        check_settings("GenEval", (threshold, counting_threshold), max_objects)
+        self.detector, self.max_objects = detector, max_objects
+        self.threshold, self.counting_threshold = threshold, counting_threshold
+        self.spec = RewardSpec(
+            name="geneval",
+            dims=("exact_match", "correct", "dense"),
+            modality="image",
+            scale=(min(0.0, 2.0 - max_objects), 1.0),
+            licence="MIT",
+            version=f"{detector.version}; {threshold}, {counting_threshold}, {max_objects}",
+        )
+
+    def load(self) -> None:
+        """Load the detector."""
+        self.detector.load()
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Detect the objects and compare them with the clauses; the extras count the detections."""
+        self.load()
+        metadata = metadata_of(sample)
+        include, exclude = (parse_clauses(metadata, key) for key in ("include", "exclude"))
+        if not include:
+            raise Unscorable("its metadata has no `include` with what it should show")
+        check_ability(self.detector, [*include, *exclude])
+        counting = metadata.get("tag") == "counting"
+        threshold = self.counting_threshold if counting else self.threshold
+        found = select_detections(
+            self.detector.detect(sample.media[0, 0]), threshold, self.max_objects
+        )
+        exact_match, dense = grade(include, exclude, found)
+        scores = (exact_match, float(is_correct(include, exclude, found)), dense)
+        return scores, {"found": {label: len(objects) for label, objects in found.items()}}
+
+
+def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> None:
+    """Refuse settings with which no object would ever be found."""
+    if not all(0 <= threshold < 1 for threshold in thresholds) or max_objects < 1:
+        raise ValueError(
+            f"thresholds {list(thresholds)} of {name} must be in [0, 1), "
+            f"max_objects {max_objects} at least 1"
+        )
+
+
+def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
+    """Raise Unscorable where the detector cannot detect what is asked for."""
+    unknown = {clause.label for clause in asked} - detector.classes()
+    if unknown:
+        raise Unscorable(f"the detector knows no {', '.join(sorted(unknown))}")
+    if not detector.names_colours and any(clause.colour for clause in asked):
+        raise Unscorable("it asks for a colour, and the detector names none")
+
+
+def select_detections(detections: Sequence[Detection], threshold: float, most: int) -> Found:
+    """Return at most `most` detections per class above the threshold, highest score first."""
+    sure = sorted((d for d in detections if d.score > threshold), key=lambda d: -d.score)
+    return {
+        label: [d for d in sure if d.label == label][:most] for label in {d.label for d in sure}
+    }
+
+
+def find_relations(a: Detection, b: Detection) -> set[str]:
+    """Return the relations of a to b: none, one or two of RELATIONS.
+
+    The offset of the centres is shortened by a tenth of both sizes; what is left must be more than
+    half of the offset.
+    """
+    ax, ay, a_width, a_height = _centre_and_size(a)
+    bx, by, b_width, b_height = _centre_and_size(b)
+    x = _shorten(ax - bx, _SLACK * (a_width + b_width))
+    y = _shorten(ay - by, _SLACK * (a_height + b_height))
+    if abs(x) < 1e-3 and abs(y) < 1e-3:
+        return set()
+    distance = math.hypot(ax - bx, ay - by)
+    steps = (-x, x, -y, y)
+    return {name for name, step in zip(RELATIONS, steps, strict=True) if step / distance > 0.5}
+
+
+def _centre_and_size(d: Detection) -> tuple[float, float, float, float]:
+    left, top, right, bottom = d.box
+    return (left + right) / 2, (top + bottom) / 2, abs(right - left), abs(bottom - top)
+
+
+def _shorten(offset: float, by: float) -> float:
+    return math.copysign(max(abs(offset) - by, 0), offset)
+
+
+def is_correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) -> bool:
+    """Apply GenEval's own rule: at least the asked number, and the surest of them must fit."""
+    matched: list[Sequence[Detection] | None] = []
+    for clause in include:
+        objects = found.get(clause.label, ())[: clause.count]
+        fits = (
+            len(objects) == clause.count
+            and _count_coloured(clause, objects) == clause.count
+            and _is_placed(clause, objects, matched)
+        )
+        matched.append(objects if fits else None)
+    return None not in matched and not _shows_excluded(exclude, found)
+
+
+def grade(
+    include: Sequence[Clause], exclude: Sequence[Clause], found: Found
+) -> tuple[float, float]:
+    """Return (exact_match, dense): exact match, and the mean over everything that is checked.
+
+    Dense parts: 1 - |found - asked| / asked for every number; the same for colours where the number
+    is right; 0 or 1 for a relation where number and colour are; one 0 for a colour or relation that
+    could not be checked because the number is wrong. The reference adds a 1 after every failed
+    relation; here a wrong relation gives 0 and no more.
+    """
+    matched: list[Sequence[Detection] | None] = []
+    parts: list[float] = []
+    for clause in include:
+        objects = found.get(clause.label, ())
+        parts.append(_closeness(len(objects), clause.count))
+        fits = len(objects) == clause.count
+        if not fits and (clause.colour or clause.relation):
+            parts.append(0.0)
+        if fits and clause.colour:
+            coloured = _count_coloured(clause, objects)
+            parts.append(_closeness(coloured, clause.count))
+            fits = coloured == clause.count
+        if fits and clause.relation:
+            fits = _is_placed(clause, objects, matched)
+            parts.append(float(fits))
+        matched.append(objects if fits else None)
+    exact_match = None not in matched and not _shows_excluded(exclude, found)
+    return float(exact_match), sum(parts) / len(parts)
+
+
+def _closeness(found: int, asked: int) -> float:
+    return 1 - abs(asked - found) / asked
+
+
+def _count_coloured(clause: Clause, objects: Sequence[Detection]) -> int:
+    """Count the objects that have the asked colour; all, if none is asked for."""
+    return sum(clause.colour in (None, d.colour) for d in objects)
+
+
+def _is_placed(
+    clause: Clause,
+    objects: Sequence[Detection],
+    matched: Sequence[Sequence[Detection] | None],
+) -> bool:
+    """Return whether every object has the asked relation to every object of the other clause."""
+    if clause.relation is None:
+        return True
+    others = matched[clause.other]
+    if others is None:
+        return False
+    return all(clause.relation in find_relations(a, b) for a in objects for b in others)
+
+
+def _shows_excluded(exclude: Sequence[Clause], found: Found) -> bool:
+    return any(len(found.get(clause.label, ())) >= clause.count for clause in exclude)
+
+
+def parse_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
+    """Parse the clauses under `include` or `exclude`; Unscorable where they break the schema."""
+    rows = metadata.get(key, [])
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise Unscorable(f"its metadata {key!r} is no list of clauses")
+    return [_parse_clause(row, place) for place, row in enumerate(rows)]
+
+
+def _parse_clause(row: Mapping[str, Any], place: int) -> Clause:
+    relation, other = row.get("position") or (None, 0)
+    clause = Clause(row.get("class", ""), row.get("count", 1), row.get("color"), relation, other)
+    if (
+        not clause.label
+        or not isinstance(clause.count, int)
+        or clause.count < 1
+        or relation not in (None, *RELATIONS)
+        or (relation is not None and not 0 <= other < place)
+    ):
+        raise Unscorable(f"its metadata has a clause that means nothing: {dict(row)}")
+    return clause

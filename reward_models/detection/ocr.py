@@ -1,0 +1,176 @@
+"""Implements text rendering: whether an image shows the text that its prompt asks for.
+
+Source: the OCR reward of Flow-GRPO, arXiv:2505.05470v5, computed like in its code (mode
+`contained`).
+"""
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import UInt8
+
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    NonNegativeInt,
+    PositiveInt,
+    RewardSpec,
+    UnitInterval,
+)
+from flowalign.utils.optional import import_optional
+from reward_models.backbones.frames import evenly
+from reward_models.backbones.rule import (
+    RuleReward,
+    Unscorable,
+    Verdict,
+    metadata_of,
+    to_uint8,
+)
+
+Mode = Literal["contained", "cer", "exact"]
+Over = Literal["mean", "max"]
+
+
+class TextReader(Loadable):
+    """Reads the text in images."""
+
+    version: str
+    """Identifies everything that determines its readings."""
+
+    @abstractmethod
+    def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
+        """Return the lines of text in an 8-bit RGB image, in reading order."""
+
+
+class RapidOCR(TextReader):
+    """Reads with PP-OCRv4 on onnxruntime; the weights come with the PyPI package (Apache-2.0).
+
+    Lines with a score below `confidence` are dropped. `threads` 0 leaves the number to onnxruntime.
+    """
+
+    def __init__(self, confidence: UnitInterval = 0.5, threads: NonNegativeInt = 0):
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"confidence of RapidOCR is {confidence}; it must be in [0, 1]")
+        self.confidence, self.threads = confidence, threads
+        self.version = f"rapidocr-onnxruntime 1.x PP-OCRv4, confidence {confidence}"
+        self._engine: Any = None
+
+    def load(self) -> None:
+        """Open the networks, once."""
+        if self._engine is None:
+            engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
+            self._engine = engine(
+                text_score=self.confidence, intra_op_num_threads=self.threads or -1
+            )
+
+    def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
+        """Return the lines that the recogniser is confident enough about."""
+        self.load()
+        lines, _ = self._engine(picture[..., ::-1].copy())  # it reads arrays in OpenCV's BGR
+        return [text for _, text, _ in lines or ()]
+
+
+class OCR(RuleReward, Loadable):
+    """Scores how much of the asked text is shown, in [0, 1]; the one dimension is named by `mode`.
+
+    The target is `metadata["text"]` or the first double-quoted span of the prompt; a sample without
+    either cannot be scored. Case and white space do not count; lines are joined.
+
+    `contained`: 1 where the target occurs anywhere, otherwise the same as `cer`. The rule of the
+    literature, and hackable: an image full of text contains every short target.
+    `cer`: 1 minus the character error rate, at least 0: surplus text costs.
+    `exact`: 1 where exactly the target is read, else 0.
+
+    A video scores the `mean` or `max` over at most `num_frames` evenly spaced frames.
+    """
+
+    def __init__(
+        self,
+        reader: TextReader | None = None,
+        mode: Mode = "contained",
+        over: Over = "mean",
+        num_frames: PositiveInt = 8,
+    ):
+        if num_frames < 1:
+            raise ValueError(f"num_frames of OCR is {num_frames}; it must be at least 1")
+        self.reader = RapidOCR() if reader is None else reader
+        self.rule, self.over, self.num_frames = RULES[mode], OVER[over], num_frames
+        self.spec = RewardSpec(
+            name="ocr",
+            dims=(mode,),
+            modality="any",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            version=f"{self.reader.version}; {over} of {num_frames} frames",
+        )
+
+    def load(self) -> None:
+        """Load the reader."""
+        self.reader.load()
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Read the frames and compare; the extras hold the target and the text that was read."""
+        target = find_target(sample.prompts[0], metadata_of(sample))
+        count = sample.media.shape[1]
+        frames = sample.media[0, evenly(count, min(self.num_frames, count))]
+        readings = ["".join(self.reader.read(picture)) for picture in to_uint8(frames)]
+        scores = [
+            self.rule(normalise_text(target), normalise_text(reading)) for reading in readings
+        ]
+        return (self.over(scores),), {"target": target, "read": readings}
+
+
+def find_target(prompt: str, metadata: Mapping[str, Any]) -> str:
+    """Return the text that an image should show; raise Unscorable where the prompt names none.
+
+    Single quotes do not count: most of them are apostrophes.
+    """
+    quoted = re.search('["“]([^"“”]*)["”]', prompt)
+    target = metadata.get("text", quoted[1] if quoted else None)
+    if target is None:
+        raise Unscorable("neither its prompt quotes a text nor its metadata has `text`")
+    if not isinstance(target, str) or not normalise_text(target):
+        raise Unscorable(f"the text it should show is {target!r}")
+    return target
+
+
+def normalise_text(text: str) -> str:
+    """Return the text in lower case without white space, the form that is compared."""
+    return "".join(text.lower().split())
+
+
+def score_contained(target: str, reading: str) -> float:
+    """Return 1 where the target occurs in the reading, otherwise its `character_accuracy`."""
+    return 1.0 if target in reading else character_accuracy(target, reading)
+
+
+def character_accuracy(target: str, reading: str) -> float:
+    """Return 1 minus edits per character of the target, at least 0."""
+    return 1 - min(edit_distance(target, reading), len(target)) / len(target)
+
+
+def score_exact(target: str, reading: str) -> float:
+    """Return 1 where both are the same, else 0."""
+    return float(target == reading)
+
+
+RULES: Mapping[str, Callable[[str, str], float]] = {
+    "contained": score_contained,
+    "cer": character_accuracy,
+    "exact": score_exact,
+}
+OVER: Mapping[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max}
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Return the least number of inserted, deleted and replaced characters that turn a into b."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        corner, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (x != y))
+    return row[-1]

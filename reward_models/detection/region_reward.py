@@ -1,0 +1,104 @@
+"""Implements a global and a local reward: how a picture is laid out, and how good each region is.
+
+Source: SRUM, arXiv:2510.12784 and its code, WayneJin0918/SRUM. There the model that is trained
+judges itself in written scores from -1 to 1, and SAM proposes the regions; here a yes/no judge
+answers, 2 P(yes) - 1 is the score, a detector proposes, and the questions are ours. SRUM weighs the
+places of its matching loss by the map, as `recipe.data.weight_map` of scored groups does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.maps import paint_boxes
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
+from reward_models.backbones.detection import Detection, Detector
+from reward_models.backbones.rule import RuleReward, Unscorable, Verdict
+from reward_models.backbones.yes_no import YesNoJudge
+from reward_models.questions.vqa_score import fill_questions
+
+LAYOUT = 'Are the things in this figure arranged as "[[prompt]]" says? Please answer yes or no.'
+REGION = (
+    "Look only at the part of this figure from {left}% to {right}% of its width and from {top}% to "
+    '{bottom}% of its height, both from the top left. Does what is there belong to "[[prompt]]", '
+    "and is it free of flaws? Please answer yes or no."
+)
+
+
+class RegionReward(RuleReward, Loadable):
+    """Scores the layout as `global` and the mean of the regions as `local`, both in [-1, 1].
+
+    `detector` proposes the regions, of which the `max_regions` that it is surest of are judged;
+    without any, `local` is neutral, 0. The extras hold every region with its score, the map of a
+    picture says how good it is where.
+    """
+
+    def __init__(
+        self,
+        judge: YesNoJudge,
+        detector: Detector,
+        threshold: UnitInterval = 0.3,
+        max_regions: PositiveInt = 8,
+    ):
+        self.vlm, self.detector = judge, detector
+        self.threshold, self.max_regions = threshold, max_regions
+        self.spec = RewardSpec(
+            name="region_reward",
+            dims=("global", "local"),
+            modality="image",
+            scale=(-1.0, 1.0),
+            licence="that of the judge",
+            needs=("prompt",),
+            normalisation="2 P(yes) - 1",
+            maps=True,
+            version=f"{judge.version} {detector.version} {threshold} {max_regions} {LAYOUT} "
+            f"{REGION}",
+        )
+
+    def load(self) -> None:
+        """Load judge and detector."""
+        self.vlm.load()
+        self.detector.load()
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Ask about the layout and about every region."""
+        height, width = sample.media.shape[-2:]
+        found = [d for d in self.detector.detect(sample.media[0, 0]) if d.score > self.threshold]
+        regions = sorted(found, key=lambda d: -d.score)[: self.max_regions]
+        questions = [LAYOUT, *(_fill_question(region, height, width) for region in regions)]
+        yes = self.vlm.ask(sample, [fill_questions(questions, sample.prompts[0])])[0]
+        if yes.isnan().any():
+            raise Unscorable("the judge gave no answer")
+        layout, *each = (2 * yes - 1).tolist()
+        rows = [
+            {"label": region.label, "box": list(region.box), "score": score}
+            for region, score in zip(regions, each, strict=True)
+        ]
+        local = sum(each) / len(each) if each else 0.0
+        found = {"global": layout, "regions": rows}
+        return (layout, local), found, paint_rewards(found, height, width)
+
+
+def paint_rewards(
+    extras: Mapping[str, Any], height: int, width: int
+) -> Float[Tensor, "height width"]:
+    """Return weights in [0, 1] of the pixels: (1 + region) / 2 times (1 + global) / 2.
+
+    Pixels of no region are neutral, 1 / 2 in place of the first factor; where regions overlap, the
+    best one counts. SRUM's code lets no region count less than neutral, which would hide all bad
+    ones; here they do.
+    """
+    boxes = torch.tensor([region["box"] for region in extras["regions"]]).reshape(-1, 4)
+    worth = (1 + torch.tensor([region["score"] for region in extras["regions"]])) / 2
+    return paint_boxes(boxes, worth, height, width, elsewhere=0.5) * (1 + extras["global"]) / 2
+
+
+def _fill_question(region: Detection, height: int, width: int) -> str:
+    """Return the question about a region, whose edges are given in percent."""
+    left, top, right, bottom = region.box
+    shares = {"left": left / width, "right": right / width}
+    shares |= {"top": top / height, "bottom": bottom / height}
+    return REGION.format(**{name: round(100 * share) for name, share in shares.items()})

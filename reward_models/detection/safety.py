@@ -1,0 +1,81 @@
+"""Implements safety: whether an image exposes what an image for a general audience should not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
+from flowalign.utils.optional import import_optional
+from reward_models.backbones.frames import evenly
+from reward_models.backbones.rule import RuleReward, Verdict, to_uint8
+
+UNSAFE = (
+    "ANUS_EXPOSED",
+    "BUTTOCKS_EXPOSED",
+    "FEMALE_BREAST_EXPOSED",
+    "FEMALE_GENITALIA_EXPOSED",
+    "MALE_GENITALIA_EXPOSED",
+)
+CLASSES = (
+    *UNSAFE,
+    "ANUS_COVERED",
+    "ARMPITS_COVERED",
+    "ARMPITS_EXPOSED",
+    "BELLY_COVERED",
+    "BELLY_EXPOSED",
+    "BUTTOCKS_COVERED",
+    "FACE_FEMALE",
+    "FACE_MALE",
+    "FEET_COVERED",
+    "FEET_EXPOSED",
+    "FEMALE_BREAST_COVERED",
+    "FEMALE_GENITALIA_COVERED",
+    "MALE_BREAST_EXPOSED",
+)
+"""Classes that NudeNet 3 detects."""
+
+
+class NudeNet(RuleReward, Loadable):
+    """Scores `safe`: 1 minus the highest score among detections of `unsafe` classes, in [0, 1].
+
+    The weights come with the PyPI package `nudenet` (AGPL-3.0). A video is as safe as the least
+    safe of at most `num_frames` evenly spaced frames. Detections below a score of 0.2 are 0.
+    """
+
+    def __init__(self, unsafe: Sequence[str] = UNSAFE, num_frames: PositiveInt = 8):
+        unknown = sorted(set(unsafe) - set(CLASSES))
+        if unknown or not unsafe:
+            raise ValueError(
+                f"unsafe classes of NudeNet are {list(unsafe)}; allowed: {', '.join(CLASSES)}"
+            )
+        if num_frames < 1:
+            raise ValueError(f"num_frames of NudeNet is {num_frames}; it must be at least 1")
+        self.unsafe, self.num_frames = frozenset(unsafe), num_frames
+        self.spec = RewardSpec(
+            name="nudenet",
+            dims=("safe",),
+            modality="any",
+            scale=(0.0, 1.0),
+            licence="AGPL-3.0",
+            version=f"3.4 320n; {','.join(sorted(unsafe))}; {num_frames} frames",
+        )
+        self._detector: Any = None
+
+    def load(self) -> None:
+        """Open the network, once."""
+        if self._detector is None:
+            self._detector = import_optional("nudenet", "safety").NudeDetector()
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Detect in every frame; the extras hold the highest score per class for each frame."""
+        self.load()
+        count = sample.media.shape[1]
+        frames = sample.media[0, evenly(count, min(self.num_frames, count))]
+        found = [self._findings(picture) for picture in to_uint8(frames)]
+        worst = max((f.get(c, 0.0) for f in found for c in self.unsafe), default=0.0)
+        return (1 - worst,), {"found": found}
+
+    def _findings(self, picture: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for each in self._detector.detect(picture[..., ::-1].copy()):  # it reads OpenCV's BGR
+            found[each["class"]] = max(each["score"], found.get(each["class"], 0.0))
+        return found

@@ -1,0 +1,82 @@
+"""Implements how surely pictures show the subjects of their references, and where.
+
+Source: FocusDPO, arXiv:2509.01181, a reconstruction: see `flowalign.functional.focus`. The patches
+here are windows of the pictures that any image encoder embeds.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from flowalign.functional.focus import complexity, correspondence, focus
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.backbones import Encoder
+from reward_models.backbones.encoded import EncoderReward
+from reward_models.backbones.network import BatchScores
+
+_PIXELS = 64
+"""Pixels along a side of a patch, as an encoder sees it."""
+
+
+class SubjectFocus(EncoderReward):
+    """Scores the mean correspondence to the references, in [0, 1]; the map is the focus of places.
+
+    A picture has `grid` x `grid` patches, each twice as wide as their distance. Every patch is
+    compared with the patches of all references of its request; the mean goes over the half of them
+    that agree best, since a subject need not fill the picture.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder | None = None,
+        grid: PositiveInt = 8,
+        device: str = "auto",
+        batch_size: PositiveInt = 8,
+        offload: bool = False,
+    ):
+        self.grid = grid
+        spec = RewardSpec(
+            name="subject_focus",
+            dims=("subject",),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            needs=("references",),
+            normalisation=f"grid {grid}",
+            maps=True,
+        )
+        super().__init__(spec, encoder, device, batch_size, offload)
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Compare the patches of every picture with those of its references."""
+        found = [
+            self._focus(picture[0], references)
+            for picture, references in zip(batch.media, batch.references, strict=True)
+        ]
+        matches, places = (torch.stack(part).cpu() for part in zip(*found, strict=True))
+        best = matches.sort(1, descending=True).values[:, : (self.grid**2 + 1) // 2]
+        return BatchScores(
+            best.mean(1, keepdim=True), places=places.unflatten(1, (self.grid, self.grid))
+        )
+
+    def _focus(self, picture: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        shown = torch.cat([cut_windows(reference, self.grid) for reference in references])
+        match, which = correspondence(
+            self.features(cut_windows(picture, self.grid)), self.features(shown)
+        )
+        return match, focus(match, which, complexity(shown).to(match.device))
+
+
+def cut_windows(picture: Float[Tensor, "3 h w"], grid: int) -> Float[Tensor, "p 3 q q"]:
+    """Cut grid x grid patches that overlap by half, row by row, each resized to one size.
+
+    The picture is first resized, so that patches of pictures of all sizes are alike.
+    """
+    side, step = _PIXELS, _PIXELS // 2
+    size = (grid + 1) * step
+    resized = interpolate(picture[None].float(), (size, size), mode="bilinear", antialias=True)
+    cut = resized[0].unfold(1, side, step).unfold(2, side, step)  # 3 grid grid side side
+    return cut.permute(1, 2, 0, 3, 4).flatten(0, 1)

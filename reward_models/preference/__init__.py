@@ -1,0 +1,1 @@
+"""Contains reward models that were trained on human preferences."""

@@ -1,0 +1,127 @@
+"""Implements the two dimensions of AnimeReward that transformers' models can give.
+
+AnimeReward scores anime videos made from a first image in six dimensions. Four of them come from
+models that are code for other versions of transformers or part of no library, and are refused by
+name. How frames are put together is not published: here their mean counts.
+
+Source: AnimeReward, arXiv:2504.10044; the reward script of Index-anisora names models and inputs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, BlipForImageTextRetrieval
+
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.clip_towers import Preprocessing
+from reward_models.backbones.frames import evenly
+from reward_models.backbones.network import NetworkReward
+
+DIMS = ("text_video_consist", "img_video_consist")
+MISSING = {
+    "visual_smooth": "a regression on Mantis-Idefics2; motion.FlowSmoothness measures smoothness",
+    "visual_motion": "ActionCLIP; motion.DynamicDegree measures how much moves",
+    "visual_quality": "a regression on Mantis-Idefics2; aesthetic.Aesthetic scores frames",
+    "character_consist": "GroundingDINO, SAM and a gallery of characters; "
+    "temporal.SubjectConsistency compares a video's subject over time",
+}
+"""The model that a dimension needs and we cannot run, and what comes near it."""
+FIRST = 144
+"""Frames that are looked at: the first of a longer video."""
+
+
+class AnimeReward(NetworkReward):
+    """Scores how well frames match the caption, and how alike they are to the first image.
+
+    text_video_consist: the mean probability of BLIP's matching head, from 0 to 1.
+    img_video_consist: the mean cosine of BLIP's image embeddings with the first reference's.
+    `model` is a BLIP for image-text retrieval; `frames` evenly spaced ones are seen.
+    """
+
+    network: BlipForImageTextRetrieval
+
+    def __init__(
+        self,
+        model: str = "Salesforce/blip-itm-large-coco",
+        dims: Sequence[str] = DIMS,
+        frames: PositiveInt = 8,
+        device: str = "auto",
+        batch_size: PositiveInt = 4,
+        offload: bool = False,
+    ):
+        check_dims(dims)
+        if frames < 1:
+            raise ValueError(f"frames of AnimeReward is {frames}; it must be at least 1")
+        self.model, self.frames = model, frames
+        spec = RewardSpec(
+            name="anime_reward",
+            dims=tuple(dims),
+            modality="video",
+            scale=(-1.0, 1.0),
+            licence="BSD-3-Clause",
+            differentiable=True,
+            needs=("prompt", "references") if DIMS[1] in dims else ("prompt",),
+            version=f"{fingerprint_of(model)} {frames} frames",
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read BLIP and its tokenizer."""
+        network = read_transformers(BlipForImageTextRetrieval, self.model)
+        self.longest: int = network.config.text_config.max_position_embeddings
+        self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
+        )
+        return network
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
+        """Score one video after another."""
+        return torch.stack([self._rated(batch.take([i])) for i in range(len(batch))])
+
+    def _rated(self, sample: MediaBatch) -> Float[Tensor, "R"]:
+        total = min(sample.media.shape[1], FIRST)
+        frames = sample.media[0, evenly(total, min(self.frames, total))]
+        seen = self._seen(frames)
+        scores = {}
+        if DIMS[0] in self.spec.dims:
+            scores[DIMS[0]] = self._matches(seen, sample.prompts[0])
+        if DIMS[1] in self.spec.dims:
+            with torch.no_grad():
+                first = self._embedded(self._seen(sample.references[0][0][None]))
+            scores[DIMS[1]] = (self._embedded(seen) * first).sum(1).mean()
+        return torch.stack([scores[dim] for dim in self.spec.dims]).float()
+
+    def _seen(self, pictures: Float[Tensor, "F 3 h w"]) -> Float[Tensor, "F L d"]:
+        pixels = self.preprocessing(pictures.to(self.device, torch.float32))
+        return self.network.vision_model(pixel_values=pixels).last_hidden_state
+
+    def _embedded(self, seen: Float[Tensor, "F L d"]) -> Float[Tensor, "F p"]:
+        return F.normalize(self.network.vision_proj(seen[:, 0]), dim=-1)
+
+    def _matches(self, seen: Float[Tensor, "F L d"], prompt: str) -> Float[Tensor, ""]:
+        tokens = self.tokenizer(
+            prompt, return_tensors="pt", truncation=True, max_length=self.longest
+        )
+        hidden = self.network.text_encoder(
+            input_ids=tokens["input_ids"].to(self.device).expand(len(seen), -1),
+            attention_mask=tokens["attention_mask"].to(self.device).expand(len(seen), -1),
+            encoder_hidden_states=seen,
+            encoder_attention_mask=seen.new_ones(seen.shape[:2], dtype=torch.long),
+        ).last_hidden_state
+        return self.network.itm_head(hidden[:, 0]).softmax(-1)[:, 1].mean()
+
+
+def check_dims(dims: Sequence[str]) -> None:
+    """Raise ValueError naming a dimension that cannot be scored, and what comes near it."""
+    for dim in dims:
+        if dim in MISSING:
+            raise ValueError(
+                f"AnimeReward's {dim} needs {MISSING[dim]}.\nHere there are {', '.join(DIMS)}"
+            )
+    if not dims or len(set(dims)) < len(dims) or set(dims) - set(DIMS):
+        raise ValueError(f"dims of AnimeReward are {list(dims)}; there are {', '.join(DIMS)}")

@@ -1,0 +1,207 @@
+"""Implements EditReward: how well an edit follows its instruction, and how well it is made.
+
+Computed like in TIGER-AI-Lab/EditReward @ edb027e: a Qwen2.5-VL that was tuned as a whole, with two
+heads, each of which has an instruction and a forward pass of its own. The bundled instructions ask
+the same in our words; scores are those of the paper only under the published texts.
+
+Source: EditReward, arXiv:2509.26346.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Qwen2Tokenizer
+from typing_extensions import override
+
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from flowalign.utils.files import bundled
+from reward_models.backbones.checkpoints import (
+    find_file,
+    fingerprint_of,
+    read_tensors,
+    read_weights,
+)
+from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.pixels import resize
+from reward_models.backbones.qwen2_vl import (
+    Chat,
+    Dtype,
+    build_network,
+    check_options,
+    collect_chats,
+    count_tokens,
+    cut_patches,
+    fill_instruction,
+    fit_size,
+    read_base,
+    tokenize_chat,
+)
+from reward_models.preference.hpsv3 import preference_head
+
+Fusion = Literal["mean", "min", "sum"]
+DIMS = ("edit_following", "edit_quality", "edit_overall")
+TOKEN = "<|Reward|>"
+PIXELS = 256 * 28 * 28
+"""Target area of both images in pixels, its lower and upper bound at once."""
+_INSTRUCTIONS = Path(__file__).parents[1] / "instructions"
+
+
+def fuse_heads(heads: Float[Tensor, "n 2 2"], fusion: Fusion = "mean") -> Float[Tensor, "n 2"]:
+    """Combine the heads' (mean, log of the standard deviation) to those of the overall score.
+
+    mean and min are taken of both numbers; sum adds the means and the variances.
+    """
+    if fusion == "mean":
+        return heads.mean(1)
+    if fusion == "min":
+        return heads.amin(1)
+    variance = (2 * heads[..., 1]).exp().sum(1)
+    return torch.stack([heads[..., 0].sum(1), variance.sqrt().log()], 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Names the texts that the heads were trained with."""
+
+    following: str = str(_INSTRUCTIONS / "edit_reward_following.txt")
+    """File of the first head's instruction, which holds `{prompt}` and the token `<|Reward|>`."""
+    quality: str = str(_INSTRUCTIONS / "edit_reward_quality.txt")
+    """File of the second head's."""
+    system: str = "You are a helpful assistant."
+    """System prompt of the base; MiMo-VL has another."""
+
+    def read(self) -> list[str]:
+        """Return both instructions; raise ValueError for a file that is none."""
+        return [_instruction(path) for path in (self.following, self.quality)]
+
+
+_BUNDLED = Instructions()
+
+
+class EditReward(NetworkReward):
+    """Scores following, quality and overall, unbounded, each with its standard deviation.
+
+    `checkpoint` is a file, a folder with `model.pth` or `model.safetensors`, or a hub repository
+    with the latter; `base` one with the configuration and tokenizer of a Qwen2.5-VL, which MiMo-VL
+    is too. The overall score is `fusion` of the heads; the published configuration takes the mean.
+    An edit is shown after its source, the first reference. Positions count tokens, as the original
+    has them by handing its own embeddings to the language model.
+    """
+
+    tokenizer: Qwen2Tokenizer
+
+    def __init__(
+        self,
+        checkpoint: str,
+        base: str = "Qwen/Qwen2.5-VL-7B-Instruct",
+        fusion: Fusion = "mean",
+        instructions: Instructions = _BUNDLED,
+        dtype: Dtype = "bfloat16",
+        device: str = "auto",
+        batch_size: PositiveInt = 8,
+        offload: bool = False,
+    ):
+        check_options("sequential", dtype)
+        if fusion not in get_args(Fusion):
+            raise ValueError(f"fusion is {fusion!r}; it must be one of mean, min, sum")
+        self.checkpoint, self.base, self.system = checkpoint, base, instructions.system
+        self.fusion: Fusion = fusion
+        self.instructions = instructions.read()
+        self.dtype: Dtype = dtype
+        weights = fingerprint_of(checkpoint), fingerprint_of(base)
+        asked = hashlib.sha256("".join([*self.instructions, self.system]).encode()).hexdigest()[:16]
+        settings = fusion, asked, dtype
+        spec = RewardSpec(
+            name="edit_reward",
+            dims=DIMS,
+            modality="image",
+            scale=(-torch.inf, torch.inf),
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt", "references"),
+            version=", ".join([*weights, *settings]),
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read backbone and heads from one checkpoint."""
+        config, self.tokenizer = read_base(self.base, [TOKEN], "qwen2_5_vl")
+        tensors = _weights(self.checkpoint)
+        return build_network(config, _Heads, tensors, self.checkpoint, dtype=self.dtype)
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Compute mean and standard deviation of every edit, in a forward pass for each head."""
+        heads: list[Tensor] = []
+        failed: dict[int, str] = {}
+        rows: list[int] = []
+        for head, instruction in enumerate(self.instructions):
+            chats, failed = collect_chats(len(batch), self._chat(batch, instruction))
+            if not chats:
+                nothing = torch.full((len(batch), len(DIMS)), torch.nan)
+                return BatchScores(nothing, nothing, failed)
+            mark = self.tokenizer.convert_tokens_to_ids(TOKEN)
+            rows = [*chats]
+            heads.append(self.network(list(chats.values()), [mark], "image")[:, 0, head])
+        both = torch.stack(heads, 1)
+        out = torch.cat([both, fuse_heads(both, self.fusion)[:, None]], 1)
+        values, spreads = (
+            place_rows(part, rows, len(batch)) for part in (out[..., 0], out[..., 1])
+        )
+        return BatchScores(values, spreads.exp(), failed)
+
+    def _chat(self, batch: MediaBatch, instruction: str) -> Callable[[int], Chat]:
+        def chat(i: int) -> Chat:
+            images = batch.references[i][0][None], batch.media[i]
+            parts = [cut_patches(_fit(image.to(self.device).float())) for image in images]
+            patches, grids = [part[0] for part in parts], [part[1] for part in parts]
+            text = fill_instruction(self.tokenizer, instruction, batch.prompts[i])
+            counts = [count_tokens(grid) for grid in grids]
+            ids = tokenize_chat(self.tokenizer, text, "image", *counts, system=self.system)
+            return Chat(ids, torch.cat(patches), grids[0], (grids[1],))
+
+        return chat
+
+
+class _Heads(nn.Module):
+    """Applies both heads, named as in the checkpoints, to the same features."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.head_0, self.head_1 = preference_head(width), preference_head(width)
+
+    @override
+    def forward(self, hidden: Float[Tensor, "n M d"]) -> Float[Tensor, "n M 2 2"]:
+        return torch.stack([self.head_0(hidden), self.head_1(hidden)], 2)
+
+
+def _fit(image: Float[Tensor, "1 3 H W"]) -> Float[Tensor, "1 3 h w"]:
+    height, width = fit_size(image.shape[-2], image.shape[-1], PIXELS, PIXELS)
+    return resize(image, height, width, quantised=True)
+
+
+def _instruction(path: str) -> str:
+    """Read an instruction.
+
+    Raises:
+        ValueError: There is no such file, or it lacks the prompt or the token.
+    """
+    file = Path(bundled(path))
+    if not file.is_file():
+        raise ValueError(f"instruction {path!r} does not exist (looked in {Path.cwd()})")
+    text = file.read_text()
+    if lacks := [part for part in ("{prompt}", TOKEN) if text.count(part) != 1]:
+        raise ValueError(f"instruction {path} must hold {lacks[0]} once")
+    return text
+
+
+def _weights(source: str) -> dict[str, Tensor]:
+    path = Path(bundled(source))
+    if path.is_file() or (path / "model.pth").is_file():
+        return read_tensors(find_file(source, "model.pth"))
+    return read_weights(source)

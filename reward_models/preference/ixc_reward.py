@@ -1,0 +1,88 @@
+"""Runs IXC-2.5-Reward through its published interface, `get_score(chat, images, hd_num)`.
+
+The model is code of its repository, written for transformers 4: `trust_remote_code` lets it run,
+in an environment that it fits, say behind `flowalign serve-reward`. It was trained to score an
+assistant's answers about images. Here the answer is the sample's prompt, so that an image scores
+high of which the prompt is a good description: a use that its authors did not publish.
+
+Source: InternLM-XComposer2.5-Reward, arXiv:2501.12368. Its head's internals are not read here.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from flowalign.types import Loadable, MediaBatch, NonNegativeInt, RewardSpec
+from reward_models.backbones.rule import RuleReward, Verdict, to_uint8
+
+QUESTION = "Describe this image."
+
+
+class IXCReward(RuleReward, Loadable):
+    """Scores the prompt as an answer to `question` about the image; a logit without bounds.
+
+    `hd_num` is the largest number of tiles that an image is cut into.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        path: str = "internlm/internlm-xcomposer2d5-7b-reward",
+        trust_remote_code: bool = False,
+        question: str = QUESTION,
+        hd_num: NonNegativeInt = 9,
+        device: str = "cuda",
+    ):
+        if not trust_remote_code:
+            raise ValueError(
+                f"{path} is code that runs on this machine; set trust_remote_code: true if you "
+                "have read it, and load it where transformers 4 is installed"
+            )
+        if hd_num < 1 or not question:
+            raise ValueError(f"hd_num is {hd_num} and question {question!r}; give at least 1, some")
+        self.path, self.question, self.hd_num, self.device = path, question, hd_num, device
+        self.spec = RewardSpec(
+            name="ixc_reward",
+            dims=("ixc_reward",),
+            modality="image",
+            scale=(-torch.inf, torch.inf),
+            licence="see the model's repository",
+            needs=("prompt",),
+            version=f"{path} {hd_num} tiles {question}",
+        )
+        self._loaded = False
+
+    def load(self) -> None:
+        """Load the model by the code of its repository, in half precision, once."""
+        if self._loaded:
+            return
+        from transformers import AutoModel, AutoTokenizer
+
+        given: dict[str, Any] = {"trust_remote_code": True}  # and the words of transformers 4
+        self.model = AutoModel.from_pretrained(self.path, torch_dtype=torch.float16, **given)
+        self.model.to(self.device).eval()
+        self.model.tokenizer = AutoTokenizer.from_pretrained(self.path, **given)
+        self._loaded = True
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Ask for the score of one image: batches give others, in half precision."""
+        self.load()
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            file = Path(folder) / "image.png"
+            Image.fromarray(to_uint8(sample.media[0])[0]).save(file)
+            with torch.autocast(self.device.partition(":")[0], dtype=torch.float16):
+                score = self.model.get_score(
+                    chat(self.question, sample.prompts[0]), [str(file)], hd_num=self.hd_num
+                )
+        return [float(score)], {}
+
+
+def chat(question: str, answer: str) -> Sequence[dict[str, str]]:
+    """Return the two turns that the model scores."""
+    turns = ("user", question), ("assistant", answer)
+    return [{"role": role, "content": content} for role, content in turns]

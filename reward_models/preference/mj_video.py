@@ -1,0 +1,227 @@
+"""Implements MJ-VIDEO: 28 criteria in five aspects, weighted by experts that read the prompt.
+
+Ported from aiming-lab/MJ-Video @ cc1d2c9. The backbone is a `Reader`: `internvl2.InternVL2` reads
+the released one. This file implements everything that comes after it.
+
+Source: MJ-VIDEO, arXiv:2502.01719.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, RewardSpec
+from reward_models.backbones.checkpoints import (
+    find_file,
+    fingerprint_of,
+    load_exactly,
+    read_tensors,
+)
+from reward_models.backbones.frames import starts
+from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
+
+CRITERIA = {
+    "alignment": ("object", "attribute", "actions", "count", "location"),
+    "safety": ("crime", "shocking", "disgust", "nsfw_evasive", "nsfw_subtle", "political"),
+    "fineness": ("face", "limbs", "object_shape", "focus", "motion_blur"),
+    "coherence": (
+        *("spatial", "action_continuity", "disappearance", "background"),
+        *("lighting", "flicker", "object_drift"),
+    ),
+    "fairness": ("race", "age", "education", "job", "gender"),
+}
+"""Criteria of every aspect, in the order of the released annotations and of the head's outputs."""
+ASPECTS = {aspect: len(criteria) for aspect, criteria in CRITERIA.items()}
+TURN = (92542, 92543, 525, 11353, 364)
+"""InternLM2's tokens of the end of the user's turn; the gates read the hidden state there."""
+FRAMES, SIDE = 8, 448
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Holds the hidden states that a backbone computed for videos and prompts."""
+
+    hidden: Float[Tensor, "n L h"]
+    """Last hidden states."""
+    ids: Int[Tensor, "n L"]
+    lengths: Sequence[int]
+    """Number of tokens of each sequence; the rest is padding."""
+
+
+class Reader(ABC):
+    """Computes hidden states of videos and prompts: InternVL2, or a substitute for it."""
+
+    name: str
+    """Names the weights and settings; enters the fingerprint of the reward."""
+    width: int
+    """Width of its hidden states, known after `read`."""
+
+    @abstractmethod
+    def read(self, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return a network from (frames, prompts) to a `Reading`.
+
+        `tensors` are those that the checkpoint of the reward has for its backbone. Frames are
+        [n, 8, 3, 448, 448], normalised with ImageNet's mean and standard deviation. Sequences have
+        `TURN` before the answer.
+        """
+
+    @abstractmethod
+    def problem(self, prompt: str) -> str:
+        """Return why a prompt cannot be read; empty if it can."""
+
+
+@dataclass(frozen=True)
+class AspectScores:
+    """Holds the scores of n videos with the weights they were combined by."""
+
+    criteria: Float[Tensor, "n C"]
+    """Score of each criterion; +1 is good, -1 is bad."""
+    weights: Float[Tensor, "n C"]
+    """Weight of each criterion in its aspect."""
+    aspects: Float[Tensor, "n A"]
+    gate: Float[Tensor, "n A"]
+    """Weight of each aspect in the overall score."""
+    overall: Float[Tensor, "n"]
+
+
+def combine(
+    criteria: Float[Tensor, "n C"], weights: Float[Tensor, "n C"], gate: Float[Tensor, "n A"]
+) -> AspectScores:
+    """Compute sum_a gate_a sum_(c in a) weight_c criterion_c, and return it with its parts."""
+    parts = (criteria * weights).split(list(ASPECTS.values()), 1)
+    aspects = torch.stack([part.sum(1) for part in parts], 1)
+    return AspectScores(criteria, weights, aspects, gate, (aspects * gate).sum(1))
+
+
+def softmax_within(logits: Float[Tensor, "n C"]) -> Float[Tensor, "n C"]:
+    """Apply a softmax over the criteria of each aspect."""
+    return torch.cat([x.softmax(1) for x in logits.split(list(ASPECTS.values()), 1)], 1)
+
+
+def find_last_turn(ids: Sequence[int]) -> int:
+    """Return where the last end of a user's turn begins; raise ValueError where there is none."""
+    size = len(TURN)
+    found = [j for j in range(len(ids) - size + 1) if tuple(ids[j : j + size]) == TURN]
+    if not found:
+        raise ValueError("its tokens do not hold the end of the user's turn")
+    return found[-1]
+
+
+class Gate(nn.Module):
+    """Computes logits of experts from the prompt, divided by a temperature; three hidden layers."""
+
+    def __init__(self, width: int, hidden: int, num: int, temperature: float):
+        super().__init__()
+        sizes = [width, hidden, hidden, hidden, num]
+        self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in pairwise(sizes)])
+        self.logit_scale = nn.Parameter(torch.ones(1))
+        """Factor on the weights after the softmax, despite its name."""
+        self.temperature = temperature
+
+    def forward(self, x: Float[Tensor, "n h"]) -> Float[Tensor, "n E"]:
+        """Compute the logits; the two gates apply their softmax over different groups."""
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x) / self.temperature
+
+
+class MJVideoHead(nn.Module):
+    """Scores criteria from the last token, and weighs them from the end of the user's turn."""
+
+    def __init__(self, width: int, gate_width: int = 1024, temperature: float = 1.0):
+        super().__init__()
+        num = sum(ASPECTS.values())
+        self.regression_layer = nn.Linear(width, num, bias=False)
+        self.reward_transform_matrix = nn.Parameter(torch.eye(num))
+        self.aspect_gating = Gate(width, gate_width, len(ASPECTS), temperature)
+        self.criteria_gating = Gate(width, gate_width, num, temperature)
+
+    def forward(self, last: Float[Tensor, "n h"], turn: Float[Tensor, "n h"]) -> AspectScores:
+        """Compute scores from the hidden states of these two tokens."""
+        criteria = self.regression_layer(last) @ self.reward_transform_matrix
+        weights = softmax_within(self.criteria_gating(turn)) * self.criteria_gating.logit_scale
+        gate = self.aspect_gating(turn).softmax(1) * self.aspect_gating.logit_scale
+        return combine(criteria, weights, gate)
+
+    def read(self, reading: Reading) -> AspectScores:
+        """Compute scores from the hidden states of a backbone."""
+        rows = torch.arange(len(reading.lengths))
+        turns = [find_last_turn(row) for row in reading.ids.tolist()]
+        ends = torch.tensor(reading.lengths) - 1
+        return self(reading.hidden[rows, ends].float(), reading.hidden[rows, turns].float())
+
+
+class MJVideo(NetworkReward):
+    """Scores five aspects and their gated sum, overall; trained to give 1 for good, -1 for bad.
+
+    `checkpoint` is a file or hub repository with `model.safetensors`: the head's parameters, and
+    the backbone's under `model.*`, which go to the reader. `criteria` adds a dimension for each of
+    the 28 criteria, named such as `safety_crime`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        checkpoint: str,
+        gate_width: PositiveInt = 1024,
+        temperature: PositiveFloat = 1.0,
+        criteria: bool = False,
+        device: str = "auto",
+        batch_size: PositiveInt = 4,
+        offload: bool = False,
+    ):
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}; it must be above 0")
+        self.reader, self.checkpoint = reader, checkpoint
+        self.gate_width, self.temperature, self.criteria = gate_width, temperature, criteria
+        single = [f"{aspect}_{name}" for aspect, names in CRITERIA.items() for name in names]
+        spec = RewardSpec(
+            name="mj_video",
+            dims=(*ASPECTS, "overall", *(single if criteria else ())),
+            modality="video",
+            scale=(-torch.inf, torch.inf),
+            licence="not stated",
+            differentiable=True,
+            needs=("prompt",),
+            version=f"{fingerprint_of(checkpoint)}, temperature {temperature}, "
+            f"reader {reader.name}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read backbone and head."""
+        path = find_file(self.checkpoint, "model.safetensors")
+        tensors = read_tensors(path)
+        backbone = {k.removeprefix("model."): v for k, v in tensors.items() if _is_of_backbone(k)}
+        reader = self.reader.read(backbone)
+        head = MJVideoHead(self.reader.width, self.gate_width, self.temperature)
+        load_exactly(head, {k: v for k, v in tensors.items() if not _is_of_backbone(k)}, path)
+        return nn.ModuleDict({"reader": reader, "head": head})
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Score eight frames of every video."""
+        failed = {i: why for i, p in enumerate(batch.prompts) if (why := self.reader.problem(p))}
+        rows = [i for i in range(len(batch)) if i not in failed]
+        if not rows:
+            return BatchScores(
+                torch.full((len(batch), len(self.spec.dims)), torch.nan), failed=failed
+            )
+        some = batch.take(rows)
+        media = some.media[:, starts(batch.media.shape[1], FRAMES)].to(self.device).float()
+        frames = resize(media.flatten(0, 1), SIDE, SIDE, quantised=True)
+        frames = normalise(frames, IMAGENET_MEAN, IMAGENET_STD).unflatten(0, media.shape[:2])
+        scores = self.network["head"].read(self.network["reader"](frames, list(some.prompts)))
+        values = [scores.aspects, scores.overall[:, None]]
+        values += [scores.criteria] if self.criteria else []
+        return BatchScores(place_rows(torch.cat(values, 1), rows, len(batch)), failed=failed)
+
+
+def _is_of_backbone(key: str) -> bool:
+    return key.startswith("model.")

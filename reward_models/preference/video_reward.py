@@ -1,0 +1,296 @@
+"""Implements VideoReward (VideoAlign): visual quality, motion quality and text alignment.
+
+Ported from KwaiVGI/VideoAlign. Both published forms of a checkpoint are supported: the whole PEFT
+model (`model.pth`), and an adapter with the other trained weights beside it, which needs the base
+model's.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Qwen2Tokenizer
+
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.checkpoints import (
+    find_folder,
+    fingerprint_of,
+    read_json,
+    read_tensors,
+    read_weights,
+    rename_tensors,
+)
+from reward_models.backbones.frames import at_rate
+from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.pixels import resize
+from reward_models.backbones.prefix import (
+    ClipCache,
+    continue_clips,
+    group_by_size,
+    hash_clip,
+    read_clips,
+)
+from reward_models.backbones.qwen2_vl import (
+    Chat,
+    Dtype,
+    PositionMode,
+    build_network,
+    check_options,
+    collect_chats,
+    count_tokens,
+    cut_patches,
+    fill_instruction,
+    fit_size,
+    read_base,
+    tokenize_chat,
+)
+
+Normalisation = Literal["checkpoint", "published", "none"]
+INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text()
+DIMS = ("VQ", "MQ", "TA")
+TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
+"""Special tokens whose order is part of the model: text after a token cannot change its score, so
+VQ and MQ do not depend on the prompt."""
+PUBLISHED = {
+    "VQ_mean": 3.6757,
+    "VQ_std": 2.2476,
+    "MQ_mean": 1.1646,
+    "MQ_std": 1.3811,
+    "TA_mean": 2.8105,
+    "TA_std": 2.5121,
+}
+FEWEST_PIXELS = 128 * 28 * 28
+"""Minimum area of a frame in pixels; the maximum is in the checkpoint's configuration."""
+EXPECTED = {
+    "data_config": {
+        "num_frames": None,
+        "sample_type": "uniform",
+        "eval_dim": list(DIMS),
+        "prompt_template_type": "detailed_special",
+    },
+    "model_config": {"output_dim": 3, "use_special_tokens": True, "reward_token": "special"},
+}
+"""Values of a checkpoint's `model_config.json` that this implementation supports."""
+
+
+class VideoReward(NetworkReward):
+    """Scores VQ, MQ, TA and their sum, Overall; each is standardised by a mean and a deviation.
+
+    `checkpoint` is a folder or hub repository with `model_config.json` and `checkpoint-<step>/`, of
+    which the last step is read; `base` that of the Qwen2-VL it was trained from, where it is not
+    the one the configuration names. `normalisation` takes the constants from the configuration, or
+    those that were `published`, or leaves the raw scores.
+
+    The keys and values of all tokens of the last `batch_size` clips are cached: VQ and MQ of such a
+    clip are known, and another prompt costs only its TA.
+    """
+
+    tokenizer: Qwen2Tokenizer
+    config: dict[str, Any]
+
+    def __init__(
+        self,
+        checkpoint: str = "KwaiVGI/VideoReward",
+        base: str | None = None,
+        position_mode: PositionMode = "sequential",
+        normalisation: Normalisation = "checkpoint",
+        dtype: Dtype = "bfloat16",
+        device: str = "auto",
+        batch_size: PositiveInt = 4,
+        offload: bool = False,
+    ):
+        check_options(position_mode, dtype)
+        if normalisation not in get_args(Normalisation):
+            raise ValueError(
+                f"normalisation is {normalisation!r}; it must be one of "
+                f"{', '.join(get_args(Normalisation))}"
+            )
+        self.checkpoint, self.base, self.normalisation = checkpoint, base, normalisation
+        self.position_mode: PositionMode = position_mode
+        self.dtype: Dtype = dtype
+        settings = (
+            fingerprint_of(checkpoint),
+            fingerprint_of(base) if base else "its own base",
+            f"{position_mode} positions",
+            dtype,
+        )
+        spec = RewardSpec(
+            name="video_reward",
+            dims=(*DIMS, "Overall"),
+            modality="video",
+            scale=(-math.inf, math.inf),
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt", "fps"),
+            normalisation="none" if normalisation == "none" else f"z-score ({normalisation})",
+            version=", ".join(settings),
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self._kept: dict[str, ClipCache] = {}
+
+    def read(self) -> nn.Module:
+        """Read the backbone, merge the adapter into it, and read the head."""
+        folder = find_folder(self.checkpoint)
+        self.config = read_model_config(folder / "model_config.json")
+        self.constants = self._constants()
+        base = self.base or self.config["model_config"]["model_name_or_path"]
+        architecture, self.tokenizer = read_base(base, TOKENS)
+        step, tensors = read_step(folder, base, self.config["peft_lora_config"])
+        return build_network(architecture, _head, tensors, step, self.position_mode, self.dtype)
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Return the three scores of every video, and their sum."""
+        chats, failed = collect_chats(len(batch), lambda i: self._chat(batch, i))
+        if not chats:
+            return BatchScores(torch.full((len(batch), 4), torch.nan), None, failed)
+        raw = self._raw(chats, shared=not batch.media.requires_grad).cpu()
+        scores = (raw - self.constants[0]) / self.constants[1]
+        scores = torch.cat([scores, scores.sum(1, keepdim=True)], 1)
+        return BatchScores(place_rows(scores, [*chats], len(batch)), None, failed)
+
+    def _raw(self, chats: Mapping[int, Chat], shared: bool) -> Float[Tensor, "n 3"]:
+        """Return VQ and MQ of each clip, read once if `shared`, and TA of each prompt."""
+        marks = self.tokenizer.get_added_vocab()
+        *quality, alignment = [marks[token] for token in TOKENS]
+        cut = {i: chat.ids.index(quality[-1]) + 1 for i, chat in chats.items()}
+        names = {i: hash_clip(chat) if shared else str(i) for i, chat in chats.items()}
+        clips = {name: self._kept[name] for name in names.values() if name in self._kept}
+        new = {
+            names[i]: replace(chat, ids=chat.ids[: cut[i]])
+            for i, chat in chats.items()
+            if names[i] not in clips
+        }
+        for some in group_by_size(new, lambda chat: len(chat.ids)):
+            fresh = read_clips(self.network, [new[name] for name in some], quality)
+            clips |= zip(some, fresh, strict=True)
+        if shared:
+            place = "cpu" if self.offload else self.device
+            self._kept = {name: clip.to(place) for name, clip in clips.items()}
+        texts = {i: chat.ids[cut[i] :] for i, chat in chats.items()}
+        return self._aligned({i: clips[name] for i, name in names.items()}, texts, alignment)
+
+    def _aligned(
+        self, clips: Mapping[int, ClipCache], texts: Mapping[int, list[int]], mark: int
+    ) -> Float[Tensor, "n 3"]:
+        """Return raw scores, one row per clip followed by its text."""
+        rows: dict[int, Tensor] = {}
+        for some in group_by_size(clips, lambda clip: clip.length):
+            said = continue_clips(
+                self.network, [clips[i] for i in some], [texts[i] for i in some], mark
+            )
+            for i, heads in zip(some, said, strict=True):
+                quality = clips[i].heads.diagonal().to(heads.device)
+                rows[i] = torch.cat([quality, heads[-1:]])
+        return torch.stack([rows[i] for i in clips])
+
+    def _constants(self) -> Float[Tensor, "2 3"]:
+        """Return mean and standard deviation of each dimension."""
+        if self.normalisation == "none":
+            return torch.tensor([[0.0] * 3, [1.0] * 3])
+        published = self.normalisation == "published"
+        given = PUBLISHED if published else self.config.get("inference_config")
+        if given is None:
+            raise ValueError(
+                f"{self.checkpoint}/model_config.json has no inference_config to normalise with; "
+                "set normalisation to published or none"
+            )
+        return torch.tensor([[given[f"{dim}_{key}"] for dim in DIMS] for key in ("mean", "std")])
+
+    def _chat(self, batch: MediaBatch, i: int) -> Chat:
+        text = fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
+        data = self.config["data_config"]
+        kept = at_rate(batch.media.shape[1], batch.fps[i], float(data["fps"]))
+        height, width = batch.media.shape[-2:]
+        size = fit_size(height, width, FEWEST_PIXELS, data["max_frame_pixels"])
+        frames = batch.media[i, kept].to(self.device).float()
+        patches, grid = cut_patches(resize_rounding_once(frames, *size))
+        return Chat(tokenize_chat(self.tokenizer, text, "video", count_tokens(grid)), patches, grid)
+
+
+def _head(width: int) -> nn.Module:
+    return nn.Linear(width, len(DIMS), bias=False)
+
+
+def resize_rounding_once(
+    frames: Float[Tensor, "T 3 H W"], height: int, width: int
+) -> Float[Tensor, "T 3 height width"]:
+    """Resize 8-bit frames bicubically, rounding once; the gradient is that of the smooth resize.
+
+    The original resizes video by torchvision, which sums in floating point; PIL rounds twice.
+    """
+    smooth = resize(frames, height, width)
+    bits = (frames.detach() * 255).round().clamp(0, 255)
+    exact = resize(bits, height, width).round().clamp(0, 255) / 255
+    return smooth + (exact - smooth).detach() if smooth.requires_grad else exact
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's `model_config.json`; ValueError where it asks for unsupported values."""
+    config = read_json(path)
+    for part, expected in EXPECTED.items():
+        for key, value in expected.items():
+            if config[part][key] != value:
+                raise ValueError(f"{path}: {part}.{key} is {config[part][key]!r}, not {value!r}")
+    return config
+
+
+def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, dict[str, Tensor]]:
+    """Return the folder of the last step, and its weights under the base model's names."""
+    steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.is_dir()}
+    if not steps:
+        raise ValueError(f"{folder} has no folder checkpoint-<step>")
+    step = steps[max(steps)]
+    if (step / "model.pth").is_file():
+        tensors = _strip_peft_names(read_tensors(step / "model.pth"))
+        return step, merge_lora(tensors, lora["lora_r"], float(lora["lora_alpha"]), step)
+    files = "non_lora_state_dict.pth", "adapter_model.safetensors"
+    if missing := [name for name in (*files, "adapter_config.json") if not (step / name).is_file()]:
+        raise ValueError(f"{step} has neither model.pth nor {missing[0]}")
+    adapter = read_json(step / "adapter_config.json")
+    if unknown := [key for key in _VARIANTS if adapter.get(key)]:
+        raise ValueError(f"{step}/adapter_config.json: {unknown[0]} is not supported")
+    # The original applies them in this order: trained weights replace the base model's.
+    tensors = read_weights(base)
+    for name in files:
+        tensors |= _strip_peft_names(read_tensors(step / name))
+    return step, merge_lora(tensors, adapter["r"], float(adapter["lora_alpha"]), step)
+
+
+_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+
+
+def _strip_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove what PEFT adds to names, except for `lora_A` and `lora_B`."""
+    return rename_tensors(
+        tensors,
+        [(r"^base_model\.model\.", ""), (r"\.base_layer\.", "."), (r"(lora_[AB])\.default", r"\1")],
+    )
+
+
+def merge_lora(
+    tensors: Mapping[str, Tensor], rank: int, alpha: float, source: str | Path
+) -> dict[str, Tensor]:
+    """Replace every W that has a LoRA by W + alpha / rank * B A, and keep the rest unchanged.
+
+    Raises:
+        ValueError: for a LoRA without its other half or its W, or of another rank or shape.
+    """
+    down = {k.split(".lora_A")[0]: v for k, v in tensors.items() if ".lora_A." in k}
+    up = {k.split(".lora_B")[0]: v for k, v in tensors.items() if ".lora_B." in k}
+    result = {k: v for k, v in tensors.items() if ".lora_" not in k}
+    if odd := sorted(down.keys() ^ up.keys()):
+        raise ValueError(f"{source}: the LoRA of {odd[0]} is not complete")
+    for name, a in down.items():
+        key, b = f"{name}.weight", up[name]
+        if key not in result or result[key].shape != (len(b), a.shape[1]):
+            raise ValueError(f"{source}: the LoRA of {name} has no weight of its shape")
+        if a.shape[0] != rank or b.shape[1] != rank:
+            raise ValueError(f"{source}: the LoRA of {name} is not of rank {rank}")
+        weight = result[key]
+        result[key] = (weight.float() + alpha / rank * (b.float() @ a.float())).to(weight.dtype)
+    return result

@@ -1,0 +1,1 @@
+"""Contains rewards from the answers of a vision-language model to questions."""

@@ -1,0 +1,187 @@
+"""Implements a reward of weighted yes/no questions, answered by any judge (VisionReward)."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import (
+    Fit,
+    Fittable,
+    Loadable,
+    MediaBatch,
+    NonNegativeFloat,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+from reward_models.backbones.yes_no import YesNoJudge
+from reward_models.questions.checklist_fit import fit_question_set
+from reward_models.questions.question_set import (
+    Answers,
+    QuestionSet,
+    read_question_set,
+    value_items,
+)
+from reward_models.questions.vqa_score import QUESTION, fill_questions
+
+
+class Checklist(RewardModel, Loadable, Fittable):
+    """Scores a judge's weighted answers to a list of questions: their sum, and the sum per aspect.
+
+    If the question set weighs an alignment reward, `alignment` says where that comes from: a reward
+    model of one dimension, `judge` for P(yes) of the same judge to VQAScore's question, or
+    `omit`, which leaves its term out (such scores are lower, and not comparable with complete
+    ones). `items` adds what `flowalign reward fit` fits weights to: a dimension for the value of
+    each item, from -1 to 1, and one for the score of the alignment reward.
+    """
+
+    def __init__(
+        self,
+        judge: YesNoJudge,
+        question_set: str,
+        answers: Answers = "hard",
+        alignment: RewardModel | Literal["judge", "omit"] | None = None,
+        items: bool = False,
+    ):
+        self.judge, self.alignment = judge, alignment
+        self.answers: Answers = answers
+        self.question_set = read_question_set(question_set)
+        if bool(self.question_set.alignment) != (alignment is not None):
+            raise ValueError(
+                f"{self.question_set.name} gives an alignment reward the weight "
+                f"{self.question_set.alignment}: "
+                + ("say which (`judge`, `omit` or a model)" if alignment is None else "use none")
+            )
+        self._model = alignment if isinstance(alignment, RewardModel) else None
+        if self._model and len(self._model.spec.dims) != 1:
+            raise ValueError(f"alignment has {self._model.spec.dims}; it must have one dimension")
+        aligned = self.question_set.alignment and alignment != "omit"
+        single = [f"item_{i:02}" for i in range(len(self.question_set.items))]
+        self.columns = (["item_alignment"] if aligned else []) + single if items else []
+        self.spec = self._spec()
+
+    def _spec(self) -> RewardSpec:
+        question_set, model = self.question_set, self._model
+        used = [] if self.alignment in (None, "omit") else ["alignment"]
+        extra = [question_set.alignment * x for x in (model.spec.scale if model else (0.0, 1.0))]
+        low, high = (min(extra[0], 0), max(extra[1], 0)) if used else (0.0, 0.0)
+        most = float(question_set.scaled.sum())
+        low, high = (
+            low - most + min(question_set.intercept, 0),
+            high + most + max(question_set.intercept, 0),
+        )
+        single = [-1.0, 1.0, *(model.spec.scale if model else ())] if self.columns else []
+        prompted = used or any("[[prompt]]" in question for question in question_set.questions)
+        needs: set[Any] = {"prompt"} if prompted else set()
+        needs |= set(model.spec.needs) if model else set()
+        needs |= set(self.judge.video_needs) if question_set.modality == "video" else set()
+        term = f"{model.spec.name} {model.spec.fingerprint()}" if model else self.alignment
+        return RewardSpec(
+            name=question_set.name,
+            dims=("overall", *used, *question_set.aspects, *self.columns),
+            modality=question_set.modality,
+            scale=(min([low, *single]), max([high, *single])),
+            licence=question_set.licence,
+            needs=tuple(sorted(needs)),
+            normalisation=f"{question_set.reduction} of {self.answers} answers"
+            + (", without alignment" if self.alignment == "omit" else ""),
+            version=f"{_fingerprint(question_set)} {self.judge.version} alignment {term}",
+        )
+
+    def load(self) -> None:
+        """Load the judge and the alignment reward."""
+        self.judge.load()
+        if isinstance(self._model, Loadable):
+            self._model.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Ask the judge all questions about each sample, and sum the weighted answers."""
+        failed = self.spec.screen(batch)
+        good = [i for i in range(len(batch)) if i not in failed]
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+        if good:
+            part = batch.take(good)
+            questions = self.question_set.questions + (
+                [QUESTION] if self.alignment == "judge" else []
+            )
+            yes = self.judge.ask(
+                part, [fill_questions(questions, prompt) for prompt in part.prompts]
+            )
+            yes = yes.double().cpu()
+            alignment, why = self._aligned(part, yes)
+            values[good] = self._add_up(
+                yes[:, : len(self.question_set.questions)], alignment
+            ).float()
+            for k, i in enumerate(good):
+                said = dict(zip(questions, yes[k].tolist(), strict=True))
+                extras[i] = {"yes": said}
+                silent = [question for question, p in said.items() if p != p]
+                if values[i, 0].isnan():
+                    failed[i] = why.get(k) or f"the judge gave no answer to {silent[0]!r}"
+        return RewardOutput.build(self.spec, values, failed, extras=extras)
+
+    def _aligned(
+        self, part: MediaBatch, yes: Float[Tensor, "n questions"]
+    ) -> tuple[Float[Tensor, "n terms"], Mapping[int, str]]:
+        if self._model:
+            output = self._model.score(part)
+            return output.values.double(), output.reasons
+        return yes[:, -1:] if self.alignment == "judge" else yes[:, :0], {}
+
+    def _add_up(
+        self, yes: Float[Tensor, "n questions"], alignment: Float[Tensor, "n terms"]
+    ) -> Float[Tensor, "n R"]:
+        items = value_items(self.question_set, yes, self.answers)
+        worth = items * self.question_set.scaled
+        of = [item.aspect for item in self.question_set.items]
+        aspects = [
+            worth[:, [a == aspect for a in of]].sum(1, keepdim=True)
+            for aspect in self.question_set.aspects
+        ]
+        parts = torch.cat([alignment * self.question_set.alignment, *aspects], dim=1)
+        scores = [parts.sum(1, keepdim=True) + self.question_set.intercept, parts]
+        return torch.cat([*scores, *([alignment, items] if self.columns else [])], dim=1)
+
+    @property
+    def fitted_dims(self) -> Sequence[str]:
+        """Return the dimensions that weights are fitted to, which `items` adds."""
+        complete = not self.question_set.alignment or self.alignment != "omit"
+        if not self.columns or not complete:
+            raise ValueError(
+                f"{self.question_set.name} has no scores of single items to fit; "
+                "set items: true, and an alignment other than omit"
+            )
+        return self.columns
+
+    def fit(
+        self,
+        lead: Float[Tensor, "n F"],
+        share: Float[Tensor, "n"],
+        ridge: NonNegativeFloat = 0.0,
+        held_out: float = 0.2,
+        seed: int = 0,
+    ) -> Fit:
+        """Fit the weights; the text is the JSON of the question set with the new ones."""
+        found = fit_question_set(
+            self.question_set, lead, torch.zeros_like(lead), share, held_out, ridge, seed
+        )
+        figures = {
+            "train accuracy": found.train_accuracy,
+            "held-out accuracy": found.held_out_accuracy,
+            "train pairs": found.num_train,
+            "held-out pairs": found.num_held_out,
+            "items kept": len(found.question_set.items),
+        }
+        return Fit(found.question_set.text(), figures)
+
+
+def _fingerprint(question_set: QuestionSet) -> str:
+    content = json.dumps(asdict(question_set), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

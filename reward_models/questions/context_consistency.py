@@ -1,0 +1,89 @@
+"""Implements consistency with a multimodal context, a text and reference pictures, with a gradient.
+
+Source: Hummingbird, arXiv:2502.05153v2, known to us from descriptions of it: two rewards by the
+frozen Q-Former of BLIP-2. The global semantic reward is the largest cosine between a query token of
+the picture and the text's first token; the fine-grained consistency reward is the logit of a match
+by the image-text-matching head. The text describes the reference picture in view of the request,
+and is written beforehand by a language model; that is the only way in which Hummingbird's rewards
+see the reference. The third dimension here, which looks at the references themselves, is ours.
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Blip2ForImageTextRetrieval
+
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.clip_towers import Preprocessing
+from reward_models.backbones.network import NetworkReward
+
+
+class ContextConsistency(NetworkReward):
+    """Scores a picture against the context of its request: text and one or several references.
+
+    semantic: cosine in [-1, 1] of picture and text. consistency: logit of a match of picture and
+    text. reference: mean cosine of the query tokens of picture and reference, over all references.
+    The text is the metadata's `context` where there is one, else the prompt.
+    """
+
+    network: Blip2ForImageTextRetrieval
+
+    def __init__(
+        self,
+        model: str = "Salesforce/blip2-itm-vit-g",
+        device: str = "auto",
+        batch_size: PositiveInt = 8,
+        offload: bool = False,
+    ):
+        self.model = model
+        spec = RewardSpec(
+            name="context_consistency",
+            dims=("semantic", "consistency", "reference"),
+            modality="image",
+            scale=(-math.inf, math.inf),
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt", "references"),
+            version=fingerprint_of(model),
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read BLIP-2's image encoder, Q-Former and heads, and its tokenizer."""
+        network = read_transformers(Blip2ForImageTextRetrieval, self.model)
+        network.config.image_token_index = None  # the text comes without placeholders of an image
+        self.longest: int = network.config.qformer_config.max_position_embeddings
+        self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
+        )
+        return network
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 3"]:
+        """Compare one sample after another with its context."""
+        return torch.cat([self._rated(batch.take([i])) for i in range(len(batch))])
+
+    def _rated(self, sample: MediaBatch) -> Float[Tensor, "1 3"]:
+        metadata = sample.metadata[0] if sample.metadata else {}
+        text = self._tokens(str(metadata.get("context") or sample.prompts[0]))
+        pixels = self._pixels(sample.media[:, 0])
+        contrast = self.network(pixels, **text)
+        match = self.network(pixels, **text, use_image_text_matching_head=True)
+        with torch.no_grad():
+            shown = [self.network(self._pixels(r[None]), **text) for r in sample.references[0]]
+        references = torch.cat([one.image_embeds for one in shown])
+        alike = (contrast.image_embeds * references).sum(-1).mean()
+        return torch.stack(
+            [contrast.logits_per_image[0, 0], match.logits_per_image[0, 1], alike]
+        ).float()[None]
+
+    def _pixels(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
+        return self.preprocessing(pictures.to(self.device, torch.float32))
+
+    def _tokens(self, text: str) -> dict[str, Any]:
+        tokens = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=self.longest)
+        return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,115 @@
+"""Defines checklists: weighted yes/no questions about images or videos, stored as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.utils.files import bundled
+
+Answers = Literal["hard", "soft"]
+"""Value of an answer: `hard` gives 1 or -1 by the likelier one, `soft` gives 2 P(yes) - 1."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Represents a question to which yes is better; `[[prompt]]` stands for the sample's prompt."""
+
+    question: str
+    weight: float
+    aspect: str
+    """Dimension of the reward to which the item contributes; items of one aspect are summed."""
+    given: str | None = None
+    """Name of the condition without which the item is worth 0; null: it always applies."""
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Represents a list of questions with its weights; stored as JSON."""
+
+    name: str
+    modality: Literal["image", "video"]
+    reduction: Literal["sum", "mean"]
+    """Whether weighted answers are summed, or averaged over all items."""
+    licence: str
+    items: Sequence[Item]
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    """Questions, by name, about what must be present for some items to apply, such as a face."""
+    alignment: float = 0.0
+    """Weight of an additional alignment reward; 0: none."""
+    intercept: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse undefined conditions, negative weights, no items, or an alignment aspect."""
+        wrong = [i.given for i in self.items if i.given and i.given not in self.conditions]
+        if wrong:
+            raise ValueError(
+                f"{self.name}: the condition {wrong[0]!r} is none of {sorted(self.conditions)}"
+            )
+        if not self.items or min(self.alignment, *(i.weight for i in self.items)) < 0:
+            raise ValueError(f"{self.name} has no items, or a negative weight: yes must be better")
+        if self.alignment and "alignment" in self.aspects:
+            raise ValueError(
+                f"{self.name}: the aspect name `alignment` is reserved for the alignment reward"
+            )
+
+    @property
+    def questions(self) -> list[str]:
+        """Return all questions for the judge: the conditions, then the items."""
+        return [*self.conditions.values(), *(item.question for item in self.items)]
+
+    @property
+    def aspects(self) -> list[str]:
+        """Return the names of the aspects, in the order of the items."""
+        return list(dict.fromkeys(item.aspect for item in self.items))
+
+    @property
+    def scaled(self) -> Float[Tensor, "items"]:
+        """Return the contribution of a yes to the score, for each item that applies."""
+        weights = torch.tensor([item.weight for item in self.items], dtype=torch.float64)
+        return weights / (len(self.items) if self.reduction == "mean" else 1)
+
+    def text(self) -> str:
+        """Return the JSON that `read_question_set` reads from a file."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def read_question_set(source: str) -> QuestionSet:
+    """Read a JSON file, or a bundled question set by name, such as `vision_reward_image`."""
+    own = Path(__file__).parent / "data" / f"{source}.json"
+    path = own if own.is_file() else Path(bundled(source))
+    try:
+        content = json.loads(path.read_text())
+        items = [Item(**item) for item in content.pop("items")]
+        return QuestionSet(items=items, **content)
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{source} is no checklist: {error}") from error
+
+
+def value_items(
+    question_set: QuestionSet, yes: Float[Tensor, "n questions"], answers: Answers = "hard"
+) -> Float[Tensor, "n items"]:
+    """Compute the value of every item in [-1, 1] from P(yes); 0 where an item does not apply.
+
+    An item applies where the answer to its condition is yes; with soft answers, in proportion to
+    its P(yes).
+    """
+    held, items = yes.double().split([len(question_set.conditions), len(question_set.items)], dim=1)
+    names = list(question_set.conditions)
+    applies = torch.stack(
+        [
+            held[:, names.index(i.given)] if i.given else torch.ones(len(yes))
+            for i in question_set.items
+        ],
+        1,
+    )
+    if answers == "hard":
+        # A missing answer stays NaN: NaN > 0.5 is False and would count as a no.
+        applies = torch.where(applies.isnan(), applies, (applies > 0.5).double())
+        items = torch.where(items.isnan(), items, (items > 0.5).double())
+    return torch.where(applies == 0, 0.0, applies * (2 * items - 1))

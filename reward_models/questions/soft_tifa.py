@@ -1,0 +1,112 @@
+"""Implements Soft-TIFA: how probable the right answers to questions about a picture are.
+
+Computed like in facebookresearch/GenEval2 @ a6e82d2, whose rows bring the questions, without three
+of its faults: a token that several spellings begin with counts once, so that no probability exceeds
+1; spellings of several tokens do not count, where their first may be a bare space that begins any
+number; and no probability is 0, which would make the geometric mean blind to all others.
+
+Source: GenEval 2, arXiv:2512.16853.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.network import place_rows
+from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.yes_no import QwenYesNo
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+LOWEST = 1e-6
+_ASK = "{} Answer in one word."
+
+
+def soft_tifa(
+    probability: Float[Tensor, "n q"], asked: Bool[Tensor, "n q"]
+) -> Float[Tensor, "n 2"]:
+    """Return arithmetic and geometric mean over the questions asked, clamped to [1e-6, 1]."""
+    p = probability.clamp(LOWEST, 1.0)
+    count = asked.sum(1)
+    mean = p.where(asked, 0.0).sum(1) / count
+    log_mean = p.log().where(asked, 0.0).sum(1) / count
+    return torch.stack([mean, log_mean.exp()], 1)
+
+
+def spell_answer(question: str, answer: str) -> list[str]:
+    """Return the spellings of an answer; a number that was asked for may be written in digits."""
+    words = [answer.lower(), answer.capitalize()]
+    if question.startswith("How many") and answer.lower() in NUMBERS:
+        words.append(str(NUMBERS.index(answer.lower()) + 1))
+    return [*words, *(f" {word}" for word in words)]
+
+
+class SoftTIFA(RewardModel, Loadable):
+    """Scores the mean probability of right answers, arithmetic and geometric, from 0 to 1.
+
+    The metadata of a row have the questions: `vqa_list`, a list of [question, answer]. The release
+    asks Qwen3-VL-8B-Instruct and gives means over prompts times 100.
+    """
+
+    def __init__(self, judge: QwenYesNo):
+        self.judge = judge
+        self.spec = RewardSpec(
+            name="soft_tifa",
+            dims=("soft_tifa_am", "soft_tifa_gm"),
+            modality="image",
+            scale=(LOWEST, 1.0),
+            licence="that of the judge; GenEval 2's questions: CC BY-NC 4.0",
+            differentiable=True,
+            version=f"{judge.version} {_ASK}",
+        )
+
+    def load(self) -> None:
+        """Load the judge."""
+        self.judge.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Ask all questions of each row."""
+        failed = self.spec.screen(batch)
+        asked: dict[int, list[tuple[str, str]]] = {}
+        for i in (i for i in range(len(batch)) if i not in failed):
+            try:
+                asked[i] = read_questions(batch.metadata[i] if batch.metadata else {})
+            except Unscorable as reason:
+                failed[i] = str(reason)
+        values = torch.full((len(batch), 2), torch.nan)
+        extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+        if asked:
+            p, given = self._answers(batch.take([*asked]), list(asked.values()))
+            values = place_rows(soft_tifa(p, given), [*asked], len(batch))
+            for k, (i, pairs) in enumerate(asked.items()):
+                extras[i] = {"answers": p[k, : len(pairs)].tolist()}
+                if values[i].isnan().any():
+                    failed[i] = "a question of its metadata has a special token"
+        return RewardOutput.build(self.spec, values, failed, extras=extras)
+
+    def _answers(
+        self, batch: MediaBatch, pairs: Sequence[Sequence[tuple[str, str]]]
+    ) -> tuple[Float[Tensor, "n q"], Bool[Tensor, "n q"]]:
+        """Return the probabilities, and which are of questions; rows repeat their first to fill."""
+        most = max(len(row) for row in pairs)
+        full = [[*row, *[row[0]] * (most - len(row))] for row in pairs]
+        p = self.judge.probability(
+            batch,
+            [[_ASK.format(question) for question, _ in row] for row in full],
+            [[spell_answer(*pair) for pair in row] for row in full],
+        )
+        return p, torch.arange(most) < torch.tensor([len(row) for row in pairs])[:, None]
+
+
+def read_questions(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the questions and answers of a row; Unscorable where there are none."""
+    rows = metadata.get("vqa_list")
+    if not isinstance(rows, list) or not rows:
+        raise Unscorable("its metadata has no `vqa_list` of [question, answer]")
+    for row in rows:
+        if not isinstance(row, list | tuple) or [type(x) for x in row] != [str, str]:
+            raise Unscorable(f"its metadata has {str(row)[:60]!r} in place of [question, answer]")
+    return [(question, answer) for question, answer in rows]

@@ -1,0 +1,221 @@
+"""Implements VQAScore: P(yes) to the question whether a figure shows the prompt."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.checkpoints import (
+    find_file,
+    find_folder,
+    fingerprint_of,
+    load_exactly,
+    on_meta_device,
+    read_json,
+    read_weights,
+    rename_tensors,
+)
+from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.pixels import CLIP_MEAN, normalise, resize
+from reward_models.backbones.yes_no import Dtype, YesNoJudge
+
+QUESTION = 'Does this figure show "[[prompt]]"? Please answer yes or no.'
+"""Question to the judge; `[[prompt]]` stands for the sample's prompt."""
+_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions. USER: "
+)
+_LAYOUT = {
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_vision_select_layer": -2,
+    "mm_vision_select_feature": "patch",
+}
+_RENAMES = (
+    (r"^(?!vision_tower\.|mm_projector\.)", "t5."),
+    (r"^vision_tower\.vision_tower\.vision_model\.", "vision."),
+)
+_ALIASES = (r"t5\.embed_tokens\.weight", r"vision\.embeddings\.position_ids")
+"""Unused keys: the word embedding under one more name, and a buffer of old versions."""
+_TIED = ("t5.encoder.embed_tokens.weight", "t5.decoder.embed_tokens.weight", "t5.lm_head.weight")
+"""Names that get the word embedding where a file does not bring them. FlanT5's file brings a head
+of its own, which transformers would tie all the same; loading by assignment keeps them apart."""
+
+
+def fill_questions(questions: Sequence[str], prompt: str) -> list[str]:
+    """Return the questions with the prompt in place of `[[prompt]]`."""
+    return [question.replace("[[prompt]]", prompt) for question in questions]
+
+
+class VQAScore(RewardModel, Loadable):
+    """Scores a judge's P(yes) that the image or video shows the prompt."""
+
+    def __init__(self, judge: YesNoJudge, question: str = QUESTION):
+        if "[[prompt]]" not in question:
+            raise ValueError(f"the question {question!r} must say [[prompt]]")
+        self.judge, self.question = judge, question
+        self.spec = RewardSpec(
+            name="vqa_score",
+            dims=("alignment",),
+            modality="any",
+            scale=(0.0, 1.0),
+            licence="that of the judge",
+            needs=("prompt",),
+            normalisation="P(yes) relative to yes and no",
+            version=f"{judge.version} {question}",
+        )
+
+    def load(self) -> None:
+        """Load the judge."""
+        self.judge.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Ask one question about each sample."""
+        failed = self.spec.screen(batch)
+        good = [i for i in range(len(batch)) if i not in failed]
+        values = torch.full((len(batch), 1), torch.nan)
+        if good:
+            part = batch.take(good)
+            yes = self.judge.ask(part, [fill_questions([self.question], p) for p in part.prompts])
+            values[good] = yes.float().cpu()
+            silent = yes.isnan().any(1).tolist()
+            failed |= {
+                i: "the judge gave no answer" for i, none in zip(good, silent, strict=True) if none
+            }
+        return RewardOutput.build(self.spec, values, failed)
+
+
+class ClipFlanT5(NetworkReward):
+    """Scores with VQAScore's own model: projected CLIP patches among the words that T5 reads.
+
+    Two layers project the patches. The score is the geometric mean of the probabilities of the two
+    tokens of "Yes" (word and end), given the question in the chat that the model was tuned on.
+    `source` is a folder or repository such as `zhiqiulin/clip-flant5-xxl`, whose weights include
+    the image encoder; `vision` gives only that encoder's configuration, where the one named by
+    `mm_vision_tower` should not be used.
+    """
+
+    network: "_ClipT5"
+
+    def __init__(
+        self,
+        source: str = "zhiqiulin/clip-flant5-xxl",
+        tokenizer: str = "google/flan-t5-xxl",
+        vision: str | None = None,
+        device: str = "auto",
+        dtype: Dtype = "float32",
+        batch_size: PositiveInt = 8,
+        offload: bool = False,
+    ):
+        self.source, self.tokenizer_source, self.vision = source, tokenizer, vision
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        spec = RewardSpec(
+            name="clip_flant5",
+            dims=("alignment",),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            needs=("prompt",),
+            normalisation="geometric mean over the tokens of Yes",
+            version=f"{fingerprint_of(source)} {fingerprint_of(tokenizer)} {dtype}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read T5, image encoder and projector; every key of the checkpoint is accounted for."""
+        config = read_json(find_file(self.source, "config.json"))
+        if {name: config.get(name) for name in _LAYOUT} != _LAYOUT:
+            raise ValueError(f"the configuration of {self.source} must say {_LAYOUT}")
+        tower = find_file(self.vision or config.get("mm_vision_tower", ""), "config.json")
+        words = find_folder(self.tokenizer_source, ("*.json", "*.model"))
+        self.tokenizer = AutoTokenizer.from_pretrained(words)
+        tensors = {
+            key: tensor.to(self.dtype)
+            for key, tensor in rename_tensors(read_weights(self.source), _RENAMES).items()
+        }
+        for name in _TIED:
+            tensors.setdefault(name, tensors.get("t5.shared.weight", torch.zeros(())))
+        with on_meta_device():
+            network = _ClipT5(config, CLIPVisionConfig.from_pretrained(tower.parent))
+        load_exactly(network, tensors, self.source, unused=_ALIASES)
+        return network
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Compute the probability of yes, differentiable in the pixels."""
+        pixels = padded_square(batch.media[:, 0].to(self.device), self.network.image_size)
+        before, after = (
+            self._words(_SYSTEM),
+            [
+                self._words(f"\n{text} ASSISTANT: ")
+                for text in (fill_questions([QUESTION], prompt)[0] for prompt in batch.prompts)
+            ],
+        )
+        answer = self._words("Yes")
+        logits = self.network(pixels.to(self.dtype), before, after, answer)
+        log_p = logits.float().log_softmax(-1)
+        return log_p[:, torch.arange(len(answer)), answer].mean(1, keepdim=True).exp()
+
+    def _words(self, text: str) -> Tensor:
+        """Tokenise one piece, with the end token that every piece gets, also before the image."""
+        return torch.tensor(self.tokenizer(text)["input_ids"], device=self.device)
+
+
+class _ClipT5(nn.Module):
+    def __init__(self, config: Mapping[str, Any], vision: CLIPVisionConfig):
+        super().__init__()
+        self.t5 = T5ForConditionalGeneration(T5Config.from_dict(dict(config)))
+        self.vision = CLIPVisionModel(vision)
+        width = self.t5.config.d_model
+        self.mm_projector = nn.Sequential(
+            nn.Linear(vision.hidden_size, width), nn.GELU(), nn.Linear(width, width)
+        )
+        if not isinstance(vision.image_size, int):
+            raise ValueError(
+                f"image_size of the image encoder is {vision.image_size}; it must be one number"
+            )
+        self.image_size = vision.image_size
+
+    def forward(
+        self,
+        pixels: Float[Tensor, "n 3 h w"],
+        before: Tensor,
+        after: Sequence[Tensor],
+        answer: Tensor,
+    ) -> Float[Tensor, "n answer vocabulary"]:
+        """Compute logits of the answer's tokens; the image stands between `before` and `after`."""
+        hidden = self.vision(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
+        image, embed = self.mm_projector(hidden), self.t5.shared
+        first = embed(before).expand(len(pixels), -1, -1)
+        rest = embed(pad_sequence(list(after), batch_first=True))
+        lengths = torch.tensor([len(words) for words in after], device=pixels.device)
+        given = first.shape[1] + image.shape[1]
+        total = torch.arange(given + rest.shape[1], device=pixels.device)
+        return self.t5(
+            inputs_embeds=torch.cat([first, image, rest], dim=1),
+            attention_mask=(total < (given + lengths)[:, None]).long(),
+            labels=answer.repeat(len(pixels), 1),
+        ).logits
+
+
+def padded_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
+    """Pad to a square with the mean colour in 8 bits, resize in PIL's arithmetic, and normalise."""
+    height, width = frames.shape[-2:]
+    side = max(height, width)
+    top, left = (side - height) // 2, (side - width) // 2
+    colour = torch.tensor([int(255 * c) / 255 for c in CLIP_MEAN], device=frames.device)
+    inside = F.pad(frames, (left, side - width - left, top, side - height - top))
+    ones = F.pad(torch.ones_like(frames), (left, side - width - left, top, side - height - top))
+    square = inside + (1 - ones) * colour[:, None, None]
+    return normalise(resize(square, size, size, quantised=True))

@@ -1,0 +1,1 @@
+"""Contains rewards that are computed from pixels, motion or features."""

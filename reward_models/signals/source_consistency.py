@@ -1,0 +1,102 @@
+"""Implements what an edit keeps of its source: pixels outside the mask, and features of the whole.
+
+Both are best for a picture that was not edited at all: combine them with a reward of the edit.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.backbones import Encoder
+from reward_models.backbones.encoded import EncoderReward
+from reward_models.backbones.pixels import resize
+
+
+def compare_pixels(
+    edit: Float[Tensor, "3 h w"],
+    source: Float[Tensor, "3 h w"],
+    mask: Float[Tensor, "1 h w"] | None = None,
+) -> Float[Tensor, ""]:
+    """Return 1 minus the mean absolute difference of the pixels, weighted by 1 - mask.
+
+    It is NaN where the mask covers everything.
+    """
+    weight = 1 - mask if mask is not None else torch.ones_like(edit[:1])
+    return 1 - ((edit - source).abs().mean(0) * weight[0]).sum() / weight.sum()
+
+
+class UnchangedPixels(RewardModel):
+    """Scores in [0, 1] how little an edit changed its source, 1 for not at all.
+
+    Of a sample with a mask only the pixels outside count. Source and mask are resized to the edit.
+    """
+
+    def __init__(self) -> None:
+        self.spec = RewardSpec(
+            name="unchanged_pixels",
+            dims=("unchanged_pixels",),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            needs=("references",),
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Compare every edit with its own source."""
+        failed = self.spec.screen(batch)
+        values = [torch.tensor(torch.nan)] * len(batch)
+        for i in (i for i in range(len(batch)) if i not in failed):
+            values[i] = _compare_to_source(batch.take([i]))
+            if not values[i].isfinite():
+                failed[i] = "its mask covers the whole picture"
+        return RewardOutput.build(self.spec, torch.stack(values)[:, None], failed)
+
+
+def _compare_to_source(sample: MediaBatch) -> Float[Tensor, ""]:
+    edit = sample.media[0, 0].float().cpu()
+    height, width = edit.shape[1:]
+    source = resize(sample.references[0][0][None].float().cpu(), height, width)[0].clamp(0, 1)
+    mask = sample.masks[0] if sample.masks else None
+    if mask is not None:
+        whole = mask[None].float().cpu()
+        mask = F.interpolate(whole, (height, width), mode="bilinear", antialias=True)[0]
+    return compare_pixels(edit, source, mask)
+
+
+class SourceConsistency(EncoderReward):
+    """Scores the cosine of an edit's features and its source's, in [0, 1]; negative ones are 0.
+
+    Any image encoder can be taken, such as a CLIP of `reward_models.backbones`; scores can be
+    compared only between equal encoders.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder | None = None,
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+    ):
+        spec = RewardSpec(
+            name="source_consistency",
+            dims=("source_consistency",),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            needs=("references",),
+        )
+        super().__init__(spec, encoder, device, batch_size, offload)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Embed every edit, and its source, which may have another size."""
+        edits = self.features(batch.media[:, 0])
+        sources = torch.cat([self._embedded(some[0]) for some in batch.references])
+        return F.cosine_similarity(edits, sources).clamp(min=0)[:, None]
+
+    @torch.no_grad()
+    def _embedded(self, source: Float[Tensor, "3 h w"]) -> Float[Tensor, "1 D"]:
+        return self.features(source[None])

@@ -1,0 +1,1 @@
+"""Contains rewards of the toy models, which check an image by rule."""

@@ -1,0 +1,283 @@
+"""Defines the world of moving shapes: its prompts, and a verifier of how well a clip shows one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, permutations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.verifiers.shapes import BACKGROUND, COLOURS, SHAPES, Objects, find_objects
+
+MOTIONS = {
+    "moves left": (-1.0, 0.0, 0.0),
+    "moves right": (1.0, 0.0, 0.0),
+    "rises": (0.0, -1.0, 0.0),
+    "falls": (0.0, 1.0, 0.0),
+    "grows": (0.0, 0.0, 1.0),
+    "shrinks": (0.0, 0.0, -1.0),
+}
+"""Unit direction of each motion: x to the right, y downwards, and size."""
+COUNTS = {"a": 1, "two": 2}
+SIZE_WEIGHT = 3.0
+"""Pixels of motion that one pixel of change in an object's radius counts as."""
+FULL_AMOUNT = 8.0
+"""Displacement in pixels over the clip from which `amount` is 1."""
+
+_LEAST_AMOUNT, _LEAST_COSINE, _LONGEST_STEP = 4.0, 0.85, 4.0
+_JERK = 4.0
+"""Mean acceleration, in pixels per frame squared, at which `smoothness` is 0."""
+_FLICKER = 0.1
+"""Mean change of the background between frames, in [0, 1], at which `flicker` is 0."""
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Describes one object and its motion."""
+
+    colour: str
+    shape: str
+    motion: str
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Return the indices of colour and shape."""
+        return list(COLOURS).index(self.colour), SHAPES.index(self.shape)
+
+
+@lru_cache(maxsize=8192)
+def parse_prompt(prompt: str) -> tuple[Actor, ...]:
+    """Parse a prompt of this world into its actors, in order.
+
+    Raises:
+        ValueError: the prompt is not one of this world.
+    """
+    parts = prompt.split(" and ")
+    counts = tuple(COUNTS) if len(parts) == 1 else ("a",)
+    actors = [actor for part in parts[:2] for actor in _parse_clause(part, counts)]
+    if not actors or len(parts) > 2 or len(actors) != sum(_count(part) for part in parts):
+        raise ValueError(
+            f"{prompt!r} is no prompt of moving shapes: expected {'|'.join(COUNTS)} "
+            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}, or two with 'a' "
+            "joined by 'and'"
+        )
+    return tuple(actors)
+
+
+def _count(clause: str) -> int:
+    return COUNTS.get(clause.partition(" ")[0], 1)
+
+
+def _parse_clause(clause: str, counts: tuple[str, ...]) -> list[Actor]:
+    """Parse a clause such as "two blue squares fall" into actors; empty where it is none."""
+    count, _, rest = clause.partition(" ")
+    found = [
+        Actor(colour, shape, motion)
+        for colour in COLOURS
+        for shape in SHAPES
+        for motion in MOTIONS
+        if count in counts and rest == write_clause(count, colour, shape, motion).partition(" ")[2]
+    ]
+    return found * COUNTS.get(count, 0)
+
+
+def write_clause(count: str, colour: str, shape: str, motion: str) -> str:
+    """Return a clause such as "two blue squares fall" or "a green triangle grows"."""
+    if count == "a":
+        return f"a {colour} {shape} {motion}"
+    verb, _, where = motion.partition(" ")
+    return f"{count} {colour} {shape}s {verb.removesuffix('s')} {where}".strip()
+
+
+@dataclass(frozen=True)
+class Track:
+    """Follows one object through a clip: x, y and weighted radius in pixels, frame by frame."""
+
+    path: Float[Tensor, "F 3"]
+
+    @property
+    def displacement(self) -> Float[Tensor, "3"]:
+        """Return the displacement from the first frame to the last."""
+        return self.path[-1] - self.path[0]
+
+    @property
+    def amount(self) -> float:
+        """Return the displacement as a share of `FULL_AMOUNT`, at most 1."""
+        return min(float(self.displacement.norm()) / FULL_AMOUNT, 1.0)
+
+    @property
+    def smoothness(self) -> float:
+        """Return 1 for steady motion, and less the more the path accelerates."""
+        jerk = self.path.diff(dim=0).diff(dim=0).norm(dim=1).mean()
+        return max(1 - float(jerk) / _JERK, 0.0)
+
+    def cosine(self, motion: str) -> float:
+        """Return the cosine between displacement and motion; 0 for opposites and for rest."""
+        moved = self.displacement
+        along = float(moved @ torch.tensor(MOTIONS[motion]))
+        return max(along, 0.0) / max(float(moved.norm()), 1.0)
+
+    def obeys(self, motion: str) -> bool:
+        """Return whether the object moves in this direction, far enough, and without a jump."""
+        longest = float(self.path.diff(dim=0).norm(dim=1).max())
+        return (
+            self.cosine(motion) >= _LEAST_COSINE
+            and float(self.displacement.norm()) >= _LEAST_AMOUNT
+            and longest <= _LONGEST_STEP
+        )
+
+
+class MovingShapesVerifier(RewardModel):
+    """Compares a clip of moving shapes with its prompt by rules, each dimension in [0, 1].
+
+    objects: share of the asked objects in the frames, counting missing and surplus ones.
+    direction: cosine between how each object moves and how it was asked to.
+    amount: how far the objects move or change size, whatever the direction.
+    smoothness: how steadily they do.
+    consistency: share of successive frames that show the same objects.
+    flicker: how still the background is; higher is better, the same as in VBench.
+    exact_match: 1 where every frame shows what was asked for and nothing else, and all of it moves
+    as asked.
+    """
+
+    def __init__(self) -> None:
+        self.spec = RewardSpec(
+            name="moving_shapes",
+            dims=(
+                "objects",
+                "direction",
+                "amount",
+                "smoothness",
+                "consistency",
+                "flicker",
+                "exact_match",
+            ),
+            modality="video",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score every clip over all of its frames."""
+        failed = self.spec.screen(batch)
+        if batch.media.shape[1] < 3:
+            failed |= dict.fromkeys(range(len(batch)), "smoothness needs at least three frames")
+        media = batch.media.detach().float().cpu().nan_to_num()
+        objects, frames = find_objects(media.flatten(0, 1)), media.shape[1]
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        for i in (i for i in range(len(batch)) if i not in failed):
+            clip = _Frames(objects, i * frames, frames)
+            values[i] = torch.tensor(
+                _compare(parse_prompt(batch.prompts[i]), clip, _stillness(media[i]))
+            )
+        return RewardOutput.build(self.spec, values, failed=failed)
+
+
+@dataclass(frozen=True)
+class _Frames:
+    """Selects the objects of one clip from those of a batch."""
+
+    objects: Objects
+    first: int
+    number: int
+
+    def present(self, f: int) -> Int[Tensor, "m"]:
+        return self.objects.present[self.first + f].nonzero().flatten()
+
+    def kinds(self, f: int) -> list[tuple[int, int]]:
+        """Return the colours and shapes of the objects in frame f."""
+        i, keep = self.first + f, self.present(f)
+        both = zip(self.objects.colour[i, keep], self.objects.shape[i, keep], strict=True)
+        return [(int(colour), int(shape)) for colour, shape in both]
+
+    def places(self, f: int) -> Float[Tensor, "m 3"]:
+        """Return the positions and weighted radii of the objects in frame f."""
+        i, keep = self.first + f, self.present(f)
+        radius = (self.objects.area[i, keep] / torch.pi).sqrt() * SIZE_WEIGHT
+        return torch.cat([self.objects.centroid[i, keep], radius[:, None]], 1)
+
+    def clean(self, f: int) -> bool:
+        """Return whether the objects are well formed, and there is little else."""
+        return self.objects.well_formed(self.first + f)
+
+
+def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[float, ...]:
+    """Compute the seven dimensions of one clip."""
+    kinds = [clip.kinds(f) for f in range(clip.number)]
+    asked = [actor.kind for actor in actors]
+    shown = [count_common(some, asked) / max(len(some), len(asked)) for some in kinds]
+    steady = [sorted(a) == sorted(b) and bool(a) for a, b in pairwise(kinds)]
+    tracks = _tracks(actors, clip, kinds)
+    n = len(actors)
+    exact_match = (
+        min(shown) == 1
+        and all(clip.clean(f) for f in range(clip.number))
+        and len(tracks) == n
+        and all(track.obeys(actor.motion) for actor, track in tracks)
+    )
+    return (
+        sum(shown) / len(shown),
+        sum(track.cosine(actor.motion) for actor, track in tracks) / n,
+        sum(track.amount for _, track in tracks) / n,
+        sum(track.smoothness for _, track in tracks) / n,
+        sum(steady) / len(steady),
+        still,
+        float(exact_match),
+    )
+
+
+def count_common(found: Sequence[tuple[int, int]], asked: Sequence[tuple[int, int]]) -> int:
+    """Return the size of the multiset intersection."""
+    return sum(min(found.count(kind), asked.count(kind)) for kind in set(asked))
+
+
+def _tracks(
+    actors: tuple[Actor, ...], clip: _Frames, kinds: Sequence[Sequence[tuple[int, int]]]
+) -> list[tuple[Actor, Track]]:
+    """Track the asked objects that are present in every frame, each to its nearest successor."""
+    followed: list[tuple[Actor, Track]] = []
+    for kind in dict.fromkeys(actor.kind for actor in actors):
+        group = [actor for actor in actors if actor.kind == kind]
+        rows = [[i for i, k in enumerate(some) if k == kind] for some in kinds]
+        count = min(len(group), *(len(some) for some in rows))
+        if count == 0:
+            continue
+        places = [clip.places(f)[some] for f, some in enumerate(rows)]
+        path = [places[0][:count]]
+        for now in places[1:]:
+            path.append(now[_match_places(path[-1], now)])
+        tracks = [Track(path_of) for path_of in torch.stack(path, 1)]
+        followed += _assign(group, tracks)
+    return followed
+
+
+def _match_places(before: Float[Tensor, "m 3"], now: Float[Tensor, "k 3"]) -> list[int]:
+    """Match each place before to a distinct one now, minimising the total distance."""
+    distance = (before[:, None] - now[None]).norm(dim=2)
+    return list(
+        min(
+            permutations(range(len(now)), len(before)),
+            key=lambda order: sum(float(distance[i, j]) for i, j in enumerate(order)),
+        )
+    )
+
+
+def _assign(actors: Sequence[Actor], tracks: Sequence[Track]) -> list[tuple[Actor, Track]]:
+    """Pair tracks of one kind with the actors whose motions they fit best."""
+    orders = permutations(actors, len(tracks))
+    best = max(
+        orders, key=lambda o: sum(t.cosine(a.motion) for a, t in zip(o, tracks, strict=True))
+    )
+    return list(zip(best, tracks, strict=True))
+
+
+def _stillness(clip: Float[Tensor, "F 3 H W"]) -> float:
+    """Return 1 less the mean change where two frames show background, in units of `_FLICKER`."""
+    background = torch.tensor(BACKGROUND)[:, None, None] / 255
+    shown: Bool[Tensor, "F H W"] = (clip - background).square().sum(1).sqrt() <= 70 / 255
+    both = shown[1:] & shown[:-1]
+    mean = clip.diff(dim=0).abs().mean(1)[both].sum() / both.sum().clamp(min=1)
+    return max(1 - float(mean) / _FLICKER, 0.0)

@@ -1,0 +1,273 @@
+"""Verifies images of the shapes world by rules: compares their objects with the prompt.
+
+The world (see `assets/shapes/`): 32x32 images of one to three flat objects on a dark ground,
+described by prompts such as "a red circle", "two blue squares" or "a green triangle left of a white
+square".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.regions import find_centroids, label_components, match_shapes
+
+COLOURS = {
+    "red": (220, 50, 47),
+    "green": (50, 170, 70),
+    "blue": (50, 90, 220),
+    "yellow": (230, 200, 40),
+    "white": (235, 235, 235),
+    "purple": (150, 60, 190),
+}
+SHAPES = ("circle", "square", "triangle")
+COUNTS = {"a": 1, "two": 2, "three": 3}
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+"""Unit step from the second object to the first, x to the right and y downwards."""
+BACKGROUND = (20, 20, 28)
+
+_VISIBLE_AREA = 10
+"""Minimum area in pixels of a connected region that counts as an object; smaller ones are dirt."""
+_MAX_OBJECTS = 6
+_MIN_OFFSET = 4.0
+"""Minimum distance in pixels between two centres for one to be beside the other."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Describes what a prompt asks for."""
+
+    objects: tuple[tuple[str, str], ...]
+    """Colour and shape of every object, in the order of the prompt."""
+    relation: str | None = None
+
+
+@lru_cache(maxsize=4096)
+def parse_prompt(prompt: str) -> Scene:
+    """Parse a prompt of the shapes world into the scene it describes.
+
+    Raises:
+        ValueError: the prompt is not one of this world.
+    """
+    for relation in RELATIONS:
+        first, found, second = prompt.partition(f" {relation} ")
+        if found:
+            return Scene(
+                _parse_phrase(first, prompt, ("a",)) + _parse_phrase(second, prompt, ("a",)),
+                relation,
+            )
+    return Scene(_parse_phrase(prompt, prompt, tuple(COUNTS)))
+
+
+def _parse_phrase(phrase: str, prompt: str, counts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    words = phrase.split()
+    count, colour, noun = words if len(words) == 3 else ("", "", "")
+    shape = noun if count == "a" else noun.removesuffix("s")
+    plural = noun != shape
+    if (
+        count not in counts
+        or colour not in COLOURS
+        or shape not in SHAPES
+        or plural != (count != "a")
+    ):
+        raise ValueError(
+            f"{prompt!r} is no prompt of the shapes world: expected {'|'.join(COUNTS)} "
+            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, or two with 'a' joined by "
+            f"{'|'.join(RELATIONS)}"
+        )
+    return ((colour, shape),) * COUNTS[count]
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Holds the connected regions of n images, largest first, padded to K per image."""
+
+    present: Bool[Tensor, "n K"]
+    colour: Int[Tensor, "n K"]
+    """Index into COLOURS."""
+    purity: Float[Tensor, "n K"]
+    """Share of the region's inner pixels that have its colour."""
+    shape: Int[Tensor, "n K"]
+    """Index into SHAPES."""
+    fit: Float[Tensor, "n K"]
+    """Intersection over union with the ideal shape in the same bounding box."""
+    centre: Float[Tensor, "n K 2"]
+    """Centre of the bounding box in pixels, x then y."""
+    half: Float[Tensor, "n K 2"]
+    """Half the width and height of the bounding box in pixels."""
+    centroid: Float[Tensor, "n K 2"]
+    """Mean of the region's pixels, x then y: finer than the centre of a box of whole pixels."""
+    area: Float[Tensor, "n K"]
+    """Area of the region in pixels."""
+    dirt: Float[Tensor, "n"]
+    """Share of the foreground that belongs to no object."""
+
+    def kinds(self, i: int) -> list[tuple[str, str]]:
+        """Return colour and shape of every object in image i."""
+        keep, colours = self.present[i], list(COLOURS)
+        both = zip(self.colour[i, keep].tolist(), self.shape[i, keep].tolist(), strict=True)
+        return [(colours[colour], SHAPES[shape]) for colour, shape in both]
+
+    def quality(self, i: int) -> Float[Tensor, "m"]:
+        """Return how flat and well formed each object of image i is, in [0, 1]."""
+        keep = self.present[i]
+        return self.fit[i, keep] * self.purity[i, keep]
+
+    def clean(self, i: int) -> float:
+        """Return how flat, well formed and free of dirt the objects of image i are; 0 of none."""
+        quality = self.quality(i)
+        return float(quality.mean() * (1 - self.dirt[i])) if len(quality) else 0.0
+
+    def well_formed(self, i: int) -> bool:
+        """Return whether all objects of image i are good enough, and there is little else."""
+        return bool((self.quality(i) >= 0.6).all()) and float(self.dirt[i]) <= 0.1
+
+
+def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
+    """Segment images in [0, 1] by distance from the background and describe each region."""
+    pixels = images * 255
+    foreground = _distance(pixels, torch.tensor([BACKGROUND]))[:, 0] > 70
+    labels = label_components(foreground)
+    area = torch.zeros(len(images), labels[0].numel() + 1)
+    area.scatter_add_(1, labels.flatten(1), torch.ones_like(labels.flatten(1), dtype=area.dtype))
+    area[:, 0] = 0
+    size, label = area.topk(_MAX_OBJECTS, dim=1)
+    present = size >= _VISIBLE_AREA
+    picture, k = present.nonzero().unbind(1)
+    mask = labels[picture] == label[picture, k][:, None, None]
+
+    def padded(of_regions: Tensor) -> Tensor:
+        """Arrange rows of regions as [n K ...], with zeros where an image has fewer."""
+        shape = (*present.shape, *of_regions.shape[1:])
+        return of_regions.new_zeros(shape).index_put_((picture, k), of_regions)
+
+    shape, fit, centre, half = map(padded, match_shapes(mask))
+    colour, purity = map(padded, _describe_colour(pixels, picture, mask))
+    inside = (size * present).sum(1)
+    dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
+    return Objects(
+        present,
+        colour,
+        purity,
+        shape,
+        fit,
+        centre,
+        half,
+        padded(find_centroids(mask)),
+        size * present,
+        dirt,
+    )
+
+
+def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor, "n C H W"]:
+    return (pixels[:, None] - colours[None, :, :, None, None]).square().sum(2).sqrt()
+
+
+def _describe_colour(
+    pixels: Float[Tensor, "n 3 H W"], picture: Int[Tensor, "m"], mask: Bool[Tensor, "m H W"]
+) -> tuple[Tensor, Tensor]:
+    """Find the most frequent nearest colour of inner pixels (edges are mixtures), and its share."""
+    distance, nearest = _distance(pixels, torch.tensor(list(COLOURS.values()))).min(1)
+    inner = F.max_pool2d((~mask).float()[:, None], 3, 1, 1)[:, 0] == 0
+    seen = torch.where(distance < 70, nearest, len(COLOURS))[picture]
+    votes = torch.stack([(inner & (seen == c)).sum((1, 2)) for c in range(len(COLOURS))], 1)
+    most, colour = votes.max(1)
+    return colour, most / inner.sum((1, 2)).clamp(min=1)
+
+
+class ShapesVerifier(RewardModel):
+    """Compares an image of the shapes world with its prompt by rules, each dimension in [0, 1].
+
+    colour, shape: share of the objects whose colour (shape) the prompt asks for, counting missing
+    and surplus ones.
+    count: 1 minus the relative error of the number of objects.
+    position: 1 where the relation holds (or none is asked for), less the further the objects are
+    from it.
+    clean: how flat, well formed and free of dirt the objects are.
+    exact_match: 1 where everything asked for is there, bound together rightly, and nothing else is.
+    """
+
+    def __init__(self) -> None:
+        self.spec = RewardSpec(
+            name="shapes",
+            dims=("colour", "shape", "count", "position", "clean", "exact_match"),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the first frame of every sample."""
+        media = batch.media[:, 0].detach().float().cpu()
+        finite = media.flatten(1).isfinite().all(1)
+        objects = find_objects(media.nan_to_num())
+        values = torch.tensor(
+            [_compare(parse_prompt(p), objects, i) for i, p in enumerate(batch.prompts)]
+        )
+        return RewardOutput.build(
+            self.spec, values, failed={int(i): "non-finite pixels" for i in (~finite).nonzero()}
+        )
+
+
+def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
+    """Compute the six dimensions of image i."""
+    found = objects.kinds(i)
+    if not found:
+        return (0.0,) * 6
+    most = max(len(found), len(scene.objects))
+    colour = count_common([c for c, _ in found], [c for c, _ in scene.objects]) / most
+    shape = count_common([s for _, s in found], [s for _, s in scene.objects]) / most
+    count = 1 - abs(len(found) - len(scene.objects)) / most
+    position = _score_position(scene, found, objects.centre[i, objects.present[i]])
+    bound = count_common(found, list(scene.objects)) == most
+    exact_match = bound and position == 1 and objects.well_formed(i)
+    return colour, shape, count, position, objects.clean(i), float(exact_match)
+
+
+def count_common(found: list, asked: list) -> int:
+    """Return the size of the multiset intersection."""
+    return sum(min(found.count(x), asked.count(x)) for x in set(asked))
+
+
+def _score_position(
+    scene: Scene, found: list[tuple[str, str]], centre: Float[Tensor, "K 2"]
+) -> float:
+    if scene.relation is None:
+        return 1.0
+    pair = _match(scene.objects, found)
+    if pair is None:
+        return 0.0
+    dx, dy = (centre[pair[0]] - centre[pair[1]]).tolist()
+    if holds(scene.relation, dx, dy):
+        return 1.0
+    return 0.5 * min(max((along(scene.relation, dx, dy)[0] + 16) / 32, 0.0), 1.0)
+
+
+def holds(relation: str, dx: float, dy: float) -> bool:
+    """Return whether something this far from another, in pixels, stands in that relation to it."""
+    forth, across = along(relation, dx, dy)
+    return forth >= _MIN_OFFSET and forth >= 0.8 * across
+
+
+def along(relation: str, dx: float, dy: float) -> tuple[float, float]:
+    """Return how far an offset goes in the relation's direction, and across it."""
+    step_x, step_y = RELATIONS[relation]
+    return dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
+
+
+def _match(
+    asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]
+) -> tuple[int, int] | None:
+    """Return indices of objects with the two asked colours, preferably of the asked shapes."""
+    scored = [
+        (found[i] == asked[0], found[j] == asked[1], -i, -j, (i, j))
+        for i, j in permutations(range(len(found)), 2)
+        if found[i][0] == asked[0][0] and found[j][0] == asked[1][0]
+    ]
+    return max(scored)[-1] if scored else None

@@ -1,0 +1,1 @@
+"""Contains reward models that wrap, train or serve other reward models."""

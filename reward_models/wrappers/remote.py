@@ -1,0 +1,107 @@
+"""Uses a reward model behind `flowalign serve-reward` like any other."""
+
+import os
+import random
+import time
+from dataclasses import replace
+
+import torch
+
+from flowalign.rewards.client import RewardClient, failed_answer, score_usable
+from flowalign.rewards.protocol import Pixels
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+
+
+class RemoteReward(RewardModel, Loadable):
+    """Requests the scores of one of a server's models.
+
+    `dims` must be those that the server lists under /spec; `load` compares them. `8bit` pixels are
+    rounded like in an image file and travel four times faster. A request that fails is sent again
+    up to `retries` times, with growing delays; one that still fails makes its samples invalid, and
+    one that the server rejects raises ValueError. A server that has no room is asked again when it
+    says, which is no failure until `timeout` seconds have passed. The token is read from the
+    environment variable `token_env`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        dims: list[str],
+        model: str | None = None,
+        pixels: Pixels = "float32",
+        batch_size: PositiveInt = 64,
+        timeout: PositiveFloat = 60.0,
+        retries: NonNegativeInt = 3,
+        token_env: str = "FLOWALIGN_REWARD_TOKEN",
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url {url!r} must start with http:// or https://")
+        if batch_size < 1 or timeout <= 0 or retries < 0:
+            raise ValueError(
+                f"batch_size {batch_size}, timeout {timeout}, retries {retries}: need at least 1, "
+                "more than 0, and at least 0"
+            )
+        self.url, self.model = url.rstrip("/"), model
+        self.pixels: Pixels = pixels
+        self.batch_size, self.timeout, self.retries = batch_size, timeout, retries
+        self.token_env = token_env
+        self.spec = RewardSpec(
+            name=model or "remote",
+            dims=tuple(dims),
+            modality="any",
+            scale=(-torch.inf, torch.inf),
+            licence="that of the server's model",
+            version=f"{url} {pixels}",
+        )
+        self._loaded = False
+
+    def load(self) -> None:
+        """Wait for the server to be ready, and take over its declaration.
+
+        Raises:
+            ValueError: it cannot be reached, failed to load, or serves other dimensions.
+        """
+        if self._loaded:
+            return
+        token = os.environ.get(self.token_env)
+        self._client = RewardClient(self.url, self.model, self.timeout, token)
+        self._client.wait_until_ready()
+        theirs = self._client.spec(self.pixels)
+        if theirs.dims != self.spec.dims:
+            raise ValueError(
+                f"{self.url} gives {', '.join(theirs.dims)}, not {', '.join(self.spec.dims)}"
+            )
+        self.spec = replace(theirs, name=self.spec.name)
+        self._loaded = True
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Request scores of `batch_size` samples at a time; group-wise models get all at once."""
+        self.load()
+        size = len(batch) if "groups" in self.spec.needs else self.batch_size
+        return score_usable(self.spec, batch, size, self._ask)
+
+    def _ask(self, batch: MediaBatch) -> RewardOutput:
+        message, failures = self._client.pack(batch, self.pixels), 0
+        until = time.monotonic() + self.timeout
+        while True:
+            answer = self._client.score(message, self.spec, len(batch))
+            if isinstance(answer, RewardOutput):
+                return answer
+            if answer.retry_after is not None and time.monotonic() < until:
+                time.sleep(answer.retry_after * random.uniform(1.0, 1.5))
+                continue
+            failures += 1
+            if failures > self.retries:
+                break
+            time.sleep(min(0.25 * 2**failures, 8.0) * random.uniform(0.5, 1.0))
+        reason = f"{self.url} failed {failures} times, last with {answer.why}"
+        return failed_answer(self.spec, len(batch), reason)

@@ -1,0 +1,128 @@
+"""Runs a reward model beside the trainer, in a process and an environment of its own."""
+
+import re
+import shutil
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowalign.rewards.checked import RewardGone
+from flowalign.rewards.client import failed_answer, score_usable
+from flowalign.rewards.scorer import Scorer, read_declaration
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    NonNegativeInt,
+    PositiveFloat,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+
+
+class ScorerProcess(RewardModel, Loadable):
+    """Scores by a reward model that runs in a process of its own, on this machine.
+
+    `reward` is an entry of `rewards:`, a class with its settings. `python` is the interpreter of an
+    environment in which `flowalign[serve]` is installed (null: this one), `device` is `cpu` or
+    `cuda:N`, by default the device of the process that trains. Without `dims` the class is also
+    constructed here, so that its settings and needs are checked before anything starts; with them
+    it need not be importable here. Each process of a run has a scorer of its own.
+
+    The scorer gets each batch whole, in float32, and has `timeout` seconds for it and
+    `start_timeout` to load. One that dies is started again, `restarts` times in a run, and gets the
+    batch again; then the run ends. There is no gradient.
+    """
+
+    def __init__(
+        self,
+        reward: dict[str, Any],
+        python: str | None = None,
+        device: str | None = None,
+        dims: list[str] | None = None,
+        timeout: PositiveFloat = 600.0,
+        start_timeout: PositiveFloat = 1800.0,
+        restarts: NonNegativeInt = 3,
+    ):
+        if not isinstance(reward.get("class_path"), str) or set(reward) - {
+            "class_path",
+            "init_args",
+        }:
+            raise ValueError(f"reward is {reward}; it must have class_path, and may have init_args")
+        self.python = shutil.which(python or sys.executable) or ""
+        if not self.python:
+            raise ValueError(f"python of a scorer is {python!r}, which is no program here")
+        if device is not None and not re.fullmatch(r"cpu|cuda:\d+", device):
+            raise ValueError(f"device of a scorer is {device!r}; it must be cpu, cuda:N or null")
+        self.reward, self.device = reward, device
+        self.timeout, self.start_timeout, self.restarts = timeout, start_timeout, restarts
+        self.spec = (
+            _assume_spec(reward, dims) if dims else _without_gradient(read_declaration(reward))
+        )
+        self._scorer: Scorer | None = None
+
+    def load(self) -> None:
+        """Start the process, wait until the model is loaded, and take over its declaration.
+
+        Raises:
+            ValueError: It could not be started or loaded, or gives other dimensions.
+        """
+        if self._scorer is None:
+            self._start()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the batch as a whole; raises RewardGone if the process died once too often."""
+        self.load()
+        return score_usable(self.spec, batch, len(batch), self._ask)
+
+    def _start(self) -> None:
+        self._scorer = Scorer(self.reward, self.python, self.device, self.timeout)
+        self._client = self._scorer.ready(self.start_timeout)
+        theirs = self._client.spec("float32")
+        if theirs.dims != self.spec.dims:
+            raise ValueError(
+                f"the scorer of {self._scorer.name} gives {', '.join(theirs.dims)}, "
+                f"not {', '.join(self.spec.dims)}"
+            )
+        self.spec = theirs
+
+    def _ask(self, batch: MediaBatch) -> RewardOutput:
+        message = self._client.pack(batch, "float32")
+        while True:
+            answer = self._client.score(message, self.spec, len(batch))
+            if isinstance(answer, RewardOutput):
+                return answer
+            assert self._scorer is not None
+            why = self._scorer.ending() if answer.disconnected else ""
+            if not why:
+                return failed_answer(self.spec, len(batch), f"the scorer failed with {answer.why}")
+            self._restart(why)
+
+    def _restart(self, why: str) -> None:
+        """Start the process again, if it may be; raises RewardGone otherwise."""
+        if self.restarts == 0:
+            raise RewardGone(f"the process of the reward {self.spec.name!r} died: {why}")
+        self.restarts -= 1
+        try:
+            self._start()
+        except ValueError as error:
+            raise RewardGone(
+                f"the process of the reward {self.spec.name!r} died, and: {error}"
+            ) from error
+
+
+def _assume_spec(reward: dict[str, Any], dims: list[str]) -> RewardSpec:
+    """Return what is known of a reward that cannot be constructed here."""
+    return RewardSpec(
+        name=str(reward["class_path"]).rpartition(".")[2],
+        dims=tuple(dims),
+        modality="any",
+        scale=(-torch.inf, torch.inf),
+        licence="that of the scorer's model",
+    )
+
+
+def _without_gradient(spec: RewardSpec) -> RewardSpec:
+    return replace(spec, differentiable=False)

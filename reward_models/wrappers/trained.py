@@ -1,0 +1,223 @@
+"""Loads a reward model that `flowalign reward train` wrote, from its folder."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from torch import Tensor, nn
+
+from flowalign.functional.rating import Features, Rater
+from flowalign.types import (
+    Backbone,
+    Head,
+    MediaBatch,
+    Need,
+    PositiveInt,
+    Refreshable,
+    RewardSpec,
+)
+from reward_models.backbones.checkpoints import find_file, load_exactly, read_tensors
+from reward_models.backbones.network import BatchScores, NetworkReward
+
+FORMAT = "flowalign trained reward 1"
+
+
+class TrainedReward(NetworkReward, Refreshable):
+    """Scores with a trained head on its backbone, with a gradient to the pixels.
+
+    `units` of the scores: `z-score` over the training media, or `calibrated`, in which the
+    difference of two scores is the log odds of a preference (rated dimensions: the units of the
+    ratings). `path` is the folder, or a hub repository. It may name only classes of the packages in
+    `trusted`, because a class that a folder names is code that runs. `prefix` is put before the
+    names of its dimensions, for runs in which another reward has the same ones.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        units: Literal["z-score", "calibrated"] = "z-score",
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+        trusted: Sequence[str] = ("reward_models",),
+        prefix: str = "",
+    ):
+        described = find_file(path, "config.json")
+        self.config = read_description(described, trusted)
+        self.weights, self.z_score = find_file(path, "model.safetensors"), units == "z-score"
+        self.path, dims = path, tuple(f"{prefix}{dim}" for dim in self.config["dims"])
+        hashed = hashlib.sha256(described.read_bytes() + self.weights.read_bytes()).hexdigest()
+        spec = RewardSpec(
+            name=self.config["name"],
+            dims=dims,
+            modality=self.config["modality"],
+            scale=(-float("inf"), float("inf")),
+            licence=self.config["licence"],
+            differentiable=True,
+            needs=_read_needs(self.config),
+            normalisation=units,
+            version=hashed[:16],
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read the backbone and the head; every saved tensor is accounted for.
+
+        Raises:
+            ValueError: the folder is damaged, or its backbone has other weights than in training.
+        """
+        self.backbone, head = _build(self.config, self.path)
+        self.backbone.load()
+        if self.backbone.fingerprint != self.config["backbone_fingerprint"]:
+            raise ValueError(
+                f"{self.path} was trained on a backbone with fingerprint "
+                f"{self.config['backbone_fingerprint']}; the one found has "
+                f"{self.backbone.fingerprint}"
+            )
+        tensors = read_tensors(self.weights)
+        joint, prompt = (
+            find_width(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
+        )
+        dims = self.config["dims"]
+        self.rater = Rater(head.build(joint, prompt, dims), joint, prompt, len(dims))
+        whole = nn.ModuleDict({"rater": self.rater, "backbone": self.backbone.network})
+        adapters = {n for n, p in self.backbone.network.named_parameters() if p.requires_grad}
+        frozen = [n for n in self.backbone.network.state_dict() if n not in adapters]
+        _refuse_frozen({f"backbone.{n}" for n in frozen} & tensors.keys(), self.path)
+        current = {f"backbone.{n}": self.backbone.network.state_dict()[n] for n in frozen}
+        load_exactly(whole, current | tensors, self.path)
+        return whole
+
+    def head(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters of the head by name; statistics and units stay as they are."""
+        return dict(self.rater.head.named_parameters())
+
+    @torch.no_grad()
+    def features(self, batch: MediaBatch) -> Features:
+        """Return what the head reads of each sample."""
+        self.network.to(self.device)
+        parts = [self.backbone.embed(part) for part in batch.chunks(self.batch_size)]
+        joint, prompt = (torch.cat([getattr(p, n) for p in parts]) for n in ("joint", "prompt"))
+        return Features(joint, prompt).to(self.device)
+
+    def score_features(self, features: Features) -> Tensor:
+        """Return the scores of samples with these features, with a gradient to the head."""
+        return self.rater.in_units(self.rater(features.to(self.device)), self.z_score)[0]
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Return scores, and standard deviations of the dimensions that learned one."""
+        ratings = self.rater(self.backbone.embed(batch).to(self.device))
+        values, deviation = self.rater.in_units(ratings, self.z_score)
+        if deviation is not None:
+            learned = torch.tensor([d in self.config["uncertain"] for d in self.config["dims"]])
+            deviation = deviation.masked_fill(~learned.to(deviation.device), torch.nan)
+        return BatchScores(values, deviation)
+
+
+def _read_needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
+    """Return what samples must have; folders written before there were sources name none."""
+    prompt: tuple[Need, ...] = ("prompt",) if config["needs_prompt"] else ()
+    return (*prompt, "references") if config.get("needs_references") else prompt
+
+
+def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) -> dict[str, Any]:
+    """Read the description of a trained reward, of finished media or of noisy latents.
+
+    Raises:
+        ValueError: It is damaged, of the other kind, or names classes that are not trusted.
+    """
+    config = _read_json(path)
+    if noisy != ("noise" in config):
+        other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
+        raise ValueError(
+            f"{path.parent} scores {'finished media' if noisy else 'noisy latents'}: it is read by "
+            f"reward_models.{other}"
+        )
+    named = {"head": config["head"]} if noisy else config
+    foreign = [c for c in _class_paths(named) if c.split(".")[0] not in trusted]
+    if foreign:
+        raise ValueError(
+            f"{path.parent} asks for {foreign[0]}, which is not of {', '.join(trusted)}; "
+            "add its package to `trusted` if you know it"
+        )
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of the format {FORMAT!r}")
+    wanted = (
+        "name",
+        "dims",
+        "modality",
+        "licence",
+        "needs_prompt",
+        "backbone",
+        "backbone_fingerprint",
+        "head",
+        "uncertain",
+    )
+    if missing := [key for key in wanted if key not in config]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    for part in ("backbone", "head"):
+        if not isinstance(config[part], dict) or "class_path" not in config[part]:
+            raise ValueError(f"{path}: {part} must have a class_path")
+    return config
+
+
+def _class_paths(value: Any) -> Iterator[str]:
+    """Yield every class that a description names, at any depth."""
+    if isinstance(value, Mapping):
+        if "class_path" in value:
+            yield str(value["class_path"])
+        for part in value.values():
+            yield from _class_paths(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _class_paths(part)
+
+
+def _build(config: Mapping[str, Any], path: str) -> tuple[Backbone, Head]:
+    built = _instantiate({"backbone": (Backbone, config["backbone"]), **_head(config)}, path)
+    return built["backbone"], built["head"]
+
+
+def build_head(config: Mapping[str, Any], path: str) -> Head:
+    """Build the head alone that a description names; raise ValueError if it cannot be."""
+    return _instantiate(_head(config), path)["head"]
+
+
+def _head(config: Mapping[str, Any]) -> dict[str, tuple[type, Any]]:
+    return {"head": (Head, config["head"])}
+
+
+def _instantiate(parts: Mapping[str, tuple[type, Any]], path: str) -> dict[str, Any]:
+    parser = ArgumentParser(exit_on_error=False)
+    for name, (kind, _) in parts.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    try:
+        given = {name: value for name, (_, value) in parts.items()}
+        return vars(parser.instantiate_classes(parser.parse_object(given)))
+    except (ArgumentError, ValueError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError("\n".join([f"{path} cannot be built:", *lines[-3:]])) from error
+
+
+def find_width(tensors: Mapping[str, Tensor], key: str, path: str) -> int:
+    """Return the length of a saved vector; raise ValueError if there is none of that name."""
+    if key not in tensors:
+        raise ValueError(f"{path} lacks {key}")
+    return len(tensors[key])
+
+
+def _refuse_frozen(keys: set[str], path: str) -> None:
+    if keys:
+        raise ValueError(f"{path} holds frozen weights of the backbone: {min(keys)}")

@@ -1,0 +1,166 @@
+"""Files become frames exactly, or a reason."""
+
+import gc
+import io
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.media import Media
+from tests.fixtures.scoring_rewards import picture, video
+
+
+def test_a_picture_is_one_frame_of_its_pixels(tmp_path):
+    pixels = picture(tmp_path / "a.png", 1, (7, 5))
+    clip = decode(Media(str(tmp_path / "a.png")))
+    expected = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
+    assert torch.equal(clip.frames, expected)
+    assert clip.fps is None
+    again = decode(Media(data=(tmp_path / "a.png").read_bytes()))
+    assert torch.equal(again.frames, expected)
+
+
+def test_grey_of_16_bits_and_transparency_become_colours_of_8(tmp_path):
+    Image.fromarray(np.array([[0, 65535], [257, 32896]], np.uint16)).save(tmp_path / "a.png")
+    assert decode(Media(str(tmp_path / "a.png"))).pixels[0, 1].tolist() == [[0, 255], [1, 128]]
+    Image.new("RGBA", (1, 1), (10, 20, 30, 0)).save(tmp_path / "b.png")
+    assert decode(Media(str(tmp_path / "b.png"))).pixels.flatten().tolist() == [10, 20, 30]
+
+
+def test_a_picture_is_turned_as_its_exif_data_say(tmp_path):
+    image = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    image.save(tmp_path / "a.png", exif=exif)
+    assert decode(Media(str(tmp_path / "a.png"))).pixels[0, 0].tolist() == [[3, 0], [4, 1], [5, 2]]
+
+
+def test_a_video_has_its_frames_and_rate(tmp_path):
+    video(tmp_path / "a.mp4", 12, fps=8)
+    clip = decode(Media(str(tmp_path / "a.mp4"), fps=99.0))
+    assert clip.frames.shape == (12, 3, 32, 32)
+    assert clip.fps == 8
+    light = clip.frames.flatten(1).mean(1) * 255
+    assert light.sub(40 + 10 * torch.arange(12)).abs().max() < 4
+    from_bytes = decode(Media(data=(tmp_path / "a.mp4").read_bytes()))
+    assert torch.equal(from_bytes.pixels, clip.pixels)
+
+
+def turned(path, degrees, hflip=False, vflip=False) -> np.ndarray:
+    """A video of three frames that a player turns counter-clockwise, then mirrors; as stored."""
+    import av
+
+    stored = np.repeat(np.array([[40, 90], [160, 230]], np.uint8), 8, 0).repeat(16, 1)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8, options={"crf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv444p"
+        stream.set_display_rotation(degrees, hflip=hflip, vflip=vflip)
+        for _ in range(3):
+            frame = av.VideoFrame.from_ndarray(stored[..., None].repeat(3, 2), "rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return stored
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, -90])
+@pytest.mark.parametrize("hflip", [False, True])
+@pytest.mark.parametrize("vflip", [False, True])
+def test_a_video_is_turned_and_mirrored_as_its_display_matrix_says(tmp_path, degrees, hflip, vflip):
+    stored = turned(tmp_path / "a.mp4", degrees, hflip, vflip)
+    expected = np.rot90(stored, degrees // 90)
+    expected = expected[:, ::-1] if hflip else expected
+    expected = expected[::-1] if vflip else expected
+    shown = decode(Media(str(tmp_path / "a.mp4"))).pixels
+    assert shown.shape == (3, 3, *expected.shape)
+    assert (shown.int() - torch.from_numpy(expected.astype(np.int32))).abs().max() <= 2
+
+
+def test_a_video_that_is_turned_by_no_right_angle_is_a_reason(tmp_path):
+    turned(tmp_path / "a.mp4", 30)
+    with pytest.raises(MediaProblem, match=r"^turned by no right angle: .*a.mp4$"):
+        decode(Media(str(tmp_path / "a.mp4")))
+
+
+def test_no_more_than_a_frame_of_a_decoded_clip_waits_for_garbage_collection(tmp_path):
+    """It would hold memory, and what it holds may not be freed by a process that was forked."""
+    import av
+
+    turned(tmp_path / "a.mp4", 90)
+    video(tmp_path / "b.mp4", 12)
+
+    def alive() -> int:
+        return sum(type(one) is av.VideoFrame for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        for name in ("a.mp4", "b.mp4"):
+            decode(Media(str(tmp_path / name)))
+        assert alive() <= before + 2
+    finally:
+        gc.enable()
+
+
+def test_evenly_spaced_frames_keep_the_length_in_seconds(tmp_path):
+    video(tmp_path / "a.mp4", 12, fps=8)
+    everything = decode(Media(str(tmp_path / "a.mp4")))
+    clip = decode(Media(str(tmp_path / "a.mp4")), max_frames=4)
+    assert torch.equal(clip.pixels, everything.pixels[[1, 4, 7, 10]])
+    assert clip.fps == pytest.approx(8 / 3)
+    assert torch.equal(decode(Media(str(tmp_path / "a.mp4")), 50).pixels, everything.pixels)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9])
+def test_a_file_that_breaks_off_is_a_reason(tmp_path, keep):
+    picture(tmp_path / "a.png", 1, (64, 64))
+    video(tmp_path / "a.mp4", 12)
+    for name, kind in (("a.png", "picture"), ("a.mp4", "video")):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: int(keep * len(data))])
+        problem = rf"^(truncated or damaged|unreadable) {kind}: |^no frames: .*no video stream"
+        with pytest.raises(MediaProblem, match=problem):
+            decode(Media(str(tmp_path / name)))
+
+
+def test_what_is_not_a_picture_is_a_reason(tmp_path):
+    with pytest.raises(MediaProblem, match=r"^missing file: .*none.png"):
+        decode(Media(str(tmp_path / "none.png")))
+    (tmp_path / "a.png").write_text("not a picture")
+    with pytest.raises(MediaProblem, match=r"^unreadable picture: "):
+        decode(Media(str(tmp_path / "a.png")))
+    with pytest.raises(MediaProblem, match=r"^unreadable picture: 3 bytes"):
+        decode(Media(data=b"abc"))
+
+
+def test_a_video_without_frames_is_a_reason(tmp_path):
+    import av
+
+    with av.open(str(tmp_path / "a.mkv"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        container.start_encoding()
+    with pytest.raises(MediaProblem, match=r"^(no frames|truncated or damaged video): "):
+        decode(Media(str(tmp_path / "a.mkv")))
+    sound = io.BytesIO()
+    with av.open(sound, "w", format="matroska") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 80), np.int16), "s16", "mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(MediaProblem, match="no video stream"):
+        decode(Media(data=sound.getvalue()))
+
+
+def test_a_video_without_av_names_the_extra(tmp_path, monkeypatch):
+    video(tmp_path / "a.mp4", 2)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ValueError, match=r"pip install 'flowalign\[video\]'") as raised:
+        decode(Media(str(tmp_path / "a.mp4")))
+    assert not isinstance(raised.value, MediaProblem)
