@@ -67,21 +67,6 @@ def test_averages_of_measured_weights_resume_bit_for_bit(tmp_path, measured):
     assert max(map(max, ends[0]["loop"]["step_weight"]["evidence"])) > 0.5
 
 
-def test_a_checkpoint_without_averages_resumes_and_measures_from_there_on(tmp_path):
-    folder = tmp_path / "run"
-    go(measured_run(folder))
-    third = folder / "checkpoints" / "step-000003"
-    content = json.loads((third / "state" / "loop.json").read_text())
-    del content["loop"]["step_weight"]
-    (third / "state" / "loop.json").write_text(json.dumps(content))
-    sizes = json.loads((third / "manifest.json").read_text())
-    sizes["state/loop.json"] = (third / "state" / "loop.json").stat().st_size
-    (third / "manifest.json").write_text(json.dumps(sizes))
-    go(measured_run(folder), third)
-    last = checkpoint.read_loop(folder / "checkpoints" / "step-000005")["loop"]["step_weight"]
-    assert max(map(max, last["evidence"])) == pytest.approx(0.75)  # two steps of half-life 1
-
-
 def test_averages_of_something_else_are_refused(tmp_path):
     folder = tmp_path / "run"
     go(measured_run(folder))

@@ -142,8 +142,3 @@ def test_a_run_is_refused_before_weights_load(tmp_path):
     changes[0] = f"recipe.prompts={write_sources(tmp_path)}"
     changes += ["evaluation=null"]
     load("configs/shapes.yaml", changes)
-
-
-def test_the_key_that_once_named_pictures_says_where_they_went():
-    with pytest.raises(ConfigError, match="field `image` of each row of the prompts file"):
-        load("configs/shapes.yaml", ["policy=pipelines.WanI2V", "policy.images=a.jsonl"])
