@@ -1,7 +1,6 @@
 """A run stopped anywhere goes on as if it had not been, and nothing broken is ever resumed."""
 
 import errno
-import json
 import os
 import re
 import resource
