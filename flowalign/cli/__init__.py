@@ -1,1 +1,1 @@
-"""The command line: one file per verb, which parses, calls and reports."""
+"""Command line: one module per command, which defines its options."""

@@ -8,7 +8,7 @@ HELP = "Validate a run file without reading weights, and print its plan."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run files, the number of processes, and the choice of settings over the plan."""
+    """Add the run files, the number of processes, and the choice to print settings."""
     add_config(parser)
     add_processes(parser)
     parser.add_argument(

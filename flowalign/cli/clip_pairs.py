@@ -1,4 +1,4 @@
-"""Runs `flowalign clip-pairs`: makes pairs to train on from real clips, with the policy itself."""
+"""Make training pairs from real videos, with the policy itself: `flowalign clip-pairs`."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Align the embedded text-to-image model on the CPU: `flowalign demo`."""
+"""Align Shapes, the bundled toy model, on the CPU: `flowalign demo`."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Run the verb of a parsed command, and turn what the user can correct into a short message."""
+"""Run the parsed command, and print short messages for errors that the user can correct."""
 
 import argparse
 import logging
@@ -19,11 +19,11 @@ MAX_LINES = 5
 """Largest number of lines of an error message."""
 _COMMANDS = "flowalign.cli.commands"
 _REPEATED = ("clip-pairs", "compare", "sample", "score")
-"""Verbs that continue when the same command is given again."""
+"""Commands that continue when they are repeated."""
 
 
 def run_verb(args: argparse.Namespace) -> int:
-    """Load the module that does the work of a verb, run it, and return the exit code."""
+    """Import the module of a command, run it, and return the exit code."""
     quiet_libraries()
     try:
         with sigterm_stops():
@@ -41,7 +41,7 @@ def run_verb(args: argparse.Namespace) -> int:
 
 
 def quiet_libraries() -> None:
-    """Silence libraries' messages about kernels, retries, symlinks and their own insides."""
+    """Silence library messages about kernels, retries, symlinks and internals."""
     for name in ("xformers", "huggingface_hub", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")

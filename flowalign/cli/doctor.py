@@ -1,4 +1,4 @@
-"""Runs `flowalign doctor`: prints versions, devices, and what works of a pipeline."""
+"""Print versions and devices, or test a pipeline: `flowalign doctor`."""
 
 import argparse
 
@@ -8,7 +8,7 @@ HELP = "Print versions, devices and what is missing, or what works of a pipeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the pipeline that is tried, and how it is called."""
+    """Add the pipeline to test, and the arguments of its call."""
     add = parser.add_argument
     add("--pipeline", metavar="FOLDER", help="try what training needs on this diffusers pipeline")
     add("--height", type=whole(1), default=512, help="of what the pipeline makes, default 512")

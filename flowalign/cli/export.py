@@ -6,7 +6,7 @@ HELP = "Write trained weights for diffusers, PEFT or ComfyUI, or merged; publish
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run or checkpoint, the form of its weights, and where they go."""
+    """Add the run or checkpoint, the export format, and the output options."""
     add = parser.add_argument
     add("source", metavar="RUN", help="directory of a run (its newest checkpoint), or a checkpoint")
     add(

@@ -1,4 +1,4 @@
-"""Write a run file by a few questions or flags: `flowalign init`."""
+"""Write a run file from a few answers or options: `flowalign init`."""
 
 import argparse
 from typing import TypeVar

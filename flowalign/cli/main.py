@@ -1,4 +1,4 @@
-"""Run the command line: each verb is a module of this package; help imports nothing heavy."""
+"""Parse the command line: each command is a module here, and help imports nothing heavy."""
 
 import argparse
 import shlex
@@ -67,15 +67,15 @@ VERBS: dict[str, ModuleType] = {
     "export": export,
     "doctor": doctor,
 }
-"""Modules of the verbs: each has HELP and `add_arguments(parser)`. The module of the same name in
-`flowalign.cli.commands` has `run(args)`, which returns the exit code."""
+"""Modules of the commands. Each has HELP and `add_arguments(parser)`. The module of the same name
+in `flowalign.cli.commands` has `run(args)`, which returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one verb.
+    """Run one command.
 
-    Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C, 143 for
-    SIGTERM.
+    Exit codes: 2 for an error that the user can correct, 1 for a run that failed, 130 for Ctrl-C,
+    143 for SIGTERM.
     """
     end_with_parent()
     leave_crashes()
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command; `overrides` of the result are the options that only its run file knows."""
+    """Parse a command; unknown options become `overrides`, if the command takes run files."""
     parser = build_parser()
     args, rest = parser.parse_known_args(words)
     if rest and not args.takes_overrides:
@@ -97,7 +97,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all verbs; other `--a.b value` options override the run file."""
+    """Build the parser of all commands; other `--a.b value` options override the run file."""
     parser = Parser(
         prog="flowalign",
         epilog=EXAMPLES,

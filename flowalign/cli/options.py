@@ -1,7 +1,6 @@
-"""Define options that verbs share, and types of options that refuse what is out of range.
+"""Options that commands share, and option types that reject values out of range.
 
-This module and those of the verbs beside it are imported for `flowalign --help`, so they import
-nothing that takes time.
+`flowalign --help` imports this module and the modules of all commands, so they import nothing slow.
 """
 
 import argparse
@@ -12,11 +11,11 @@ from typing import NoReturn
 
 _LONGEST = 40
 SEED = 0, 2**63 - 1
-"""Range of seeds, which PyTorch keeps in 64 bits with a sign."""
+"""Range of seeds; PyTorch stores them as signed 64-bit integers."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with an option in one line, and where to read about it."""
+    """Parser that prints an error in one line, with a pointer to --help."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2, without the list of all options."""
@@ -25,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a type of options that are whole numbers in [least, most]."""
+    """Return an option type for whole numbers in [least, most]."""
     limits = f"at least {least}" if most is None else f"in [{least}, {most}]"
 
     def read(text: str) -> int:
@@ -41,7 +40,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number(least: float, most: float | None = None) -> Callable[[str], float]:
-    """Return a type of options that are finite numbers in [least, most]."""
+    """Return an option type for finite numbers in [least, most]."""
     limits = f"at least {least:g}" if most is None else f"in [{least:g}, {most:g}]"
 
     def read(text: str) -> float:
@@ -57,7 +56,7 @@ def number(least: float, most: float | None = None) -> Callable[[str], float]:
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Read `i/n`: the i-th of n processes, counted from 0."""
+    """Return (i, n) of `i/n`: the i-th of n processes, counted from 0."""
     i, _, n = text.partition("/")
     if not (i.isdecimal() and n.isdecimal() and len(text) <= _LONGEST and int(i) < int(n)):
         raise argparse.ArgumentTypeError(
@@ -67,7 +66,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the run files of a verb, and take other options as overrides of their settings."""
+    """Add the run files of a command, and accept other options as overrides of their settings."""
     parser.add_argument(
         "config",
         nargs="+",
@@ -77,7 +76,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Add the run file of a verb that composes none, and take other options as overrides."""
+    """Add the run file of a command that composes none, and accept other options as overrides."""
     parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
     parser.set_defaults(takes_overrides=True)
 

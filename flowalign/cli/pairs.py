@@ -1,4 +1,4 @@
-"""Runs `flowalign pairs`: makes pairs to train on from a table of scores."""
+"""Make training pairs from a table of scores: `flowalign pairs`."""
 
 import argparse
 

@@ -12,7 +12,7 @@ HELP = "Measure signal and noise of each denoising step's gradient, at fixed wei
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run files, what to compare, the number of batches, and what to write."""
+    """Add the run files, the settings to compare, the number of batches, and the outputs."""
     add_config(parser)
     parser.add_argument(
         "--methods",

@@ -6,7 +6,7 @@ HELP = "List the run files of the package with what was done with each, or copy 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run file, what is listed, and where a copy goes."""
+    """Add the name, the choice of lists, and the path of a copy."""
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="a listed name, or its beginning")
     add("--methods", action="store_true", help="list the methods that fit behind a model's file")

@@ -1,4 +1,4 @@
-"""Runs `flowalign reward train`, `eval` and `fit`: trains, measures or weighs a reward."""
+"""Train, measure or fit a reward: `flowalign reward train`, `eval` and `fit`."""
 
 import argparse
 
@@ -8,7 +8,7 @@ HELP = "Train a reward model, fit its weights, or measure how it agrees with peo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions of the verb: train, eval and fit."""
+    """Add the actions of the command: train, eval and fit."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, add in (
         ("train", "Train a reward model as a run file says.", add_train_arguments),
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `flowalign reward train`; further ones override the run file."""
+    """Add the options of `flowalign reward train`; further options override the run file."""
     add_config_file(parser)
     parser.add_argument("--resume", action="store_true", help="go on after the last epoch")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier training there")

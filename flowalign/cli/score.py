@@ -1,4 +1,4 @@
-"""Runs `flowalign score`: scores a preference dataset or a folder of media with reward models."""
+"""Score a preference dataset, or a folder of images or videos: `flowalign score`."""
 
 import argparse
 import os

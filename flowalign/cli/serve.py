@@ -1,4 +1,4 @@
-"""Runs `flowalign serve-reward`: serves reward models over HTTP."""
+"""Serve reward models over HTTP: `flowalign serve-reward`."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Train as a run file says: `flowalign train`."""
+"""Train from a run file: `flowalign train`."""
 
 import argparse
 
@@ -11,7 +11,7 @@ HELP = "Train as a run file says."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run files, the number of processes, and what to do with an earlier run."""
+    """Add the run files, the number of processes, and the treatment of an earlier run."""
     add_config(parser)
     parser.add_argument(
         "--resume",

@@ -1,4 +1,4 @@
-"""Runs `flowalign users`: embeds people by their choices, for personalised policies."""
+"""Embed users from their choices, for personalised policies: `flowalign users`."""
 
 import argparse
 
@@ -8,5 +8,5 @@ HELP = "Embed users by a few of their choices, for policies that are conditioned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the file and its overrides."""
+    """Add the run file and its overrides."""
     add_config_file(parser)

@@ -1,4 +1,4 @@
-"""Show all runs of a folder in a browser, while they go: `flowalign view`."""
+"""Show all runs of a folder in a browser, also while they train: `flowalign view`."""
 
 import argparse
 

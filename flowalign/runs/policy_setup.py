@@ -1,4 +1,4 @@
-"""Load a policy as a run file asks, and divide it over processes."""
+"""Load a policy with the setup of a run file, and divide it over processes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from flowalign.utils.costs import Costs
 
 
 def check_device(setup: Setup, device: torch.device) -> None:
-    """Refuse what the device cannot compute.
+    """Check that the device supports the setup.
 
     Raises:
         ValueError: Weights are nf4, or offloaded to main memory, on the CPU.
@@ -33,7 +33,7 @@ def check_device(setup: Setup, device: torch.device) -> None:
 
 
 def check_world(sharding: Sharding, world: int) -> None:
-    """Refuse a number of processes that cannot share weights or sequences as asked.
+    """Check that the number of processes fits the sharding.
 
     Raises:
         ValueError: Processes would be left over.
@@ -49,12 +49,14 @@ def check_world(sharding: Sharding, world: int) -> None:
 
 
 def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs) -> None:
-    """Read the weights, make the network fast, and divide it: before any optimizer is built.
+    """Load the weights, optimise the network for speed, and shard it.
 
-    Evaluations of the network, and of copies that are made of it, are counted in `costs`.
+    This must happen before an optimizer is built. Evaluations of the network and of its copies are
+    counted in `costs`.
 
     Raises:
-        ValueError: The weights cannot be used, or not by this number of processes or this device.
+        ValueError: The weights cannot be used at all, or not by this number of processes or this
+            device.
     """
     check_device(setup, processes.device)
     if setup.prompt_cache is not None and policy.text_encoder:
@@ -80,7 +82,7 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
 
 
 def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Processes) -> None:
-    """Encode what the prompt cache of a loaded policy lacks of these, and free the encoders."""
+    """Encode the requests that the prompt cache lacks, and free the encoders."""
     encoder = policy.text_encoder
     if encoder and isinstance(encoder.cache, StoredPrompts):
         encoder.cache.prepare(policy, [*encoder.probe_requests(), *requests], processes)

@@ -1,1 +1,1 @@
-"""Measures credit methods and compares runs."""
+"""Measure credit methods, and compare runs."""

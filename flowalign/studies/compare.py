@@ -29,7 +29,7 @@ from flowalign.utils.tracking import read_metrics
 
 Log = Callable[[str], None]
 Todo = Literal["start", "overwrite", "resume", "keep"]
-"""Next action for a run; keep: nothing, it is finished."""
+"""Next action for a run. keep: no action, since the run is finished."""
 _OURS = {"seed": "--seeds", "output_dir": "--out"}
 """Settings that differ between the runs of a comparison, and the options that set them."""
 _LONGEST_LIST = 3
@@ -37,39 +37,39 @@ _LONGEST_LIST = 3
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """Holds the options of the command line."""
+    """Options of `flowalign compare`."""
 
     configs: Sequence[Sequence[str]]
     """Run files of each method, composed from left to right."""
     overrides: Sequence[str]
-    """Settings that are applied to every run."""
+    """Overrides applied to every run."""
     seeds: Sequence[int]
     """Seeds of each method."""
     out: Path
     """Folder of the comparison and its runs."""
     jobs: int | None = None
-    """Runs at once; None: as many as the cores allow, one on a GPU."""
+    """Number of parallel runs. None: one per free core, and one on a GPU."""
     metric: str | None = None
-    """Held-out dimension that is compared; None: `exact_match`, or the only one."""
+    """Held-out dimension to compare. None: `exact_match`, or the only one."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Holds a method: its run files, read and checked."""
+    """Method: its run files, read and checked."""
 
     name: str
     """Name of the last run file."""
     configs: Sequence[str]
     """Run files, composed from left to right."""
     run: Run
-    """Run that they give."""
+    """Run that the files define."""
     settings: dict[str, Any]
-    """Resolved settings, without those that differ between its runs: seed and output_dir."""
+    """Resolved settings, without seed and output_dir, which differ between its runs."""
 
 
 @dataclass(frozen=True)
 class Single:
-    """Holds one run: a method with one seed."""
+    """One run: a method with one seed."""
 
     entry: Entry
     """Method of the run."""
@@ -82,16 +82,16 @@ class Single:
 
     @property
     def name(self) -> str:
-        """Return the name that messages show."""
+        """Return the name of the run in messages."""
         return f"{self.entry.name} seed {self.seed}"
 
 
 def compare(request: ComparisonRequest, log: Log) -> Comparison:
-    """Run what is not finished yet, then write the comparison of all finished runs.
+    """Run everything that is not finished yet, then write the comparison of all finished runs.
 
     Raises:
-        ValueError: A run file, an override or an earlier run cannot be used; nothing was started.
-        TrainingFailure: Some runs failed; the comparison holds the others.
+        ValueError: A run file, an override or an earlier run cannot be used; no run was started.
+        TrainingFailure: Some runs failed; the comparison holds the finished ones.
     """
     entries = read(request)
     metric = metric_of(request.metric, entries)
@@ -122,7 +122,7 @@ def compare(request: ComparisonRequest, log: Log) -> Comparison:
 
 
 def read(request: ComparisonRequest) -> list[Entry]:
-    """Read every run file, and check it as `flowalign check` does and against the others."""
+    """Read every run file and check it alone, as `flowalign check` does, and against the others."""
     stems = [Path(configs[-1]).stem for configs in request.configs]
     for what, some in (
         ("run files of the name", stems),
@@ -154,7 +154,7 @@ def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
 
 
 def _same_evaluation(entries: Sequence[Entry]) -> None:
-    """Raise ValueError unless the curves were measured alike, and so can be compared."""
+    """Raise ValueError unless all methods have the same evaluation settings."""
     names = ("prompts", "num_prompts", "num_steps", "seed")
     first = entries[0]
     for entry in entries[1:]:
@@ -183,7 +183,7 @@ def metric_of(requested: str | None, entries: Sequence[Entry]) -> str:
 
 
 def at_once(entries: Sequence[Entry]) -> int:
-    """Return how many runs fit the cores; 1 if a GPU may be used or torch takes all cores."""
+    """Return the number of parallel runs that fit the cores; 1 with a GPU or without `threads`."""
     if any(e.run.device != "cpu" or e.run.threads is None for e in entries):
         return 1
     return max(1, (os.cpu_count() or 1) // max(e.run.threads or 1 for e in entries))
@@ -198,7 +198,7 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
     """Return the next action for a run.
 
     Raises:
-        ValueError: The folder holds something else.
+        ValueError: The folder holds other files, or a run with other settings.
     """
     if is_unused(folder):
         return "start"

@@ -1,1 +1,1 @@
-"""Do the work of the verbs: `run(args)` of each module, which is loaded by name when called."""
+"""Run the commands: each module has `run(args)` and is imported only when its command is used."""

@@ -1,4 +1,4 @@
-"""Make pairs to train on of real clips, with the policy itself."""
+"""Make training pairs from real videos, with the policy itself."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ _LISTED = 4
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
-    """Make pairs; return 0, or 1 if too many clips are unusable or no pair was made."""
+    """Make pairs; return 0, or 1 if too many videos are unusable or no pair was made."""
     cfg, text = load(args.config, args.overrides)
     outcome = job.finish(cfg, _make_batches(cfg, text, args.shard))
     if outcome is None:
@@ -41,7 +41,7 @@ def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
 
 
 def _print_summary(cfg: ClipPairs, outcome: job.BatchOutcome) -> int:
-    """Print pairs, costs and drops; return the exit code."""
+    """Print the number of pairs, their cost and the dropped videos; return the exit code."""
     folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
     evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]
     clips = len(outcome.rows) + report.total

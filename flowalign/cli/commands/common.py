@@ -1,4 +1,4 @@
-"""Read the run files of a command, start its other processes, and print its messages."""
+"""Read the run files of a command, decide on other processes, and print messages."""
 
 import argparse
 import ipaddress
@@ -20,7 +20,7 @@ def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def starts_others(processes: int) -> bool:
-    """Return whether this process starts several, rather than being one of them or alone."""
+    """Return whether this process must start others; False if it is alone or was started itself."""
     if "RANK" not in os.environ:
         return processes > 1
     started = os.environ.get("WORLD_SIZE", "1")
@@ -30,7 +30,7 @@ def starts_others(processes: int) -> bool:
 
 
 def get_log() -> Callable[[str], None]:
-    """Return a function that prints a line on the main process, and nothing on the others."""
+    """Return a function that prints a line on the main process, and does nothing on other ranks."""
     return say if os.environ.get("RANK", "0") == "0" else lambda _: None
 
 

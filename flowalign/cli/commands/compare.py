@@ -1,4 +1,4 @@
-"""Train several run files with several seeds, and print how they compare."""
+"""Train several run files with several seeds, and print a comparison."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ from flowalign.utils.errors import convert_value_errors
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and return 0; a repeat of the command continues."""
+    """Write the page and return 0; a repeated command continues."""
     settings = [c for c in args.configs if "=" in c]  # a.b=c, as elsewhere
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
     overrides, out = [*settings, *args.overrides], Path(args.out)
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_tables(comparison: Comparison) -> None:
-    """Print the values after training and at each cost that all runs reached, with their spread."""
+    """Print the values after training, and at each cost that all runs reached, with their std."""
     rows, least = comparison.rows, "smallest difference seen"
     finals = {row.method.name: with_std(row.final) for row in rows}
     finals[least] = score(comparison.smallest_final)

@@ -1,4 +1,4 @@
-"""Align the embedded text-to-image model on the CPU."""
+"""Align Shapes, the bundled toy model, on the CPU."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Print versions and devices, or what works of a pipeline."""
+"""Print versions and devices, or test which training features work with a pipeline."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.versions import machine, versions
 
 _INSPECTION = "pipelines.any_pipeline.inspection"
-"""Module that is loaded by name, because flowalign imports no pipeline."""
+"""Module that is imported by name, because flowalign imports no pipeline."""
 
 
 @convert_value_errors()
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse_arguments(words: list[str]) -> dict[str, Any]:
-    """Return arguments by name, each value as YAML has it."""
+    """Return arguments by name, with values parsed as YAML."""
     pairs = [word.partition("=") for word in words]
     if wrong := [name for name, equals, _ in pairs if not equals]:
         raise ConfigError(f"--argument {wrong[0]} has no value; give NAME=VALUE")

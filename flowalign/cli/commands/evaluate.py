@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 @convert_value_errors()
 def _check_processes(run_file: Run, prompts: int, processes: int) -> None:
-    """Raise ConfigError unless there are cores, or GPUs, and prompts for all processes."""
+    """Raise ConfigError if there are too few cores, GPUs or prompts for the processes."""
     check_fits(processes, run_file.device)
     check_world(run_file.sharding, processes)
     if prompts < run_file.sharding.groups(processes):
@@ -55,7 +55,7 @@ def _check_processes(run_file: Run, prompts: int, processes: int) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse what is no checkpoint by its form, before the model is read."""
+    """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
     if not folder.is_dir():
         raise ConfigError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
     if newest := checkpoint.latest(folder / "checkpoints"):

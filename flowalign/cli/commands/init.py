@@ -1,4 +1,4 @@
-"""Write a run file by a few questions or flags."""
+"""Write a run file from a few answers or options."""
 
 import argparse
 import sys
@@ -12,12 +12,12 @@ from flowalign.utils.errors import convert_value_errors
 
 T = TypeVar("T")
 _ASKED = ("model", "prompts", "reward")
-"""Options that are asked for where they are missing."""
+"""Options that the command asks for if they are missing."""
 
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
-    """Write the run file and print the next command; return 0."""
+    """Write the run file, print the next command, and return 0."""
     out, own = Path(args.out), draft_run_file.OWN
     draft_run_file.check_absent(out)
     _check_complete(args)
@@ -41,7 +41,7 @@ def _check_complete(args: argparse.Namespace) -> None:
 
 
 def _find_model(args: argparse.Namespace) -> draft_run_file.Model:
-    """Return the model; its family is asked for where several suit and somebody can answer."""
+    """Return the model; ask for its family if several suit and a terminal is attached."""
     question = f"Model, a folder, a hub id or one of {', '.join(draft_run_file.models())}"
     name, known = _answer(
         args.model, question, "shapes", lambda name: (name, draft_run_file.families(name))
@@ -53,7 +53,7 @@ def _find_model(args: argparse.Namespace) -> draft_run_file.Model:
 
 
 def _answer(option: str | None, question: str, default: str, check: Callable[[str], T]) -> T:
-    """Return what `check` makes of an option, or of the first answer that it takes."""
+    """Return the result of `check` for an option, or for the first answer that it accepts."""
     if option is not None:
         return check(option)
     while True:

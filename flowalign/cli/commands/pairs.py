@@ -1,4 +1,4 @@
-"""Make pairs to train on from a table of scores."""
+"""Make training pairs from a table of scores."""
 
 import argparse
 import json
@@ -110,7 +110,7 @@ def _parse_weights(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def _write_files(args: argparse.Namespace, job: PairingJob, found: PairSelection) -> dict[str, Any]:
-    """Write the files, the summary last; return the summary."""
+    """Write all files, the summary last; return the summary."""
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split(job.table, found.choices, args.held_out, args.seed)
@@ -147,7 +147,7 @@ def _write_files(args: argparse.Namespace, job: PairingJob, found: PairSelection
 def _write_rows(
     args: argparse.Namespace, job: PairingJob, files: Mapping[str, Sequence[PairChoice]]
 ) -> Counter[bool]:
-    """Write the pairs, or the labels of their media, of every file; count the labels."""
+    """Write the pairs of every file, or the labels of their samples; count the labels."""
     labels: Counter[bool] = Counter()
     for name, choices in files.items():
         (Path(args.out) / name).unlink(missing_ok=True)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_settings(args: argparse.Namespace) -> list[Setting]:
-    """Return what is compared, checked without reading weights."""
+    """Return the settings to compare, checked without reading weights."""
     configs, overrides = read_settings(args)
     weights = saved_weights(args.weights) if args.weights else checkpoints(args.checkpoint)
     axes = [methods(args.methods), *(vary(text) for text in args.vary), layouts(args.layouts)]
@@ -72,14 +72,14 @@ def _build_settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _write_page(folder: Path, figures: dict[str, Any]) -> None:
-    """Write the figures so far and their page."""
+    """Write the measurements so far and their page."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "probe.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
     write_text(folder / "index.html", page(folder.resolve().name, figures))
 
 
 def format_setting(judged: ProbeAnalysis) -> dict[str, str]:
-    """Return what a person reads of one setting: its steps, its weights and its costs."""
+    """Return the table of one setting: its steps, its weights and its costs."""
     found = summary(judged.setting, judged.probe)
     other = "update" if judged.metric == "gradient" else "gradient"
     shown = {
@@ -103,7 +103,7 @@ def format_setting(judged: ProbeAnalysis) -> dict[str, str]:
 
 
 def format_ranks(found: dict[str, Any]) -> dict[str, str]:
-    """Return what a person reads of the comparison: the order, and which differences count."""
+    """Return the table of the comparison: the order, and the significance of each difference."""
     shown = {}
     for row in found["ranking"]:
         figure, behind = row["per_1000_evaluations"], row["behind"]

@@ -1,4 +1,4 @@
-"""List the run files of the package with what was done with each, or copy one."""
+"""List the run files of the package with their tests, or copy one."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Train a reward model, measure how it agrees with people, or fit its weights."""
+"""Train a reward model, measure its agreement with annotators, or fit its weights."""
 
 import argparse
 import math
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Train, print the agreement with people, and return 0."""
+    """Train, print the agreement with annotators, and return 0."""
     run, config = load_run(args.config, args.overrides)
     log = Console(soft_wrap=True, highlight=False).print
     trained = train(run, config, log, args.resume, args.overwrite)
@@ -46,12 +46,12 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    """Write `eval.json` and `eval.html`, and print the numbers; return 1 if scoring failed."""
+    """Write `eval.json` and `eval.html`, and print the results; return 1 if scoring failed."""
     return _score_first(args) or _evaluate(args)
 
 
 def run_fit(args: argparse.Namespace) -> int:
-    """Write the reward's weights, print how they order pairs, and return 0."""
+    """Write the reward's fitted weights, print how well they order pairs, and return 0."""
     reward = find_fittable(load_rewards(args.rewards)[0], args.rewards)
     source = find_table(Path(args.data))
     scores = read_scores(source)
@@ -63,7 +63,7 @@ def run_fit(args: argparse.Namespace) -> int:
 
 
 def _score_first(args: argparse.Namespace) -> int:
-    """Score the dataset and put its table into `args`; return the exit code, 0 without rewards."""
+    """Score the dataset and set `args.data` to its table; return the exit code, 0 if not needed."""
     options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
     options = {f"--{name}": str(value) for name, value in options.items() if value is not None}
     if args.rewards is None:
@@ -102,7 +102,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _format_result(
     result: Mapping[str, Any], ties: Sequence[tuple[str, str]], both_bad: str
 ) -> str:
-    """Format the headline figures of one row for a terminal, with the treatment each one has."""
+    """Format the main measures of one row for a terminal, each with its treatment of ties."""
     parts = [f"{result['pairs']} pairs"]
     if result["human_ties"]:
         parts[0] += f" ({result['human_ties']} ties)"

@@ -1,4 +1,4 @@
-"""Make pictures or clips with a run file's model, or a checkpoint of it."""
+"""Make images or videos with a run file's model, or a checkpoint of it."""
 
 import argparse
 import hashlib
@@ -32,7 +32,7 @@ from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.typed_settings import load_typed
 
 _SDS_OPTIONS = {"noises": "noises", "weighting": "weighting", "latent_rate": "learning_rate"}
-"""Options of RewardSDS, and the names of its settings."""
+"""Options of RewardSDS, and the settings that they set."""
 
 
 @convert_value_errors()
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_job(args: argparse.Namespace) -> SamplingJob:
-    """Return what is sampled and how, from the options and the run file."""
+    """Return the sampling job of the options and the run file."""
     run_file, text = load(*read_settings(args))
     requests = _read_requests(args, run_file)
     num_steps, micro_batch = usual_sampler(run_file)
@@ -92,7 +92,7 @@ def _get_output(args: argparse.Namespace) -> str:
 
 
 def _read_requests(args: argparse.Namespace, run_file: Run) -> list[Request]:
-    """Return what is sampled; raise ValueError for what the policy does not take."""
+    """Return the requests to sample; raise ValueError for an input that the policy rejects."""
     if args.prompt:
         located = [(f"--prompt {text!r}", Request(text)) for text in args.prompt]
     else:
@@ -102,7 +102,7 @@ def _read_requests(args: argparse.Namespace, run_file: Run) -> list[Request]:
 
 
 def _build_steering(args: argparse.Namespace, run_file: Run) -> Steering | None:
-    """Return how latents are optimised or searched for, if they are.
+    """Return the optimisation or search of latents; None for plain sampling.
 
     Raises:
         ValueError: Options exclude each other or the run's guidance, or no reward has a weight.
@@ -133,7 +133,7 @@ def _build_steering(args: argparse.Namespace, run_file: Run) -> Steering | None:
 
 
 def _read_reward_sds(args: argparse.Namespace) -> RewardSDS | None:
-    """Return how latents are optimised; raise ValueError for options of it that stand alone."""
+    """Return the settings of RewardSDS, or None; raise ValueError for its options without it."""
     options = {name: vars(args)[name] for name in _SDS_OPTIONS if vars(args)[name] is not None}
     if args.reward_sds is None:
         if options:
@@ -146,7 +146,7 @@ def _read_reward_sds(args: argparse.Namespace) -> RewardSDS | None:
 
 
 def _read_search(args: argparse.Namespace) -> tuple[Search | None, dict[str, Any]]:
-    """Return what tree is searched for each picture, if one is, and its settings as JSON."""
+    """Return the search tree of each image, if one is searched, and its settings as JSON."""
     if args.best_of:
         return Search(width=args.best_of), {"width": args.best_of}
     if args.search is None:
@@ -156,7 +156,7 @@ def _read_search(args: argparse.Namespace) -> tuple[Search | None, dict[str, Any
 
 
 def _hash_requests(requests: Sequence[Request]) -> str:
-    """Return a hash of the requests; that of plain prompts is a hash of their texts alone."""
+    """Return a hash of the requests; plain prompts are hashed by their texts alone."""
     plain = not any(request.references or request.mask for request in requests)
     asked = [request.prompt if plain else request.input_digest.hex() for request in requests]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Score a preference dataset or a folder of media with reward models."""
+"""Score a preference dataset, or a folder of images or videos, with reward models."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
-    """Score; return 0, or 1 if too many rows failed, which may leave a complete table."""
+    """Score; return 0, or 1 if too many rows failed, possibly with a complete table."""
     _check(args)
     if args.executor == "ray":
         return _run_on_ray(args)
@@ -78,14 +78,14 @@ def _run_on_ray(args: argparse.Namespace) -> int:
 
 
 def load_job(args: argparse.Namespace) -> ScoringJob:
-    """Return the job of these options with its models loaded, as a worker of a cluster needs it."""
+    """Return the job with loaded models, for a worker of a cluster."""
     job, settings = _open_job(args)
     _load(job, settings)
     return job
 
 
 def _open_job(args: argparse.Namespace) -> tuple[ScoringJob, dict[str, Any]]:
-    """Return the job, whose weights are not read yet, and the settings that decide its scores."""
+    """Return the job, before its weights are read, and the settings that decide its scores."""
     dataset = open_dataset(args.data, args.schema, args.root)
     models, text = load_rewards(args.rewards)
     job = ScoringJob(
@@ -103,7 +103,7 @@ def _open_job(args: argparse.Namespace) -> tuple[ScoringJob, dict[str, Any]]:
 
 
 def _load(job: ScoringJob, settings: Mapping[str, Any]) -> None:
-    """Load the models for a folder that no other settings have made."""
+    """Load the models, after a check that the folder holds no results of other settings."""
     compare(job.folder / _MANIFEST, settings, _MAKER)
     for model in job.models:
         load(model)
@@ -117,7 +117,7 @@ def _score(
     speed: Throughput,
     run: Callable[[Watch], Sequence[int]],
 ) -> int:
-    """Score by `run`, which shows its progress and returns the blocks, and write the table."""
+    """Run `run`, which returns the scored blocks, with a progress display; then write the table."""
     try:
         with show_progress(job) as watch:
             blocks = run(watch)
@@ -130,7 +130,7 @@ def _score(
 
 
 def _run_shards(args: argparse.Namespace) -> int:
-    """Run this command once per shard, side by side, and then merge the table."""
+    """Run this command once per shard, in parallel, and then merge the table."""
     check_fits(args.processes, "cpu")  # they may share a GPU, but no core
     open_dataset(args.data, args.schema, args.root)  # a mistake is told once, before any starts
     load_rewards(args.rewards)
@@ -170,7 +170,7 @@ def _fail(why: str) -> int:
 
 
 def _build_settings(args: argparse.Namespace, dataset: Dataset, rewards: str) -> dict[str, Any]:
-    """Return the settings that decide the scores; batches and processes do not."""
+    """Return the settings that determine the scores; batch size and processes do not."""
     return {
         "data": str(Path(args.data).resolve()),
         "root": str(dataset.root.resolve()),

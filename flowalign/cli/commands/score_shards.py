@@ -1,4 +1,4 @@
-"""Start the shards of a scoring job as processes of this machine."""
+"""Start the shards of a scoring job as processes on this machine."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ _PASSED_ON = (
 
 
 def run_shards(args: argparse.Namespace) -> str:
-    """Run `flowalign score` once per shard; returns why some failed, empty if none did."""
+    """Run `flowalign score` once per shard; return the reason for a failure, or an empty text."""
     folder, log = Path(args.out), Console().print
     jobs = [
         CommandJob(

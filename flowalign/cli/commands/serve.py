@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adopt_socket(descriptor: int | None) -> socket.socket | None:
-    """Return the socket that the starter of this process opened, or None if it opened none."""
+    """Return the socket that the parent process opened, or None if it opened none."""
     try:
         return None if descriptor is None else socket.socket(fileno=descriptor)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Train as a run file says."""
+"""Train from a run file."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ from flowalign.utils.journal import Journal
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 for a finished run, 130 or 143 for one that was stopped and can continue."""
+    """Return 0 for a finished run, and 130 or 143 for a stopped run that can continue."""
     if args.resume and args.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
     loaded = load_with_origins(*read_settings(args))
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 @convert_value_errors()
 def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
-    """Check all that needs no weights, before several processes start."""
+    """Check everything that needs no weights, before several processes start."""
     run_file, config = loaded.run, loaded.annotate()
     check_fits(args.processes, run_file.device)
     if args.resume:
@@ -49,7 +49,7 @@ def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
 
 
 def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str) -> int:
-    """Print the plan, train, and print the outcome; the run directory keeps the command."""
+    """Print the plan, train, and print the outcome; store `command` in the run directory."""
     log, run_file = get_log(), loaded.run
     folder = Path(run_file.output_dir)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -77,7 +77,7 @@ def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str
 
 @contextmanager
 def _explain_shortage(run_file: Run, world: int) -> Iterator[None]:
-    """Say which part of the memory was too large, and what lowers it, where a GPU has no more."""
+    """Raise TrainingFailure if a GPU runs out of memory, and name the large part and remedies."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -85,7 +85,7 @@ def _explain_shortage(run_file: Run, world: int) -> Iterator[None]:
 
 
 def _find_checkpoint(run_file: Run, resume: str) -> Path:
-    """Return a checkpoint that is complete, or the directory of a run that has none yet."""
+    """Return a complete checkpoint, or the directory of a run that has none yet."""
     folder = Path(run_file.output_dir)
     path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
     if path is None and (folder / CONFIG).is_file():

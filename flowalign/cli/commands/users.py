@@ -1,4 +1,4 @@
-"""Embed users by a few of their choices."""
+"""Embed users from a few of their choices."""
 
 import argparse
 from pathlib import Path

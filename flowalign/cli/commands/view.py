@@ -1,4 +1,4 @@
-"""Show all runs of a folder in a browser, while they go."""
+"""Show all runs of a folder in a browser, also while they train."""
 
 import argparse
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Make the network evaluations of a step again, back to back: the floor of its duration."""
+"""Repeat the network evaluations of a step back to back: a lower bound of its duration."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -14,11 +14,11 @@ from flowalign.utils.stages import is_checking
 
 
 class Floor:
-    """Records the evaluations of networks, and makes as many of the same kind again.
+    """Recorder that counts network evaluations and can repeat them.
 
-    Evaluations are of one kind if their inputs have the same shapes and dtypes, and if they alike
-    do or do not record a gradient. Of each kind the last inputs are kept. Those of checks are left
-    out while stages are measured.
+    Two evaluations have the same kind if their inputs have equal shapes and dtypes, and if both
+    record a gradient or both do not. The last inputs of each kind are kept. Evaluations of checks
+    are left out while stages are measured.
     """
 
     def __init__(self, learner: Learner):
@@ -38,7 +38,7 @@ class Floor:
         self._inputs.clear()
 
     def run(self) -> None:
-        """Make the recorded evaluations, with a backward pass where they recorded a gradient."""
+        """Repeat the recorded evaluations, with a backward pass if they recorded a gradient."""
         self._records = False
         try:
             for kind, count in self.calls.items():

@@ -1,4 +1,4 @@
-"""Time a step by stage, against its floor: the same network evaluations back to back."""
+"""Time a step by stage, and compare it with its floor: its network evaluations back to back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ _GIB = 2**30
 def measure(run: Run, repeats: int) -> dict[str, float]:
     """Return median seconds of the stages of a step and of the floor, and their quotient.
 
-    A first step is not measured. The stages are sample, decode, reward (what is waited for) and
-    update, which is all the rest but the checks of the first steps. On a machine that others use,
-    compare `cpu_seconds`, which are of this process alone. With a GPU there are the most GiB that
-    each stage took, too. `check/` are measurements of the first step, such as how far the ratio
-    was off 1.
+    The first step is not measured. The stages are sample, decode, reward (the time spent waiting)
+    and update (everything else except the checks of the first steps). `cpu_seconds` count this
+    process only; compare them on a machine that others use. With a GPU, `gib/` are the peak GiB of
+    each stage. `check/` are measurements of the first step, such as the deviation of the ratio from
+    1.
 
     Raises:
         ValueError: The run cannot be started.
@@ -49,7 +49,7 @@ def start_temporarily(run: Run) -> Iterator[Session]:
 
 
 def _measure_steps(session: Session, repeats: int) -> dict[str, float]:
-    """Make steps of a started run, and each time its evaluations alone."""
+    """Run steps of a started run; after each, time its network evaluations alone."""
     floor, costs, rows = Floor(session.learner), session.costs, list[dict[str, float]]()
     steps = session.loop.run(range(1 + repeats))
     checks = {name: v for name, v in next(steps).items() if name.startswith("check/")}
@@ -69,7 +69,7 @@ def _measure_steps(session: Session, repeats: int) -> dict[str, float]:
 
 
 def _build_row(stages: Stages, bare: Stages) -> dict[str, float]:
-    """Return the figures of one step."""
+    """Return the measurements of one step."""
     seconds = {n: value for n, value in stages.seconds.items() if n != "check"} | bare.seconds
     step = sum(seconds.values()) - seconds["floor"]
     own = step - sum(seconds.get(name, 0.0) for name in ("decode", "reward"))

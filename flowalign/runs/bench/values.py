@@ -1,4 +1,4 @@
-"""Time the values of all intermediate states: all together against one after another."""
+"""Time the values of all intermediate states: computed together, and one after another."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ EVERY = Completion()
 
 
 def measure_values(run: Run, repeats: int) -> dict[str, float]:
-    """Return seconds for the values of states 0 to T of a step's samples, beyond the bare rollout.
+    """Return seconds for the values of states 0 to T of a step's samples, without the rollout.
 
     together: completions batched with the rollout, then decoder and rewards in chunks of
     sampling.micro_batch. by_state: after the rollout, one state of all samples after another, as
@@ -61,7 +61,7 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
 
 
 class _Setting:
-    """Draws one step's prompts and noise again and again."""
+    """Prompts and noise of one step, drawn identically on each call."""
 
     def __init__(
         self, run: Run, recipe: PolicyGradientSettings, learner: Learner, rewards: Rewards
@@ -82,7 +82,7 @@ class _Setting:
         self._values(self.rollout(finish=True), self.cfg.micro_batch)(range(self.cfg.num_steps + 1))
 
     def after(self, batch: int) -> None:
-        """Value the states of the kept rollout, one state and `batch` samples at a time."""
+        """Value the states of the stored rollout, one state and `batch` samples at a time."""
         start = replace(self.kept, finished={})
         for k in range(self.cfg.num_steps + 1):
             self._values(start, batch)([k])

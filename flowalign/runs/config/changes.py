@@ -1,4 +1,4 @@
-"""Compare the settings of an earlier run with those of now: what differs, and what may."""
+"""Compare the settings of an earlier run with the current ones, and check the differences."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ ACCEPTED = (
     "threads",
     "output_dir",
 )
-"""Settings that a resumed run may change. What the steps so far came from stays: the model, the
-recipe and the seed."""
+"""Settings that a resumed run may change. Model, recipe and seed must stay, as they determined the
+steps so far."""
 ACCEPTED_ANYWHERE = ("micro_batch", "gradient_checkpointing", "offload_text", "on_failed_reward")
-"""Settings of components that a resumed run may change, for they change no expected update."""
+"""Component settings that a resumed run may change, as they do not change the expected update."""
 _MOST = 3
 """Largest number of differences that a message lists."""
 _LONGEST = 60
@@ -32,18 +32,18 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class SettingChange:
-    """Holds a setting that differs."""
+    """Setting that differs between two runs."""
 
     name: str
-    """Dotted name as overrides have it."""
+    """Dotted name, as in overrides."""
     before: Any
     """Earlier value."""
     after: Any
-    """Value of now."""
+    """Current value."""
 
     @property
     def accepted(self) -> bool:
-        """Return whether a resumed run may change it, or does not know the earlier value."""
+        """Return whether a resumed run may change it; True if the earlier value is unknown."""
         parts = self.name.split(".")
         if self.name == "ema":  # averages would begin or end; their settings may change
             return False
@@ -55,12 +55,12 @@ class SettingChange:
 
 
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[SettingChange]:
-    """Return the settings that differ; of a component of another class, its class alone."""
+    """Return the settings that differ; for a component of another class, only the class."""
     return list(_iterate_changes("", before, after))
 
 
 def shorten_list(some: Sequence[object], most: int = _MOST) -> list[str]:
-    """Return the first items as lines, and the number of the others as one more."""
+    """Return the first items as lines, and the number of remaining items as the last line."""
     shown = [str(one) for one in (some if len(some) <= most else some[: most - 1])]
     more = len(some) - len(shown)
     return [*shown, *([f"and {more} more"] if more else [])]
@@ -69,7 +69,7 @@ def shorten_list(some: Sequence[object], most: int = _MOST) -> list[str]:
 def check_resumable(
     before: Mapping[str, Any], after: Mapping[str, Any], where: str
 ) -> list[SettingChange]:
-    """Return what differs from the settings of the run that is resumed.
+    """Return the differences from the settings of the resumed run.
 
     Raises:
         ValueError: A setting differs that a resumed run cannot change.

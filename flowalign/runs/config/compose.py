@@ -1,12 +1,13 @@
-"""Compose run files that are written in parts.
+"""Compose run files from parts.
 
-Authored files compose: a method file holds the few lines in which it differs from its baseline. A
-resolved file is complete: every run directory holds one, with all values, and it composes alone.
+A method file holds only the few settings in which it differs from its baseline. A resolved file, as
+in each run directory, holds all values and needs no other file.
 
 Files are merged left to right. Mappings merge key by key; lists, plain values and components
-replace what was there. A component is a mapping with `class_path`. A mapping without one that
-meets a component changes its arguments, which may stand directly in it or under `init_args`.
-A file may name others that it is an overlay on in `extends`, one level deep.
+replace the earlier value. A component is a mapping with `class_path`. A mapping without
+`class_path`, laid over a component, changes the component's arguments. These may stand directly in
+the mapping or under `init_args`. With `extends` a file names the files that it is layered on, one
+level deep.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,21 +20,21 @@ from flowalign.utils.strict_yaml import read_mapping
 
 _CLASS, _ARGUMENTS, _EXTENDS, _OUTPUT = "class_path", "init_args", "extends", "output_dir"
 FROM_NAMES = "names of the files"
-"""This is the origin of an `output_dir` that no file sets."""
+"""Origin of an `output_dir` that no file sets."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """Holds what the run files of one command say together."""
+    """Merged settings of the run files of one command."""
 
     values: dict[str, Any]
     origins: dict[str, str]
-    """Maps the dotted key of each leaf, such as `recipe.init_args.sampling.eta`, to its file."""
+    """File that set each leaf, by dotted key such as `recipe.init_args.sampling.eta`."""
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """Holds the values of the files so far, and the same tree with file names for leaves."""
+    """Values of the files merged so far, and the same tree with file names as leaves."""
 
     values: dict[str, Any]
     files: dict[str, Any]
@@ -109,7 +110,7 @@ def _read_extends(content: Mapping[str, Any], config: str) -> list[str]:
 
 
 def _read_base(base: str, config: str) -> dict[str, Any]:
-    """Read a file that another one extends, and that therefore must extend none."""
+    """Read a file that another file extends; it must not extend any itself."""
     try:
         content = read_mapping(base)
     except ConfigError as error:
@@ -123,7 +124,7 @@ def _read_base(base: str, config: str) -> dict[str, Any]:
 
 
 def _merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
-    """Lay an overlay on what there is, by the rules of this module."""
+    """Lay an overlay over a base, by the rules of this module."""
     if not isinstance(base, dict) or not isinstance(overlay, dict):
         return overlay
     if _CLASS in overlay:
@@ -142,7 +143,7 @@ def _merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
 
 
 def _read_arguments(overlay: dict[str, Any], file: str, key: str) -> dict[str, Any]:
-    """Return the arguments that an overlay changes, whichever way they are written."""
+    """Return the arguments that an overlay changes, written directly or under `init_args`."""
     direct = {name: value for name, value in overlay.items() if name != _ARGUMENTS}
     nested = overlay.get(_ARGUMENTS) or {}
     if not isinstance(nested, dict):
@@ -155,7 +156,7 @@ def _read_arguments(overlay: dict[str, Any], file: str, key: str) -> dict[str, A
 
 
 def _replace_leaves(content: Any, leaf: str) -> Any:
-    """Return the same tree with `leaf` in place of every value that is no mapping."""
+    """Return the same tree with `leaf` instead of every value that is no mapping."""
     if not isinstance(content, dict):
         return leaf
     return {key: _replace_leaves(value, leaf) for key, value in content.items()}

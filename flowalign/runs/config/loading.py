@@ -11,17 +11,17 @@ from flowalign.utils.typed_settings import build, join_values
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """Holds a run, its resolved settings, and where each of them came from."""
+    """Run, its resolved settings, and the origin of each setting."""
 
     run: Run
     """Run with all components built."""
     text: str
-    """Complete settings as YAML; a run directory keeps them, and loading them gives them again."""
+    """Complete settings as YAML. Run directories store this text, and it can be loaded again."""
     origins: Mapping[str, str]
-    """File, or "command line", that set a dotted key; keys that are absent have defaults."""
+    """File, or "command line", that set each dotted key; a key that is absent has its default."""
 
     def annotate(self) -> str:
-        """Return the settings as YAML, each with the file that set it as a comment."""
+        """Return the settings as YAML, each with its origin as a comment."""
         lines, above = self.text.splitlines(), []
         shown = []
         for line, after in zip(lines, [*lines[1:], ""], strict=True):
@@ -42,7 +42,8 @@ def load(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> tuple[R
     Returns the run and its complete settings as YAML.
 
     Raises:
-        ConfigError: Its message has at most five lines; it names the key or value and the allowed.
+        ConfigError: A setting is invalid. The message has at most five lines; it names the key or
+            value and the allowed values.
     """
     loaded = load_with_origins(configs, overrides)
     return loaded.run, loaded.text

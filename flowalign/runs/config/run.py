@@ -31,54 +31,53 @@ from flowalign.utils.costs import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Holds a run file: what is trained, by which recipe, on which rewards."""
+    """Run file: a policy, a recipe that trains it, and rewards."""
 
     policy: Policy
-    """Model that is trained, by dotted path of a class in `pipelines` or of your own."""
+    """Trained model, by dotted path of a class in `pipelines` or your own class."""
     num_steps: PositiveInt
-    """Steps of the loop, each with its updates."""
+    """Number of steps of the loop; each step makes one or more updates."""
     recipe: Recipe
     """Kind of training and its settings, by dotted path: `flowalign.training.PolicyGradient`,
-    `flowalign.training.Matching` or your own."""
+    `flowalign.training.Matching` or your own class."""
     rewards: list[RewardModel] = field(default_factory=list)
     """Reward models, by dotted path."""
     reward_weights: dict[str, FiniteFloat | None] = field(default_factory=dict)
-    """Weight per reward dimension; unnamed dimensions are only logged, as are those with null,
-    which takes back a weight that an earlier file gives."""
+    """Weight per reward dimension. A dimension without a weight is only logged. Null removes a
+    weight that an earlier file sets."""
     conditioning: PromptConditioning | None = None
-    """Words that the policy is asked with beside prompts, at training and at sampling, a class of
-    `flowalign.conditioning`; rewards see the prompts. Null: none."""
+    """Words added to the prompts of the policy, in training and in sampling: a class of
+    `flowalign.conditioning`. Rewards see the plain prompts. Null: none."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its learning rate."""
     ema: Ema | None = field(default_factory=Ema)
-    """Averaged weights. Null: none; the live weights are evaluated."""
+    """Averaged weights. Null: none, and evaluation uses the live weights."""
     evaluation: Evaluation | None = None
     """Held-out evaluation. Null: none."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    """When checkpoints are written, and how many are kept."""
+    """Interval of checkpoints, and number of checkpoints kept."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """Trackers besides metrics.jsonl, which is always written."""
+    """Trackers in addition to metrics.jsonl, which is always written."""
     seed: Seed = 0
-    """Seed of every random draw but those of the evaluation."""
+    """Seed of every random draw except those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the policy; auto: a GPU if there is one."""
+    """Device of the policy. auto: a GPU if there is one."""
     quantization: Quantization = field(default_factory=Quantization)
     """Storage of frozen weights in fewer bits."""
     speed: Speed = field(default_factory=Speed)
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
-    """Division of the weights, or of the tokens, among processes."""
+    """Sharding of the weights, or of the tokens, among processes."""
     offload: Offload = "none"
-    """Where frozen weights of the trained network wait. none: on the device. layers: in main
-    memory, from where those of each layer come to the GPU while it computes."""
+    """Storage of the frozen weights of the trained network. none: on the device. layers: in main
+    memory; each layer moves to the GPU while it computes."""
     prompt_cache: str | None = None
-    """Folder where conditioning on prompts and references is kept, for all runs with these
-    encoders: what is found there needs none of them. Null: every run encodes."""
+    """Folder that stores encoded prompts and references, shared by all runs with the same encoders.
+    Stored prompts need no encoder. Null: every run encodes."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
-    """Run directory. If no file sets it: runs/ and the names of the run files, joined by
-    hyphens."""
+    """Run directory. Default: runs/ and the names of the run files, joined by hyphens."""
 
     def __post_init__(self) -> None:
         """Check everything that needs no weights."""
@@ -111,7 +110,7 @@ class Run:
 
     @property
     def setup(self) -> Setup:
-        """Return how the weights are stored, computed with and divided."""
+        """Return the settings of weight storage, speed and sharding."""
         return Setup(
             quantization=self.quantization,
             speed=self.speed,
@@ -122,24 +121,24 @@ class Run:
 
     @property
     def prompt_files(self) -> list[str]:
-        """Return the files of requests that the run samples, for training and for evaluation."""
+        """Return the prompt files that the run samples, for training and for evaluation."""
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
         return [*self.recipe.prompt_files, *held_out]
 
     def load_policy(self, processes: Processes, costs: Costs | None = None) -> None:
-        """Read the weights of the policy, stored, computed with and divided as asked.
+        """Load the weights of the policy with the setup of this run.
 
-        Evaluations of the network, and of copies that are made of it, are counted in `costs`.
+        Evaluations of the network and of its copies are counted in `costs`.
 
         Raises:
-            ValueError: The weights cannot be used, or not by this number of processes.
+            ValueError: The weights cannot be used at all, or not by this number of processes.
         """
         load_policy(self.policy, self.setup, processes, costs or Costs())
 
     def encode_prompts(self, processes: Processes) -> None:
         """Encode every prompt that `prompt_cache` lacks, if there is one, and free the encoders.
 
-        Words beside prompts that are drawn at training are encoded when they are.
+        Conditioning that is drawn at random during training is encoded at that time.
         """
         if self.prompt_cache is not None:
             found = [one for path in self.prompt_files for one in read_requests(path)]
@@ -159,7 +158,7 @@ class Run:
         """Return the reward models with their weights.
 
         Raises:
-            ValueError: The models do not fit.
+            ValueError: The models contradict each other or the policy.
         """
         rewards = Rewards(
             self.rewards,
@@ -171,17 +170,18 @@ class Run:
         return rewards
 
     def load_rewards(self, rewards: Rewards) -> None:
-        """Load the reward models; a served one says only now what it needs, which is checked.
+        """Load the reward models, and check the needs that a reward server reports only now.
 
         Raises:
-            ValueError: Weights or servers cannot be used, or the run lacks what a model needs.
+            ValueError: Weights or servers cannot be used, or the run lacks an input that a model
+                needs.
         """
         rewards.load()
         rewards.check_policy(self.policy)
         self._check_prompts(rewards)
 
     def context(self, rewards: Rewards) -> RunContext:
-        """Return what the recipe needs to know of this run."""
+        """Return the parts of this run that its recipe reads."""
         return RunContext(
             policy=self.policy,
             rewards=rewards,

@@ -1,1 +1,1 @@
-"""Export what a run trained."""
+"""Export trained weights."""

@@ -1,4 +1,4 @@
-"""Exports what a run trained: finds its weights, checks them, writes them and their model card."""
+"""Export trained weights: find them, check them, and write them with a model card."""
 
 import json
 import shutil
@@ -19,18 +19,18 @@ _GRIDS = "*.png"
 
 @dataclass(frozen=True)
 class Trained:
-    """Locates trained weights and what is known of their run."""
+    """Trained weights, and the files of their run."""
 
     weights: Path
     """Folder that `Policy.save_weights` wrote."""
     config: Path
     """Complete settings of the run."""
     run_folder: Path | None
-    """Run directory; None for a checkpoint that was copied alone."""
+    """Run directory. None for a checkpoint that was copied without its run."""
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """Return what the run measured; empty while it goes."""
+        """Return the summary of the run; empty before it ends."""
         file = self.run_folder and self.run_folder / "summary.json"
         return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
 
@@ -43,23 +43,23 @@ class Trained:
 
 @dataclass(frozen=True)
 class Form:
-    """Says in which form weights are exported."""
+    """Format and folder of an export."""
 
     target: ExportTarget
     dtype: ExportDtype
     out: Path
     """New folder."""
     license: str | None = None
-    """Licence of the weights, for the model card."""
+    """License of the weights, for the model card."""
 
 
 def find_trained(source: Path, averaged: bool) -> Trained:
     """Find the weights of a run directory, of a checkpoint, or of one folder of a checkpoint.
 
-    With `averaged` those of a checkpoint are its averaged weights, where it has them.
+    With `averaged`, return the averaged weights of a checkpoint if it has them.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The source holds no weights.
     """
     folder = checkpoint.latest(source / "checkpoints") or source
     home = folder if (folder / "config.yaml").is_file() else folder.parent
@@ -76,7 +76,7 @@ def find_trained(source: Path, averaged: bool) -> Trained:
 
 
 def prepare(trained: Trained, form: Form, base: str | None) -> Run:
-    """Return the run whose weights are exported, once all is checked that needs no weights.
+    """Return the run of the trained weights, after all checks that need no weights.
 
     Raises:
         ValueError: The folder exists, the policy exports nothing, or the weights do not fit.
@@ -96,9 +96,10 @@ def prepare(trained: Trained, form: Form, base: str | None) -> Run:
 
 
 def export(run: Run, trained: Trained, form: Form) -> float | None:
-    """Write weights, model card, settings and grid to a new folder that is complete or absent.
+    """Write weights, model card, settings and grid to a new folder, all or nothing.
 
-    Returns the largest difference of what the target's loader reads back; None without a loader.
+    Returns the largest difference after the target's loader reads the weights back; None without a
+    loader.
     """
     policy = run.policy
     assert policy.network, "a policy that exports nothing was refused"

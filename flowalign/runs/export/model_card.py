@@ -1,4 +1,4 @@
-"""Writes the model card of exported weights, in the form that the Hugging Face hub reads."""
+"""Write the model card of exported weights, in the format of the Hugging Face hub."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ def model_card(
     license: str | None,
     has_grid: bool,
 ) -> str:
-    """Return the card: front matter, use, how the weights were trained, and what was measured."""
+    """Return the card: front matter, use, training settings and measured rewards."""
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     base = settings["policy"]["init_args"].get("path", "")
     task = _TASKS.get((run.policy.fps is not None, run.policy.input_spec.kind), "text-to-image")
@@ -67,7 +67,7 @@ def _format_use(target: ExportTarget, base: str) -> str:
 
 
 def _format_words(run: Run) -> str:
-    """Say what stands beside a prompt that the weights are asked with."""
+    """Return the section on the words that the conditioning adds; empty without conditioning."""
     if not (asked := describe_conditioning(run.conditioning)):
         return ""
     told = "The weights were trained with words beside the prompt. For PROMPT, ask with"

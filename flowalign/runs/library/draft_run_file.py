@@ -1,4 +1,4 @@
-"""Drafts a run file from a model, a method, prompts and a reward, by composing files that exist."""
+"""Draft a run file from a model, a method, prompts and a reward, by composing existing files."""
 
 import difflib
 import importlib
@@ -27,12 +27,12 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+$")
 
 @dataclass(frozen=True)
 class Model:
-    """Names a model and the run file that says how to train its family."""
+    """Model, and the run file that trains its family."""
 
     family: str
     """Name of a file of configs/models."""
     path: str | None = None
-    """Folder or hub id; null: the one of that file."""
+    """Folder or hub id. None: the path in that file."""
 
     @property
     def file(self) -> str:
@@ -46,13 +46,13 @@ def models() -> list[str]:
 
 
 def methods() -> list[str]:
-    """Return the names of the methods of credit, which suit every model."""
+    """Return the names of the credit methods, which suit every model."""
     files = {name: read_mapping(_build_path("methods", name)) for name in _list_names("methods")}
     return [name for name, content in files.items() if "credit" in content.get("recipe", {})]
 
 
 def families(name: str) -> list[str]:
-    """Return the families that a model may be of, given by its run file, a folder or a hub id.
+    """Return the possible families of a model, given by a run file, a folder or a hub id.
 
     Raises:
         ValueError: There is no such model, or no family has its pipeline.
@@ -73,7 +73,7 @@ def families(name: str) -> list[str]:
 
 
 def find_model(name: str, family: str | None = None) -> Model:
-    """Find a model; its family must be given where several suit.
+    """Find a model; `family` is required if several families suit.
 
     Raises:
         ValueError: `families` would raise, or the family is missing or does not suit.
@@ -94,14 +94,14 @@ def find_model(name: str, family: str | None = None) -> Model:
 
 
 def find_method(name: str) -> str:
-    """Return the name of a method of credit; raise ValueError with all of them for another."""
+    """Return the name of a credit method; raise ValueError with all names if it is unknown."""
     if name not in methods():
         raise ValueError(f"method {name!r} is none of {', '.join(methods())}")
     return name
 
 
 def find_prompts(path: str) -> str:
-    """Return the path of a file of prompts, or `own`; raise ValueError if it holds none."""
+    """Return the path of a prompt file, or `own`; raise ValueError if the file holds no prompts."""
     if path != OWN:
         read_requests(path)
     return path
@@ -110,10 +110,10 @@ def find_prompts(path: str) -> str:
 def find_reward(source: str) -> str:
     """Return the YAML file or the dotted path of rewards, or `own`.
 
-    A name is that of a file of configs/rewards.
+    `source` may also be the name of a file of configs/rewards.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: `source` is no file, no dotted path and no known name.
     """
     if source in _list_names("rewards"):
         source = _build_path("rewards", source)
@@ -141,7 +141,7 @@ def draft(model: Model, method: str, prompts: str, reward: str) -> dict[str, Any
 
 
 def _compose_pair(model: Model, method: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the files that a run extends, and the settings of those that extend others."""
+    """Return the files that the new run extends, and the settings that it copies."""
     pair, alone = f"configs/credit/{model.family}/{method}.yaml", _build_path("methods", method)
     if Path(bundled(pair)).is_file():
         own = read_mapping(pair)
@@ -153,7 +153,7 @@ def _compose_pair(model: Model, method: str) -> tuple[list[str], dict[str, Any]]
 
 
 def _pop_extends(own: dict[str, Any]) -> list[str]:
-    """Take out the files that a run file extends."""
+    """Remove `extends` from the settings of a run file, and return the extended files."""
     bases = own.pop("extends")
     return [bases] if isinstance(bases, str) else bases
 
@@ -163,7 +163,7 @@ def write(out: Path, content: dict[str, Any], about: str) -> None:
 
     Raises:
         ValueError: The file exists.
-        ConfigError: No run can be made of the content.
+        ConfigError: The content is not a valid run.
     """
     check_absent(out)
     content = {**content, "output_dir": f"runs/{out.stem}"}
@@ -178,13 +178,13 @@ def write(out: Path, content: dict[str, Any], about: str) -> None:
 
 
 def check_absent(out: Path) -> None:
-    """Raise ValueError if there is such a file."""
+    """Raise ValueError if the file exists."""
     if out.exists():
         raise ValueError(f"{out} exists and is not overwritten; name another file by --out")
 
 
 def _set_rewards(own: dict[str, Any], reward: str, base: dict[str, Any]) -> list[str]:
-    """Set the weights of other rewards than the model's; returns the files that hold these."""
+    """Set the weights of a reward that replaces the model's; return the files to extend."""
     dims = [dim for found in load_rewards(reward)[0] for dim in found.spec.dims]
     stale = [dim for dim in base.get("reward_weights", {}) if dim not in dims]
     own["reward_weights"] = dict.fromkeys(stale) | dict.fromkeys(dims, 1.0)
@@ -204,9 +204,10 @@ def _arguments(own: dict[str, Any], component: str) -> dict[str, Any]:
 
 
 def _families_of(folder: Path, known: Sequence[str]) -> list[str]:
-    """Return the families whose pipeline is the one in a folder.
+    """Return the families that use the pipeline in a folder.
 
-    A run file that extends another's only names other weights, which the folder replaces.
+    Families that extend another family are skipped: they differ only in the weights, and the folder
+    replaces the weights.
     """
     index = folder / "model_index.json"
     if not index.is_file():

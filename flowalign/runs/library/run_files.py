@@ -1,4 +1,4 @@
-"""Lists the run files of the package: what was done with each, what it needs, and its source."""
+"""List the run files of the package: how each was tested, its needs, and its source."""
 
 import difflib
 import re
@@ -14,13 +14,13 @@ from flowalign.utils.files import atomic_write, bundled
 from flowalign.utils.strict_yaml import read_mapping
 
 Label = Literal["run on a GPU", "run on CPU", "checked only"]
-"""What was done with a run file: trained to the end on a GPU or a CPU, or validated and planned."""
+"""Test of a run file: trained to the end on a GPU or a CPU, or validated and planned only."""
 _NO_RUNS = ("rewards",)
 """Folders of configs/ that hold no run files."""
 _BEHIND = ("methods", "tasks")
-"""Folders of files that go behind a model's."""
+"""Folders of files that are layered on a model's run file."""
 _UNPLANNED = "reward/", "clip_pairs/", "search/"
-"""Folders of files of other verbs than `train`."""
+"""Folders of run files for commands other than `train`."""
 _FIRST_LINE = re.compile(r"# \[([\w ]+)\] (.+)")
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{5}(?:v\d+)?)")
 _END = re.compile(r"\. |:? +(?:flowalign|python) (?=[\w-]+ )")
@@ -30,62 +30,62 @@ _MEMORY = "memory, about"
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """Describes one run file of the package."""
+    """Run file of the package."""
 
     name: str
-    """Path below configs/, without its ending."""
+    """Path below configs/, without the suffix."""
     file: Path
-    """The file itself."""
+    """Path of the file."""
     label: Label
-    """What was done with it."""
+    """Test that the file passed."""
     about: str
-    """First sentence of its header."""
+    """First sentence of the header."""
     papers: tuple[str, ...]
-    """arXiv identifiers that its header and those of the files it extends name."""
+    """arXiv identifiers in its header and in the headers of the files that it extends."""
 
     @property
     def complete(self) -> bool:
-        """Return whether it is a run by itself, and need not go behind a model's file."""
+        """Return whether the file is a complete run, and needs no model's file before it."""
         return self.name.partition("/")[0] not in _BEHIND
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Describes a model's file and a method's as one run, or the file of the package for the pair.
+    """Run composed of a model's file and a method's file, or of one file for the pair.
 
-    A file for the pair has numbers of its own; it is taken where there is one.
+    A file for the pair has tuned values, so it is preferred if it exists.
     """
 
     parts: tuple[ShippedFile, ...]
-    """The files of the command, in its order."""
+    """Files of the command, in order."""
 
     @property
     def name(self) -> str:
-        """Return the names of the files as a command has them."""
+        """Return the names of the files, as in a command."""
         return " ".join(part.name for part in self.parts)
 
     @property
     def label(self) -> Label:
-        """Return what was done with the files at least."""
+        """Return the weakest label of the files."""
         labels: list[Label] = [part.label for part in self.parts]
         return max(labels, key=get_args(Label).index)
 
     @property
     def about(self) -> str:
-        """Return the first sentence of the method's header, or of the pair's."""
+        """Return the first sentence of the header of the method, or of the file for the pair."""
         return self.parts[:2][-1].about
 
     @property
     def papers(self) -> tuple[str, ...]:
-        """Return what the headers name, the method's first."""
+        """Return the arXiv identifiers of the headers, the method's first."""
         return tuple(dict.fromkeys(p for part in reversed(self.parts) for p in part.papers))
 
 
 def combinations(model: ShippedFile) -> list[Combination]:
-    """Return every method of the package that is a valid run behind a model's file.
+    """Return every method of the package that is a valid run with a model's file.
 
     Raises:
-        ValueError: It is no file of configs/models.
+        ValueError: The file is not in configs/models.
     """
     if model.name.partition("/")[0] != "models":
         raise ValueError(f"{model.name} is no model: methods go behind files of configs/models")
@@ -98,9 +98,10 @@ def combinations(model: ShippedFile) -> list[Combination]:
 def combination(
     model: ShippedFile, method: str, known: Mapping[str, ShippedFile]
 ) -> Combination | None:
-    """Return a method behind a model's file, of the `known` files; None if that is no valid run.
+    """Return a method combined with a model's file; None if that is no valid run.
 
-    A method that brings prompts of its own has those of the model behind it, where it needs them.
+    If the method replaces the prompts and the run needs those of the model, a file from
+    configs/tasks that restores them is added.
     """
     pair = known.get(f"credit/{model.name.partition('/')[2]}/{method}")
     both = model, known[f"methods/{method}"]
@@ -110,7 +111,7 @@ def combination(
 
 
 def _prompts_of(model: ShippedFile, files: Iterable[ShippedFile]) -> list[ShippedFile]:
-    """Return the file that gives a method's samples the prompts of a model, if there is one."""
+    """Return the file that restores a model's prompts in a method's samples, if there is one."""
     own = compose([str(model.file)]).values["recipe"]["init_args"]["prompts"]
     tasks = [one for one in files if one.name.startswith("tasks/")]
     wanted = {"recipe": {"data": {"prompts": own}}}
@@ -118,7 +119,7 @@ def _prompts_of(model: ShippedFile, files: Iterable[ShippedFile]) -> list[Shippe
 
 
 def _fits(one: Combination) -> bool:
-    """Return whether the files are a valid run, whether or not its data are here."""
+    """Return whether the files are a valid run; its data need not exist on this machine."""
     files = [str(part.file) for part in one.parts]
     try:
         data = compose(files).values["recipe"]["init_args"].get("data", {})
@@ -139,7 +140,7 @@ def recipes() -> list[ShippedFile]:
 
 
 def read_recipe(name: str, file: Path) -> ShippedFile:
-    """Read the label of a run file, in brackets at the start of its first line, and its header.
+    """Read a run file's label, in brackets at the start of its first line, and its header.
 
     Raises:
         ValueError: The first line has no label, or an unknown one.
@@ -159,13 +160,13 @@ def read_recipe(name: str, file: Path) -> ShippedFile:
 
 
 def _header(file: Path) -> str:
-    """Return the comments that begin a line, joined."""
+    """Return the comment lines of a file, joined."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
 def find_recipe(name: str) -> ShippedFile:
-    """Return the run file of this name; raise ValueError with similar ones for another."""
+    """Return the run file with this name; raise ValueError with similar names if there is none."""
     known = {one.name: one for one in recipes()}
     name = name.removeprefix("configs/").removesuffix(".yaml")
     if name not in known:
@@ -177,7 +178,7 @@ def find_recipe(name: str) -> ShippedFile:
 
 
 def memory_of(recipe: ShippedFile | Combination) -> str:
-    """Return the memory that the plan of a run estimates, or why there is none."""
+    """Return the planned memory of a run, or the reason why there is none."""
     parts = recipe.parts if isinstance(recipe, Combination) else (recipe,)
     if not parts[0].complete:
         return "that of the model before it"
@@ -190,7 +191,7 @@ def memory_of(recipe: ShippedFile | Combination) -> str:
 
 
 def copy_recipe(recipe: ShippedFile, out: Path) -> None:
-    """Copy a run file, with its comments; raise ValueError if there is such a file."""
+    """Copy a run file with its comments; raise ValueError if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists and is not overwritten; name another file by --out")
     out.parent.mkdir(parents=True, exist_ok=True)

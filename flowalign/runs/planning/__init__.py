@@ -1,1 +1,1 @@
-"""Plan a run before any weight is read: its rows, its memory, and the GPUs that it fits."""
+"""Plan a run before any weight is read: its table rows, its memory, and the GPUs that it fits."""

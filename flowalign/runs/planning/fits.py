@@ -1,7 +1,7 @@
-"""Say which GPUs a run fits, which settings would make it fit others, and what to do if it did not.
+"""Find the GPUs that a run fits, and the settings that make it fit smaller ones.
 
-A GPU of 24 GB is counted as 24 x 10^9 bytes: what it has beyond, about 7 %, is left to the driver
-and to gaps between tensors.
+A GPU of 24 GB is counted as 24 x 10^9 bytes. The remaining 7 % or so is left to the driver and to
+gaps between tensors.
 """
 
 import traceback
@@ -12,7 +12,7 @@ from flowalign.runs.planning.memory import peak, size
 from flowalign.training.recipe import MemoryPart
 
 SIZES = (16, 24, 48, 80)
-"""GPUs of which a plan says whether the run fits them, in GB."""
+"""GPU sizes for which a plan reports whether the run fits, in GB."""
 LOSSY = (
     "quantization.denoiser",
     "quantization.text_encoders",
@@ -21,9 +21,9 @@ LOSSY = (
     "policy.memory.tile",
     "policy.memory.decode_frames",
 )
-"""Beginnings of settings that change results, and that are named after all others."""
+"""Prefixes of settings that change results; advice names them last."""
 _NAMED = 3
-"""Largest number of settings that a message about a failure names."""
+"""Largest number of settings that an out-of-memory message names."""
 _BY_FUNCTION = {
     "verify_weights": "saved weights",
     "read_encoders": "text encoders",
@@ -36,11 +36,11 @@ _BY_FUNCTION = {
     "step": "optimizer",
     "collect_rollouts": "states",
 }
-"""Part of the memory that grows in a function, the most telling first."""
+"""Memory part that grows in each function; the most specific function comes first."""
 
 
 def rows(parts: Sequence[MemoryPart], counts_encoders: bool) -> dict[str, str]:
-    """Return the rows of the plan table about sizes of GPUs, and whether encoders are in them."""
+    """Return the rows of the plan table about GPU sizes, and whether encoders are included."""
     whole = peak(parts)
     fit = [gb for gb in SIZES if whole <= gb * 10**9]
     shown = ", ".join(f"{gb} GB ({size(gb * 10**9 - whole)} to spare)" for gb in fit)
@@ -50,7 +50,7 @@ def rows(parts: Sequence[MemoryPart], counts_encoders: bool) -> dict[str, str]:
 
 
 def advice(parts: Sequence[MemoryPart], available: int) -> str:
-    """Return the settings that would make the run fit, or say that they do not suffice."""
+    """Return the settings that make the run fit, or a note that they do not suffice."""
     settings, left = _choose_settings(parts, available)
     told = ", ".join(settings)
     if left <= available:
@@ -60,10 +60,10 @@ def advice(parts: Sequence[MemoryPart], available: int) -> str:
 
 
 def _choose_settings(parts: Sequence[MemoryPart], available: int) -> tuple[list[str], int]:
-    """Return settings, one after another, and the peak with all of them.
+    """Return settings in the order of their choice, and the peak with all of them.
 
-    Next is the one that suffices and saves least; if none does, the one that saves most. Those
-    that change results come after all that do not.
+    The next setting is the one that suffices and saves least. If none suffices, it is the one that
+    saves most. Settings that change results come after all settings that do not.
     """
     chosen: list[str] = []
     while (now := peak(parts)) > available:
@@ -85,7 +85,7 @@ def _choose_settings(parts: Sequence[MemoryPart], available: int) -> tuple[list[
 
 
 def _apply_setting(parts: Sequence[MemoryPart], setting: str) -> list[MemoryPart]:
-    """Return the parts with a setting; what others save shrinks with what is left."""
+    """Return the parts with a setting applied; other savings shrink in proportion."""
     found = []
     for part in parts:
         saved = part.savings.get(setting, 0)
@@ -98,7 +98,7 @@ def _apply_setting(parts: Sequence[MemoryPart], setting: str) -> list[MemoryPart
 
 
 def explain_shortage(error: BaseException, parts: Sequence[MemoryPart]) -> str:
-    """Return what to say of a run that ran out of memory: the part, and the next settings."""
+    """Return the message for a run out of memory: the part, and settings that would help."""
     called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     name = next((part for function, part in _BY_FUNCTION.items() if function in called), "")
     about = {part.name: part for part in parts}

@@ -12,13 +12,13 @@ from flowalign.training.recipe import MemoryPart
 from flowalign.types import ModelPlan, Sharding
 
 _LARGE = 10**9
-"""Bytes from which on a part is worth a hint, if it is also a tenth of the whole."""
+"""Bytes above which a part gets a hint, if it is also at least a tenth of the whole."""
 _TURNS = ("encoding", "sampling", "updating", "verifying")
 """Stages that take memory one after another."""
 
 
 def peak(parts: Sequence[MemoryPart]) -> int:
-    """Return the bytes on the device at once: what is always there, and the largest other stage."""
+    """Return the peak bytes on the device: the permanent parts plus the largest other stage."""
     always, *turns = (
         sum(part.num_bytes for part in parts if part.stage == stage)
         for stage in ("always", *_TURNS)
@@ -27,9 +27,10 @@ def peak(parts: Sequence[MemoryPart]) -> int:
 
 
 def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
-    """Return rows of the plan table: the whole, whether it fits, and what would lower large parts.
+    """Return rows of the plan table: the total, whether it fits, and how to lower large parts.
 
-    `available` are the bytes of the device, None where there is none or it is main memory.
+    `available` is the memory of the device in bytes; None if there is none, or if it is main
+    memory.
     """
     whole, main = peak(parts), [part for part in parts if part.stage == "main"]
     table = {
@@ -53,7 +54,7 @@ def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
 def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> list[MemoryPart]:
     """Return the memory of denoiser, optimizer, copies of trained weights, and frozen encoders.
 
-    It includes the denoiser that is read once more, whole, to verify what was saved.
+    This includes a second, complete denoiser that is loaded to verify saved weights.
     """
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
     weights = round(model.parameters * (4 if whole else model.bytes_per_parameter))
@@ -73,7 +74,7 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
 
 
 def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
-    """Return the weights that a process always holds, and those that it gathers from others."""
+    """Return the weights that a process holds permanently, and the block that it gathers."""
     gathered = round(model.gathered_parameters * (weights / model.parameters))
     if run.offload != "none":
         frozen = weights - round(model.trainable * model.bytes_per_parameter)
@@ -111,7 +112,7 @@ def _encoders(run: Run, model: ModelPlan) -> list[MemoryPart]:
 
 
 def _optimizer(run: Run, trained: int, others: int) -> list[MemoryPart]:
-    """Return what an update of `trained` bytes takes: `others`, and the moments of AdamW."""
+    """Return the optimizer memory of `trained` bytes: `others`, and the moments of AdamW."""
     kind = run.optimizer.kind
     moments = {one: round(trained / 4 * each) for one, each in MOMENT_BYTES.items()}
     shared = run.sharding.weights != "replicated"
@@ -140,7 +141,7 @@ def _can_load_with(run: Run, **settings: Any) -> bool:
 
 
 def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPart:
-    """Return the memory of decoding the largest micro-batch that is decoded at once."""
+    """Return the memory of decoding the largest micro-batch."""
     sizes = {"evaluation.micro_batch": run.evaluation.micro_batch} if run.evaluation else {}
     sizes |= batches
     largest = max(sizes.values(), default=0)
@@ -153,10 +154,10 @@ def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPa
 
 
 def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPart:
-    """Return what one micro-batch of the update keeps for its backward pass.
+    """Return the activations that one micro-batch of the update keeps for its backward pass.
 
-    Processes that divide the tokens keep a part of it each: a layer is computed for a process's
-    tokens, attention for its heads.
+    With context parallelism, each process keeps its share: layers for its tokens, attention for its
+    heads.
     """
     micro_batch, each = run.recipe.micro_batch, evaluations_per_example
     one = model.activation_bytes // run.sharding.context_degree
@@ -166,14 +167,14 @@ def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPa
 
 
 def available(device: str) -> int | None:
-    """Return the bytes of the GPU that a run with this `device` uses; None where it uses none."""
+    """Return the memory of the GPU for this `device` setting, in bytes; None without a GPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def size(num_bytes: int | float) -> str:
-    """Format a number of bytes for people: 3.5 GB."""
+    """Format a number of bytes for display, such as 3.5 GB."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -182,7 +183,7 @@ def size(num_bytes: int | float) -> str:
 
 
 def _list_parts(parts: Sequence[MemoryPart]) -> str:
-    """List every part that takes memory, with the stage of those that take turns."""
+    """List the parts that take memory, each with its stage if it is temporary."""
     words = {turn: f" while {turn}" for turn in _TURNS}
     return ", ".join(
         f"{part.name} {size(part.num_bytes)}{words.get(part.stage, '')}"
@@ -192,5 +193,5 @@ def _list_parts(parts: Sequence[MemoryPart]) -> str:
 
 
 def _savings(model: ModelPlan, part: str, times: int) -> dict[str, int]:
-    """Return the settings that lower a part which is counted `times` times, and the bytes saved."""
+    """Return settings that lower a part, with the bytes saved; the part counts `times` times."""
     return {s.setting: times * s.saved_bytes for s in model.savings if s.part == part}

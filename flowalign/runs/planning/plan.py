@@ -1,4 +1,4 @@
-"""Plan a run: what it will do and cost, worked out before any weight is read."""
+"""Plan a run: its work and its cost, before any weight is read."""
 
 from flowalign.runs.config import Run
 from flowalign.runs.planning import fits, memory
@@ -35,7 +35,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
 
 
 def memory_parts(run: Run, world: int = 1) -> list[MemoryPart]:
-    """Return the parts of the memory that a run takes on each of `world` processes."""
+    """Return the memory parts of a run on each of `world` processes."""
     model, world = run.policy.plan(), run.sharding.groups(world)
     step = run.recipe.plan(run.context(run.build_rewards()), model, world)
     return _parts(run, model, step, world)

@@ -1,8 +1,8 @@
 """Sample a run file's model to a grid, or to a folder that can be scored.
 
-A folder holds `metadata.jsonl` and, for each prompt and copy, a PNG file or, from a video model, an
-MP4 file, whose noise is a function of the seed and of both numbers. Files are written atomically:
-after a kill the same request continues, and makes the same files.
+A folder holds `metadata.jsonl` and one file per prompt and copy: a PNG file, or an MP4 file from a
+video model. The initial noise is a function of the seed and of the indices of prompt and copy.
+Files are written atomically. After a kill, the same command continues and makes the same files.
 """
 
 import hashlib
@@ -33,34 +33,33 @@ from flowalign.utils.seeds import generator
 
 MANIFEST, LISTING = "sample.json", "metadata.jsonl"
 DECODED_AT_ONCE = 16
-"""Pictures that are decoded in one call; clips are decoded one by one."""
+"""Number of images decoded in one call; videos are decoded one by one."""
 
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """Holds the run file, the requests and the settings of what is sampled."""
+    """Run file, requests and settings of a sampling command."""
 
     run: Run
-    """Run file whose model is sampled."""
+    """Run file of the sampled model."""
     settings: Mapping[str, Any]
-    """Settings that decide every picture or clip, for the manifest."""
+    """Settings that determine every image or video, for the manifest."""
     requests: Sequence[Request]
-    """Requests that are sampled."""
+    """Requests to sample."""
     count: int
-    """Pictures or clips per request."""
+    """Number of images or videos per request."""
     num_steps: int
-    """Denoising steps."""
+    """Number of denoising steps."""
     seed: int
-    """Seed of the initial noises."""
+    """Seed of the initial noise."""
     weights: str | None
-    """Folder with trained weights; null: the policy's own."""
+    """Folder with trained weights. None: the policy's own weights."""
     out: Path
     """File of a grid, or folder."""
     micro_batch: int
-    """Pictures or clips per network call."""
+    """Number of images or videos per network call."""
     steering: Steering | None = None
-    """How latents are optimised or searched for in place of being sampled; null: they are
-    sampled."""
+    """Optimisation or search of latents that replaces plain sampling. None: plain sampling."""
 
     def load(self) -> None:
         """Load the weights of the model."""
@@ -74,11 +73,11 @@ class SamplingJob:
 
     @property
     def fps(self) -> float | None:
-        """Return the frames per second of the clips; None for pictures."""
+        """Return the frames per second of the videos; None for images."""
         return self.run.policy.fps
 
     def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
-        """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
+        """Return sampled images or videos, [n, F, 3, H, W] in [0, 1], on the CPU."""
         policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
         if not self.steering:
             guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
@@ -91,24 +90,24 @@ class SamplingJob:
 
     @property
     def planned(self) -> str:
-        """Return what all media will cost, or an empty text if that is not planned."""
+        """Return the planned cost of all samples; empty without a search."""
         count = len(self.requests) * self.count
         return self.steering.plan(self.run.policy, self.num_steps, count) if self.steering else ""
 
     def spent(self, count: int) -> str:
-        """Return what `count` media have cost, behind a semicolon; empty if it was not planned."""
+        """Return the cost of `count` samples, after a semicolon; empty without a search."""
         if not self.steering or not count:
             return ""
         return self.steering.check_spent(self.run.policy, self.num_steps, count)
 
     def decoded(self, latents: Tensor) -> Tensor:
-        """Decode latents to media on the CPU."""
+        """Decode latents to images or videos on the CPU."""
         at_once = 1 if self.fps else DECODED_AT_ONCE
         return torch.cat([self.run.policy.decode(x).cpu() for x in latents.split(at_once)])
 
 
 def hash_weights(folder: Path) -> str:
-    """Hash the files of trained weights, without `state`, which does not change what is sampled.
+    """Return a hash of trained weights, without `state`, which does not change the samples.
 
     Raises:
         ValueError: The folder does not exist.
@@ -137,10 +136,10 @@ def usual_sampler(run: Run) -> tuple[int, int]:
 
 
 def is_file_name(out: str, clips: bool) -> bool:
-    """Return whether a name is that of a file to show pictures or clips in, and not of a folder.
+    """Return whether `out` names a file for a grid, instead of a folder.
 
     Raises:
-        ValueError: It is that of a file that pictures or clips are not written to.
+        ValueError: Images or videos cannot be written to a file of this type.
     """
     path = Path(out)
     if out.endswith("/") or path.is_dir():
@@ -159,10 +158,10 @@ def is_file_name(out: str, clips: bool) -> bool:
 
 
 def write_as_grid(job: SamplingJob) -> str:
-    """Write one picture with a row per prompt; of clips a moving one, or a film strip of each.
+    """Write one grid with a row per prompt: an image, or for videos a moving grid or film strips.
 
-    A row of pictures begins with the source of an edit. A single picture is written as it is,
-    without a frame.
+    In editing tasks, each row begins with the source image. A single image is written without a
+    frame.
     """
     job.load()
     requests = [request for request in job.requests for _ in range(job.count)]
@@ -181,7 +180,7 @@ def write_as_grid(job: SamplingJob) -> str:
 
 
 def _add_sources(job: SamplingJob, media: Tensor) -> Tensor:
-    """Return media [n, 1, 3, H, W] with the source of each request before its own."""
+    """Return media [n, 1, 3, H, W] with the source of each request before its samples."""
     sources = [r.references[0].read()[0] for r in job.requests]
     size = media.shape[-2], media.shape[-1]
     shown = torch.stack([fit_into(source, *size) for source in sources])[:, None, None]
@@ -190,20 +189,20 @@ def _add_sources(job: SamplingJob, media: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Medium:
-    """Names one file of a folder."""
+    """One file of an output folder."""
 
     request: Request
-    """Request that the medium answers."""
+    """Request of this sample."""
     number: int
     """Index of the request, from 0."""
     copy: int
     """Index of the copy of this request, from 0."""
     fps: float | None = None
-    """Frames per second of a clip; None for a picture."""
+    """Frames per second of a video. None for an image."""
 
     @property
     def id(self) -> str:
-        """Return the indices of request and copy; the prompt itself may hold any character."""
+        """Return the indices of request and copy, since a prompt may hold any character."""
         return f"{self.number:06d}-{self.copy:02d}"
 
     @property
@@ -213,7 +212,10 @@ class Medium:
 
 
 def write_folder(job: SamplingJob) -> str:
-    """Write a file per request and copy; batches are drawn whole, so a resumed folder is equal."""
+    """Write one file per request and copy.
+
+    Batches are always sampled whole, so a resumed folder gets the same files.
+    """
     out, size = job.out, job.micro_batch
     media = [
         Medium(request, number, copy, job.fps)
@@ -241,7 +243,7 @@ def write_folder(job: SamplingJob) -> str:
 
 
 def _draw(job: SamplingJob, batch: Sequence[Medium]) -> int:
-    """Draw a batch, and write its absent files; returns their number."""
+    """Sample a batch, write the missing files, and return their number."""
     seeds = [generator(job.seed, "sample", one.number, one.copy) for one in batch]
     media = job.media([one.request for one in batch], seeds)
     absent = _find_absent(job.out, batch)
@@ -265,9 +267,10 @@ def _find_absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:
 
 
 def _write_listing(out: Path, media: Sequence[Medium], seed: int) -> None:
-    """List the existing files in order, in a form that `flowalign score` and training read.
+    """List the existing files in order, in a format that `flowalign score` and training read.
 
-    A row has the request's further columns, for rewards that read them; ours come before theirs.
+    A row also has the metadata of its request, for rewards that read it. The fields of this module
+    override metadata of the same name.
     """
     absent = set(_find_absent(out, media))
     existing = [one for one in media if one not in absent]

@@ -1,4 +1,4 @@
-"""Steer sampling by the rewards of a run file, without training: RewardSDS, or a search."""
+"""Steer sampling with the rewards of a run file, without training: RewardSDS or a search."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from flowalign.types import Cond, LatentReward, Policy, Request
 
 @dataclass
 class Steering:
-    """Says how latents are optimised, or searched for, in place of being sampled."""
+    """Optimisation of latents, or a search among them, that replaces plain sampling."""
 
     cfg: RewardSDS | Search
-    """Settings of the optimisation, or of the search."""
+    """Settings of the optimisation or of the search."""
     rewards: Rewards
-    """Rewards with a weight, which count their calls and the decodes for them."""
+    """Weighted rewards, which count their calls and the decodes that they need."""
     settings: Mapping[str, Any]
-    """The same settings as JSON has them, for the manifest of a folder."""
+    """`cfg` as JSON, for the manifest of an output folder."""
     rated: int = 0
-    """Noisy latents that a reward of such has rated so far."""
+    """Number of noisy latents that a latent reward has scored so far."""
 
     @property
     def name(self) -> str:
-        """Return what decides a picture, as a manifest names it."""
+        """Return the name of the steering method, as in a manifest."""
         return "search" if isinstance(self.cfg, Search) else "reward_sds"
 
     def check(self) -> None:
@@ -39,12 +39,12 @@ class Steering:
             check_latent_dims(self.rewards, self.cfg.value, "search.value")
 
     def check_steps(self, num_steps: int) -> None:
-        """Raise ValueError if a sampler of so many steps does not reach what is pruned."""
+        """Raise ValueError if `num_steps` steps do not reach a step at which the search prunes."""
         if isinstance(self.cfg, Search):
             self.cfg.check(num_steps)
 
     def load(self, policy: Policy) -> None:
-        """Load the rewards, for a policy with its weights."""
+        """Load the rewards and attach them to a policy that has its weights."""
         self.rewards.load()
         if isinstance(self.cfg, Search):
             self.rewards.costs.count(policy.denoiser)
@@ -60,7 +60,7 @@ class Steering:
         generators: Sequence[torch.Generator],
         micro_batch: int,
     ) -> Tensor:
-        """Return a clean latent of each request."""
+        """Return one clean latent per request."""
         score, cfg = self.score(decode, policy.fps), self.cfg
         asked = num_steps, generators, micro_batch
         if isinstance(cfg, Search):
@@ -69,7 +69,7 @@ class Steering:
         return optimise(policy, score, requests, cfg, *asked)
 
     def score(self, decode: Callable[[Tensor], Tensor], fps: float | None) -> Score:
-        """Return the function that gives latents their weighted reward."""
+        """Return the function that computes the weighted reward of latents."""
 
         def scored(x: Tensor, requests: Sequence[Request]) -> Tensor:
             self.rewards.costs.decodes += len(x)
@@ -78,7 +78,7 @@ class Steering:
         return scored
 
     def total(self, media: Tensor, requests: Sequence[Request], fps: float | None) -> Tensor:
-        """Return the weighted reward of each medium.
+        """Return the weighted reward of each image or video.
 
         Raises:
             RewardFailure: A reward could not be computed.
@@ -93,7 +93,7 @@ class Steering:
         return (output.values.nan_to_num() * self.rewards.weights).sum(1)
 
     def rate(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """Return the weighted score of noisy latents, at a share of an evaluation each."""
+        """Return the weighted score of noisy latents, each at a share of a network evaluation."""
         assert isinstance(self.cfg, Search)
         assert isinstance(self.cfg.value, LatentReward)
         dims, costs = self.cfg.value.dims, self.rewards.costs
@@ -105,7 +105,7 @@ class Steering:
         return torch.stack(columns).sum(0)
 
     def plan(self, policy: Policy, num_steps: int, count: int) -> str:
-        """Return what so many pictures will cost; empty if they are optimised."""
+        """Return the planned cost of `count` samples; empty for RewardSDS."""
         if not isinstance(self.cfg, Search):
             return ""
         per_velocity = policy.evaluations_per_velocity
@@ -114,10 +114,10 @@ class Steering:
         return f"{count} to search: {planned}; each takes the evaluations of {each:.4g} samples"
 
     def check_spent(self, policy: Policy, num_steps: int, count: int) -> str:
-        """Return what so many pictures have cost; empty if they were optimised.
+        """Return the cost that `count` samples have had; empty for RewardSDS.
 
         Raises:
-            RuntimeError: It is not what was planned.
+            RuntimeError: The cost differs from the planned one.
         """
         if not isinstance(self.cfg, Search):
             return ""
@@ -138,7 +138,7 @@ class Steering:
 
 
 class SearchSpent(NamedTuple):
-    """Counts what searches cost."""
+    """Cost of searches, in counts and as a share per scored noisy latent."""
 
     evaluations: int
     decodes: int

@@ -23,7 +23,7 @@ from flowalign.utils.costs import Costs
 
 @dataclass(frozen=True)
 class RunParts:
-    """Loaded weights and rewards, which runs that differ only in the recipe can share."""
+    """Loaded weights and rewards, shared by runs that differ only in the recipe."""
 
     learner: Learner
     """Policy with its optimizer."""
@@ -43,7 +43,7 @@ def open_run(run: Run) -> RunParts:
     """Load the weights and rewards of a run.
 
     Raises:
-        ValueError: The recipe has no rollouts that could be measured.
+        ValueError: The recipe has no rollouts to measure.
     """
     require_policy_gradient(run.recipe)
     if run.threads:

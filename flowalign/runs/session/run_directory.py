@@ -1,4 +1,4 @@
-"""Begin, claim and clear run directories, and check what is resumed in them."""
+"""Begin, claim and clear run directories, and check that a run may resume."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _MOST_CHANGES = 12
 
 
 def is_opening(folder: Path, recipe: Recipe) -> bool:
-    """Tell whether a run was killed while its recipe opened, so that it goes on by itself."""
+    """Return whether a run was killed while its recipe opened; then it needs no --resume."""
     begun = any((folder / name).exists() for name in recipe.open_files)
     trained = (folder / FILE).exists() or any((folder / "checkpoints").glob("*"))
     return begun and not trained
@@ -31,7 +31,7 @@ def check_start(run: Run, config: str, overwrite: bool) -> None:
     """Check that a run may begin in its directory.
 
     Raises:
-        ValueError: The directory holds something else.
+        ValueError: The directory holds another run or other files.
     """
     folder = Path(run.output_dir)
     if overwrite:
@@ -47,10 +47,11 @@ def check_start(run: Run, config: str, overwrite: bool) -> None:
 
 
 def check_resume(run: Run, config: str, resume: Path) -> list[str]:
-    """Check that a run may go on from a checkpoint, or a run directory; return what it changes.
+    """Check that a run may resume from a checkpoint or a run directory; return the changes.
 
     Raises:
-        ValueError: A setting differs that cannot change, or the steps wanted are done already.
+        ValueError: A setting differs that cannot change, or the checkpoint has more than
+            `num_steps` steps.
     """
     if resume != Path(run.output_dir):
         done = checkpoint.read_loop(resume)["step"]
@@ -67,10 +68,10 @@ def check_resume(run: Run, config: str, resume: Path) -> list[str]:
 def claim(
     folder: Path, processes: Processes, log: Callable[[str], None], check: Callable[[], object]
 ) -> Claim | None:
-    """Claim a run directory on the main process, and check it there; None on the others.
+    """Claim a run directory on the main process, and check it there; return None on other ranks.
 
     Raises:
-        ValueError: Another process holds the directory, or the check fails: on every process.
+        ValueError: Another process holds the directory, or the check fails. Every rank raises.
     """
     claimed, refusal = None, {}
     if processes.is_main:
@@ -88,7 +89,7 @@ def claim(
 
 @contextmanager
 def begin_directory(folder: Path, config: str) -> Iterator[None]:
-    """Write the settings of a run that begins; if within it is refused, put back what was there."""
+    """Write the settings of a new run; if the body raises ValueError, restore the earlier file."""
     path = folder / CONFIG
     earlier = path.read_text() if path.exists() else None
     write_config(folder, config)
@@ -103,17 +104,17 @@ def begin_directory(folder: Path, config: str) -> Iterator[None]:
 
 
 def write_config(folder: Path, config: str) -> None:
-    """Write the settings; equal ones that are there keep their comments about origins."""
+    """Write the settings; an equal file is left as it is, with its comments about origins."""
     path = folder / CONFIG
     if not path.is_file() or read_yaml(path) != parse_yaml(config):
         write_text(path, config)
 
 
 def clear(folder: Path) -> None:
-    """Delete what a run directory holds, for --overwrite; its lock stays.
+    """Delete the contents of a run directory, for --overwrite; its lock stays.
 
     Raises:
-        ValueError: It does not look like a run directory.
+        ValueError: The folder does not look like a run directory.
     """
     _check_removable(folder)
     folders.clear(folder, last=CONFIG)

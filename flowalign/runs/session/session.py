@@ -30,7 +30,7 @@ from flowalign.utils.folders import Claim
 
 @dataclass
 class Session:
-    """Holds everything that a started run needs."""
+    """State of a started run."""
 
     run: Run
     """Run file."""
@@ -43,27 +43,28 @@ class Session:
     learner: Learner
     """Policy with its optimizer and averages."""
     rewards: Rewards
-    """LoadedRun reward models."""
+    """Loaded reward models."""
     loop: Loop
     """Loop that the recipe opened."""
     costs: Costs
     """Counts of this process."""
     log: Log
-    """Shows messages to a person."""
+    """Function that shows messages to the user."""
     messages: Messages
-    """Log of the loop, shown above the progress bar."""
+    """Messages of the loop, shown above the progress bar."""
     seconds_before: float = 0.0
-    """Training time in seconds before `started`: of the resumed run, and of opening the loop."""
+    """Training time before `started`, in seconds: that of the resumed run, and of opening the
+    loop."""
     started: float = 0.0
-    """Start of the steps on the clock of `time.perf_counter`, moved on by pauses."""
+    """Start of the first step on the clock of `time.perf_counter`; each pause moves it forward."""
     before: dict[str, float] | None = None
     """Metrics of the evaluation before training; None without evaluation."""
     first_step: int = 0
     """Index of the first step of this process."""
     owes_evaluation: bool = False
-    """Whether an evaluation was due after the steps so far, but a signal asked to stop."""
+    """Whether a stop signal skipped an evaluation that was due."""
     claim: Claim | None = None
-    """Run directory, held by the main process until it has trained; None on the others."""
+    """Claim of the run directory, held by the main process during training; None on other ranks."""
 
     @property
     def seconds(self) -> float:
@@ -76,12 +77,12 @@ def start(
 ) -> Session:
     """Claim the run directory, load the weights and open the loop; with `resume`, restore.
 
-    `resume` is a checkpoint, or the directory of a run that has none yet and starts over. Until
-    the run is accepted, what its directory holds stays as it was.
+    `resume` is a checkpoint, or a run directory without one, which starts over. The directory keeps
+    its contents unchanged until the run is accepted.
 
     Raises:
         ValueError: The directory already holds a run, another process works there, or the
-            checkpoint is not one of this run.
+            checkpoint belongs to another run.
     """
     if resume and overwrite:
         raise ValueError("to resume a run and to overwrite it exclude each other")
@@ -108,7 +109,7 @@ def start(
 def _open_session(
     run: Run, config: str, log: Log, processes: Processes, overwrite: bool, begins: bool
 ) -> Session:
-    """Load the weights and open the loop, for which a run that begins gets its directory."""
+    """Load the weights and open the loop; if the run `begins`, write its settings first."""
     folder, costs, messages = Path(run.output_dir), Costs(), Messages(log)
     rewards = run.build_rewards(costs)
     rewards.ranks = processes
@@ -142,7 +143,7 @@ def _open_session(
 
 
 def _resume(session: Session, resume: Path) -> None:
-    """Restore the state, say what the settings change, and only then write them down."""
+    """Restore the state, log the settings that change, and write them only then."""
     for change in check_resume(session.run, session.config, resume):
         session.log(f"changed {change}")
     if resume != session.folder:

@@ -27,7 +27,7 @@ from flowalign.utils.tracking import Tracker, read_metrics
 
 
 def train(session: Session) -> dict[str, Any]:
-    """Run the steps that are left, and write all files of the run directory."""
+    """Run the remaining steps, and write all files of the run directory."""
     try:
         return _train(session)
     finally:
@@ -57,9 +57,9 @@ def _train(session: Session) -> dict[str, Any]:
 
 
 def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -> tuple[int, int]:
-    """Make the steps that are left; return how many are done, and the signal that ended them or 0.
+    """Run the remaining steps; return the number of steps done, and the stop signal or 0.
 
-    A signal leaves out an evaluation that is due, which the resumed run makes up for.
+    A stop signal skips an evaluation that is due; the resumed run makes up for it.
     """
     run, done = session.run, session.first_step
     steps = range(done, run.num_steps)
@@ -89,7 +89,7 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
 
 
 def _read_stop_signal(session: Session, stop: Callable[[], int]) -> int:
-    """Return the signal that asked any process to stop, the same on all; 0 for none."""
+    """Return the stop signal that any process received, equal on all processes; 0 for none."""
     return int(session.processes.ungrouped.gather(torch.tensor([stop()])).max())
 
 
@@ -100,7 +100,7 @@ def _is_due(run: Run, done: int) -> bool:
 
 
 def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> dict[str, Any]:
-    """Write the summary and the report, on the one process that has a tracker."""
+    """Write the summary and the report, on the process that has a tracker."""
     if tracker:
         tracker.close()
         bounds = session.run.evaluation and session.run.evaluation.bounds
@@ -112,7 +112,7 @@ def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> 
 
 
 def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
-    """Evaluate the EMA weights after `done` steps; the time counts as no training time."""
+    """Evaluate the EMA weights after `done` steps; the time is not counted as training time."""
     cfg = session.run.evaluation
     if cfg is None:
         return None
@@ -135,12 +135,12 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
 
 
 def _is_recorded(folder: Path, done: int) -> bool:
-    """Return whether a run that was killed after this evaluation had recorded it already."""
+    """Return whether this evaluation was recorded before an earlier process was killed."""
     return any(row.get("evaluated_after") == done for row in read_metrics(folder))
 
 
 def _save(session: Session, done: int, first_save: bool) -> None:
-    """Write, re-read and compare a checkpoint; drop old ones."""
+    """Write a checkpoint, read it back, compare, and drop old ones."""
     spent = _spent(session)
     if not session.processes.is_main and not session.learner.is_sharded:
         session.processes.barrier()
@@ -203,13 +203,13 @@ def _summary(
 
 
 def _spent(session: Session) -> Costs:
-    """Return the costs of all processes together."""
+    """Return the costs summed over all processes."""
     local = torch.tensor([list(asdict(session.costs).values())])
     return Costs(*session.processes.gather(local).sum(0).tolist())
 
 
 def _costs_so_far(session: Session) -> dict[str, float]:
-    """Return what training has cost over all processes and resumptions; all ranks must call it."""
+    """Return the training cost over all processes and resumptions; every rank must call it."""
     seconds, spent = session.seconds, _spent(session)
     names = ("reward_calls", "decodes", "network_evaluations")
     counted = {f"cost/{name}": float(getattr(spent, name)) for name in names}

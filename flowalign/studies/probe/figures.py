@@ -1,4 +1,4 @@
-"""Judge what probes measured: signal to noise with errors, per cost, and what they recommend."""
+"""Analyse probes: signal-to-noise ratio with errors and per cost, and the recommended settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ from flowalign.studies.probe.measure import Probe
 from flowalign.studies.probe.settings import Setting
 
 Metric = Literal["gradient", "update"]
-"""What signal and noise are of: the gradient, or the gradient divided as AdamW divides it."""
+"""Vector that is analysed: the gradient, or the gradient scaled as AdamW scales it."""
 ERRORS = 2.0
-"""Standard errors that a difference must exceed to count."""
+"""Number of standard errors above which a difference is significant."""
 UNITS = {"network_evaluations": 1000, "reward_calls": 1000, "decodes": 1000, "seconds": 60}
-"""Amount of each cost that signal to noise is told for."""
+"""Amount of each cost for which the signal-to-noise ratio is reported."""
 
 
 class Estimate(NamedTuple):
-    """Holds an estimate with its jackknife."""
+    """Estimate with its jackknife."""
 
     value: Tensor
     error: Tensor
@@ -45,7 +45,7 @@ class Estimate(NamedTuple):
         return Estimate(factor * self.value, factor * self.error, factor * self.left)
 
     def minus(self, other: "Estimate") -> "Estimate":
-        """Return a difference; what both have in common by their batches is no error of it."""
+        """Return a difference; an error that both share, as they use the same batches, cancels."""
         left = self.left - other.left
         return Estimate(self.value - other.value, standard_error(left), left)
 
@@ -56,14 +56,14 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeAnalysis:
-    """Judges the probe of one setting in one metric."""
+    """Analysis of the probe of one setting in one metric."""
 
     setting: Setting
     """Run and weights."""
     probe: Probe
     """Gradients and costs."""
     metric: Metric
-    """What signal and noise are of."""
+    """Vector that is analysed."""
 
     @property
     def products(self) -> Products:
@@ -74,26 +74,26 @@ class ProbeAnalysis:
 
     @cached_property
     def weights(self) -> Float[Tensor, "K"]:
-        """Return the best weights of the steps, by all batches."""
+        """Return the best step weights, estimated from all batches."""
         return best_weights(moments(self.products))
 
     @cached_property
     def best(self) -> Estimate:
-        """Return the signal to noise of the best weights, judged by other batches."""
+        """Return the cross-fitted signal-to-noise ratio of the best weights."""
         return self.estimate(lambda kept: cross_fit(self.products, kept))
 
     @cached_property
     def own(self) -> Estimate:
-        """Return the signal to noise of the run file's weights."""
+        """Return the signal-to-noise ratio of the run file's weights."""
         return self.of(self.probe.own)
 
     @property
     def per_evaluations(self) -> float:
-        """Return what makes a figure of a batch one of 1000 network evaluations."""
+        """Return the factor from a value per batch to a value per 1000 network evaluations."""
         return 1000 * self.probe.batches / self.probe.costs.network_evaluations
 
     def of(self, weights: Float[Tensor, "K"]) -> Estimate:
-        """Return the signal to noise of some weights of the steps."""
+        """Return the signal-to-noise ratio of given step weights."""
         products = self.products
         return self.estimate(lambda kept: signal_to_noise(moments(products, kept), weights))
 
@@ -105,7 +105,7 @@ class ProbeAnalysis:
         return Estimate(value, standard_error(left), left)
 
     def step_weight(self, weights: Float[Tensor, "K"]) -> list[float]:
-        """Return weights of all denoising steps, as `recipe.step_weight` takes them."""
+        """Return weights of all denoising steps, in the format of `recipe.step_weight`."""
         found = [0.0] * self.probe.num_steps
         for step, weight in zip(self.probe.steps, weights.tolist(), strict=True):
             found[step] = round(weight, 4)
@@ -131,10 +131,10 @@ class ProbeAnalysis:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """Return steps, and signal to noise of a batch by weights and per cost.
+        """Return the steps, and the signal-to-noise ratio of a batch for each choice of weights.
 
-        The best weights are those of all batches, and their signal to noise is that of weights
-        found on one half of the batches and judged on the other.
+        The best weights come from all batches. Their signal-to-noise ratio is cross-fitted: weights
+        from one half of the batches are measured on the other half.
         """
         equal = self.of(torch.ones_like(self.probe.own))
         rows = {"equal weights": equal, "run file's weights": self.own, "best weights": self.best}
@@ -151,14 +151,14 @@ class ProbeAnalysis:
 
 
 def costs(probe: Probe) -> dict[str, float]:
-    """Return what a batch of a setting costs."""
+    """Return the costs of a batch of a setting."""
     counts = {name: float(getattr(probe.costs, name)) for name in UNITS if name != "seconds"}
     every = counts | {"seconds": probe.seconds}
     return {name: total / probe.batches for name, total in every.items()}
 
 
 def summary(setting: Setting, probe: Probe) -> dict[str, Any]:
-    """Return all figures of one setting: in both metrics, what the clip did, and costs."""
+    """Return all results of one setting: both metrics, gradient clipping, and costs."""
     limit = setting.loaded.run.optimizer.max_grad_norm
     return {
         "name": setting.name,
@@ -177,11 +177,11 @@ def summary(setting: Setting, probe: Probe) -> dict[str, Any]:
 
 
 def rank(judged: Sequence[ProbeAnalysis]) -> list[dict[str, Any]]:
-    """Rank settings by signal to noise per 1000 evaluations, with what lies within the error.
+    """Rank settings by signal-to-noise ratio per 1000 evaluations, and mark ties within the error.
 
-    It is that of the best weights, judged by other batches, so that a choice of weights is not
-    rewarded for noise. Settings are compared at the same weights of the network, batch by batch,
-    as they share prompts and noise.
+    The ratio is the cross-fitted one of the best weights, so a choice of weights is not rewarded
+    for noise. Settings are compared batch by batch at the same network weights, since they share
+    prompts and noise.
     """
     rows = []
     for at in dict.fromkeys(one.setting.weights for one in judged):
@@ -204,11 +204,11 @@ def rank(judged: Sequence[ProbeAnalysis]) -> list[dict[str, Any]]:
 
 
 def drift(judged: Sequence[ProbeAnalysis]) -> list[dict[str, Any]]:
-    """Return what best weights of steps are worth at other weights of the network.
+    """Return the value of the best step weights at other network weights.
 
-    For each pair of checkpoints of one method, `kept` is the signal to noise at the later one with
-    step weights found at the earlier one, `renewed` with those found there; each on one half of
-    the batches and judged on the other.
+    For each pair of checkpoints of one method, `kept` is the signal-to-noise ratio at the later
+    checkpoint with step weights from the earlier one. `renewed` uses step weights from the later
+    one. Both are cross-fitted on halves of the batches.
     """
     rows = []
     for before, after in combinations(judged, 2):
@@ -233,20 +233,20 @@ def drift(judged: Sequence[ProbeAnalysis]) -> list[dict[str, Any]]:
 
 
 def recommend(judged: Sequence[ProbeAnalysis]) -> ProbeAnalysis:
-    """Return the setting with most signal to noise per evaluation, at the weights named last."""
+    """Return the setting with the best ratio per evaluation, at the network weights named last."""
     at = [one for one in judged if one.setting.weights == judged[-1].setting.weights]
     return max(at, key=lambda one: float(one.best.value) * one.per_evaluations)
 
 
 def recommend_weights(judged: ProbeAnalysis) -> list[float] | None:
-    """Return the best weights of steps, or None if the run file's own show as much."""
+    """Return the best step weights, or None if the run file's own are as good."""
     found = judged.step_weight(judged.weights)
     gains = float(judged.best.value) > float(judged.own.value)
     return found if gains and any(found) else None
 
 
 def comparison(judged: Sequence[ProbeAnalysis]) -> dict[str, Any]:
-    """Return the figures of all settings, their ranking, and the recommendation."""
+    """Return the results of all settings, their ranking, and the recommendation."""
     best = recommend(judged)
     return {
         "metric": best.metric,

@@ -25,31 +25,32 @@ from flowalign.training.rollouts.collecting import rollout
 from flowalign.utils.costs import Costs
 
 FEWEST = 6
-"""Fewest batches, of which each half can lose one."""
+"""Smallest number of batches; with it, each half still has two batches after leaving one out."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Holds the gradients of independent batches at the same weights, and what they cost."""
+    """Inner products of gradients of independent batches at the same weights, and their cost."""
 
     num_steps: int
-    """Denoising steps of a rollout."""
+    """Number of denoising steps of a rollout."""
     steps: list[int]
-    """Those of them that any of the batches trained."""
+    """Denoising steps that any of the batches trained."""
     gradient: Products
-    """Inner products of their gradients, each as if all steps had the weight 1."""
+    """Inner products of the gradients of `steps`, each with step weight 1."""
     update: Products | None
-    """The same after division by the root of Adam's second moments; None if they are unknown."""
+    """Inner products after division by the root of Adam's second moments. None if they are
+    unknown."""
     own: Float[Tensor, "K"]
-    """Weights that the run file gives these steps."""
+    """Weights of `steps` in the run file."""
     is_projected: bool
     """Whether the gradients were projected, which adds noise to their products but no bias."""
     norms: list[float]
     """Norm of the whole gradient of each batch, with the step weights of the run file."""
     costs: Costs
-    """What all batches cost together, on all processes."""
+    """Cost of all batches, summed over all processes."""
     seconds: float
-    """Time for all batches."""
+    """Time for all batches, in seconds."""
 
     @property
     def batches(self) -> int:
@@ -60,12 +61,12 @@ class Probe:
 def probes(
     settings: Sequence[Setting], batches: int, log: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[Setting, Probe | None]]:
-    """Probe one setting after another, on the same prompts and noise; load what they share once.
+    """Probe settings one after another, with the same prompts and noise; load shared parts once.
 
-    The main process alone gets the results; the others get None.
+    Only the main process gets the results; other ranks get None.
 
     Raises:
-        ValueError: There are too few batches, or the weights are not of this model.
+        ValueError: There are too few batches, or the weights belong to another model.
     """
     check_batches(batches)
     shared, parts = None, None
@@ -79,7 +80,7 @@ def probes(
 
 
 def check_batches(batches: int) -> None:
-    """Raise ValueError for too few batches."""
+    """Raise ValueError if there are too few batches."""
     if batches < FEWEST:
         raise ValueError(
             f"batches is {batches}; signal, noise and their errors need at least {FEWEST}"
@@ -95,11 +96,11 @@ def probe(
 ) -> Probe | None:
     """Sample and credit batches of different prompts, and compare the gradients of their steps.
 
-    No weight changes. `moments` is a file of a checkpoint with the moments of AdamW; without it,
-    they are those of the batches, or unknown for gradients that are projected.
+    No weight changes. `moments` is a checkpoint file with the moments of AdamW. Without it, the
+    moments of the batches are used; with projected gradients they are unknown.
 
     Raises:
-        ValueError: The moments are not of this model.
+        ValueError: The moments belong to another model.
         TrainingFailure: A gradient is not finite.
     """
     recipe, learner = require_policy_gradient(run.recipe), parts.learner
@@ -135,12 +136,13 @@ def probe(
 def gradients_of_steps(
     recipe: PolicyGradientSettings, learner: Learner, batch: TrainBatch
 ) -> Iterator[tuple[int, Float[Tensor, "p"]]]:
-    """Yield the gradient that each denoising step adds to the update, as if it had the weight 1.
+    """Yield the gradient that each denoising step adds to the update, with step weight 1.
 
-    They are summed over processes and add up to the gradient of the loss with equal weights.
+    The gradients are summed over processes and add up to the gradient of the loss with equal
+    weights.
 
     Raises:
-        TrainingFailure: One is not finite.
+        TrainingFailure: A gradient is not finite.
     """
     batch = replace(batch, weight=torch.ones_like(batch.weight))
     local: dict[int, list[Tensor]] = {}
@@ -160,7 +162,7 @@ def _gradient(
 ) -> Float[Tensor, "p"]:
     """Return the gradient of one step, over the samples of all processes.
 
-    In fp16 the scale of the loss falls until nothing overflows.
+    In fp16, the loss scale is lowered until the gradient is finite.
     """
     num_trained = int(batch.global_mask.sum())
     while True:
@@ -193,7 +195,7 @@ def _open_setting(setting: Setting) -> RunParts:
 
 
 def _get_shared(setting: Setting) -> tuple[Weights | None, Mapping[str, object]]:
-    """Return what decides which weights and rewards are loaded."""
+    """Return the settings that decide which weights and rewards are loaded."""
     content = remove_place(setting.loaded)
     recipe = content.pop("recipe")["init_args"]
     return setting.weights, content | {"on_failed_reward": recipe["on_failed_reward"]}

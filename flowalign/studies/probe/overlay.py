@@ -1,4 +1,4 @@
-"""Write the setting that a probe recommends as a run file, to be put after the others."""
+"""Write the setting that a probe recommends as a run file that is layered on the others."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,18 +12,18 @@ from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import atomic_write
 
 _DESCENDED = ("recipe", "policy")
-"""Components that every run file names, so that single arguments of them can change."""
+"""Components that every run file names, so an overlay can change single arguments."""
 
 
 def write_overlay(
     path: Path, configs: Sequence[str], best: Setting, step_weight: list[float] | None
 ) -> None:
-    """Write all in which the run with these step weights differs from the run files.
+    """Write all settings in which the run with these step weights differs from the run files.
 
-    What is written is loaded behind the run files, and must give the settings that were probed.
+    The new file is loaded after the run files to check that it gives the probed settings.
 
     Raises:
-        ConfigError: Nothing differs, or the run files are not complete by themselves.
+        ConfigError: There is no difference, or the run files are not complete by themselves.
     """
     wanted = remove_place(best.loaded)
     if step_weight:
@@ -46,7 +46,7 @@ def write_overlay(
 
 
 def difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be laid over resolved settings to get others; whole components change."""
+    """Return the overlay that turns `base` into `wanted`; most components are replaced as a whole."""
     found: dict[str, Any] = {}
     for key, value in wanted.items():
         before: Any = base.get(key)
@@ -60,7 +60,7 @@ def difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_opened(key: str, value: object, before: object) -> bool:
-    """Tell whether single arguments change; for other components, files need not name the class."""
+    """Return whether the overlay can change single arguments instead of a whole component."""
     if not (isinstance(value, dict) and isinstance(before, dict) and before):
         return False
     same = value.get("class_path") == before.get("class_path")

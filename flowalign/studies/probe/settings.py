@@ -1,4 +1,4 @@
-"""Name the settings that a probe compares: the product of methods, weights and other choices."""
+"""Settings that a probe compares: the product of methods, weights and other choices."""
 
 import json
 import re
@@ -21,37 +21,37 @@ from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import parse_yaml
 
 START = "start"
-"""Word for the model's own weights, among checkpoints."""
+"""Name of the model's own weights, among checkpoints."""
 _STATE = Path("state") / "training.safetensors"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Names saved weights, and the optimizer's moments beside them."""
+    """Saved weights, and the optimizer's moments stored with them."""
 
     name: str
-    """Name that tables show."""
+    """Name in tables."""
     folder: Path
     """Folder that the policy loads."""
     moments: Path | None = None
-    """File of a checkpoint with the moments of AdamW; None if there are none."""
+    """Checkpoint file with the moments of AdamW. None if there are none."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Holds one choice on one axis: what it adds to the run files and their overrides."""
+    """Choice on one axis: the run files and overrides that it adds."""
 
     name: str
-    """Name that tables show; empty for an axis without a choice."""
+    """Name in tables; empty for an axis without a choice."""
     files: tuple[str, ...] = ()
-    """Run files that are put after the others."""
+    """Run files added after the others."""
     overrides: tuple[str, ...] = ()
-    """Settings that are changed, as `--a.b=c`."""
+    """Overrides, each as `--a.b=c`."""
     weights: Weights | None = None
-    """Saved weights; None: the model's own."""
+    """Saved weights. None: the model's own."""
 
     def with_next(self, other: "Option") -> "Option":
-        """Return this choice together with one on the next axis."""
+        """Return this choice combined with one on the next axis."""
         return Option(
             " ".join(filter(None, (self.name, other.name))),
             (*self.files, *other.files),
@@ -65,28 +65,28 @@ Axis = Sequence[Option]
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds one point of the product: a checked run at given weights."""
+    """Point of the product: a checked run at given weights."""
 
     name: str
     """Choices on all axes; the names of the run files if there are none."""
     method: str
-    """The same without the choice of weights."""
+    """Choices on all axes except the weights."""
     loaded: LoadedRun
     """Run, and its resolved settings."""
     weights: Weights | None
-    """Saved weights; None: the model's own."""
+    """Saved weights. None: the model's own."""
 
 
 def methods(files: Sequence[str]) -> Axis:
-    """Return the axis of run files of methods, each put after the others."""
+    """Return the axis of method files, each added after the other run files."""
     return [Option(Path(file).stem, files=(file,)) for file in files]
 
 
 def vary(text: str) -> Axis:
-    """Return the axis `KEY=VALUE,VALUE,...` of values of one setting, which are YAML.
+    """Return the axis `KEY=VALUE,VALUE,...` of values of one setting, written in YAML.
 
     Raises:
-        ConfigError: There is no such list.
+        ConfigError: The text does not have this format.
     """
     key, equals, listed = text.partition("=")
     try:
@@ -106,10 +106,10 @@ def vary(text: str) -> Axis:
 
 
 def layouts(texts: Sequence[str]) -> Axis:
-    """Return the axis of layouts `PxS`: prompts of a step, and samples of each prompt.
+    """Return the axis of layouts `PxS`: P prompts per step, S samples per prompt.
 
     Raises:
-        ConfigError: One is something else.
+        ConfigError: A layout does not have this format.
     """
     found = []
     for text in texts:
@@ -122,7 +122,7 @@ def layouts(texts: Sequence[str]) -> Axis:
 
 
 def checkpoints(paths: Sequence[str]) -> Axis:
-    """Return the axis of checkpoints: of runs, folders, their `ema`, or `start`.
+    """Return the axis of checkpoints: run directories, checkpoint folders, their `ema`, or `start`.
 
     Raises:
         ConfigError: There is no such checkpoint, or it is not complete.
@@ -136,9 +136,10 @@ def checkpoints(paths: Sequence[str]) -> Axis:
 
 
 def find_checkpoint(path: str) -> Weights:
-    """Find the live weights of a checkpoint, or the averaged ones where its `ema` is named.
+    """Find the live weights of a checkpoint, or the averaged weights if its `ema` is named.
 
-    A run directory stands for its newest checkpoint, and RUN/checkpoints/120 for that of step 120.
+    A run directory stands for its newest checkpoint, and RUN/checkpoints/120 for the one of step
+    120.
 
     Raises:
         ConfigError: There is no such checkpoint, or it is not complete.
@@ -164,7 +165,7 @@ def saved_weights(folder: str) -> Axis:
     """Return the axis of one folder of saved weights.
 
     Raises:
-        ConfigError: It is no folder, or a run directory.
+        ConfigError: It is no folder, or it is a run directory.
     """
     path = Path(folder)
     if not path.is_dir() or (path / "checkpoints").is_dir():
@@ -182,10 +183,10 @@ def settings(
     axes: Sequence[Axis],
     processes: int = 1,
 ) -> list[Setting]:
-    """Return the product of the axes, each point loaded and checked as `flowalign check` does.
+    """Return the product of the axes; each point is loaded and checked as by `flowalign check`.
 
     Raises:
-        ConfigError: One of them cannot be used, or two are the same.
+        ConfigError: A point cannot be used, or two points are the same.
     """
     found: list[Setting] = []
     given = " ".join(Path(config).stem for config in configs)
@@ -202,7 +203,7 @@ def settings(
 
 
 def check_metric(settings: Sequence[Setting], batches: int) -> None:
-    """Raise ConfigError where the moments of AdamW would be unknown, before weights are read."""
+    """Raise ConfigError if the moments of AdamW would be unknown, before weights are read."""
     for setting in settings:
         run = setting.loaded.run
         moments = setting.weights.moments if setting.weights else None
@@ -245,7 +246,7 @@ def _format_override(key: str, value: Any) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value: components as Name(argument=value)."""
+    """Format a value; a component becomes Name(argument=value)."""
     if not isinstance(value, dict):
         return "null" if value is None else str(value)
     given = value.get("init_args") or {key: v for key, v in value.items() if key != "class_path"}

@@ -1,9 +1,9 @@
-"""Keep what a probe needs of the gradients of its batches, in memory that does not grow with them.
+"""Sum the gradients of a probe's batches in memory that does not grow with the batches.
 
-The gradients of a step are summed over at most 16 blocks of batches: pairs of blocks show the
+The gradients of a step are summed over at most 16 blocks of batches. Pairs of blocks give the
 signal, and leaving out one block each gives the errors. The 16 x steps sums are exact up to 4 GiB
-of main memory, which is 8 million trained parameters at 8 steps; a random projection, linear as
-well and without bias, takes 4 MiB a step where they need more, as in full fine-tuning.
+of main memory: 8 million trained parameters at 8 steps. Larger gradients go through a random
+projection, which is linear and unbiased and takes 4 MiB per step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,20 +22,19 @@ from flowalign.training.policy_gradient.settings import require_policy_gradient
 from flowalign.utils.seeds import generator
 
 BLOCKS = 16
-"""Most blocks in which batches are summed."""
+"""Largest number of blocks in which batches are summed."""
 MOST_BYTES = 2**32
-"""Main memory for the sums of gradients; gradients that need more are projected."""
+"""Main memory for the sums of gradients, in bytes; gradients that need more are projected."""
 PROJECTED = 2**16
-"""Dimensions of a projected gradient."""
+"""Dimension of a projected gradient."""
 
 Keep = Callable[[Tensor], Tensor]
 
 
 class BlockSums:
-    """Sums the gradients of steps over blocks of batches, in the main memory.
+    """Sums of the gradients of steps over blocks of batches, in main memory.
 
-    Blocks x steps gradients are held, however many batches there are, and never more than
-    `MOST_BYTES`.
+    It holds blocks x steps gradients, for any number of batches, and at most `MOST_BYTES`.
     """
 
     def __init__(self, blocks: int, keep: Keep):
@@ -43,12 +42,12 @@ class BlockSums:
         self.sums: list[dict[int, Tensor]] = [{} for _ in range(blocks)]
 
     def add(self, batch: int, step: int, gradient: Float[Tensor, "p"]) -> None:
-        """Add the gradient that a step has in a batch."""
+        """Add the gradient of a step in a batch."""
         into, kept = self.sums[batch % len(self.sums)], self.keep(gradient).cpu()
         into[step] = into[step].add_(kept) if step in into else kept
 
     def close(self, batch: int) -> None:
-        """Count a batch whose gradients have all been added."""
+        """Count a batch after all its gradients have been added."""
         self.count[batch % len(self.sums)] += 1
 
     def products(self, steps: Sequence[int], scale: Tensor | None = None) -> Products:
@@ -66,10 +65,10 @@ class BlockSums:
 
 
 class GradientSums:
-    """Keeps what a probe needs of the gradients of its batches, on the main process.
+    """Gradient sums of a probe, on the main process.
 
-    The second moments of AdamW are given by `scale`, or are the mean squares of the batches'
-    clipped gradients. As squares do not know signs, they make no signal out of noise.
+    The second moments of AdamW are `scale`, or the mean squares of the batches' clipped gradients.
+    Squares have no sign, so they make no signal from noise.
     """
 
     def __init__(self, run: Run, learner: Learner, batches: int, scale: Tensor | None):
@@ -77,9 +76,10 @@ class GradientSums:
         size, blocks = sum(p.numel() for p in learner.parameters), min(batches, BLOCKS)
         self.is_projected = is_projected(size, run, batches)
         self.own: dict[int, float] = {}
-        """Weight that the run file gives each step, in the last batch that trained it."""
+        """Weight of each step in the run file, in the last batch that trained the step."""
         self.square = None if scale is not None or self.is_projected else torch.zeros(size)
-        """Sum of the squares of the clipped gradients; None if they are not needed or projected."""
+        """Sum of the squares of the clipped gradients. None if not needed, or if gradients are
+        projected."""
         device = learner.parameters[0].device
         keep = projection(size, device) if self.is_projected else lambda gradient: gradient
         self.gradient, self.update = BlockSums(blocks, keep), None
@@ -106,7 +106,7 @@ class GradientSums:
             self.square += (total * min(1.0, limit / (norm + 1e-6))).square().cpu()
 
     def products(self) -> tuple[Products, Products | None]:
-        """Return inner products of the gradients, and of what the optimizer makes of them."""
+        """Return inner products of the gradients, and of the gradients scaled as by AdamW."""
         steps = sorted(self.own)
         gradient = self.gradient.products(steps)
         if self.update:
@@ -118,7 +118,7 @@ class GradientSums:
 
 
 def is_projected(size: int, run: Run, batches: int) -> bool:
-    """Tell whether gradients of this size are projected, because their sums need too much memory.
+    """Return whether gradients of this size are projected, because their sums need too much memory.
 
     With 8 steps and 16 blocks, gradients of up to 8 million parameters are kept whole.
     """
@@ -133,10 +133,10 @@ def is_projected(size: int, run: Run, batches: int) -> bool:
 
 
 def adam_scale(moments: Path, learner: Learner) -> Float[Tensor, "p"]:
-    """Return what AdamW multiplies the mean gradient with: 1 / (sqrt(v) + eps), v without bias.
+    """Return AdamW's factor on the mean gradient: 1 / (sqrt(v) + eps), with bias-corrected v.
 
     Raises:
-        ValueError: The moments are not of this model.
+        ValueError: The moments belong to another model.
     """
     found = []
     with safe_open(moments, "pt") as file:
