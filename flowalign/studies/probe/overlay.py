@@ -46,7 +46,7 @@ def write_overlay(
 
 
 def difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overlay that turns `base` into `wanted`; most components are replaced as a whole."""
+    """Return the overlay that turns `base` into `wanted`; most components are replaced whole."""
     found: dict[str, Any] = {}
     for key, value in wanted.items():
         before: Any = base.get(key)
