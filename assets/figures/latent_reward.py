@@ -24,7 +24,6 @@ from torch import Tensor
 from flowalign.credit import Gain, LatentGain
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
-from flowalign.functional.agreement import list_pairs, pearson
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling import Fixed, FlowNRG, Sampling
 from flowalign.sampling.inference import generate
@@ -82,7 +81,7 @@ class Agreement:
     """Orders pairs of pictures of a prompt by a truth, and says how often scores order alike."""
 
     def __init__(self, truth: Tensor, group: Tensor):
-        self.i, self.j = list_pairs(group)
+        self.i, self.j = (group[:, None] == group).triu(1).nonzero(as_tuple=True)
         lead = truth[self.i] - truth[self.j]
         kept = lead.abs() > 1e-6
         self.i, self.j, self.sign = self.i[kept], self.j[kept], lead[kept].sign()
@@ -175,7 +174,9 @@ def by_credit(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
             sums, counts = (alike * known).sum(1), known.sum(1)
             share = interval(lambda r, s=sums, c=counts: float(s[r].sum() / c[r].sum()), CREDITED)
             rows.append({"of": a, "with": b, "step": k, "signs alike": share})
-            rows[-1]["correlation"] = round(pearson(x.flatten(), y.flatten()), 4)
+            rows[-1]["correlation"] = round(
+                float(torch.stack([x.flatten(), y.flatten()]).corrcoef()[0, 1]), 4
+            )
     return {"costs": found, "steps": rows}
 
 

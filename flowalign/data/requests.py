@@ -6,6 +6,7 @@ relative to the file. Its other fields are metadata, for rewards that read them.
 """
 
 import contextlib
+import hashlib
 import json
 import random
 import sys
@@ -104,6 +105,18 @@ def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
         text = _decode_text(stream.read(), source)
     lines = _split_lines(text, source)
     return _parse_requests(lines, source, Path(), is_jsonl=_is_row(lines[0][1]))
+
+
+def locate_prompts(option: str, prompts: Sequence[str]) -> list[tuple[str, Request]]:
+    """Return requests of plain prompts, each with the option that gave it, for messages."""
+    return [(f"{option} {prompt!r}", Request(prompt)) for prompt in prompts]
+
+
+def hash_requests(requests: Sequence[Request]) -> str:
+    """Return a hash of the requests; for plain prompts, a hash of their texts."""
+    plain = not any(request.references or request.mask for request in requests)
+    inputs = [request.prompt if plain else request.input_digest.hex() for request in requests]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
 
 
 def _decode_text(content: bytes, path: str) -> str:

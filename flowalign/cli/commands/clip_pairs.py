@@ -8,6 +8,7 @@ from rich.console import Console
 
 from flowalign.curation.clip_pairs import job
 from flowalign.curation.clip_pairs.run import ClipPairs, load, settings_of
+from flowalign.distributed.processes import join
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import make_folder
@@ -37,7 +38,13 @@ def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
     size = dataset.size() or sum(1 for _ in dataset)
     total = min(size, cfg.limit or size)
     with Progress(total, console=Console(stderr=True)) as progress:
-        return job.run(cfg, dataset, shard, lambda done: progress.update(done - 1, {}))
+        return job.run(
+            cfg,
+            dataset,
+            shard,
+            join=lambda: join(cfg.device).device,
+            watch=lambda done: progress.update(done - 1, {}),
+        )
 
 
 def _print_summary(cfg: ClipPairs, outcome: job.BatchOutcome) -> int:

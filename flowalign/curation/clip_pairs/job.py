@@ -95,11 +95,16 @@ class BatchOutcome:
 
 
 def run(
-    cfg: ClipPairs, dataset: Dataset, shard: tuple[int, int], watch: Callable[[int], None]
+    cfg: ClipPairs,
+    dataset: Dataset,
+    shard: tuple[int, int],
+    join: Callable[[], torch.device],
+    watch: Callable[[int], None],
 ) -> int:
-    """Make the missing batches of this shard; returns how many batches the dataset has.
+    """Make the missing batches of this shard; return the number of batches of the dataset.
 
-    Weights are read once a batch is missing. `watch` is called with the number of clips done.
+    Weights are read once a batch is missing, onto the device that `join` returns. `watch` is
+    called with the number of clips done.
     """
     folder, regenerator, number = Path(cfg.output_dir), None, -1
     for name in FOLDERS:
@@ -108,7 +113,7 @@ def run(
         _split_batches(iterate_sources(dataset, cfg.limit), cfg.batch_size)
     ):
         if number % shard[1] == shard[0] and not _part_file(folder, number).exists():
-            regenerator = regenerator or cfg.regenerator()
+            regenerator = regenerator or cfg.regenerator(join())
             _make_pairs(cfg, regenerator, folder, batch).save(_part_file(folder, number))
             watch(batch[-1].number + 1)
     return number + 1

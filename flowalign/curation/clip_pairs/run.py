@@ -10,7 +10,6 @@ import yaml
 from flowalign.curation.clip_pairs.denoiser import ClipRegenerator
 from flowalign.curation.clip_pairs.method import PairGenerator
 from flowalign.data.readers import Dataset, open_dataset
-from flowalign.distributed.processes import join
 from flowalign.rewards.composite import Rewards
 from flowalign.types import Policy, RewardModel
 from flowalign.types.ranges import Decay, DenoisingSteps, FiniteFloat, PositiveInt, Seed
@@ -89,14 +88,14 @@ class ClipPairs:
         """Open the dataset of clips; raises ValueError if there is none."""
         return open_dataset(self.clips, self.schema, self.root)
 
-    def regenerator(self) -> ClipRegenerator:
-        """Load the policy and the rewards; raises ValueError if they cannot be used."""
+    def regenerator(self, device: torch.device) -> ClipRegenerator:
+        """Load the policy and the rewards; raise ValueError if they cannot be used."""
         if self.threads:
             torch.set_num_threads(self.threads)
         rewards = Rewards(self.rewards, self.reward_weights)
         rewards.load()
         rewards.check_policy(self.policy)  # a served one says only now what it scores
-        self.policy.load(join(self.device).device)
+        self.policy.load(device)
         rewards.costs.count(self.policy.denoiser)
         return ClipRegenerator(self.policy, rewards, self.num_steps, self.seed, self.micro_batch)
 
