@@ -1,4 +1,4 @@
-"""Ask a policy with more than the prompt: levels of rewards, words of rewards, or a person."""
+"""Prompt conditioning on reward levels, reward tokens or a user."""
 
 from flowalign.utils.exports import lazy_exports
 

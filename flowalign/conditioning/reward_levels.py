@@ -1,8 +1,9 @@
-"""Say in the prompt how good a sample is in each reward, and ask for the best: conditioning on it.
+"""Condition prompts on reward levels: label samples in training, request the best in inference.
 
-Source: Multi-Reward as Condition, arXiv:2411.04713, of which the abstract was read: scores from 0
-to 5 condition training, and sampling asks for the highest. There they are embedded and enter the
-network; here they are words in the caption, which any text encoder reads: our form.
+Source: Multi-Reward as Condition, arXiv:2411.04713. We implemented this from the abstract only:
+training is conditioned on scores from 0 to 5, and inference requests the highest. The paper feeds
+the scores to the network as embeddings. We put them in the caption, which works with any text
+encoder.
 """
 
 from collections.abc import Mapping
@@ -28,32 +29,36 @@ from flowalign.types.ranges import FiniteFloat, NonNegativeInt
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLevels(PromptConditioning):
-    """Trains each sample under a word for its level in each dimension, and samples under the best.
+    """Prompt conditioning on the level that a sample reached in each reward dimension.
 
-    Nothing compares samples: a loss that fits all of them, `SFT` with `on: all`, learns what each
-    level looks like, and the level that is asked for chooses.
+    Each training sample is captioned with its levels, and inference requests the best ones. Samples
+    are not compared: use a loss that fits all of them, such as `SFT` with `on: all`. The policy
+    learns the appearance of each level, and the requested level selects it.
 
-    Source: Multi-Reward as Condition, arXiv:2411.04713, in a form of ours.
+    Source: Multi-Reward as Condition, arXiv:2411.04713; putting levels in the caption is our
+    choice.
     """
 
     thresholds: Mapping[str, list[FiniteFloat]]
-    """Scores of each dimension at which the next level begins, increasing: [0.5] makes two."""
+    """Increasing scores of each dimension at which the next level begins. Example: [0.5] makes two
+    levels."""
     words: Mapping[str, list[str]] = field(default_factory=dict)
-    """Word of each level of a dimension, the lowest first. Unnamed dimensions say
+    """Words of the levels of a dimension, lowest level first. Default: the name and level, such as
     "exact_match 1/1"."""
     form: str = "{prompt}, {words}"
-    """Where the words stand."""
+    """Template of the caption, with the fields prompt and words."""
     between: str = ", "
-    """What stands between two words."""
+    """Separator between two words."""
     ask: Mapping[str, NonNegativeInt] = field(default_factory=dict)
-    """Level of a dimension that sampling asks for, from 0. Unnamed dimensions: the highest."""
+    """Level of a dimension to request in inference, counted from 0. Default: the highest."""
     rollouts: Literal["conditioned", "plain"] = "conditioned"
-    """How samples to train on are asked for: as at sampling, or by their prompts alone."""
+    """Prompts of training rollouts. conditioned: the same as in inference. plain: without words."""
     guidance: PromptGuidance | None = None
-    """Guidance to the prompt with and without words. Null: the conditioned prompt in its place."""
+    """Guidance that combines the plain and the conditioned prompt. Null: only the conditioned
+    prompt is used."""
 
     def __post_init__(self) -> None:
-        """Reject levels without order, and words that do not tell them apart."""
+        """Reject thresholds that do not increase, and repeated or missing words."""
         key = "conditioning.thresholds"
         if not self.thresholds:
             raise ValueError(f"{key} is empty; name a reward dimension and where its levels begin")
@@ -65,7 +70,7 @@ class RewardLevels(PromptConditioning):
         check_form("conditioning.form", self.form)
 
     def _check_levels(self) -> None:
-        """Raise ValueError for words, or levels to ask for, of no dimension or no level."""
+        """Raise ValueError for words or requested levels without a dimension or threshold."""
         for name in ("words", "ask"):
             if unknown := sorted({*getattr(self, name)} - {*self.thresholds}):
                 raise ValueError(
@@ -108,7 +113,7 @@ class RewardLevels(PromptConditioning):
 
     @override
     def for_training(self, request: Request, scores: Mapping[str, float]) -> Request:
-        """Return the request with the levels of these scores; unknown scores say nothing."""
+        """Return the request with the levels of the scores; missing scores add no word."""
         known = {d: scores[d] for d in self.thresholds if isfinite(scores.get(d, float("nan")))}
         reached = {d: sum(score >= t for t in self.thresholds[d]) for d, score in known.items()}
         return self._condition(request, reached)

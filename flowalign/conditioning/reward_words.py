@@ -1,4 +1,4 @@
-"""Give each reward a word, train samples asked with it on that reward, and sample with all: Parrot.
+"""Tag prompts with reward tokens: one in training, all in inference (Parrot).
 
 Source: Parrot, arXiv:2401.05675.
 """
@@ -22,24 +22,26 @@ from flowalign.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardWords(PromptConditioning):
-    """Asks for one request after another with the word of one reward, which alone counts for it.
+    """Prompt conditioning on one reward token per training prompt, cycling through the rewards.
 
-    Set `recipe.advantages.pareto` to `group`: only samples that no other of their prompt
-    dominates are trained. Sampling asks with all words, guided to the prompt and to the
-    conditioned prompt apart.
+    Only the reward of its token contributes to the advantages of a prompt. Set
+    `recipe.advantages.pareto` to `group` to train only samples that no other sample of the prompt
+    dominates. Inference uses all tokens, with separate guidance for the plain and the conditioned
+    prompt.
 
-    Source: Parrot, arXiv:2401.05675, without the network that expands prompts.
+    Source: Parrot, arXiv:2401.05675, without its prompt expansion network.
     """
 
     words: Mapping[str, str]
-    """Word of each reward dimension that is trained."""
+    """Token of each trained reward dimension."""
     form: str = "{words} {prompt}"
-    """Where the words stand."""
+    """Template of the caption, with the fields words and prompt."""
     guidance: PromptGuidance | None = field(default_factory=PromptGuidance)
-    """Guidance of sampling. Null: the conditioned prompt in place of the prompt."""
+    """Guidance in inference, which combines the plain and the conditioned prompt. Null: only the
+    conditioned prompt is used."""
 
     def __post_init__(self) -> None:
-        """Reject rewards without a word, and words that do not tell rewards apart."""
+        """Reject reward dimensions without a token, and repeated tokens."""
         if not self.words or not all(word.strip() for word in self.words.values()):
             raise ValueError(
                 f"conditioning.words is {dict(self.words)}; give each reward dimension a word"
@@ -72,7 +74,7 @@ class RewardWords(PromptConditioning):
 
     @override
     def for_training(self, request: Request, scores: Mapping[str, float]) -> Request:
-        """Return a rollout as it was asked for, and stored samples with all words."""
+        """Return the request of a rollout unchanged, and that of a stored sample with all words."""
         return self.for_inference(request) if request.conditioned is None else request
 
     def _condition(self, request: Request, dims: list[str]) -> Request:

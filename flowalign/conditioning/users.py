@@ -1,4 +1,4 @@
-"""Ask a personalised policy for a person: PPD's users.
+"""Condition a personalised policy on a user (PPD).
 
 Source: PPD, arXiv:2501.06655, known from secondary sources.
 """
@@ -19,22 +19,22 @@ from flowalign.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class Users(PromptConditioning):
-    """Samples for the person that a request names, as a policy with `user_conditioning` learned to.
+    """Conditioning on the user that a request names, for policies with `user_conditioning`.
 
-    Stored preferences that name their judges are learned under these, whatever stands here.
+    It does not affect stored preferences. Training uses the user that is stored with them.
 
     Source: PPD, arXiv:2501.06655.
     """
 
     user: str = ""
-    """Identifier of the person that requests without one are sampled for. Empty: nobody."""
+    """Identifier of the user for requests that name none. Empty: no user."""
     column: str = "user_id"
-    """Column of the requests that names the person."""
+    """Column of the requests with the user's identifier."""
     guidance: PromptGuidance | None = None
-    """Guidance to the prompt with and without words, of which there are none here: null."""
+    """Must be null, because users do not change the prompt."""
 
     def __post_init__(self) -> None:
-        """Reject guidance between equal prompts."""
+        """Reject guidance, because users do not change the prompt."""
         if self.guidance is not None:
             raise ValueError(
                 "conditioning.guidance is set, but Users adds no words to guide to: leave it null"

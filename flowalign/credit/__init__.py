@@ -1,6 +1,6 @@
-"""Step-level credit: how much each denoising step earned. One file per method.
+"""Step-level credit assignment for denoising trajectories, one file per method.
 
-A method sees a trajectory and asks for values of its states; it touches nothing else.
+A method receives a trajectory and a function that values its states.
 """
 
 from flowalign.utils.exports import lazy_exports

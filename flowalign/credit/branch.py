@@ -1,7 +1,7 @@
-"""Credit a transition with the outcomes that descend from it, compared with its alternatives.
+"""Credit a transition with the outcomes of its descendants, compared with other branches.
 
-Sources: TempFlow-GRPO, arXiv:2508.04324 (combs, siblings compared); BranchGRPO, arXiv:2509.06040v5
-(trees, nodes of equal depth compared, pruning).
+Sources: TempFlow-GRPO, arXiv:2508.04324 (combs, siblings are compared); BranchGRPO,
+arXiv:2509.06040v5 (trees, nodes of equal depth are compared, pruning).
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ def fuse_branches(
 ) -> Float[Tensor, "B T R"]:
     """Return the value of the state that each transition reaches, from the outcomes below it.
 
-    If beta is None, that is the mean of all outcomes below. Otherwise, from the leaves to the root,
-    it is the mean over the children of a state weighted by softmax(beta * log-probability of their
-    transitions).
+    If beta is None, the value is the mean of all outcomes below the state. Otherwise values are
+    computed from the leaves to the root. The value of a state is then the mean over its children,
+    weighted by softmax(beta * log-probability of the transition to the child).
     """
     reached = [outcome]
     for k in range(logp.shape[1] - 1, 0, -1):
@@ -38,7 +38,7 @@ def fuse_branches(
             continue
         own = source_row[:, k + 1] == torch.arange(len(source_row))
         weight = torch.where(own, beta * logp[:, k].double(), -torch.inf)
-        # Less the largest one, a softmax of log-probabilities neither over- nor underflows.
+        # Subtract the maximum first, so that the softmax of log-probabilities cannot overflow.
         highest = torch.full_like(weight, -torch.inf)
         highest = highest.scatter_reduce(0, state, weight, "amax")[state]
         weight = (weight - highest).exp()[:, None]
@@ -52,7 +52,7 @@ def fuse_branches(
 def mask_extremes(
     value: Float[Tensor, "B T R"], group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], width: int
 ) -> Bool[Tensor, "B T"]:
-    """Return the part of mask among the `width` best or worst of its group in some dimension."""
+    """Return the mask restricted to the `width` best and worst of each group in any dimension."""
     part = torch.zeros_like(mask)
     for label in group[mask].unique():
         members = (mask & (group == label)).nonzero()
@@ -66,29 +66,29 @@ def mask_extremes(
 class Branch(CreditEstimator):
     """Each transition earns the value of the state that it reached; a shared one counts once.
 
-    In a comb that is the outcome of the one sample that branched off there. Credit by branches
-    needs a `sampling.branching` other than chains.
+    In a comb this value is the outcome of the single sample that branched off at this step. Credit
+    by branches needs `sampling.branching: Comb` or `Tree`.
     """
 
     compare: Literal["siblings", "depth"] = "siblings"
     """siblings: compares transitions from the same state (TempFlow-GRPO). depth: compares all
     transitions of the prompt at the same step (BranchGRPO)."""
     beta: PositiveFloat | None = None
-    """Null: outcomes below a state count alike. Otherwise children are weighted by softmax(beta *
-    logp)."""
+    """Inverse temperature: children are weighted by softmax(beta * logp). Null: all outcomes below
+    a state have equal weight."""
     width: PositiveInt | None = None
-    """Number of the best and of the worst of each comparison that are trained (width pruning);
-    null: all."""
+    """Number of best and of worst transitions per comparison that are trained (width pruning).
+    Null: all."""
     depths: Sequence[NonNegativeInt] | None = None
-    """Indices of the steps that are trained (depth pruning); null: all."""
+    """Indices of the trained denoising steps (depth pruning). Null: all."""
 
     def __post_init__(self) -> None:
-        """Reject a width below 1, which would train nothing."""
+        """Reject a width below 1."""
         if self.width is not None and self.width < 1:
             raise ValueError(f"credit.width is {self.width}; it must be at least 1, or null")
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Fuse the outcomes; raise ValueError where no samples share states."""
+        """Fuse the outcomes; raise ValueError if no samples share states."""
         group, mask = sibling_ids(trajectory), trajectory.trained
         if not (trajectory.group_size > 1 and _branches(group, mask)):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Share what estimators along a chain need: its stochastic steps, and credit over all steps."""
+"""Find the stochastic steps of a chain, and spread their credit over all steps."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from flowalign.types import StepCredit, Trajectory
 def stochastic_steps(trajectory: Trajectory) -> list[int]:
     """Return the indices of a trajectory's trained steps, increasing.
 
-    ODE steps need no value of their own: state k + 1 after step k has the value of the next
-    stochastic state, or the outcome, because the rollout itself finished it up to there. Values at
-    [*steps, T] therefore cover a chain. What stochastic steps that are not trained add to a value
-    is credited to the trained step before them.
+    ODE steps need no separate value. They are deterministic, so state k + 1 has the value of the
+    next stochastic state or, if there is none, the outcome. Values at [*steps, T] therefore cover a
+    chain. A change of value at an untrained stochastic step is credited to the last trained step
+    before it.
     """
     stochastic = trajectory.eta > 0
     stochastic[:, list(trajectory.untrained)] = False
@@ -34,7 +34,7 @@ def step_credit(
     credit: Float[Tensor, "B n R"],
     marked: Bool[Tensor, "B n"] | None = None,
 ) -> StepCredit:
-    """Return credit over all steps: the given ones, some marked; others get 0, untrained."""
+    """Return credit over all steps, 0 outside `steps`; `marked` flags some of the given steps."""
     value = credit.new_zeros(len(credit), trajectory.num_steps, credit.shape[-1])
     value[:, list(steps)] = credit
     everywhere = None

@@ -1,4 +1,4 @@
-"""Train only the best and the worst of siblings, and only if they stand out.
+"""Train only the best and the worst of siblings, and only beyond a threshold.
 
 Source: B2-DiffuRL, arXiv:2503.11240, and its code.
 """
@@ -26,12 +26,12 @@ def contrast(
 ) -> Float[Tensor, "n R"]:
     """Keep each group's highest score if at least threshold, its lowest if at most -threshold.
 
-    Everything else is 0, and so are missing scores. Of equal scores the first counts.
+    All other scores and missing scores become 0. Ties are resolved in favour of the first sample.
     """
     extremes = torch.zeros_like(score)
     for label in group.unique():
         members = (group == label).nonzero().flatten()
-        # An unknown score is 0, never an extreme; argmax would return the NaN.
+        # argmax would return a NaN, so a missing score is replaced by 0, which is never extreme.
         for dim, column in enumerate(score[members].nan_to_num().unbind(1)):
             for i, stands_out in (
                 (column.argmax(), column.max() >= threshold),
@@ -48,7 +48,7 @@ def compare_outcomes(
     known: PastOutcomes | None,
     group_size: int,
 ) -> Float[Tensor, "n R"]:
-    """Compare outcomes with those of their prompt, present and past."""
+    """Return the advantages of outcomes relative to present and past outcomes of the prompt."""
     if known is None:
         return compare_in_groups(outcome, group)
     everything = torch.cat([outcome, known.value])
@@ -61,15 +61,16 @@ def compare_outcomes(
 class Contrast(CreditEstimator):
     """All steps of a sample earn its score if it is the best or worst of its initial noise.
 
-    Scores are outcomes compared within the prompt. It requires siblings, by a `seeds_per_prompt`
-    below samples_per_prompt or by trees, and advantages.scale given.
+    A score is an outcome normalised within its prompt. The method needs samples that share their
+    initial noise, from `seeds_per_prompt` below samples_per_prompt or from trees. It also needs
+    advantages.scale: given.
     """
 
     threshold: NonNegativeFloat = 0.5
-    """Smallest size of a score that is kept, in standard deviations of the prompt's outcomes."""
+    """Smallest absolute score that is kept, in standard deviations of the prompt's outcomes."""
     history: NonNegativeInt = 0
-    """Number of earlier steps of the loop whose outcomes of the same prompt count in mean and
-    deviation. B2-DiffuRL: 8 stages."""
+    """Number of earlier training steps that contribute outcomes of the same prompt to the mean and
+    standard deviation. B2-DiffuRL: 8 stages."""
 
     def __post_init__(self) -> None:
         """Reject a negative threshold."""

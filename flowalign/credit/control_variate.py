@@ -1,9 +1,9 @@
 """Subtract the best multiple of the previous value, between DenseGRPO's gain and no baseline.
 
-The method is ours. V_k depends on nothing that step k draws, so any multiple of it may be
-subtracted from V_{k+1} without biasing the policy gradient. A gain subtracts all of it, which adds
-the noise of V_k wherever a step changes much of the image; the multiple of least variance is the
-regression coefficient.
+The method is our own; it is not published. V_k does not depend on the noise that step k draws, so
+any multiple of it may be subtracted from V_{k+1} without biasing the policy gradient. A gain
+subtracts all of V_k. This adds the noise of V_k if the step changes much of the image. The
+regression coefficient is the multiple with the least variance.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def estimate_slope(
 ) -> Float[Tensor, "R"]:
     """Return the slope of `after` on `before` within groups, clamped to [0, 1].
 
-    It is 0 where `before` is constant. Samples with a missing value do not count.
+    It is 0 if `before` is constant. Samples with a missing value are ignored.
     """
     known = (before.isfinite() & after.isfinite()).all(1)
     index = group[known].unique(return_inverse=True)[1]
@@ -38,16 +38,16 @@ def estimate_slope(
 class ControlVariate(CreditEstimator):
     """Each stochastic step earns V_{k+1} - c_k V_k, c_k fitted to the samples of this process.
 
-    Where V_k is not bought, c_k is 0, and V_{k+1} is the next value that is: a later state's or the
-    outcome.
+    States outside `steps` are not evaluated: their c_k is 0, and the next evaluated state or the
+    outcome stands for V_{k+1}.
     """
 
     steps: Sequence[NonNegativeInt] | None = None
-    """Indices of the states whose values are bought, those of them that are noisy; null: all. An
-    early state costs most evaluations and explains least."""
+    """Indices of the states to evaluate; states before ODE steps are skipped. An early state costs
+    the most network evaluations and explains the least variance. Null: all."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Value the states before stochastic steps that are bought, and the outcome."""
+        """Evaluate the selected states before stochastic steps, and the outcome."""
         steps, last = stochastic_steps(trajectory), trajectory.num_steps - 1
         if any(k > last for k in self.steps or ()):
             raise ValueError(

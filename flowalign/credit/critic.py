@@ -1,9 +1,9 @@
-"""Predict outcomes from the denoiser's own features: a value of every state, for no evaluation.
+"""Predict outcomes from the denoiser's features, without further network evaluations.
 
-The method is ours. While a rollout passes a state x_k, the network computes features of it anyway,
-prompt included. A ridge regression per denoising step learns from the outcomes of earlier steps of
-the loop which of them lead to good samples. Any function of x_k that this step's noise did not
-shape may be subtracted from what step k earns without biasing the policy gradient.
+The method is our own; it is not published. The network computes features of each state x_k and its
+prompt during the rollout anyway. One ridge regression per denoising step predicts the outcome from
+these features. It is fitted to earlier training steps. A function of x_k that does not depend on
+the noise of step k may be subtracted from the credit of step k without biasing the policy gradient.
 """
 
 from collections.abc import Mapping
@@ -20,32 +20,32 @@ from flowalign.types.ranges import Decay, PositiveFloat, PositiveInt, require_ra
 
 @dataclass(frozen=True, kw_only=True)
 class Critic:
-    """Configures the regression of outcomes on features, one for each denoising step.
+    """Settings of the ridge regressions of outcomes on features, one per denoising step.
 
-    Only differences between the samples of a prompt are learned and predicted, because only these
-    are compared. Before the first outcomes all predictions are 0.
+    The regressions predict differences between the samples of a prompt, because advantages compare
+    only these. All predictions are 0 until the first outcomes arrive.
     """
 
     penalty: PositiveFloat = 10.0
-    """Penalty of the weights, about the unexplained over the explained variance of outcomes."""
+    """Ridge penalty, about the ratio of unexplained to explained variance of the outcomes."""
     memory: Decay = 0.95
-    """Share of earlier outcomes that is kept at each step of the loop, in [0, 1): 0.95 averages
-    over the last twenty."""
+    """Share of earlier outcomes that is kept at each training step, in [0, 1). 0.95 averages over
+    about 20 steps."""
     width: PositiveInt = 128
-    """Most features; a network with more has them projected at random."""
+    """Largest number of features. Wider features are projected to this width at random."""
 
     def __post_init__(self) -> None:
-        """Reject numbers that no critic can use."""
+        """Reject settings outside their ranges."""
         require_ranges(self, "critic")
 
     def start(self) -> "FittedCritic":
-        """Return what the critic knows before the first step."""
+        """Return the unfitted critic."""
         return FittedCritic(self)
 
 
 @dataclass(frozen=True)
 class FittedCritic:
-    """Holds what a critic has learned so far; it is the same on all processes."""
+    """Critic with its regressions so far, equal on all processes."""
 
     critic: Critic
     steps: Mapping[int, Regression] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class FittedCritic:
     def predict(
         self, k: int, features: Float[Tensor, "B D"], group: Int[Tensor, "B"], num_rewards: int
     ) -> Float[Tensor, "B R"]:
-        """Predict the outcomes of states k from their features, less the mean of the group."""
+        """Return predicted outcomes of the states before step k, relative to the group mean."""
         if k not in self.steps:
             return torch.zeros(len(features), num_rewards)
         x = centre(self._narrow(features), group)
@@ -66,7 +66,7 @@ class FittedCritic:
         outcome: Float[Tensor, "B R"],
         group: Int[Tensor, "B"],
     ) -> "FittedCritic":
-        """Return the critic after a step of the loop: features by denoising step, and outcomes."""
+        """Return the critic after a training step; features are keyed by denoising step."""
         y, steps = centre(outcome.double(), group), dict(self.steps)
         for k, observed in features.items():
             x = centre(self._narrow(observed), group)
@@ -94,10 +94,10 @@ class FittedCritic:
 def explained_variance(
     predicted: Float[Tensor, "B"], outcome: Float[Tensor, "B"], group: Int[Tensor, "B"]
 ) -> float:
-    """Return the share of the variance of outcomes within groups that was predicted.
+    """Return the predicted share of the within-group variance of outcomes.
 
-    It is at most 1, 0 for predictions that say nothing, below 0 for those that mislead, and NaN
-    where outcomes do not vary.
+    It is at most 1. It is 0 for constant predictions, negative for predictions worse than a
+    constant, and NaN if the outcomes do not vary.
     """
     prediction, target = (centre(v[:, None].double(), group) for v in (predicted, outcome))
     variance = target.square().sum()
@@ -105,5 +105,5 @@ def explained_variance(
 
 
 def centre(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
-    """Return values less the mean of their group."""
+    """Return values minus the mean of their group."""
     return value - group_mean(value, group.unique(return_inverse=True)[1])

@@ -1,8 +1,8 @@
-"""Credit a step with the values of the states that follow, nearer ones counting more.
+"""Credit a step with the discounted values of the states that follow.
 
-Source: VGPO, arXiv:2512.12387v1, known from its reviews: our reconstruction. VGPO values states by
-the one-step prediction of the data, which is a matter of the recipe's completion. How it goes on to
-weight advantages with these sums is not implemented.
+Source: VGPO, arXiv:2512.12387v1, reconstructed from its reviews. VGPO values a state by its
+one-step prediction of the clean sample; set `recipe.completion` to choose this. Its weighting of
+advantages by these sums is not implemented.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ def discounted_sums(next_values: Float[Tensor, "B n R"], gamma: float) -> Float[
 
 @dataclass(frozen=True)
 class Discounted(CreditEstimator):
-    """Each stochastic step earns the discounted sum of the values reached by it and later ones.
+    """Each stochastic step earns the discounted sum of the values of all later states.
 
-    Sums run over stochastic steps: an ODE step decides nothing and changes no value. Earlier steps
-    have longer sums, so compare equal steps: not with advantages.scale joint.
+    Sums run over stochastic steps, because ODE steps change no value. Earlier steps have longer
+    sums, so do not combine this method with advantages.scale: joint, which compares unequal steps.
     """
 
     gamma: UnitInterval
-    """Discount in (0, 1]. No default, as the published value is not known to us; 0 would be
-    NextValue."""
+    """Discount in (0, 1]. It has no default because we do not know the published value. A gamma
+    of 0 would equal NextValue."""
 
     def __post_init__(self) -> None:
-        """Reject a gamma above 1, where far states count more, and one of 0 or less."""
+        """Reject a gamma outside (0, 1]."""
         if not 0 < self.gamma <= 1:
             raise ValueError(f"credit.gamma is {self.gamma}; it must lie in (0, 1]")
 

@@ -1,4 +1,4 @@
-"""Credit a step with its change of value, the reward of what the ODE makes of the state.
+"""Credit a step with its change of value: the reward of the sample that the ODE completes.
 
 Source: DenseGRPO, arXiv:2601.20218v2. Its noise calibration is part of sampling, not of credit.
 """
@@ -19,10 +19,10 @@ def gains(values: Float[Tensor, "B S R"]) -> Float[Tensor, "B S-1 R"]:
 
 @dataclass(frozen=True)
 class Gain(CreditEstimator):
-    """Each stochastic step earns its gain; compared per step, or with advantages.scale joint.
+    """Each stochastic step earns its change of value.
 
-    Source: DenseGRPO compares per step; Stepwise-Flow-GRPO, arXiv:2603.28718, over all steps of a
-    prompt at once.
+    Sources: DenseGRPO, arXiv:2601.20218v2, normalises each step separately. Stepwise-Flow-GRPO,
+    arXiv:2603.28718, normalises all steps of a prompt together (advantages.scale: joint).
     """
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:

@@ -1,4 +1,4 @@
-"""Credit a step by several completions of the state that it reached, from fine to coarse.
+"""Credit a step with several completions of the state that it reached, from fine to coarse.
 
 Source: G2RPO, arXiv:2510.01982v3, and code of bcmi/Granular-GRPO.
 """
@@ -17,18 +17,18 @@ from flowalign.types.ranges import PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Granular(CreditEstimator):
-    """Each step earns the sum over granularities of its advantage under that completion.
+    """Each step earns the sum of its advantages under completions of several granularities.
 
-    G2RPO takes one stochastic step at a time, from an initial noise that the prompt shares: window
-    Random(size=1), seeds_per_prompt 1. Credit by granularity needs advantages.scale given.
+    G2RPO trains one stochastic step per rollout, and all samples of a prompt share their initial
+    noise (window Random(size=1), seeds_per_prompt 1). The method needs advantages.scale: given.
     """
 
     strides: Sequence[PositiveInt] = (1, 2, 3)
-    """One granularity each: a completion takes one step, then every stride-th point of the
-    schedule."""
+    """Stride of each granularity. A completion takes one step, then uses every stride-th point of
+    the schedule."""
 
     def __post_init__(self) -> None:
-        """Reject strides that are missing, below 1 or repeated."""
+        """Reject empty strides, strides below 1 and repeated strides."""
         if not self.strides or min(self.strides) < 1 or len(set(self.strides)) < len(self.strides):
             raise ValueError(
                 f"credit.strides is {list(self.strides)}; "
@@ -36,7 +36,7 @@ class Granular(CreditEstimator):
             )
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Value every state that a stochastic step reached, once per stride."""
+        """Value the state after each stochastic step, once per stride."""
         steps = stochastic_steps(trajectory)
         total = torch.zeros(0)
         for stride in self.strides:

@@ -1,4 +1,4 @@
-"""Define the group ids of estimators: which transitions are compared with each other."""
+"""Compute group ids: transitions with equal ids are compared with each other."""
 
 import torch
 from jaxtyping import Int

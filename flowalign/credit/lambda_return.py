@@ -1,7 +1,7 @@
-"""Credit a step with the gains that follow it, predicted by a critic and discounted by lambda.
+"""Credit a step with the later changes of a critic's value, discounted by lambda.
 
-Source: generalised advantage estimation, arXiv:1506.02438, with gamma 1 and no reward but the last;
-the critic is ours.
+Source: generalised advantage estimation, arXiv:1506.02438, with gamma 1 and only a terminal reward.
+The critic is our choice.
 """
 
 from dataclasses import dataclass
@@ -20,29 +20,29 @@ from flowalign.types.ranges import UnitInterval, require_ranges
 def lambda_returns(values: Float[Tensor, "B S R"], decay: float) -> Float[Tensor, "B S-1 R"]:
     """Return sum_{l >= k} decay^(l - k) (V_{l+1} - V_l).
 
-    decay 1 gives the outcome less V_k, whatever lies between; decay 0 the gain of step k alone.
+    With decay 1 the sum is the outcome minus V_k. With decay 0 it is the gain of step k.
     """
     return discounted_sums(gains(values), decay)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LambdaReturn(CreditEstimator):
-    """Each stochastic step earns the outcome less what its critic predicted before, or sooner.
+    """Each stochastic step earns the lambda return of the critic's values.
 
-    It needs `recipe.critic`, and no completion of a state.
+    The method needs `recipe.critic` and completes no states.
     """
 
     decay: UnitInterval = 1.0
-    """Lambda. 1: the outcome less the prediction before the step, unbiased however poor the critic
-    is. Less: later steps are replaced by what the critic predicts after this one, which has less
-    noise and the critic's bias."""
+    """Lambda of generalised advantage estimation. 1: the outcome minus the critic's prediction
+    before the step, unbiased for any critic. Lower values replace later steps by the critic's
+    prediction, which reduces noise but adds the critic's bias."""
 
     def __post_init__(self) -> None:
         """Reject a lambda outside [0, 1]."""
         require_ranges(self, "credit")
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Predict the value before each stochastic step, and take the outcome."""
+        """Predict the value before each stochastic step, and append the outcome."""
         steps = stochastic_steps(trajectory)
         before, outcome = values.predicted(steps), values([trajectory.num_steps])
         return step_credit(

@@ -1,8 +1,8 @@
-"""Credit steps by a reward of noisy latents: nothing is finished, decoded or scored for it.
+"""Credit steps with a reward model of noisy latents, without completing or decoding states.
 
-Sources: DiNa-LRM, arXiv:2602.11146, and PRFL, arXiv:2511.21541, for rewards that know noise;
-Euphonium, arXiv:2602.04928, for process rewards beside an outcome. Credit by the gain of a latent
-reward is DenseGRPO's (arXiv:2601.20218v2) with another value.
+Sources: DiNa-LRM, arXiv:2602.11146, and PRFL, arXiv:2511.21541, for noise-aware latent reward
+models; Euphonium, arXiv:2602.04928, for process rewards in addition to an outcome. The gain of a
+latent reward is DenseGRPO's credit (arXiv:2601.20218v2) with another value function.
 """
 
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajector
 
 @dataclass(frozen=True, kw_only=True)
 class LatentGain(CreditEstimator):
-    """Each stochastic step earns what it adds to the latent reward of the state, up to the last.
+    """Each stochastic step earns its change of the latent reward.
 
-    The last value is the latent reward of the clean latent; the outcome is only logged.
+    The last value is the latent reward of the clean latent. The outcome is only logged.
     """
 
     reward: LatentReward
-    """Reward of noisy latents that has the weighted reward dimensions."""
+    """Reward model of noisy latents; it must return the weighted reward dimensions."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Score the state before each stochastic step, and the last."""
+        """Score the state before each stochastic step, and the last state."""
         steps = stochastic_steps(trajectory)
         scores = values.scored([*steps, trajectory.num_steps], self.reward)
         return step_credit(trajectory, steps, gains(scores))
@@ -32,16 +32,17 @@ class LatentGain(CreditEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOutcome(CreditEstimator):
-    """Each stochastic step earns the outcome and, apart from it, the latent reward it reached.
+    """Each stochastic step earns the outcome and the latent reward of the state it reached.
 
-    Both are compared within prompt and step, and clipped apart; their losses are summed.
+    The two get separate advantages within prompt and step, and separate clipped losses that are
+    summed.
 
-    Source: Euphonium, arXiv:2602.04928. Which state the process reward of a step scores is our
-    reconstruction: the one that the step reached, on which its noise acts.
+    Source: Euphonium, arXiv:2602.04928. The process reward scores the state after the step, because
+    the step's noise acts on this state. This choice is our reconstruction.
     """
 
     reward: LatentReward
-    """Reward of noisy latents that has the weighted reward dimensions."""
+    """Reward model of noisy latents; it must return the weighted reward dimensions."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the last state, and score the state after each stochastic step."""

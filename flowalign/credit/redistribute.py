@@ -1,7 +1,7 @@
-"""Give more of the outcome to steps that brought the latent nearer to its end.
+"""Give more of the outcome to steps that brought the latent closer to the final latent.
 
-Source: CoCA, arXiv:2505.19196, known from secondary sources: the share below is our reconstruction.
-(SuperFlow's share, proportional to sigma, is `step_weight: sigma`.)
+Source: CoCA, arXiv:2505.19196, reconstructed from secondary sources. (For SuperFlow's share, which
+is proportional to sigma, set `step_weight: sigma`.)
 """
 
 import torch
@@ -14,7 +14,7 @@ from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFuncti
 
 
 def nearness(trajectory: Trajectory) -> Float[Tensor, "B S"]:
-    """Return the cosine between each state and the last, for states of trained steps; else 0."""
+    """Return the cosine similarity of each state to the last, or 0 away from trained steps."""
     steps = trajectory.trained.any(0).nonzero().flatten().tolist()
     end = trajectory.state(trajectory.num_steps).flatten(1)
     near = torch.zeros(trajectory.rows.source_row.shape)
@@ -26,9 +26,9 @@ def nearness(trajectory: Trajectory) -> Float[Tensor, "B S"]:
 def shares(
     nearness: Float[Tensor, "B S"], trained: Float[Tensor, "B S-1"]
 ) -> Float[Tensor, "B S-1"]:
-    """Return by how much each step came nearer to the last state, with mean 1 over trained steps.
+    """Return the share of each step in the gain of nearness, with mean 1 over trained steps.
 
-    A step that led away gets 0. Where no trained step came nearer, all get 1.
+    A step that reduced the nearness gets 0. If no trained step raised it, all get 1.
     """
     gained = nearness.diff(dim=1).clamp(min=0) * trained
     mean = gained.sum(1, keepdim=True) / trained.sum(1, keepdim=True).clamp(min=1)
@@ -36,10 +36,10 @@ def shares(
 
 
 class Redistribute(CreditEstimator):
-    """Each step earns its share of the outcome's advantage. It needs advantages.scale given."""
+    """Each step earns its share of the outcome's advantage (needs advantages.scale: given)."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Compare the outcomes, then distribute their advantages over the steps."""
+        """Compute the advantages of the outcomes, then distribute them over the steps."""
         outcome, prompt = values([trajectory.num_steps])[:, 0], prompt_step_ids(trajectory)
         advantage = compare_in_groups(outcome, prompt[:, -1])
         trained = trajectory.trained

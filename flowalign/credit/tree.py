@@ -1,7 +1,7 @@
 """Credit a transition with the mean advantage of the leaves below it.
 
 Sources: TreeGRPO, arXiv:2512.08153 (children weighted by their log-probability); Dynamic-TreeRPO,
-arXiv:2509.23352v3, whose equations are not public: the plain mean is our reconstruction.
+arXiv:2509.23352v3 (plain mean, our reconstruction because its equations are not public).
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class LeafAdvantage(CreditEstimator):
-    """Each transition earns the mean advantage of the leaves below it, compared per prompt.
+    """Each transition earns the mean advantage of the leaves below it.
 
-    Branch compares transitions of equal depth instead. Credit by trees needs a `sampling.branching`
-    of flowalign.sampling.Tree, and advantages.scale given.
+    Advantages compare the leaves of a prompt; `Branch` compares transitions of equal depth instead.
+    The method needs `sampling.branching: Tree` and advantages.scale: given.
     """
 
     beta: PositiveFloat | None = None
-    """Null: leaves count alike. Otherwise children are weighted by softmax(beta * logp); TreeGRPO:
-    1."""
+    """Inverse temperature: children are weighted by softmax(beta * logp). TreeGRPO: 1. Null: all
+    leaves have equal weight."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Compare the outcomes and fuse their advantages; raise ValueError without shared steps."""
+        """Fuse the advantages of the leaves; raise ValueError if no samples share transitions."""
         if not bool((trajectory.shared & trajectory.trained.any(0)).any()):
             raise ValueError(
                 "credit by trees needs samples that share transitions: set "

@@ -1,4 +1,4 @@
-"""Credit steps with gains, and steps that turn a trajectory around with all that follows.
+"""Credit steps with their gains, and turning points with the whole remaining gain.
 
 Source: TP-GRPO, arXiv:2602.06422v1; code of YunzeTong/TurningPoint-GRPO.
 """
@@ -23,13 +23,15 @@ def turning_points(
     first_step: bool = True,
     dead_zone: float = 0.0,
 ) -> Float[Tensor, "B S-1 R"]:
-    """Return 1 where a step turns the trend, 0 or less elsewhere, NaN if a value is missing for it.
+    """Return 1 at turning points, 0 or less elsewhere, and NaN if a required value is missing.
 
-    Step k turns if gain_{k-1} goes against the overall gain V_T - V_0 and gain_k goes with it (Def.
-    4.1, constraint none) and the gain after it, V_T - V_{k+1}, has the sign of gain_k (Def. 5.1,
-    consistent: the last step never turns). The first step has no step before it and turns if its
-    gain has the sign of what follows, or, without constraint, of the overall gain. Changes of at
-    most `dead_zone`, the noise of the reward, have sign 0 and turn nothing.
+    Def. 4.1 (constraint none): step k is a turning point if gain_k has the sign of the overall gain
+    V_T - V_0 and gain_{k-1} has the opposite sign. Def. 5.1 (consistent) also requires that the
+    remaining gain V_T - V_{k+1} has the sign of gain_k, so the last step never is one.
+
+    The first step has no step before it. It is a turning point if its gain has the sign of the
+    remaining gain (consistent) or of the overall gain (none). Changes of at most `dead_zone`, the
+    noise level of the reward, have sign 0 and make no turning point.
     """
     gain = _trend(values.diff(dim=1), dead_zone)
     overall = _trend(values[:, -1:] - values[:, :1], dead_zone)
@@ -45,11 +47,11 @@ def turning_points(
 def balance_turning_points(
     turning: Float[Tensor, "B n R"], values: Float[Tensor, "B S R"], group_size: int
 ) -> Float[Tensor, "B n R"]:
-    """Keep as many turning points in rising as in falling trajectories of a group, zero the rest.
+    """Keep equal numbers of turning points in rising and falling trajectories of a group.
 
-    Those of the largest |V_T - V_0| stay; ties go to the earlier sample, then the earlier step. A
-    group that has only one kind keeps all. The reference code balances a micro-batch of mixed
-    prompts.
+    The turning points with the largest |V_T - V_0| stay, the rest become 0. Ties go to the earlier
+    sample, then the earlier step. A group with only rising or only falling turning points keeps all
+    of them. The released code balances micro-batches of mixed prompts instead.
     """
     overall = (values[:, -1:] - values[:, :1]).expand_as(turning)
     size = overall.reshape(-1, group_size * turning.shape[1], turning.shape[2])
@@ -66,7 +68,7 @@ def balance_turning_points(
 def turning_point_credit(
     values: Float[Tensor, "B S R"], turning: Float[Tensor, "B S-1 R"]
 ) -> Float[Tensor, "B S-1 R"]:
-    """Return V_T - V_k at turning points, V_{k+1} - V_k elsewhere, NaN where undecided."""
+    """Return V_T - V_k at turning points, V_{k+1} - V_k elsewhere, NaN where turning is NaN."""
     remaining = values[:, -1:] - values[:, :-1]
     credit = torch.where(turning > 0, remaining, values.diff(dim=1))
     return credit.masked_fill(turning.isnan(), torch.nan)
@@ -74,21 +76,23 @@ def turning_point_credit(
 
 @dataclass(frozen=True, kw_only=True)
 class TurningPoint(CreditEstimator):
-    """Each step earns its gain, and a step that turns the trend all that is gained from it on.
+    """Each step earns its gain, and a turning point earns the whole remaining gain.
 
-    V_0 is the value of the trajectory's own initial state; the reference code starts its ODE from
-    other noise, which compares unrelated images. Reward dimensions turn independently.
+    V_0 is the value of the trajectory's own initial state. The released code starts the ODE from
+    different noise, which compares unrelated images. Each reward dimension has its own turning
+    points.
     """
 
     constraint: Constraint = "consistent"
     """Definition of a turning point. consistent: Def. 5.1 of the paper. none: Def. 4.1."""
     first_step: bool = True
-    """Let the first step be a turning point."""
+    """Whether the first step can be a turning point. Default: true."""
     balance: bool = True
-    """Keep as many turning points of rising as of falling trajectories per prompt."""
+    """Whether to keep equal numbers of turning points in rising and falling trajectories of a
+    prompt. Default: true."""
     dead_zone: NonNegativeFloat = 0.0
-    """Largest change of value that has no sign, in units of the reward. 0 suits noiseless
-    rewards."""
+    """Largest change of value that counts as no change, in units of the reward. 0 suits rewards
+    without noise."""
 
     def __post_init__(self) -> None:
         """Reject a negative dead zone."""

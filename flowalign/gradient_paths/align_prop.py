@@ -13,9 +13,9 @@ from flowalign.types import GradientPath, PositiveFloat, Replay, SampleView, Uni
 
 @dataclass(frozen=True, kw_only=True)
 class AlignProp(GradientPath):
-    """Scores the sample, connected to all steps from a random one on, each through the next.
+    """Backpropagation through the sampler from a random step to the end.
 
-    Steps are given as shares of the rollout, because the published numbers are of 50 steps.
+    The step is given as a share of the rollout, because the published values refer to 50 steps.
 
     Source: AlignProp, arXiv:2310.03739.
     """
@@ -28,7 +28,7 @@ class AlignProp(GradientPath):
     """Standard deviation of `normal`, as a share of the steps. Default: 5 of 50."""
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample at the end of a chain of random length."""
+        """Yield the sample with the gradient of a chain of random length."""
         num_steps = replay.num_steps
         if self.truncation == "uniform":
             start = draw_int(0, num_steps - 1, generator)

@@ -1,4 +1,7 @@
-"""Direct-Align: one step from a state whose noise is known, and the clean latents it leads to."""
+"""Direct-Align: one denoising step from a state with known noise, and the clean latents after it.
+
+Source: SRPO, arXiv:2509.06942.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,28 +19,28 @@ from flowalign.types import GradientPath, PositiveInt, Range, Replay, SampleView
 
 @dataclass(frozen=True, kw_only=True)
 class DirectAlign(GradientPath):
-    """Noises the sample by known noise, takes one step of the policy, and removes the noise again.
+    """Gradient of one policy step on a sample with known noise, which is then removed exactly.
 
-    What is left looks clean at any noise level, unlike a prediction. `both` also takes a step
-    towards noise, at which a relative reward swaps its prompts.
+    The result looks clean at any noise level, unlike a one-step prediction. `both` also takes a
+    step towards noise. A relative reward swaps its prompts for that step.
 
-    The grid has `num_points` sigmas between two points of the sampler's schedule. Where the
-    released code's second step starts beyond the grid it misses the first by one point; here it
-    starts at the grid's end.
+    Noise levels come from a grid of `num_points` sigmas between two points of the sampler's
+    schedule. If the second step would start beyond the grid, it starts at the end of the grid. The
+    released code ends one point away from the first step in this case.
 
     Source: SRPO, arXiv:2509.06942; its code, Tencent-Hunyuan/SRPO. Defaults: its HPSv2.1 run.
     """
 
     directions: Literal["denoise", "both"] = "denoise"
-    """denoise: a step towards data. both: then one towards noise."""
+    """denoise: one step towards data. both: also one step towards noise."""
     schedule_steps: PositiveInt = 50
-    """Steps of the schedule that `window` counts in."""
+    """Number of steps of the schedule that `window` refers to."""
     window: tuple[PositiveInt, PositiveInt] = (5, 25)
     """First and last point of the schedule between which noise levels are drawn."""
     num_points: Annotated[int, Range(least=20, most=100_000)] = 1000
-    """Points of the grid between them."""
+    """Number of noise levels in the grid over `window`."""
     longest: Annotated[float, Range(above=0, most=1)] = 0.1
-    """Length of the step as a share of the grid, shorter near its ends."""
+    """Longest step, as a share of the grid. Steps near the ends of the grid are shorter."""
 
     def __post_init__(self) -> None:
         """Reject a window outside the schedule."""
@@ -49,23 +52,23 @@ class DirectAlign(GradientPath):
             )
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the latents after a step towards data, and after one towards noise."""
+        """Yield the latents after the step towards data, then after the step towards noise."""
         middle = draw_int(5, self.num_points - 5, generator)
         yield self._step(replay, *self.denoising(middle))
         if self.directions == "both":
             yield self._step(replay, *self.inverting(middle))
 
     def length(self, middle: int) -> int:
-        """Return the points that a step passes; `middle` counts points from the clean end."""
+        """Return the length of a step in points; `middle` counts points from the clean end."""
         return min(round(self.longest * self.num_points), self.num_points - middle, middle)
 
     def denoising(self, middle: int) -> tuple[int, int]:
-        """Return the points, from the noisy end, of a step towards data."""
+        """Return the start and end of a step towards data, in points from the noisy end."""
         clean = self.num_points - middle
         return clean - self.length(middle), clean
 
     def inverting(self, middle: int) -> tuple[int, int]:
-        """Return the points, from the noisy end, of a step towards noise."""
+        """Return the start and end of a step towards noise, in points from the noisy end."""
         clean = self.num_points - middle
         return min(clean + self.length(middle), self.num_points - 1), clean
 

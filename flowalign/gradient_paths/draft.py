@@ -15,9 +15,10 @@ from flowalign.types import GradientPath, PositiveInt, Replay, SampleView
 
 @dataclass(frozen=True, kw_only=True)
 class DRaFT(GradientPath):
-    """Scores the sample, connected to its last steps one after the other.
+    """Backpropagation through the last `last_steps` steps of the sampler.
 
-    With all steps it is the gradient of the whole sampler. Memory grows with `last_steps`.
+    If `last_steps` is the number of steps, this is the gradient of the whole sampler. Memory grows
+    linearly with `last_steps`.
 
     Source: DRaFT-K, arXiv:2309.17400.
     """
@@ -27,15 +28,15 @@ class DRaFT(GradientPath):
 
     @override
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample at the end of a chain of K steps."""
+        """Yield the sample with the gradient of its last K steps."""
         require_steps(f"DRaFT.last_steps {self.last_steps}", self.last_steps, replay.num_steps)
         yield SampleView(chain_steps(replay, replay.num_steps - self.last_steps))
 
 
 def chain_steps(replay: Replay, start: int) -> Float[Tensor, "n *latent"]:
-    """Return the sample with the gradient of all steps from `start` on, each through the next.
+    """Return the sample with the gradient of the chain of all steps from `start` on.
 
-    Every state keeps the value that the rollout reached.
+    Every state keeps its value from the rollout.
     """
     x, sigmas = replay.state(start), replay.sigmas
     for k in range(start, replay.num_steps):

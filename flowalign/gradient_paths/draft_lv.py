@@ -1,4 +1,4 @@
-"""DRaFT-LV: the last step, with further gradients from the sample noised again."""
+"""DRaFT-LV: backpropagation through the last step, also for re-noised copies of the sample."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from flowalign.types import GradientPath, NonNegativeInt, Replay, SampleView
 
 @dataclass(frozen=True, kw_only=True)
 class DRaFTLV(GradientPath):
-    """Scores the sample, connected to its last step, and copies of it that this step denoised anew.
+    """Backpropagation through the last step, for the sample and for re-noised copies of it.
 
-    More gradients for one rollout lower the variance.
+    Several gradients per rollout lower the variance.
 
     Source: DRaFT-LV, arXiv:2309.17400.
     """
 
     noised_copies: NonNegativeInt = 2
-    """Copies of each sample that are noised to the last step's level and denoised by it."""
+    """Number of copies of each sample that are noised to the last noise level and denoised."""
 
     @override
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample, and then its copies."""
+        """Yield the sample, then its copies."""
         k = replay.num_steps - 1
         sigma = replay.sigmas[k]
         first = predict_clean(replay.state(k), replay.velocity(k), sigma)

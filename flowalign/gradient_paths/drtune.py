@@ -1,4 +1,4 @@
-"""DRTune: few steps, none through another, and an early end."""
+"""DRTune: gradients of a few steps with detached network inputs, and an early end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from flowalign.types import GradientPath, PositiveInt, Replay, SampleView, UnitI
 
 @dataclass(frozen=True, kw_only=True)
 class DRTune(GradientPath):
-    """Scores the clean latents that a late step predicts, connected to evenly spaced steps.
+    """Gradient of evenly spaced steps, through the clean latents that a late step predicts.
 
-    The inputs of the network are detached, so that no gradient flows through one step to another.
+    The inputs of the network are detached, so no gradient flows from one step through another.
 
-    Source: DRTune, arXiv:2405.00760; numbers of FlowBP's comparison, arXiv:2606.11075.
+    Source: DRTune, arXiv:2405.00760; defaults of FlowBP's comparison, arXiv:2606.11075.
     """
 
     train_steps: PositiveInt = 3
-    """Number of steps that the gradient reaches, fewer if the rollout ends before."""
+    """Number of steps that the gradient reaches; fewer if the drawn end leaves fewer steps."""
     early_stop: UnitInterval = 0.4
-    """Share of last steps among which the end is drawn; 0: the last step."""
+    """Share of the last steps from which the predicting step is drawn. 0: the last step."""
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the prediction of the end."""
+        """Yield the clean latents that the last used step predicts."""
         num_steps, sigmas = replay.num_steps, replay.sigmas
         require_steps(f"DRTune.train_steps {self.train_steps}", self.train_steps, num_steps)
         stops = round(num_steps * self.early_stop)

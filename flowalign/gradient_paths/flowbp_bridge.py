@@ -1,4 +1,4 @@
-"""FlowBP-Bridge: few steps before and after a step j, through whose input some gradient flows."""
+"""FlowBP-Bridge: gradients of a few steps, linked through the network input at one step j."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,28 +25,28 @@ from flowalign.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBPBridge(GradientPath):
-    """Scores the sample, connected to random steps before j, to j, and to random steps after it.
+    """Gradient of random steps before j, of step j, and of random steps after j.
 
-    Those before also reach the sample through the network's input at j, damped.
+    The steps before j also reach the sample through the network's input at j, scaled by `alpha`.
 
     Source: FlowBP-Bridge, arXiv:2606.11075. Defaults: its SD3.5-M run; FLUX.1 takes bias 2, alpha
     0.1 and rescale 1.
     """
 
     leaps: Leaps = field(default_factory=UniformLeaps)
-    """How j is drawn, as the second step of a leap."""
+    """Distribution of j, which is the second step of the drawn pair."""
     active_steps: PositiveInt = 5
-    """Number of steps that the gradient reaches, divided like the steps before and after j; at
-    least 2."""
+    """Number of steps that the gradient reaches, at least 2. It is divided in proportion to the
+    numbers of steps before and after j."""
     bias: NonNegativeFloat = 4.0
-    """Within its part, step i is drawn in proportion to (i + 1)^bias."""
+    """Exponent of the draw: step i of a part has a probability proportional to (i + 1)^bias."""
     rescale: NonNegativeFloat = 0.0
-    """How far gradients make up for the inactive steps: 0 not at all, 1 entirely."""
+    """Strength with which gradients are scaled up for the inactive steps. 0: none, 1: fully."""
     alpha: UnitInterval = 0.5
     """Factor of the gradient through the network's input at j."""
 
     def __post_init__(self) -> None:
-        """Reject a bridge with one side."""
+        """Reject fewer than 2 active steps."""
         if self.active_steps < 2:
             raise ValueError(
                 f"recipe.gradient_path FlowBPBridge.active_steps is {self.active_steps}; it needs "
@@ -54,7 +54,7 @@ class FlowBPBridge(GradientPath):
             )
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample."""
+        """Yield the sample with the gradient of the drawn steps."""
         num_steps, active_steps = replay.num_steps, self.active_steps
         wanted = max(active_steps, self.leaps.fewest)
         require_steps(f"FlowBPBridge.active_steps {active_steps}", wanted, num_steps)
@@ -73,7 +73,7 @@ class FlowBPBridge(GradientPath):
     def draw_steps(
         self, j: int, num_steps: int, generator: torch.Generator
     ) -> tuple[list[int], list[int]]:
-        """Return the active steps before j, and those from j on, j first."""
+        """Return the active steps before j, and the active steps from j on."""
         early = divide_steps(self.active_steps, j, num_steps - j)
         before = draw_late_biased(j, early, self.bias, generator)
         others = self.active_steps - early - 1
@@ -82,9 +82,10 @@ class FlowBPBridge(GradientPath):
 
 
 def divide_steps(count: int, before: int, after: int) -> int:
-    """Return how many of `count` steps lie in the first of two parts of these lengths.
+    """Return the number of the `count` active steps that lie in the first part of a rollout.
 
-    They are divided in proportion, with at least one on each side and no more than fit.
+    Steps are divided in proportion to the lengths `before` and `after`. Each part gets at least
+    one step and at most its length.
     """
     share = round(count * before / (before + after))
     return min(max(share, 1, count - after), before, count - 1)

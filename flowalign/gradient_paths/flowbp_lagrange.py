@@ -1,4 +1,4 @@
-"""FlowBP-Lagrange: two leaps by quadrature over several steps each."""
+"""FlowBP-Lagrange: gradients of two leaps, each integrated over several steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,31 +29,32 @@ from flowalign.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBPLagrange(GradientPath):
-    """Scores the sample, connected by leaps that integrate the velocities of several steps.
+    """Gradient of two leaps that integrate the velocities of several steps.
 
-    A leap interpolates the velocity between its support points, of which the first few have a
-    gradient. It misses the rollout by less than LeapAlign's.
+    A leap integrates the polynomial through the velocities at its support points. Only the first
+    `active_points` of them have a gradient. It deviates less from the rollout than a leap of
+    LeapAlign.
 
     Source: FlowBP-Lagrange, arXiv:2606.11075. Defaults: its SD3.5-M run; FLUX.1 takes rescale 0.5.
     """
 
     leaps: Leaps = field(default_factory=DirichletLeaps)
-    """How k and j are drawn."""
+    """Distribution of the steps k and j at which the two leaps start."""
     order: PositiveInt = 3
-    """Most support points of a leap."""
+    """Largest number of support points of a leap."""
     active_points: PositiveInt = 2
-    """Number of first support points of a leap that the gradient reaches."""
+    """Number of support points that the gradient reaches, counted from the start of the leap."""
     other_scale: UnitInterval = 0.25
     """Factor of the gradient at active points other than the start of the leap."""
     rescale: NonNegativeFloat = 0.0
-    """How far gradients make up for inactive points: 0 not at all, 1 entirely."""
+    """Strength with which gradients are scaled up for the inactive points. 0: none, 1: fully."""
     alpha: UnitInterval = 0.1
     """Factor of the gradient through the network's input at j."""
     tau: PositiveFloat = 0.2
-    """Distance below which a leap counts as exact."""
+    """Lower bound of the distances between leap and rollout in a sample's weight. Default: 0.2."""
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample with its weight."""
+        """Yield the sample and its weight."""
         leaps, num_steps = self.leaps, replay.num_steps
         require_steps(f"FlowBPLagrange.leaps {type(leaps).__name__}", leaps.fewest, num_steps)
         k, j = leaps.draw(num_steps, generator)
@@ -68,7 +69,7 @@ class FlowBPLagrange(GradientPath):
     def integral(
         self, replay: Replay, start: int, stop: int, v: Float[Tensor, "n *latent"]
     ) -> Float[Tensor, "n *latent"]:
-        """Return the integral of the velocity from one step to another; v is that of the first."""
+        """Return the integral of the velocity from start to stop; `v` is the velocity at start."""
         points, sigmas = support_points(start, stop, self.order), replay.sigmas
         weights = lagrange_weights(sigmas[points], sigmas[start], sigmas[stop])
         active = len(points[: self.active_points])

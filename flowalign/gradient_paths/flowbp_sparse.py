@@ -1,4 +1,4 @@
-"""FlowBP-Sparse: few steps, drawn late, none through another."""
+"""FlowBP-Sparse: gradients of a few, mostly late steps with detached network inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from flowalign.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBPSparse(GradientPath):
-    """Scores the sample, connected to random steps with the weights of the Euler sampler.
+    """Gradient of random steps, each weighted as in the Euler sampler.
 
     Source: FlowBP-Sparse, arXiv:2606.11075. Defaults: its SD3.5-M run; FLUX.1 takes 3 steps, bias
     2 and rescale 1.
@@ -32,12 +32,12 @@ class FlowBPSparse(GradientPath):
     active_steps: PositiveInt = 4
     """Number of steps that the gradient reaches."""
     bias: NonNegativeFloat = 1.0
-    """Step i is drawn in proportion to (i + 1)^bias; 0: uniformly."""
+    """Exponent of the draw: step i has a probability proportional to (i + 1)^bias. 0: uniform."""
     rescale: NonNegativeFloat = 0.5
-    """How far gradients make up for the inactive steps: 0 not at all, 1 entirely."""
+    """Strength with which gradients are scaled up for the inactive steps. 0: none, 1: fully."""
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample."""
+        """Yield the sample with the gradient of the drawn steps."""
         num_steps, active_steps = replay.num_steps, self.active_steps
         require_steps(f"FlowBPSparse.active_steps {active_steps}", active_steps, num_steps)
         active = draw_late_biased(num_steps, active_steps, self.bias, generator)

@@ -1,4 +1,4 @@
-"""LeapAlign: two leaps of one step each, from k to j and from j to the end."""
+"""LeapAlign: gradients of two Euler leaps, from step k to j and from j to the end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,23 +18,23 @@ from flowalign.types import GradientPath, PositiveFloat, Replay, SampleView, Uni
 
 @dataclass(frozen=True, kw_only=True)
 class LeapAlign(GradientPath):
-    """Scores the sample, connected to steps k and j by Euler leaps over those between.
+    """Gradient of two Euler leaps, from step k to step j and from j to the end.
 
-    The part of the gradient that flows through the network at j is damped, and samples whose leaps
-    miss the rollout count less.
+    The gradient through the network's input at j is scaled by `alpha`. A sample gets a lower weight
+    the further its leaps deviate from the rollout.
 
-    Source: LeapAlign, arXiv:2604.15311; FlowBP's code of it.
+    Source: LeapAlign, arXiv:2604.15311, as implemented in FlowBP's code.
     """
 
     leaps: Leaps = field(default_factory=UniformLeaps)
-    """How k and j are drawn."""
+    """Distribution of the steps k and j at which the two leaps start."""
     alpha: UnitInterval = 0.3
     """Factor of the gradient through the network's input at j."""
     tau: PositiveFloat = 0.1
-    """Distance below which a leap counts as exact."""
+    """Lower bound of the distances between leap and rollout in a sample's weight. Default: 0.1."""
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample with its weight."""
+        """Yield the sample and its weight."""
         leaps, num_steps = self.leaps, replay.num_steps
         require_steps(f"LeapAlign.leaps {type(leaps).__name__}", leaps.fewest, num_steps)
         k, j = leaps.draw(num_steps, generator)

@@ -1,4 +1,4 @@
-"""Draw the two steps k < j of a rollout between which a leap is made."""
+"""Draw the two steps k < j of a rollout at which leaps start."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from flowalign.types.ranges import PositiveFloat, PositiveInt
 
 
 class Leaps(ABC):
-    """Draws a pair of steps."""
+    """Distribution of a pair of steps."""
 
     fewest: ClassVar[int] = 2
-    """Fewest steps of a rollout among which a pair can be drawn."""
+    """Smallest number of rollout steps from which a pair can be drawn."""
 
     @abstractmethod
     def draw(self, num_steps: int, generator: torch.Generator) -> tuple[int, int]:
@@ -22,7 +22,7 @@ class Leaps(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class UniformLeaps(Leaps):
-    """Draws two distinct steps uniformly. Source: LeapAlign, arXiv:2604.15311."""
+    """Uniform distribution of two distinct steps. Source: LeapAlign, arXiv:2604.15311."""
 
     def draw(self, num_steps: int, generator: torch.Generator) -> tuple[int, int]:
         """Return two distinct steps in order."""
@@ -32,9 +32,9 @@ class UniformLeaps(Leaps):
 
 @dataclass(frozen=True, kw_only=True)
 class DirichletLeaps(Leaps):
-    """Divides the rollout in three parts by a Dirichlet draw: after j, from k to j, and before k.
+    """Dirichlet distribution of the parts before k, from k to j, and after j.
 
-    The defaults are those of FlowBP-Lagrange's SD3.5 run. Source: FlowBP, arXiv:2606.11075.
+    Defaults: FlowBP-Lagrange's SD3.5 run. Source: FlowBP, arXiv:2606.11075.
     """
 
     fewest: ClassVar[int] = 3
@@ -46,13 +46,13 @@ class DirichletLeaps(Leaps):
     before: PositiveFloat = 2.0
     """Concentration of the part before k."""
     latest: PositiveInt | None = 10
-    """Most steps from j to the end of the rollout; a longer part moves k and j later by the
-    excess. Null: no limit."""
+    """Largest number of steps from j to the end of the rollout. If the draw exceeds it, k and j
+    move later. Null: no limit."""
 
     def draw(self, num_steps: int, generator: torch.Generator) -> tuple[int, int]:
-        """Return two steps whose distances follow the proportions, each part at least one step."""
-        # Gamma draws consume a varying number of random numbers. With a generator of their own,
-        # the draws that follow do not depend on them. torch.distributions takes no generator.
+        """Return k and j from a Dirichlet draw; each of the three parts has at least one step."""
+        # Gamma draws consume a varying number of random numbers. A separate generator keeps later
+        # draws independent of them. torch.distributions takes no generator.
         seed = int(torch.randint(0, 2**31, (1,), generator=generator))
         own = torch.Generator().manual_seed(seed)
         concentration = torch.tensor([[self.after, self.between, self.before]])
@@ -66,10 +66,10 @@ class DirichletLeaps(Leaps):
 
 
 def _round_to_sum(shares: torch.Tensor, whole: int) -> list[int]:
-    """Return whole numbers, each at least 1, that add up to `whole` in about these shares."""
+    """Return integers of at least 1 in about the given shares, with the sum `whole`."""
     lengths = (shares * whole).round().long()
     lengths[shares.argmax()] += whole - lengths.sum()
-    # Rounding may miss the sum, and a short part become 0: the largest part makes up for both.
+    # Rounding may miss the sum or give 0. The largest part absorbs both corrections.
     lengths = lengths.clamp(min=1)
     lengths[lengths.argmax()] += whole - lengths.sum()
     return lengths.tolist()

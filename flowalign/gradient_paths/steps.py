@@ -14,7 +14,7 @@ def require_steps(what: str, wanted: int, num_steps: int) -> None:
 
 
 def draw_int(low: int, high: int, generator: torch.Generator) -> int:
-    """Return a uniform draw of low ... high, both included."""
+    """Return a uniform draw from low ... high, both included."""
     return int(torch.randint(low, high + 1, (1,), generator=generator))
 
 
@@ -33,7 +33,7 @@ def draw_late_biased(
 
 
 def draw_evenly_spaced(num_steps: int, count: int, generator: torch.Generator) -> list[int]:
-    """Return `count` steps at equal distances of num_steps // count, the first drawn uniformly."""
+    """Return `count` steps spaced by num_steps // count; the first is drawn uniformly."""
     if count >= num_steps:
         return list(range(num_steps))
     stride = num_steps // count

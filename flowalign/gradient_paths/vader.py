@@ -1,4 +1,4 @@
-"""VADER: one step of the sampler; videos are scored by few of their frames."""
+"""VADER: gradient of one sampler step, with rewards on a few frames of a video."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from flowalign.types import GradientPath, NonNegativeInt, Replay, SampleView
 
 @dataclass(frozen=True, kw_only=True)
 class VADER(GradientPath):
-    """Scores the sample, connected to one step; later steps are passed unchanged.
+    """Gradient of one sampler step, which later steps pass through unchanged.
 
-    Which frames are decoded is `recipe.frames`; VADER takes a random one. Its sampler is
-    stochastic DDIM; rollouts here are deterministic.
+    `recipe.frames` chooses the decoded frames; VADER decodes a random one. The paper samples with
+    stochastic DDIM, but rollouts here are deterministic.
 
     Source: VADER, arXiv:2407.08737.
     """
 
     step: Literal["last", "random"] | NonNegativeInt = "last"
-    """Step that the gradient reaches: the last, a random one, or the one with this index."""
+    """Step that the gradient reaches: the last, a random one, or a step index."""
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample."""
+        """Yield the sample with the gradient of one step."""
         last = replay.num_steps - 1
         k = last if self.step == "last" else self.step
         if isinstance(k, str):

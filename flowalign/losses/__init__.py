@@ -1,7 +1,7 @@
 """Losses that update a policy, one file per published loss.
 
-`policy_gradient` learns from transitions of rollouts, `matching` from noised clean latents,
-`reward_gradient` from the gradient of rewards.
+`policy_gradient` trains on transitions of rollouts, `matching` on noised clean latents, and
+`reward_gradient` on the gradient of rewards.
 """
 
 from flowalign.utils.exports import lazy_exports

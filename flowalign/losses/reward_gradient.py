@@ -1,4 +1,4 @@
-"""Turn the weighted reward of each sample into a loss whose gradient is followed."""
+"""Losses of the weighted reward, for training with reward gradients."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from flowalign.types import FiniteFloat
 
 
 class RewardLoss(ABC):
-    """Maps weighted rewards to losses."""
+    """Map from weighted rewards to losses."""
 
     @abstractmethod
     def __call__(self, reward: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
@@ -19,7 +19,7 @@ class RewardLoss(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Maximise(RewardLoss):
-    """Takes -reward. Source: DRaFT, arXiv:2309.17400."""
+    """Negative reward. Source: DRaFT, arXiv:2309.17400."""
 
     def __call__(self, reward: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         """Return -reward."""
@@ -28,14 +28,14 @@ class Maximise(RewardLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class Margin(RewardLoss):
-    """Takes relu(margin - reward): samples that are good enough are left alone.
+    """Hinge relu(margin - reward), which is 0 for samples with a sufficient reward.
 
-    Source: ReFL, arXiv:2304.05977, with 2 for ImageReward; FlowBP, arXiv:2606.11075, with 0.55 and
-    SRPO, arXiv:2509.06942, with 0.7 for HPSv2.1.
+    Source: ReFL, arXiv:2304.05977, with margin 2 for ImageReward; FlowBP, arXiv:2606.11075, with
+    0.55 and SRPO, arXiv:2509.06942, with 0.7 for HPSv2.1.
     """
 
     margin: FiniteFloat
-    """Reward from which on a sample has no gradient."""
+    """Reward above which a sample has no gradient."""
 
     def __call__(self, reward: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         """Return relu(margin - reward)."""
@@ -44,10 +44,10 @@ class Margin(RewardLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class Distance(RewardLoss):
-    """Takes |reward - target|. Source: AlignProp, arXiv:2310.03739, with 10 for aesthetics."""
+    """Distance |reward - target|. Source: AlignProp, arXiv:2310.03739, with 10 for aesthetics."""
 
     target: FiniteFloat
-    """Reward that is wanted."""
+    """Desired reward."""
 
     def __call__(self, reward: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         """Return |reward - target|."""

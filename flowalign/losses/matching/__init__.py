@@ -1,5 +1,5 @@
 """Losses on noised clean latents: preferences (DPO, KTO, ...), SFT, and forward-process RL.
 
-They see residuals (prediction - target) of the policy and the reference and a minibatch of
-examples; the training loop evaluates the networks.
+A loss receives a minibatch of examples and the residuals (prediction - target) of the policy and
+the reference. The training loop evaluates the networks.
 """

@@ -1,7 +1,7 @@
-"""Match samples with their advantage as weight (AWM), in ratio to an old policy (EPG).
+"""Match samples weighted by their advantage (AWM), or by the ratio to an old policy (EPG).
 
 Source: AWM, arXiv:2509.25050, and code of scxue/advantage_weighted_matching. EPG, arXiv:2602.04663,
-of whose code we know a port, is the weighting `uniform` with `ratio_to` old, without `clip`.
+is `weighting: uniform` with `ratio_to: old` and `clip: null`; we know its code only from a port.
 """
 
 from dataclasses import dataclass
@@ -24,25 +24,26 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class AWM(MatchingLoss):
-    """Averages weight * max(-r A, -clip(r) A) over rows, and holds the policy near an average.
+    """Mean of weight * max(-r A, -clip(r) A) over rows, plus an anchor to an average of the policy.
 
-    r is the ratio of the likelihoods that `weighting` says, one per noise level, A the advantage
-    times `advantage_scale`. Two anchors bound what negative advantages would otherwise drive
-    without end: `anchor_weight`, and `recipe.kl`, published as .001 (GenEval) and .003 (text).
+    r is the likelihood ratio under `weighting`, one per noise level, and A is the advantage times
+    `advantage_scale`. Errors with negative advantages would grow without bound. Two anchors prevent
+    this: `anchor_weight`, and `recipe.kl`, published as 0.001 (GenEval) and 0.003 (text).
     """
 
     weighting: Weighting = "generalised_huber"
-    """Function of the error that stands for minus the log-likelihood, see `negative_elbo`."""
+    """Function of the error that approximates the negative log-likelihood, see `negative_elbo`."""
     ratio_to: Literal["policy", "old"] = "policy"
-    """policy: the ratio is 1 and only carries the gradient, which is exact for the first update of
-    a step. old: to `recipe.old`, for several updates per step with a copy once per step."""
+    """Denominator of the ratio. policy: the ratio is 1 and only carries the gradient, which is
+    exact for the first update of a training step. old: `recipe.old`, for several updates per
+    training step with one copy per step."""
     clip: PositiveFloat | None = 1.0
-    """Bound on |r - 1| in the advantage's direction; 1 hardly ever acts. Null: none."""
+    """Bound on |r - 1| in the advantage's direction. 1 rarely has an effect. Null: none."""
     advantage_scale: PositiveFloat = 0.2
-    """Factor on the advantages; .2 brings those clipped at 5 into [-1, 1], as in the paper."""
+    """Factor on the advantages. 0.2 maps advantages clipped at 5 into [-1, 1], as in the paper."""
     anchor_weight: NonNegativeFloat = 1.0
-    """Weight of the mean square between the velocities of policy and `recipe.anchor`, an average
-    that follows fast: decay min(.3, .001 n). 0: none."""
+    """Weight of the mean squared difference between the velocities of the policy and
+    `recipe.anchor`, a fast average with decay min(0.3, 0.001 n). 0: none."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive, and an anchor weight below 0."""
@@ -55,7 +56,7 @@ class AWM(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require advantages, and the averages that the settings name."""
+        """Require advantages, and the old policy and the anchor if the settings use them."""
         return Requirements(
             reference=False,
             old=self.ratio_to == "old",
@@ -89,7 +90,7 @@ class AWM(MatchingLoss):
         sigma = residuals.required_sigma
         energy = negative_elbo(residuals.policy, sigma, self.weighting)
         if self.ratio_to == "policy":
-            # It is 0, a ratio of 1; only its gradient counts.
+            # The value is 0, a ratio of 1. The expression only carries the gradient.
             return energy.detach() - energy
         with torch.no_grad():
             old = negative_elbo(residuals.required_old, sigma, self.weighting)

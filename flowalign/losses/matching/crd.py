@@ -1,7 +1,7 @@
 """Regress implicit rewards, centred within groups, on centred rewards (CRD).
 
-Source: CRD, arXiv:2603.14128, as X-GenGroup/Flow-Factory implements it. There means are over
-whatever rows a micro-batch holds; here over groups, which is the method's own definition.
+Source: CRD, arXiv:2603.14128, as implemented in X-GenGroup/Flow-Factory. That code centres over the
+rows of a micro-batch. Here rewards are centred over groups, as the paper defines it.
 """
 
 from dataclasses import dataclass, replace
@@ -28,26 +28,28 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class CRD(MatchingLoss):
-    """Averages weight * (advantage_max * crd + KL) over rows; the KL is to the reference.
+    """Mean of weight * (advantage_max * crd + KL to the reference) over rows.
 
-    Published: an old policy with start .25 and slope .005 to .999, samples of a second average with
-    flat 75 and slope .0075 to .999 (`recipe.behaviour`), and a `GuidedReference`.
+    Published settings: `recipe.old` has decay start 0.25 and slope 0.005 up to 0.999. The samples
+    come from a second average (`recipe.behaviour`) with flat 75 and slope 0.0075 up to 0.999. The
+    reference is a `GuidedReference`.
     """
 
     beta: PositiveFloat = 1.0
     """Scale of the implicit rewards."""
     advantage_max: PositiveFloat = 5.0
-    """Advantage from which on a sample counts as optimal; also the scale of the loss."""
+    """Advantage above which a sample counts as optimal; also the scale of the loss."""
     form: Literal["mse", "bce"] = "mse"
     """Distance between implicit and given rewards, see `crd`."""
     kl: NonNegativeFloat = 0.1
-    """Weight of the mean square between the velocities of policy and reference, of optimal samples;
-    0: none."""
+    """Weight of the mean squared difference between the velocities of policy and reference, for
+    optimal samples. 0: none."""
     least_kl: NonNegativeFloat = 1e-4
-    """That of the worst samples; equal to `kl` it does not depend on the reward."""
+    """Weight of this term for the worst samples. If it equals `kl`, the weight is independent of
+    the reward."""
 
     def __post_init__(self) -> None:
-        """Reject settings that are not positive, and a range of KL weights that is empty."""
+        """Reject settings that are not positive, and a least_kl above kl."""
         require_positive(beta=self.beta, advantage_max=self.advantage_max)
         if not (self.kl == 0 or 0 <= self.least_kl <= self.kl):
             raise ValueError(

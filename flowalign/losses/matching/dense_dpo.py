@@ -1,4 +1,4 @@
-"""Train on pairs of videos either of which may be better in some segments (DenseDPO).
+"""Train on pairs of videos with one preference per segment (DenseDPO).
 
 Source: DenseDPO, arXiv:2506.03517.
 """
@@ -19,13 +19,13 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class DenseDPO(MatchingLoss):
-    """Averages -weight log sigmoid(segment_margin) over pairs; undecided pairs contribute 0.
+    """Mean of -weight log sigmoid(segment_margin) over pairs; undecided pairs contribute 0.
 
-    The logged `implicit_accuracy` and `margin` are those of the segments.
+    The logged `implicit_accuracy` and `margin` refer to segments.
     """
 
     beta: PositiveFloat = 2000.0
-    """DPO's beta; where one video is better throughout, the loss has DPO's value."""
+    """DPO's beta. If one video is better in all segments, the loss equals DPO's."""
 
     def __post_init__(self) -> None:
         """Reject a beta that is not positive."""

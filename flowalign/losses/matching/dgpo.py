@@ -1,4 +1,4 @@
-"""Prefer the better samples of a group to the worse ones (DGPO).
+"""Prefer the better samples of a group over the worse ones (DGPO).
 
 Source: DGPO, arXiv:2510.08425, and code of Luo-Yihong/DGPO.
 """
@@ -24,26 +24,27 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class DGPO(MatchingLoss):
-    """Averages -weight * log sigmoid(-z) over groups, z = beta mean(A (l - l_ref)).
+    """Mean of -weight * log sigmoid(-z) over groups, z = beta mean(A (l - l_ref)).
 
-    Its gradient is divided by beta, as in their code. The rows of a group share noise and time.
+    The gradient is divided by beta, as in the released code. The rows of a group share their noise
+    and time.
     """
 
     beta: PositiveFloat = 100.0
     """Sharpness of the preference. Published: 100 (GenEval, text), 10 (PickScore), and 2000 without
     guidance, relative to `old`."""
     clip: PositiveFloat | None = 0.01
-    """Bound on exp(l_old - l) - 1 in the advantage's direction, beyond which a row has no gradient.
+    """Bound on exp(l_old - l) - 1 in the advantage's direction. Rows beyond it have no gradient.
     Published: 5e-2 to 1e-5. Null: none."""
     relative_to: Literal["reference", "old"] = "reference"
-    """Whose errors are l_ref: the reference's, or those of `recipe.old`, which follows fast: decay
-    min(.3, .001 n)."""
+    """Model of the errors l_ref. reference: the frozen reference. old: `recipe.old`, a fast average
+    with decay min(0.3, 0.001 n)."""
     drift: NonNegativeFloat = 0.0
-    """Weight of mean (l - l_ref)^2, which holds errors near the reference's. TDM-R1: .001; DGPO:
-    0."""
+    """Weight of mean (l - l_ref)^2, which keeps errors near the reference's errors. TDM-R1: 0.001;
+    DGPO: 0."""
     runaway: PositiveFloat | None = None
-    """Largest (l - l_ref)^2 of a row that has moved the way of its advantage, beyond which it has
-    no gradient. TDM-R1: .05. Null: none."""
+    """Largest (l - l_ref)^2 of a row that has moved in the direction of its advantage. Rows beyond
+    it have no gradient. TDM-R1: 0.05. Null: none."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive."""
@@ -55,7 +56,7 @@ class DGPO(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require advantages and whole groups of one noise; the loss starts at log 2."""
+        """Require advantages and whole groups with shared noise; the loss starts at log 2."""
         return Requirements(
             reference=self.relative_to == "reference",
             old=self.clip is not None or self.relative_to == "old",
@@ -69,7 +70,7 @@ class DGPO(MatchingLoss):
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        """Return the mean loss over rows with the gradient of their code, and scalars."""
+        """Return the mean loss over rows, and detached scalars for the log."""
         base = residuals.required_old if self._from_old else residuals.required_reference
         advantage, error = batch.required_advantage, sample_error(residuals.policy)
         reference = sample_error(base)
@@ -79,7 +80,7 @@ class DGPO(MatchingLoss):
         stopped = self._mask_moved(residuals, error, reference, advantage)
         descent = (batch.weight * dgpo(error, advantage, preference, stopped)).mean()
         value = (batch.weight * sigmoid_link(-preference)).mean()
-        # The value is that of the group loss, the gradient that of `dgpo`, computed by row.
+        # The value comes from the group loss, the gradient from `dgpo`, which works by row.
         loss = value + (descent - descent.detach())
         drift = (batch.weight * (error - reference).square()).mean()
         loss = loss + self.drift * drift if self.drift else loss
@@ -95,7 +96,7 @@ class DGPO(MatchingLoss):
     def _mask_moved(
         self, residuals: Residuals, error: Tensor, reference: Tensor, advantage: Tensor
     ) -> Tensor:
-        """Return which rows have no gradient, because they have moved far enough."""
+        """Return True for rows that have moved far enough and get no gradient."""
         stopped = torch.zeros_like(advantage, dtype=torch.bool)
         if self.clip is not None:
             old = sample_error(residuals.required_old)

@@ -1,7 +1,7 @@
-"""Train on preference pairs (DPO): of two media, the preferred one is to be denoised better.
+"""Train on preference pairs (DPO): lower the denoising error of the preferred sample.
 
-Source: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, whose beta is the same at all
-times: with the weight (1 - sigma)^2 that theory gives, it was worse and hacked rewards.
+Sources: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, for a constant beta at all
+times. Flow-DPO reports worse results and reward hacking with the theoretical weight (1 - sigma)^2.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,14 @@ from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBeta:
-    """Adapts beta to the size of the margins, see `auto_beta`; starts at `high`.
+    """Beta that adapts to the size of the margins, see `auto_beta`; it starts at `high`.
 
-    The bounds are ours, for mean errors: a tenth of the least and twice the largest published beta.
+    The bounds are our choice, for mean errors: a tenth of the smallest and twice the largest
+    published beta.
     """
 
     target: Annotated[float, Range(above=0, below=0.5)] = 0.2
-    """Factor by which the gradient of a typical pair in the right order has shrunk, in (0, 0.5)."""
+    """Factor sigmoid(-z) on the gradient of a typical correctly ordered pair, in (0, 0.5)."""
     low: PositiveFloat = 10.0
     high: PositiveFloat = 10_000.0
 
@@ -53,26 +54,26 @@ class AutoBeta:
             )
 
     def at(self, typical_margin: float) -> float:
-        """Return the beta for margins of this typical size per unit of beta / 2."""
+        """Return the beta for a typical margin, given per unit of beta / 2."""
         return min(max(auto_beta(typical_margin, self.target), self.low), self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(MatchingLoss):
-    """Averages weight * link(z) over pairs, z = -beta/2 ((l_w - r_w) - (l_l - r_l)).
+    """Mean of weight * link(z) over pairs, z = -beta/2 ((l_w - r_w) - (l_l - r_l)).
 
-    l is the policy's mean error, r the reference's. A pair with an unknown score of `margin` gets
-    weight 0 and is counted in `margin_unknown`.
+    l is the policy's mean error, r the reference's, w the winner and l the loser. A pair with an
+    unknown score in `margin` gets weight 0 and is counted in `margin_unknown`.
     """
 
     beta: PositiveFloat | AutoBeta = 2000.0
-    """Scale of the implicit margin: how soon a margin is enough. See `implicit_margin` for
-    published values."""
+    """Scale of the implicit margin. Larger values saturate the loss earlier. Published: 5000
+    (SD1.5, SDXL), 2000 and 100 (flow matching)."""
     link: Link = field(default_factory=Sigmoid)
     margin: Mapping[str, FiniteFloat] = field(default_factory=dict)
-    """MODPO: weights of other reward dimensions, whose scores explain a part of the preference."""
+    """MODPO: weights of other reward dimensions that explain a part of the preference."""
     margin_weight: PositiveFloat = 1.0
-    """MODPO: weight of the dimension that the preference is about."""
+    """MODPO: weight of the dimension that the preference refers to."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive, and a margin_weight without margin."""
@@ -113,7 +114,7 @@ class DPO(MatchingLoss):
 def score_margin(
     scores: Mapping[str, Float[Tensor, "n"]], weights: Mapping[str, float]
 ) -> tuple[Float[Tensor, "m"], Bool[Tensor, "m"]]:
-    """Return the winners' weighted lead in these scores, 0 if unknown, and whether it is known."""
+    """Return the weighted score difference of winner and loser, 0 if unknown, and a known mask."""
     winner, loser = weighted_score(scores, weights).chunk(2)
     known = (winner - loser).isfinite()
     return torch.where(known, winner - loser, 0.0), known

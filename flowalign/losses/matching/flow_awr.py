@@ -1,6 +1,6 @@
-"""Match targets between the old policy and the sample, by a softmax over the group (FlowAWR).
+"""Match targets between old policy and sample, weighted by a softmax over the group (FlowAWR).
 
-Source: FlowAWR, arXiv:2606.30376, as the documents of a reproduction describe it.
+Source: FlowAWR, arXiv:2606.30376, as described in the documentation of a reproduction.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,16 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class FlowAWR(MatchingLoss):
-    """Averages weight * advantage_weighted_regression over rows.
+    """Mean of weight * advantage_weighted_regression over rows.
 
-    The weights are G softmax(A / temperature) - 1 within each group of G. Advantages in units of
-    the deviation over the batch give the reproduction's; it adds `recipe.kl` 1e-4 and samples from
-    the old policy, with slope .001 to .5.
+    The weights are G softmax(A / temperature) - 1 within each group of G. The reproduction divides
+    advantages by the batch standard deviation, adds `recipe.kl` 1e-4, and samples from the old
+    policy, with decay slope 0.001 up to 0.5.
     """
 
     temperature: PositiveFloat = 1.0
-    """Temperature in units of the advantage. At low ones the best sample's weight nears G - 1."""
+    """Temperature in units of the advantage. At low temperatures the best sample's weight
+    approaches G - 1."""
 
     def __post_init__(self) -> None:
         """Reject a temperature that is not positive."""

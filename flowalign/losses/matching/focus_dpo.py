@@ -1,6 +1,6 @@
-"""Train on pairs where they show their subject, in places that change with the noise level.
+"""Train on pairs with errors weighted towards the subject of the prompt (FocusDPO).
 
-Source: FocusDPO, arXiv:2509.01181, whose weights are not published: a reconstruction.
+Source: FocusDPO, arXiv:2509.01181, a reconstruction because its weights are not published.
 """
 
 from dataclasses import dataclass, field
@@ -18,24 +18,27 @@ from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval
 
 @dataclass(frozen=True, kw_only=True)
 class FocusDPO(MatchingLoss):
-    """Averages weight * link(margin) over pairs, with errors that are weighed place by place.
+    """Mean of weight * link(margin) over pairs, with spatially weighted errors.
 
-    The mask of a row says how surely each place shows the subject of the request, such as the map
-    of `reward_models.SubjectFocus`; `focus_weights` makes weights of it.
+    The mask of a row gives the probability that each latent position shows the subject of the
+    request, for example from `reward_models.SubjectFocus`. `focus_weights` turns it into weights
+    that depend on the noise level.
 
     Source: FocusDPO, arXiv:2509.01181, a reconstruction.
     """
 
     beta: PositiveFloat = 5000.0
     floor: UnitInterval = 0.2
-    """Weight of places that do not show the subject, where the largest is 1. 1: plain DPO."""
+    """Weight of latent positions outside the subject, relative to the largest weight. 1: plain
+    DPO."""
     window: PositiveInt = 5
-    """Latent places along a side, an odd number, over which the focus is spread at pure noise."""
+    """Side of the square over which the weights are averaged at pure noise, an odd number of latent
+    positions."""
     link: Link = field(default_factory=Sigmoid)
-    """Function of the margin that is averaged."""
+    """Loss of the margin. Default: DPO's sigmoid."""
 
     def __post_init__(self) -> None:
-        """Reject a beta that is not positive and windows without a centre."""
+        """Reject a beta that is not positive, and an even window."""
         require_positive(beta=self.beta)
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}; it must be odd, to have a centre")

@@ -1,7 +1,7 @@
-"""Let the push away from losers be no longer than the pull towards winners (CPO).
+"""Limit the gradient of the loser to the length of the winner's gradient (CPO).
 
-Source: CPO, arXiv:2601.04300, which balances the gradients of winner and loser. Its rule could not
-be read: a reconstruction.
+Source: CPO, arXiv:2601.04300, which balances the gradients of winner and loser. Its exact rule was
+not available to us, so this one is a reconstruction.
 """
 
 from dataclasses import dataclass, replace
@@ -17,27 +17,27 @@ from flowalign.types.loss import Loss
 
 @dataclass(frozen=True, kw_only=True)
 class GradientBalance(MatchingLoss):
-    """Wraps a loss of pairs: the value stays the same, the gradient on losers is scaled down.
+    """Wrapper of a pair loss that scales down the gradient on losers and keeps the value.
 
-    Meant for pairs of one latent with two targets. There a policy that has met the winner's target
-    would otherwise still be pushed away from the loser's, past it.
+    It is meant for pairs of one latent with two targets. Without it, a policy that has reached the
+    winner's target is still pushed away from the loser's target and overshoots.
     """
 
     inner: MatchingLoss
 
     def __post_init__(self) -> None:
-        """Reject an inner loss that has no pairs."""
+        """Reject an inner loss that does not compare pairs."""
         require_pairs(self.inner)
 
     @property
     @override
     def requirements(self) -> Requirements:
-        """Return those of the inner loss."""
+        """Return the requirements of the inner loss."""
         return self.inner.requirements
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        """Return the inner loss, and its scalars for the log with the mean scale of losers."""
+        """Return the inner loss, and its scalars for the log plus the mean scale of losers."""
         winner, loser = residuals.policy.chunk(2)
         scale = balancing_scale(winner, loser)
         balanced = torch.cat([winner, scale_row_gradients(loser, scale)])

@@ -21,9 +21,9 @@ GROUP_ADVANTAGES = Requirements(
 def gather_groups(
     batch: Examples, context: LossContext, *values: Float[Tensor, "n"]
 ) -> tuple[Bool[Tensor, "n N"], list[Float[Tensor, "N"]]]:
-    """Return which rows of all processes share a row's group, and values of all rows, constant."""
+    """Return the mask of rows on all processes in the same group, and their detached values."""
     group = batch.required_group
-    # One exchange for all columns, in float64 because it holds ids of groups exactly.
+    # One gather for all columns. float64 represents the integer group ids exactly.
     table = torch.stack([group.double(), *(v.detach().double() for v in values)], 1)
     everyone = context.gather(table).to(group.device)
     columns = [column.to(v) for column, v in zip(everyone.T[1:], values, strict=True)]
@@ -31,7 +31,7 @@ def gather_groups(
 
 
 def require_groups_here(batch: Examples, context: LossContext, loss: str) -> Bool[Tensor, "n n"]:
-    """Return which rows share a row's group.
+    """Return the mask of rows in the same group.
 
     Raises:
         ValueError: A group has rows on other processes.

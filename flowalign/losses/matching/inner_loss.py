@@ -1,4 +1,4 @@
-"""Check the loss that another one wraps."""
+"""Check the inner loss of a wrapper."""
 
 from flowalign.types import MatchingLoss
 

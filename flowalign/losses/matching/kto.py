@@ -1,4 +1,4 @@
-"""Train on media with binary labels, desirable or not, without pairs (Diffusion-KTO).
+"""Train on single samples with binary labels, desirable or not (Diffusion-KTO).
 
 Source: Diffusion-KTO, arXiv:2404.04465, and code of jacklishufan/diffusion-kto.
 """
@@ -20,10 +20,10 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(MatchingLoss):
-    """Averages weight * kto over rows, relative to the mean gain over the rows of all processes."""
+    """Mean of weight * kto over rows, with the mean gain over all processes as baseline."""
 
     beta: PositiveFloat = 1000.0
-    """Scales the full error difference; equals DPO's beta / 2."""
+    """Scale of the full error difference; equals DPO's beta / 2."""
     utility: Utility = "sigmoid"
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
@@ -41,7 +41,7 @@ class KTO(MatchingLoss):
     def requirements(self) -> Requirements:
         """Require labels and, for the baseline, whole batches.
 
-        The loss starts at 1 - U(0), known here for the sigmoid where both labels weigh 1.
+        The loss starts at 1 - U(0). This is declared only for the sigmoid with both weights 1.
         """
         plain = self.utility == "sigmoid" and self.desirable_weight == self.undesirable_weight == 1
         return Requirements(
@@ -62,7 +62,7 @@ class KTO(MatchingLoss):
     def _stats(
         self, gain: Float[Tensor, "n"], desirable: Bool[Tensor, "n"], baseline: Float[Tensor, ""]
     ) -> dict[str, Tensor]:
-        """Return scalars for the log; margins are positive on the label's side of the baseline."""
+        """Return scalars for the log; a margin is positive if the gain agrees with the label."""
         margin = self.beta * torch.where(desirable, gain - baseline, baseline - gain)
         return {
             "baseline": baseline,

@@ -1,7 +1,8 @@
 """Use the softmax over a group's matching errors as the policy, with a clipped ratio (KVPO).
 
-Source: KVPO, arXiv:2605.14278, and its code. There the group are branches of an autoregressive
-video model; here they are the samples of a request, so only the form of the policy is theirs.
+Source: KVPO, arXiv:2605.14278, and its code. In the paper a group consists of branches of an
+autoregressive video model. Here it consists of the samples of a request, so we share only the form
+of the policy with the paper.
 """
 
 from dataclasses import dataclass, replace
@@ -23,21 +24,21 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range
 
 @dataclass(frozen=True, kw_only=True)
 class KVPO(MatchingLoss):
-    """Averages -weight * min(r A, clip(r) A) over rows, r = pi / pi_old, plus G kl KL(pi, pi_ref).
+    """Mean of -weight * min(r A, clip(r) A) over rows, r = pi / pi_old, plus G kl KL(pi, pi_ref).
 
-    pi is the softmax over a group of G of -scale * l, l the error of x0, so it says of which sample
-    the policy is most likely. The divergence of a group is shared among its rows.
+    pi is the softmax of -scale * l over a group of G, with l the error of x0. It is the relative
+    likelihood of each sample of the group. The divergence of a group is split among its rows.
     """
 
     scale: PositiveFloat = 0.5
     """Factor on the errors of x0."""
     clip_low: Annotated[float, Range(above=0, most=1)] = 0.1
-    """Smallest ratio, as its distance from 1."""
+    """Distance of the smallest ratio from 1."""
     clip_high: PositiveFloat = 0.2
-    """Largest ratio, as its distance from 1."""
+    """Distance of the largest ratio from 1."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the divergence from the reference's softmax; 0: none. Their code has 10, towards
-    weights that we could not establish."""
+    """Weight of the divergence from the reference's softmax. 0: none. The released code uses 10,
+    with reference weights that we could not determine."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive."""
@@ -48,7 +49,7 @@ class KVPO(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require advantages, whole groups of one noise, and the old policy."""
+        """Require advantages, whole groups with shared noise, and the old policy."""
         return replace(GROUP_ADVANTAGES, reference=self.kl > 0, shared_noise=True)
 
     @override

@@ -1,4 +1,4 @@
-"""Train on pairs whose weight is linear in the gap where DPO's is a sigmoid (Linear-DPO).
+"""Train on pairs weighted linearly in the gap, instead of DPO's sigmoid (Linear-DPO).
 
 Source: Linear-DPO, arXiv:2605.21123, and code of WhynotChen0105/Linear-DPO.
 """
@@ -17,16 +17,15 @@ from flowalign.types.ranges import PositiveFloat, Range
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDPO(MatchingLoss):
-    """Averages weight * linear_dpo over pairs; meant for an EMA reference that follows the policy.
+    """Mean of weight * linear_dpo over pairs, meant for an EMA reference that follows the policy.
 
-    The value is a weighted difference of errors, below 0 where the winner's is smaller.
+    The value is a weighted difference of errors. It is negative if the winner's error is smaller.
     """
 
     beta: PositiveFloat = 100.0
     """Slope of the pair weight in the gap. Published: 100 (SD1.5), 500 (SDXL)."""
     floor: Annotated[float, Range(least=0, below=0.5)] = 1e-3
-    """Smallest weight of a pair, the largest being 1 - floor. Published: 0.001 (SD1.5), 0
-    (SDXL)."""
+    """Smallest weight of a pair. The largest is 1 - floor. Published: 0.001 (SD1.5), 0 (SDXL)."""
 
     def __post_init__(self) -> None:
         """Reject a beta that is not positive and a floor outside [0, 0.5)."""
@@ -37,7 +36,7 @@ class LinearDPO(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Declare no initial loss: it is half of l_w - l_l, which depends on the data."""
+        """Declare no initial loss, because (l_w - l_l) / 2 depends on the data."""
         return Requirements()
 
     @override

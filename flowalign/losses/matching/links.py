@@ -23,9 +23,9 @@ from flowalign.types.ranges import Range
 
 
 class Link(ABC):
-    """Maps a margin z = -beta/2 ((l_w - r_w) - (l_l - r_l)) to a loss.
+    """Loss as a function of the margin z = -beta/2 ((l_w - r_w) - (l_l - r_l)).
 
-    The loss falls where z rises from 0.
+    The loss decreases as z rises from 0.
     """
 
     @property
@@ -40,20 +40,20 @@ class Link(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Sigmoid(Link):
-    """Computes the loss of DPO, -log sigmoid(z)."""
+    """DPO loss, -log sigmoid(z)."""
 
     smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
-    """Probability in [0, 0.5) that a label is wrong; 0.1 is conservative DPO's."""
+    """Probability in [0, 0.5) that a label is wrong. Conservative DPO: 0.1."""
 
     def __post_init__(self) -> None:
-        """Reject a smoothing outside [0, 0.5), which would prefer the loser."""
+        """Reject a smoothing outside [0, 0.5); 0.5 or more would prefer the loser."""
         if not 0 <= self.smoothing < 0.5:
             raise ValueError(f"link.smoothing is {self.smoothing}; it must lie in [0, 0.5)")
 
     @property
     @override
     def at_start(self) -> float:
-        """Return log 2, whatever the smoothing."""
+        """Return log 2, which does not depend on the smoothing."""
         return log(2)
 
     @override
@@ -63,7 +63,7 @@ class Sigmoid(Link):
 
 @dataclass(frozen=True)
 class Hinge(Link):
-    """Computes max(0, 1 - z), as SLiC does: pairs with a margin above 1 have no gradient."""
+    """SLiC's hinge loss, max(0, 1 - z): pairs with a margin above 1 have no gradient."""
 
     @property
     @override
@@ -77,7 +77,7 @@ class Hinge(Link):
 
 @dataclass(frozen=True)
 class IPO(Link):
-    """Computes (z - 1/2)^2: margins above 1/2 are lowered, those below are raised."""
+    """IPO loss, (z - 1/2)^2, which pulls all margins towards 1/2."""
 
     @property
     @override
@@ -100,8 +100,8 @@ def pair_stats(
 ) -> dict[str, Tensor]:
     """Return scalars for the log of pairs with a reference; `margin_abs` is per beta / 2.
 
-    A drift above 0 is an error that rose: where drift_chosen does, both media of a pair become less
-    likely, the rejected one faster.
+    A positive drift is a rise of the error over the reference. If drift_chosen is positive, both
+    samples of a pair become less likely, and the rejected one does so faster.
     """
     gap = relative_gap(policy, reference)
     margin = implicit_margin(gap, beta)
@@ -125,7 +125,7 @@ def error_stats(policy: Float[Tensor, "n"]) -> dict[str, Tensor]:
 
 
 def require_positive(**values: float) -> None:
-    """Reject the first of these settings that is not above 0."""
+    """Raise ValueError for the first setting that is not above 0."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")

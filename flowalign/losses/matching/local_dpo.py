@@ -1,7 +1,7 @@
-"""Train on pairs whose loser is the winner, corrupted inside a mask (Local-DPO).
+"""Train on pairs of a winner and a copy of it that is corrupted inside a mask (Local-DPO).
 
-Source: Local-DPO, arXiv:2601.04068, and its code; each row is normalised by its own mask, where
-theirs divides by the mask of the whole batch.
+Source: Local-DPO, arXiv:2601.04068, and its code. Here each row is normalised by its own mask. The
+released code divides by the mask of the whole batch.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class LocalDPO(MatchingLoss):
-    """Averages weight * (DPO + DPO in the mask + sft (l_w + l_w in the mask)) over pairs.
+    """Mean of weight * (DPO + DPO in the mask + sft (l_w + l_w in the mask)) over pairs.
 
     The error inside the mask does not depend on the mask's size, see `masked_error`.
     """
 
     beta: PositiveFloat = 5000.0
     sft: NonNegativeFloat = 0.1
-    """Weight of fitting the winner; 0 turns it off."""
+    """Weight of the winner's error. 0: none."""
 
     def __post_init__(self) -> None:
         """Reject a beta that is not positive and an sft below 0."""

@@ -17,18 +17,18 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class MaPO(MatchingLoss):
-    """Averages weight * mapo over pairs: fine-tuning on winners, plus a margin over the losers.
+    """Mean of weight * mapo over pairs: fine-tuning on winners, plus a margin over the losers.
 
-    At the published scale the margin is soon satisfied: with errors 0.5 and 0.6 its gradient is
-    3e-9 of the winner's own, and what is left is fine-tuning on winners. It acts on pairs whose
-    errors differ by less than about 0.02, and on those in the wrong order.
+    At the published scale the margin saturates early and only fine-tuning on winners remains. With
+    errors 0.5 and 0.6, for example, the margin's gradient is 3e-9 of the winner's. The margin only
+    affects pairs with an error difference below about 0.02 and pairs in the wrong order.
     """
 
     beta: PositiveFloat = 0.1
     """Weight of the margin."""
     scale: PositiveFloat = 1000.0
-    """Factor on the difference of likelihoods; 1000 is published. Lower values reach pairs that lie
-    further apart."""
+    """Factor on the difference of likelihoods. Lower values also affect pairs with larger error
+    differences. Published: 1000."""
     s: PositiveFloat = 0.5
     """Rate at which the likelihood falls with the error, see `mapo_likelihood`."""
 
@@ -39,14 +39,14 @@ class MaPO(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require no reference, which takes half the evaluations of DPO."""
+        """Require no reference, which saves half of DPO's network evaluations."""
         return Requirements(reference=False)
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over the pairs, and detached scalars for the log.
 
-        `margin_pull` is sigmoid(-margin), the share of the margin's gradient that is left.
+        `margin_pull` is sigmoid(-margin), the remaining share of the margin's gradient.
         """
         policy = sample_error(residuals.policy)
         each = mapo(policy, self.beta, self.scale, self.s)

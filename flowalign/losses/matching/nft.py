@@ -17,17 +17,17 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class NFT(MatchingLoss):
-    """Averages weight * advantage_max * nft over rows, with samples of the old policy.
+    """Mean of weight * advantage_max * nft over rows, with samples of the old policy.
 
-    The paper samples without guidance, updates the old policy once per step of the loop, and adds
+    The paper samples without guidance, updates the old policy once per training step, and adds
     `recipe.kl` 1e-4.
     """
 
     beta: PositiveFloat = 1.0
-    """Distance of the implicit policies from the old one, in units of the policy's. Published: 1,
-    and 0.1 for text rendering and several rewards."""
+    """Distance of the implicit policies from the old one, in units of the policy's distance.
+    Published: 1, and 0.1 for text rendering and for several rewards."""
     advantage_max: PositiveFloat = 5.0
-    """Advantage from which on a sample counts as optimal; also the scale of the loss."""
+    """Advantage above which a sample counts as optimal; also the scale of the loss."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive."""

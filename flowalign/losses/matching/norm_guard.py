@@ -1,7 +1,7 @@
-"""Keep the norm of predictions from growing beyond the reference's (NormGuard).
+"""Keep the norm of predictions from exceeding the reference's norm (NormGuard).
 
-Source: NormGuard, arXiv:2606.27771, of which we know the abstract: a hinge, added to the loss, that
-acts where ||v|| > ||v_ref||. Its form here is a reconstruction, and so are all its numbers.
+Source: NormGuard, arXiv:2606.27771, implemented from the abstract only. It adds a hinge to the loss
+that is active if ||v|| > ||v_ref||. The form and the numbers are a reconstruction.
 """
 
 from dataclasses import dataclass, replace
@@ -18,17 +18,17 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class NormGuard(MatchingLoss):
-    """Wraps a loss: adds weight * max(0, ||v|| / ||v_ref|| - 1)^power, a mean over rows.
+    """Wrapper that adds the mean of weight * max(0, ||v|| / ||v_ref|| - 1)^power over rows.
 
-    Growing norms go with over-saturated pictures. The reference is that of the recipe, evaluated
-    for this if for nothing else.
+    Growing norms accompany over-saturated images. The wrapper uses the reference of the recipe and
+    evaluates it even if the inner loss does not.
     """
 
     inner: MatchingLoss
     weight: PositiveFloat = 1.0
-    """Weight of the hinge; ours."""
+    """Weight of the hinge. The default is our choice."""
     power: Literal[1, 2] = 2
-    """Power of the hinge; ours."""
+    """Power of the hinge. The default is our choice."""
 
     def __post_init__(self) -> None:
         """Reject a weight that is not positive."""
@@ -37,12 +37,12 @@ class NormGuard(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Return those of the inner loss, with a reference; at the start the hinge is 0."""
+        """Return the requirements of the inner loss plus a reference; the hinge starts at 0."""
         return replace(self.inner.requirements, reference=True, velocity=True)
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        """Return the inner loss and the hinge, and scalars for the log."""
+        """Return the sum of the inner loss and the hinge, and scalars for the log."""
         target = residuals.required_target
         reference = residuals.required_reference + target
         hinge = norm_hinge(norm_ratio(residuals.policy + target, reference), self.power)

@@ -1,8 +1,8 @@
 """Distil teachers into a student on its own trajectories (Flow-OPD).
 
-Source: Flow-OPD, arXiv:2605.08063, and code of CostaliyA/Flow-OPD. Two mistakes of that code are
-not here: it compares the log-ratio of each sample with the reward of every other one, and its
-reward passes a gradient.
+Source: Flow-OPD, arXiv:2605.08063, and code of CostaliyA/Flow-OPD. We fixed two mistakes of that
+code: it combines the log-ratio of each sample with the rewards of all samples, and it does not
+detach the reward.
 """
 
 from dataclasses import dataclass
@@ -32,23 +32,23 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class OPD(MatchingLoss):
-    """Averages weight * (distance to the teacher + anchor * distance to the reference) over rows.
+    """Mean of weight * (distance to the teacher + anchor * distance to the reference) over rows.
 
-    Distances are KL divergences of random steps from the states that the student visited. `SFT`
-    regresses on the teacher's velocity, with the same minimum and without random steps.
+    Distances are KL divergences of stochastic steps from the states that the student visited. `SFT`
+    regresses on the teacher's velocity. It has the same minimum and needs no stochastic steps.
     """
 
     form: Literal["released", "policy_gradient", "sampled"] = "released"
-    """released: of the authors' code, its mode gkd, which minimises the KL to the teacher, without
-    the length of the step in the denominator. policy_gradient: the paper's; the reward of a step is
-    minus the KL to the teacher, without a gradient. It is the same whatever noise was drawn, so it
-    has no gradient in expectation, either. sampled: the reward is the log-ratio of teacher and
-    student for the step that was taken, whose expected gradient is that of minus the KL (ours)."""
+    """Form of the distance to the teacher. released: the KL, without the step length in the
+    denominator, as in mode gkd of the released code. policy_gradient: the paper's form, which uses
+    minus the detached KL as the reward of a step. This reward does not depend on the drawn noise,
+    so its expected gradient is 0. sampled: our choice, which uses the log-ratio of teacher and
+    student for the sampled step as reward. Its expected gradient equals that of minus the KL."""
     anchor: NonNegativeFloat = 0.04
-    """Weight of the KL to the reference (MAR): a teacher of quality in the paper, the model before
-    training in the code's default; 0: none."""
+    """Weight of the KL to the reference (MAR). In the paper the reference is a teacher for image
+    quality, in the code's default it is the initial model. 0: none."""
     clip: PositiveFloat = 1e-3
-    """Largest change of the ratio from which the two forms with a reward learn."""
+    """Clip range of the ratio in the forms policy_gradient and sampled."""
 
     def __post_init__(self) -> None:
         """Reject settings outside their ranges."""
@@ -59,7 +59,7 @@ class OPD(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require random steps from visited states and, for the anchor, a reference."""
+        """Require stochastic steps from visited states and, for the anchor, a reference."""
         return Requirements(
             reference=self.anchor > 0, paired=False, velocity=True, requires={"transitions"}
         )
@@ -87,7 +87,7 @@ class OPD(MatchingLoss):
         return loss, stats | {"policy_loss": loss.detach()}
 
     def _kl(self, gap: Float[Tensor, "n *latent"], steps: Transitions) -> Float[Tensor, "n"]:
-        """Return the KL of two steps whose velocities differ by `gap`."""
+        """Return the KL between two steps with a velocity difference of `gap`."""
         student = _step(gap, steps)
         other = Gaussian(torch.zeros_like(gap), steps.std)
         if self.form == "released":
@@ -96,11 +96,11 @@ class OPD(MatchingLoss):
 
 
 def _logp(velocity: Float[Tensor, "n *latent"], steps: Transitions) -> Float[Tensor, "n"]:
-    """Return the log-density of the steps that were taken, averaged over latent elements."""
+    """Return the log-density of the sampled steps, averaged over latent elements."""
     reached = _step(steps.travelled, steps).mean
     return log_density(steps.kernel, reached, _step(velocity, steps))
 
 
 def _step(velocity: Float[Tensor, "n *latent"], steps: Transitions) -> Gaussian:
-    """Return the steps under a velocity, up to what does not depend on it."""
+    """Return the distribution of the steps, without the terms independent of the velocity."""
     return Gaussian(per_row(steps.slope, velocity) * velocity, steps.std)

@@ -1,7 +1,7 @@
 """Match targets that the advantage moves from the reference towards the sample (RAM).
 
-Source: Reward-Adjusted Matching, arXiv:2605.10759, as three accounts describe it; its own code was
-not read.
+Source: Reward-Adjusted Matching, arXiv:2605.10759, reconstructed from three secondary sources. We
+have not read its code.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class RAM(MatchingLoss):
-    """Averages weight * reward_adjusted over rows: AWM with the anchor of the base built in."""
+    """Mean of weight * reward_adjusted over rows: AWM with a built-in anchor to the base model."""
 
     eta: PositiveFloat = 1.0
-    """Strength of the reward, the inverse of a KL weight. The published value is not known to us;
-    1 is ours."""
+    """Strength of the reward, the inverse of a KL weight. The default is our choice, because we do
+    not know the published value."""
 
     def __post_init__(self) -> None:
         """Reject an eta that is not positive."""

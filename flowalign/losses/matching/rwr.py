@@ -1,6 +1,6 @@
 """Fit samples with a weight that grows exponentially with their reward (RWR).
 
-Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, without a weight of times.
+Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, with equal weight at all times.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from flowalign.types.ranges import FiniteFloat, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class RWR(MatchingLoss):
-    """Averages weight * min(exp(r / temperature), cap) * l over rows, r a weighted sum of scores.
+    """Mean of weight * min(exp(r / temperature), cap) * l over rows, r a weighted sum of scores.
 
     A row with an unknown score has weight 0 and is counted in `reward_unknown`.
     """
@@ -27,9 +27,10 @@ class RWR(MatchingLoss):
     rewards: Mapping[str, FiniteFloat]
     """Weight of each reward dimension."""
     temperature: PositiveFloat = 1.0
-    """Temperature in units of the reward; the lower, the more the best rows count."""
+    """Temperature in units of the reward. Lower values give the best rows more weight."""
     cap: PositiveFloat = 20.0
-    """Upper bound of the exponential, ours: no row counts more than `cap` rows of reward 0."""
+    """Upper bound of the exponential, in units of the weight of reward 0. The default is our
+    choice."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive, and empty rewards."""
@@ -40,7 +41,7 @@ class RWR(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require neither a reference nor pairs: each row is fitted with its own reward."""
+        """Require neither a reference nor pairs, because each row has its own weight."""
         return Requirements(reference=False, paired=False)
 
     @override

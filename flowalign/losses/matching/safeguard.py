@@ -1,4 +1,4 @@
-"""Keep the push on the loser from raising the winner's error (Diffusion-SDPO).
+"""Keep the loser's gradient from raising the winner's error (Diffusion-SDPO).
 
 Source: Diffusion-SDPO, arXiv:2511.03317, and code of AIDC-AI/Diffusion-SDPO.
 """
@@ -20,22 +20,24 @@ from flowalign.types.ranges import UnitInterval
 
 @dataclass(frozen=True, kw_only=True)
 class Safeguard(MatchingLoss):
-    """Wraps a loss of pairs: the value stays the same, the gradient on losers is scaled down.
+    """Wrapper of a pair loss that scales down the gradient on losers and keeps the value.
 
-    A step of the network's output then lowers the winner's error, to first order, for every loss
-    that pulls the winner at least as hard as it pushes the loser, such as DPO and LinearDPO. Under
-    masks or segments the scale is still that of whole latents, and the loser the rejected row.
+    To first order, a step of the network's output then lowers the winner's error. This holds for
+    losses with at least as large a factor on the winner's gradient as on the loser's, such as DPO
+    and LinearDPO. With masks or segments, the scale is still computed from whole latents, and the
+    loser is still the rejected row.
     """
 
     inner: MatchingLoss
     mu: UnitInterval = 0.9
-    """Smallest share of the winner's own descent that is left; 1 forbids any conflict. Published
+    """Smallest share of the winner's descent that must remain. 1: no conflict is allowed. Published
     with DPO: 0.9 (SD1.5), 0.6 (SDXL)."""
     per: Literal["pair", "batch"] = "pair"
-    """pair: one scale per pair. batch: one scale for all pairs of a process, as in their code."""
+    """Scope of the scale. pair: one scale per pair. batch: one scale for all pairs of a process, as
+    in the released code."""
 
     def __post_init__(self) -> None:
-        """Reject a mu outside [0, 1] and an inner loss that has no pairs."""
+        """Reject a mu outside [0, 1], and an inner loss that does not compare pairs."""
         if not 0 <= self.mu <= 1:
             raise ValueError(f"mu is {self.mu}; it must lie in [0, 1]")
         require_pairs(self.inner)
@@ -43,13 +45,13 @@ class Safeguard(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Return those of the inner loss; one scale for all pairs needs whole batches, too."""
+        """Return the requirements of the inner loss; one scale per batch needs whole batches."""
         inner = self.inner.requirements
         return replace(inner, whole_batch=self.per == "batch" or inner.whole_batch)
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        """Return the inner loss, and its scalars for the log with the mean scale of losers."""
+        """Return the inner loss, and its scalars for the log plus the mean scale of losers."""
         winner, loser = residuals.policy.chunk(2)
         scale = self._scale(winner, loser)
         guarded = torch.cat([winner, scale_row_gradients(loser, scale)])

@@ -1,4 +1,4 @@
-"""Fine-tune on the media that people liked (supervised fine-tuning)."""
+"""Fine-tune on the samples that annotators liked (supervised fine-tuning)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,15 +13,15 @@ from flowalign.types.loss import Loss
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(MatchingLoss):
-    """Averages weight * l over rows; undesirable rows, such as losers of pairs, count as 0."""
+    """Mean of weight * l over rows; undesirable rows, such as losers of pairs, contribute 0."""
 
     on: Literal["desirable", "all"] = "desirable"
-    """desirable: fits desirable and unlabelled rows. all: ignores the labels."""
+    """Rows to fit. desirable: desirable and unlabelled rows. all: all rows."""
 
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require neither a reference nor pairs nor labels: unlabelled media are fitted."""
+        """Require neither a reference nor pairs nor labels; unlabelled samples are fitted."""
         return Requirements(reference=False, paired=False)
 
     @override

@@ -1,6 +1,6 @@
-"""Match samples with a softly clipped advantage and noise that a group shares (V-GRPO).
+"""Match samples weighted by softly clipped advantages, with shared noise per group (V-GRPO).
 
-Source: V-GRPO, arXiv:2604.23380, as third parties describe it; its own code was not read.
+Source: V-GRPO, arXiv:2604.23380, reconstructed from secondary sources. We have not read its code.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class VGRPO(MatchingLoss):
-    """Averages -weight * r * eta tanh(A / eta) over rows.
+    """Mean of -weight * r * eta tanh(A / eta) over rows.
 
-    r is the policy's ratio to itself, 1 in value, as with the one update per step of the paper. The
-    likelihood is the self-normalised error of x0.
+    r is the policy's likelihood ratio to itself, with value 1. The paper makes one update per
+    training step, for which this is exact. The log-likelihood is minus the self-normalised error of
+    x0.
     """
 
     eta: PositiveFloat = 3.0
@@ -33,7 +34,7 @@ class VGRPO(MatchingLoss):
     @property
     @override
     def requirements(self) -> Requirements:
-        """Require advantages, and one noise for all rows of a group."""
+        """Require advantages, and shared noise for all rows of a group."""
         return Requirements(
             reference=False, paired=False, velocity=True, shared_noise=True, requires={"advantages"}
         )

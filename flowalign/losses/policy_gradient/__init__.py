@@ -1,5 +1,4 @@
 """Losses on the denoising transitions of rollouts: the GRPO family and StepDPO.
 
-They see a minibatch of transitions, the policy's and the reference's velocity field, and nothing of
-the loop that calls them.
+A loss receives a minibatch of transitions and the velocity fields of the policy and the reference.
 """

@@ -1,6 +1,7 @@
 """Compute GRPO on denoising transitions: a surrogate of the ratio plus a KL to the reference.
 
-Source: Flow-GRPO, arXiv:2505.05470v5; the ratio averages the log-probability over latent elements.
+Source: Flow-GRPO, arXiv:2505.05470v5. The log-probability in the ratio is a mean over latent
+elements.
 """
 
 from collections.abc import Sequence
@@ -20,24 +21,24 @@ from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt
 
 KL = Literal["gaussian", "gaussian_no_dt", "latent_mse"]
-"""Form of the KL. gaussian: exact, as papers print it. gaussian_no_dt: as in Flow-GRPO's code.
+"""Form of the KL. gaussian: exact, as in the papers. gaussian_no_dt: as in Flow-GRPO's code.
 latent_mse: used with CPS."""
 
 
 @dataclass(frozen=True)
 class GRPO(PolicyLoss):
-    """Averages weight * surrogate over transitions, and adds kl_coef * KL(policy || reference)."""
+    """Mean of weight * surrogate over transitions, plus kl_coef * KL(policy || reference)."""
 
     surrogate: Surrogate = field(default_factory=PPOClip)
     kl_coef: NonNegativeFloat = 0.0
     kl: KL = "gaussian_no_dt"
     chunk_sizes: Sequence[PositiveInt] | Literal["latent_change"] | None = None
-    """Lengths of runs of steps, from the first on, whose ratios are replaced by their geometric
-    mean. GCPO, arXiv:2510.21583: 2, 3, 4, 7 of 16 steps. latent_change: found in each rollout.
-    Null: steps count alone."""
+    """Lengths of consecutive chunks of steps, from the first step on. All steps of a chunk share
+    the geometric mean of their ratios. GCPO, arXiv:2510.21583: 2, 3, 4, 7 of 16 steps.
+    latent_change: chunks are detected in each rollout. Null: each step has its own ratio."""
 
     def __post_init__(self) -> None:
-        """Reject empty chunks, and chunks with a surrogate that needs more than the ratio."""
+        """Reject empty chunks, and chunks with a surrogate that needs single steps."""
         if self.chunk_sizes is None:
             return
         if self.surrogate.needs_mean_old:
@@ -52,17 +53,17 @@ class GRPO(PolicyLoss):
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether there is a KL term, which alone evaluates the reference."""
+        """Return whether there is a KL term; only this term evaluates the reference."""
         return self.kl_coef > 0
 
     @property
     def needs_mean_old(self) -> bool:
-        """Return what the surrogate declares."""
+        """Return whether the surrogate needs the old means."""
         return self.surrogate.needs_mean_old
 
     @property
     def needs_best(self) -> bool:
-        """Return what the surrogate declares."""
+        """Return whether the surrogate needs the best sample of the prompt."""
         return self.surrogate.needs_best
 
     @property
@@ -82,7 +83,7 @@ class GRPO(PolicyLoss):
         if batch.chunk:
             log_ratio = chunk_log_ratio(log_ratio, batch.chunk)
         per_sample, seen = self.surrogate(log_ratio, current, batch)
-        if batch.process is not None:  # clipped by itself: its sign may be the other one
+        if batch.process is not None:  # clip it separately, because its sign may differ
             apart = replace(batch, advantage=batch.process)
             per_sample = per_sample + self.surrogate(log_ratio, current, apart)[0]
         loss = (batch.weight * per_sample).mean()
@@ -107,7 +108,7 @@ class GRPO(PolicyLoss):
 def ratio_stats(
     log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], clip: float
 ) -> dict[str, Tensor]:
-    """Return statistics of the ratio, and the share of samples that a clip stops on each side."""
+    """Return statistics of the ratio, including the share of samples clipped on each side."""
     ratio = log_ratio.exp()
     return {
         "ratio_mean": ratio.mean(),

@@ -1,9 +1,9 @@
-"""Compute GRPO on spans of denoising steps: one ratio, one clip and one gradient for each.
+"""Compute GRPO on spans of denoising steps: one ratio, one clip and one gradient per span.
 
-Source: CogniEdit, arXiv:2512.13276v1, its dense reward optimisation. The formula is known to us
-from notes on the paper: ratio = exp(sum over the span of log pi - log pi_old), clipped as one, with
-network inputs detached. Two things of the released code (yl4467/CogniEdit) are not ported: it clips
-every step by itself, and gives the network a gradient at the first step of the span alone.
+Source: dense reward optimisation in CogniEdit, arXiv:2512.13276v1, reconstructed from notes on the
+paper: ratio = exp(sum over the span of log pi - log pi_old), clipped as a whole, with detached
+network inputs. The released code (yl4467/CogniEdit) instead clips each step separately and gives
+the network a gradient only at the first step of the span.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from flowalign.types.ranges import PositiveFloat, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class SpanGRPO(PolicyLoss):
-    """Averages weight * -min(r A, clip(r) A) over spans, with r the product of a span's ratios.
+    """Mean of weight * -min(r A, clip(r) A) over spans, with r the product of a span's ratios.
 
-    A is the mean advantage of the steps. With spans of one step it is `GRPO` without a KL.
+    A is the mean advantage of the steps. With spans of one step it equals `GRPO` without a KL.
     """
 
     span_steps: PositiveInt = 5
-    """Longest span: k consecutive trained steps, whose activations are kept at once. Default: 5, as
-    in CogniEdit."""
+    """Largest number of consecutive trained steps in a span. Their activations are kept in memory
+    together. Default: 5, as in CogniEdit."""
     clip_range: PositiveFloat = 1e-4
     """Clip range of the product. Default: 1e-4, which CogniEdit's code applies to single steps."""
 

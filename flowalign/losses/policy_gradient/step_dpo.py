@@ -1,7 +1,7 @@
-"""Train on pairs of denoising transitions: the better alternative becomes more likely.
+"""Train on pairs of denoising transitions: the better transition becomes more likely.
 
-Source: SPO, arXiv:2406.04314, and code of RockeyCoss/SPO; there siblings are ranked by a reward
-model for noisy states, here by their advantage, whichever credit method it comes from.
+Source: SPO, arXiv:2406.04314, and code of RockeyCoss/SPO. SPO ranks siblings with a reward model
+for noisy states. Here they are ranked by their advantage, from any credit method.
 """
 
 import math
@@ -23,15 +23,15 @@ from flowalign.types.ranges import PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class StepDPO(PolicyLoss):
-    """Averages weight * step_dpo over pairs. Advantages decide who wins, not by how much."""
+    """Mean of weight * step_dpo over pairs; advantages choose the winner but do not weight it."""
 
     beta: PositiveFloat = 10.0
     reference: Literal["reference", "old"] = "reference"
     """Policy that likelihoods are relative to. reference: the frozen model, as in SPO. old: the
-    policy that sampled, at no cost."""
+    policy that sampled the rollout, which needs no further evaluation."""
     ratio_clip: PositiveFloat = 0.1
-    """Transitions whose ratio to that reference differs from 1 by more have no gradient. SPO:
-    0.1."""
+    """Largest distance of the likelihood ratio from 1. Transitions beyond it have no gradient.
+    SPO: 0.1."""
 
     def __post_init__(self) -> None:
         """Reject a beta that is not positive and a ratio_clip outside (0, 1)."""

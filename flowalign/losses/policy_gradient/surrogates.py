@@ -25,10 +25,10 @@ SurrogateLoss: TypeAlias = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
 
 
 class Surrogate(ABC):
-    """Turns the log-ratio of each transition into a loss."""
+    """Loss of a transition's log-ratio within a trust region."""
 
     clip: float
-    """Size of the trust region, in the surrogate's own unit."""
+    """Size of the trust region, in the unit of the surrogate."""
     needs_mean_old: ClassVar[bool]
     needs_best: ClassVar[bool] = False
 
@@ -41,7 +41,7 @@ class Surrogate(ABC):
 
 @dataclass(frozen=True)
 class PPOClip(Surrogate):
-    """Clips the ratio at 1 -+ clip: -min(r A, clip(r) A).
+    """Clipped PPO surrogate, -min(r A, clip(r) A), with r clipped to 1 -+ clip.
 
     Source: Flow-GRPO, arXiv:2505.05470v5, clip 1e-4 (Fast: 1e-5).
     """
@@ -56,11 +56,11 @@ class PPOClip(Surrogate):
 
 @dataclass(frozen=True)
 class RatioNorm(Surrogate):
-    """Applies the PPO clip to a ratio without bias and step-dependent scale, see `ratio_norm`.
+    """Clipped PPO surrogate of a ratio without bias and step-dependent scale, see `ratio_norm`.
 
-    With `step_weight: inverse_dt` this is GRPO-Guard as verl-omni has it, with
-    `inverse_sensitivity` PRECISE's variant, with `uniform` Flow-Factory's. Source: GRPO-Guard,
-    arXiv:2510.22319v1, clip 2e-6.
+    With `step_weight: inverse_dt` it is GRPO-Guard as implemented in verl-omni. With
+    `inverse_sensitivity` it is PRECISE's variant, with `uniform` Flow-Factory's. Source:
+    GRPO-Guard, arXiv:2510.22319v1, clip 2e-6.
     """
 
     clip: PositiveFloat = 2e-6
@@ -74,7 +74,7 @@ class RatioNorm(Surrogate):
 
 @dataclass(frozen=True)
 class LogHinge(Surrogate):
-    """Applies a hinge to the log-ratio: max(0, clip |A| - A log r).
+    """Hinge on the log-ratio, max(0, clip |A| - A log r).
 
     With `step_weight: proportional` this is PCPO, arXiv:2509.25774.
     """
@@ -89,9 +89,10 @@ class LogHinge(Surrogate):
 
 @dataclass(frozen=True)
 class DivergenceMask(Surrogate):
-    """Computes -r A, or 0 where the policy is `clip` from the old one and would move further.
+    """Surrogate -r A, masked where the policy is far from the old one and would move further.
 
-    The distance is the exact Gaussian KL. Source: Flow-DPPO, arXiv:2606.11025v1, threshold 1e-5.
+    The mask applies where the exact Gaussian KL to the old policy exceeds `clip`. Source:
+    Flow-DPPO, arXiv:2606.11025v1, threshold 1e-5.
     """
 
     clip: PositiveFloat = 1e-5
@@ -106,10 +107,10 @@ class DivergenceMask(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardClip(Surrogate):
-    """Applies the PPO clip with a range that grows with |advantage|, from `low` to `clip`.
+    """Clipped PPO surrogate with a range that grows with |advantage|, from `low` to `clip`.
 
-    There are no defaults, as the published values are not known to us. Source: Dynamic-TreeRPO,
-    arXiv:2509.23352v3, our reconstruction: see `reward_clip`.
+    There are no defaults, because we do not know the published values. Source: Dynamic-TreeRPO,
+    arXiv:2509.23352v3, a reconstruction: see `reward_clip`.
     """
 
     low: PositiveFloat
@@ -120,7 +121,7 @@ class RewardClip(Surrogate):
     needs_mean_old: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Reject a range that shrinks or is empty, and a sensitivity that is not positive."""
+        """Reject bounds that are not 0 < low <= clip, and a sensitivity that is not positive."""
         if not (0 < self.low <= self.clip and self.sensitivity > 0):
             raise ValueError(
                 f"surrogate.low {self.low}, clip {self.clip}, sensitivity {self.sensitivity}: "
@@ -135,22 +136,22 @@ class RewardClip(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTuning(Surrogate):
-    """Adds coef * mean((v - v_best)^2) to another surrogate.
+    """Sum of another surrogate and coef * mean((v - v_best)^2).
 
-    v_best is the velocity that the best sample of the prompt travelled at the same step, noise
-    included, so every path of a tree is tuned towards the best one. Source: Dynamic-TreeRPO,
-    arXiv:2509.23352v3, its Eq. (13), known to us from reviews only.
+    v_best is the velocity of the prompt's best sample at the same step, including its noise. The
+    term pulls every path of a tree towards the best one. Source: Dynamic-TreeRPO,
+    arXiv:2509.23352v3, Eq. (13), known only from its reviews.
     """
 
     surrogate: Surrogate
     coef: PositiveFloat
-    """Weight of the added term; no default, as the published value is not known to us."""
+    """Weight of the added term. It has no default because we do not know the published value."""
     clip: float = field(init=False)
     needs_mean_old: ClassVar[bool] = False
     needs_best: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Take the clip of the other surrogate; reject one that looks at old means."""
+        """Copy the clip of the inner surrogate; reject a surrogate that needs old means."""
         if self.surrogate.needs_mean_old:
             raise ValueError(
                 f"surrogate.surrogate is {type(self.surrogate).__name__}; "
