@@ -1,4 +1,4 @@
-"""Curation: preference data made. Media are scored, paired, or noised and denoised into pairs."""
+"""Curation makes preference data: it scores and pairs samples, or regenerates real videos."""
 
 from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs

@@ -1,4 +1,4 @@
 """Charts and pages, made from the files that a run or a comparison wrote.
 
-This room reads metrics, samples and records; it knows no model and no reward.
+This package reads metrics, samples and records. It imports no model and no reward.
 """

@@ -13,14 +13,14 @@ def calibration_charts(history: History) -> list[Chart]:
     """Return the charts of the levels and of the shares of the calibrated steps.
 
     Raises:
-        ValueError: no iteration has been made yet, or no step was valued in any.
+        ValueError: There is no iteration yet, or no iteration valued a step.
     """
     steps = _calibrated_steps(history)
     return [_level_chart(history, steps), _share_chart(history, steps)]
 
 
 def _calibrated_steps(history: History) -> np.ndarray:
-    """Return the indices of steps that some iteration valued; the others are ODE steps."""
+    """Return the indices of steps that some iteration valued; the remaining steps are ODE steps."""
     steps = np.flatnonzero(np.sum([row.valid for row in history.iterations] or [[0]], axis=0))
     if len(steps) == 0:
         raise ValueError(
@@ -30,7 +30,7 @@ def _calibrated_steps(history: History) -> np.ndarray:
 
 
 def _level_chart(history: History, steps: np.ndarray) -> Chart:
-    """Return the chart of psi; its axis is logarithmic as steps differ by orders of magnitude."""
+    """Return the chart of psi, with a log axis as steps differ by orders of magnitude."""
     first, *others = [np.array(row.psi)[steps] for row in history.iterations]
     label = f"after {len(history.iterations)} iterations"
     lines = [
@@ -57,7 +57,7 @@ def _share_chart(history: History, steps: np.ndarray) -> Chart:
 
 
 def _share(row: Iteration, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return positive / (positive + negative) and its standard error; NaN where all are ties."""
+    """Return positive / (positive + negative) and its standard error; NaN if all gains are ties."""
     positive, negative = (
         np.array(side, dtype=float)[steps] for side in (row.positive, row.negative)
     )

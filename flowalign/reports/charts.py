@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#777777")
-"""Colours that can be told apart without red or green, on light and on dark pages."""
+"""Colours that colour-blind readers can distinguish, on light and on dark pages."""
 INK = "ink"
 """Colour of the page's text."""
 MAX_POINTS = 300
-"""Points of a line that a page keeps; of longer lines, the lowest and highest of each stretch."""
+"""Largest number of points of a line; of longer lines, the lowest and highest point of each stretch
+is kept."""
 
 
 Values = Sequence[float | int] | np.ndarray
-"""Numbers of a line; NaN is a gap."""
+"""Values of a line; NaN is a gap."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _encode(line: Line) -> dict[str, Any]:
 
 
 def histogram(title: str, x_label: str, y_label: str, values: Iterable[float]) -> Chart:
-    """Return the distribution of finite values; the dashed line is their median."""
+    """Return the chart of the distribution of finite values; the dashed line is their median."""
     known = np.fromiter(values, dtype=float)
     counts, edges = np.histogram(known, min(40, max(5, len(np.unique(known)))))
     bars = Line(y_label, (edges[:-1] + edges[1:]) / 2, counts, bars=True)
@@ -107,12 +108,12 @@ def thin(values: Values, most: int = MAX_POINTS) -> list[int]:
 
 
 def _round(value: float) -> float | None:
-    """Return a number of five digits, which halves the page; None if it is not finite."""
+    """Return a number with five digits, which halves the page; None if it is not finite."""
     if not math.isfinite(value):
         return None
     return float(f"{value:.5g}" if abs(value) < 1e5 else round(value))
 
 
 def data_address(kind: str, content: bytes) -> str:
-    """Return an image as the `src` of an <img>, so that the page needs no other file."""
+    """Return an image as the `src` of an <img>, so the page needs no other file."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,6 +1,6 @@
-"""Compute the numbers of a comparison: learning curves of methods over seeds, and their costs.
+"""Compute the results of a comparison: learning curves of methods over seeds, and their costs.
 
-A *method* is a run file, a *run* one seed of it. Higher values are better. This module reads no
+A *method* is a run file; a *run* is one seed of it. Higher values are better. This module reads no
 file.
 """
 
@@ -19,7 +19,7 @@ AXES: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds", "tra
 
 @dataclass(frozen=True)
 class Point:
-    """Holds one held-out evaluation, and what training had cost by then."""
+    """Held-out evaluation, and the training cost up to it."""
 
     step: int
     value: float
@@ -31,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Holds the evaluations of one run in the order of steps."""
+    """Evaluations of one run, in the order of steps."""
 
     seed: int
     points: tuple[Point, ...]
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Method:
-    """Groups the runs of one run file."""
+    """Runs of one run file."""
 
     name: str
     runs: tuple[Curve, ...]
@@ -52,7 +52,7 @@ class Method:
 
 @dataclass(frozen=True)
 class SeedStatistics:
-    """Holds values over seeds, their mean and their sample std (n - 1), NaN for one seed."""
+    """Values over seeds, their mean and their sample std (n - 1); the std is NaN for one seed."""
 
     mean: float
     std: float
@@ -61,7 +61,7 @@ class SeedStatistics:
 
 @dataclass(frozen=True)
 class Band:
-    """Holds a mean curve with the lowest and the highest seed beside it."""
+    """Mean curve, with the lowest and the highest seed."""
 
     cost: tuple[float, ...]
     mean: tuple[float, ...]
@@ -71,17 +71,17 @@ class Band:
 
 @dataclass(frozen=True)
 class Reach:
-    """Holds the cost at which a mean curve first met a target; NaN if it never did."""
+    """Cost at which a mean curve first met a target; NaN if it never did."""
 
     cost: float
     share: float
-    """Cost as a share of the baseline's own; NaN where one of them is missing or the baseline's is
-    0."""
+    """Cost as a share of the baseline's cost. NaN if one of them is missing, or if the baseline's
+    is 0."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Holds everything that is reported about a method."""
+    """Results of one method."""
 
     method: Method
     final: SeedStatistics
@@ -95,18 +95,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds methods side by side; the first is the baseline."""
+    """Results of all methods; the first one is the baseline."""
 
     metric: str
     budgets: dict[Axis, float]
     """Largest cost that every run of every method reached, by axis."""
     rows: tuple[Row, ...]
     fewest_seeds: int
-    """Seeds of the method that has the fewest."""
+    """Smallest number of seeds of a method."""
     smallest_final: float
-    """Smallest true difference after training that the seeds would show; NaN for one seed each."""
+    """Smallest true difference after training that these seeds would detect. NaN with one seed
+    each."""
     smallest: dict[Axis, float]
-    """The same at the largest cost that every run reached, by axis."""
+    """Smallest detectable difference at the largest cost that every run reached, by axis."""
 
 
 def compare(metric: str, methods: Sequence[Method]) -> Comparison:
@@ -139,7 +140,7 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
 
 
 def seed_statistics(values: Sequence[float]) -> SeedStatistics:
-    """Return mean and sample standard deviation of the values that are finite."""
+    """Return mean and sample standard deviation of the finite values."""
     known = [value for value in values if math.isfinite(value)]
     mean = float(np.mean(known)) if known else math.nan
     std = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
@@ -147,10 +148,10 @@ def seed_statistics(values: Sequence[float]) -> SeedStatistics:
 
 
 def value_at(run: Curve, axis: Axis, budget: float) -> float:
-    """Return the value at a cost, linear between evaluations; NaN beyond what the run spent.
+    """Return the value at a cost, linear between evaluations; NaN beyond the cost of the run.
 
-    Up to the cost of the evaluation before training, such as the seconds in which the run was
-    opened, it is the value of the model before training.
+    At costs before the first evaluation, such as the seconds that opening the run took, it is the
+    value before training.
     """
     costs = [point.costs[axis] for point in run.points]
     values = [point.value for point in run.points]
@@ -171,8 +172,8 @@ def at_budget(method: Method, axis: Axis, budget: float) -> SeedStatistics:
 def band(method: Method, axis: Axis) -> Band:
     """Return mean value against mean cost at every step that all seeds evaluated.
 
-    Averaging at steps, not at costs, lets the curve end at the mean of the runs' final values
-    although their seconds differ.
+    The average is over runs at equal steps instead of equal costs. So the curve ends with the mean
+    of the final values, even if the seconds of the runs differ.
     """
     steps = sorted(set.intersection(*({p.step for p in run.points} for run in method.runs)))
     columns = [[p for run in method.runs for p in run.points if p.step == step] for step in steps]
@@ -185,7 +186,7 @@ def band(method: Method, axis: Axis) -> Band:
 
 
 def reach(mine: Band, baseline: Band, target: float) -> Reach:
-    """Return where a mean curve first meets the target, also as a share of the baseline's cost."""
+    """Return the cost at which a mean curve first meets the target, and its relative cost."""
     cost, own = first_reach(mine, target), first_reach(baseline, target)
     return Reach(cost, cost / own if own > 0 else math.nan)
 
@@ -193,7 +194,7 @@ def reach(mine: Band, baseline: Band, target: float) -> Reach:
 def first_reach(curve: Band, target: float) -> float:
     """Return the cost at which a mean curve first meets the target, linear between evaluations.
 
-    It is NaN if the curve never does.
+    The cost is NaN if the curve never meets the target.
     """
     previous: tuple[float, float] | None = None
     for cost, value in zip(curve.cost, curve.mean, strict=True):
@@ -208,13 +209,13 @@ def first_reach(curve: Band, target: float) -> float:
 
 
 def leads(comparison: Comparison, axis: Axis) -> list[bool]:
-    """Return which methods have the highest mean at the common budget; several on a tie."""
+    """Return whether each method has the highest mean at the common budget; ties are all True."""
     means = [row.at_budget[axis].mean for row in comparison.rows]
     return [mean >= max(means) - 1e-12 for mean in means]
 
 
 def methods_of(content: Mapping[str, Any]) -> list[Method]:
-    """Restore the methods of a `compare.json`, to draw or tabulate them anew."""
+    """Restore the methods of a `compare.json`, for new charts or tables."""
 
     def number(value: float | None) -> float:
         return math.nan if value is None else float(value)

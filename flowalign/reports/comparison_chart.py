@@ -19,7 +19,7 @@ COLOURS = (
     "#882255",
     "#808080",
 )
-"""Colours of Okabe and Ito, told apart without red or green, the yellow darkened; the baseline is
+"""Palette of Okabe and Ito, safe for colour-blind readers, with a darker yellow. The baseline is
 black."""
 DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
 """Lengths of dashes and gaps, in line widths."""
@@ -37,20 +37,20 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": "#444444",
 }
 _CUT = 3.0
-"""Multiple of the common budget at which horizontal axes end; beyond, there is nothing to
-compare."""
+"""Multiple of the common budget at which horizontal axes end, as further values cannot be
+compared."""
 
 
 def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes along which every run had costs; stored pairs call no reward, for example.
+    """Return the axes with costs in every run; stored pairs call no reward, for example.
 
-    All axes are returned where no run has gone beyond its first evaluation.
+    If no run has continued past its first evaluation, all axes are returned.
     """
     return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
 
 
 def chart(comparison: Comparison, axis: Axis) -> Chart:
-    """Return the learning curves along one axis: mean lines, and bands from lowest to highest seed.
+    """Return the learning curves along one axis: means, and bands from lowest to highest seed.
 
     The vertical line is the budget that all runs reached.
     """
@@ -82,12 +82,12 @@ def chart(comparison: Comparison, axis: Axis) -> Chart:
 
 
 def _page_colour(colour: str) -> str:
-    """Return black as the colour of the text, which is white on a dark page."""
+    """Return the page's text colour for black, since black is invisible on a dark page."""
     return INK if colour == COLOURS[0] else colour
 
 
 def picture(comparison: Comparison) -> bytes:
-    """Draw all learning curves in one PNG, the legend below."""
+    """Return a PNG of all learning curves, with the legend below."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -114,7 +114,7 @@ def picture(comparison: Comparison) -> bytes:
 
 
 def draw(axes: Any, comparison: Comparison, axis: Axis) -> None:
-    """Draw mean lines, bands from lowest to highest seed, and the budget that all reached."""
+    """Draw means, bands from lowest to highest seed, and the budget that all runs reached."""
     from matplotlib.ticker import MaxNLocator
 
     for i, row in enumerate(comparison.rows):
@@ -146,7 +146,7 @@ def _line(axes: Any, label: str, band: Band, i: int, banded: bool) -> None:
 
 
 def look(i: int) -> tuple[str, tuple[float, ...]]:
-    """Return colour and dashes of the i-th method; neighbours differ in both, 36 differ in one."""
+    """Return colour and dashes of the i-th method; neighbours differ in both, 36 methods in one."""
     return COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
 
 
@@ -160,12 +160,12 @@ def swatch(i: int) -> dict[str, str]:
 
 
 def is_cut(comparison: Comparison, axis: Axis) -> bool:
-    """Return whether curves go on beyond the end of an axis."""
+    """Return whether curves continue beyond the end of an axis."""
     return max(r.bands[axis].cost[-1] for r in comparison.rows) > _CUT * comparison.budgets[axis]
 
 
 def words(name: str) -> str:
-    """Format a name for people, without underscores."""
+    """Format a name for display, without underscores."""
     return name.replace("_", " ")
 
 

@@ -1,4 +1,4 @@
-"""Write a comparison to read, to show and to reuse: `compare.html`, `.png` and `.json`."""
+"""Write a comparison as a page, an image and data: `compare.html`, `.png` and `.json`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
 
 
 def reports_of_runs(out: Path, comparison: Comparison) -> dict[tuple[str, int], str]:
-    """Return the addresses of the runs' reports from the comparison's page, by method and seed."""
+    """Return the links from the comparison's page to the runs' reports, by method and seed."""
     runs = [(row.method.name, run.seed) for row in comparison.rows for run in row.method.runs]
     links = {(name, seed): f"{name}/seed{seed}/report.html" for name, seed in runs}
     return {run: link for run, link in links.items() if (out / link).is_file()}
@@ -69,8 +69,8 @@ def page(
 ) -> str:
     """Render the self-contained page.
 
-    `views` are methods with the credit of their steps, `links` the addresses of reports,
-    `warnings` what runs said of their pictures.
+    `views` are methods with the credit of their steps, `links` the addresses of reports, and
+    `warnings` the warnings of runs about their samples.
     """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
@@ -102,7 +102,7 @@ def page(
 
 
 def credit_views(out: Path, comparison: Comparison) -> list[tuple[str, CreditView]]:
-    """Return the last credit of each method's first run, where the method credits steps."""
+    """Return the last credit record of each method's first run, for methods that credit steps."""
     views = []
     for row in comparison.rows:
         seed = min(run.seed for run in row.method.runs)
@@ -112,7 +112,7 @@ def credit_views(out: Path, comparison: Comparison) -> list[tuple[str, CreditVie
 
 
 def verdict(comparison: Comparison) -> str:
-    """State which method ended highest, and which leads where all have spent as much."""
+    """Return sentences on the highest method after training, and the leader at equal cost."""
     rows, axis = comparison.rows, spent_by_all(comparison, AXES)[0]
     highest = max(row.final.mean for row in rows)
     best = [row for row in rows if row.final.mean == highest]
@@ -133,7 +133,7 @@ def _names(rows: Sequence[Row], verb: str) -> str:
 
 
 def caution(comparison: Comparison) -> str:
-    """State what too few seeds do not support; empty if all methods have several."""
+    """Return a warning about methods with one seed; empty if all have several."""
     single = [row.method.name for row in comparison.rows if len(row.method.runs) == 1]
     if not single:
         return ""
@@ -151,18 +151,18 @@ def reached(row: Row, axis: Axis) -> str:
 
 
 def each_seed(row: Row, seeds: Sequence[int]) -> list[str]:
-    """Format the final value of every seed; a dash for a run that is missing."""
+    """Format the final value of every seed; a dash for a missing run."""
     found = {run.seed: run.last.value for run in row.method.runs}
     return [score(found.get(seed, math.nan)) for seed in seeds]
 
 
 def score(value: float) -> str:
-    """Format three decimals; a dash for what was not measured."""
+    """Format a number with three decimals; a dash if it was not measured."""
     return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
 def with_std(values: SeedStatistics) -> str:
-    """Format mean and standard deviation, or the mean alone for one seed."""
+    """Format mean and standard deviation, or only the mean for one seed."""
     return score(values.mean) + (f" ± {score(values.std)}" if math.isfinite(values.std) else "")
 
 

@@ -18,13 +18,13 @@ MAX_ROWS = 48
 """Largest number of samples in a table."""
 _MAX_STATES = 10
 _MAX_LABELLED_STEPS = 16
-"""Largest number of steps whose cells have room for a number."""
+"""Largest number of steps with space for a number in each cell."""
 Cells = Sequence[Sequence[float | None]]
 
 
 @dataclass(frozen=True)
 class CreditRecord:
-    """Credit of one prompt's samples; None where there is no number."""
+    """Credit of one prompt's samples; None marks a missing number."""
 
     step: int
     """Index of the training step."""
@@ -33,33 +33,32 @@ class CreditRecord:
     method: str
     """Name of the credit method's class."""
     rule: str
-    """Sentence that says how the method credits a step."""
+    """Sentence on how the method credits a step."""
     weights: dict[str, float]
-    """Weights of the reward dimensions that count."""
+    """Weights of the reward dimensions, without those of weight 0."""
     sigmas: list[float]
-    """Schedule of the samples."""
+    """Noise levels of the schedule."""
     states: list[int]
     """Indices of the valued states; the last is the finished sample."""
     values: list[list[float | None]]
-    """Weighted reward of the completion of each state: samples by valued states."""
+    """Weighted reward of the completion of each state, [samples][valued states]."""
     credit: list[list[float | None]]
-    """Credit, weighted over reward dimensions: samples by denoising steps; None where not
-    credited."""
+    """Credit, weighted over reward dimensions, [samples][denoising steps]; None if not credited."""
     advantage: list[list[float | None]]
-    """Advantages: samples by denoising steps; None where not trained."""
+    """Advantages, [samples][denoising steps]; None if not trained."""
     marked: list[list[bool]] | None
-    """Steps that the method singles out, such as turning points: samples by denoising steps."""
+    """Steps that the method marks, such as turning points, [samples][denoising steps]."""
     source_row: list[list[int]] | None
-    """Index of the sample that computed state k of each sample, for rollouts that branch; else
+    """Index of the sample that computed state k of each sample, for branching rollouts; else
     None."""
     image_states: list[int] = field(default_factory=list)
-    """States of the images in the grid next to the record, which has a column for each."""
+    """States of the images in the grid next to the record; the grid has a column for each."""
     num_images: int = 0
-    """Number of samples with images, which are the rows of the grid."""
+    """Number of samples with images, one per row of the grid."""
 
     @property
     def trained(self) -> list[int]:
-        """Return the denoising steps in which some sample is trained or credited."""
+        """Return the denoising steps in which at least one sample is trained or credited."""
         rows = [*self.advantage, *self.credit]
         steps = range(len(self.sigmas) - 1)
         return [k for k in steps if any(row[k] is not None for row in rows)]
@@ -85,7 +84,7 @@ class Cell:
     rows: int = 1
     """Number of rows that the cell spans."""
     name: str = ""
-    """Text that is shown under the pointer."""
+    """Tooltip."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Row:
     name: str
     cells: Sequence[Cell]
     is_first_of_noise: bool = False
-    """Whether the sample has another initial noise than the row above."""
+    """Whether the initial noise differs from the row above."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Scale:
         self.digits = min(max(2, 1 - math.floor(math.log10(self.most))), 4)
 
     def colour(self, number: float | None) -> str:
-        """Return the colour of a cell in CSS; grey where there is no number."""
+        """Return the CSS colour of a cell; grey if there is no number."""
         if number is None:
             return "#88888840"
         opacity = round(200 * min(1.0, abs(number) / self.most))
@@ -141,7 +140,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class CreditView:
-    """Record with its tables."""
+    """Credit record with its tables."""
 
     record: CreditRecord
     tables: Sequence[Table]
@@ -158,7 +157,7 @@ def read_credit(folder: Path) -> list[CreditView]:
 
 
 def _read(file: Path) -> CreditView | None:
-    """Return the record of a file; None if it or its image was cut short by an interruption."""
+    """Return the record of a file; None if it or its images were truncated by an interruption."""
     if content := read_json(file):
         record = CreditRecord(**content)
         with contextlib.suppress(OSError), Image.open(file.with_suffix(".png")) as grid:
@@ -182,7 +181,7 @@ def make_tables(record: CreditRecord, images: Sequence[str] = ()) -> list[Table]
 
 
 def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> Table:
-    """Return some samples, a row each: states with their images, and between them the steps."""
+    """Return a table of some samples: states with images, separated by the credit of the steps."""
     scale, with_text = Scale(record.credit), _has_text(record)
     chosen = np.linspace(0, len(record.states) - 1, min(_MAX_STATES, len(record.states)))
     states = {record.states[round(i)]: round(i) for i in chosen}
@@ -225,7 +224,7 @@ def _advantage_table(record: CreditRecord) -> Table:
 def _branch_table(
     record: CreditRecord, source_row: list[list[int]], images: Mapping[tuple[int, int], str]
 ) -> Table:
-    """Return all samples as rows that are joined where states are shared; outcomes at the right."""
+    """Return all samples as rows, merged where they share states; final images are at the right."""
     scale, count = Scale(record.advantage), min(len(record.advantage), MAX_ROWS)
     cells: list[list[Cell]] = [[] for _ in range(count)]
     for k in record.trained:

@@ -1,4 +1,4 @@
-"""Render pages from the templates of this folder: self-contained, and safe for any name."""
+"""Render the pages from the templates of this folder, self-contained and with escaping."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ import jinja2
 def render(
     template: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
 ) -> str:
-    """Return a page; what a run file or a prompt says is escaped, and no name may be missing."""
+    """Return a page; text from run files and prompts is escaped, and missing names raise."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -23,7 +23,7 @@ def render(
 
 
 def fit_scale(intervals: Sequence[tuple[float, float]], mark: float = 0.0) -> tuple[float, float]:
-    """Return the offset and the factor that put a mark and all intervals on 0 to 100."""
+    """Return the offset and the factor that map a mark and all intervals to 0 to 100."""
     low = min([mark, *(low for low, _ in intervals)])
     high = max([mark, *(high for _, high in intervals)])
     return low, 100 / ((high - low) or 1.0)

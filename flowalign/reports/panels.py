@@ -1,4 +1,4 @@
-"""Choose the charts of a run: which metrics belong together, and their titles."""
+"""Choose the charts of a run: the groups of metrics, and their titles."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ def draw_lines(lines: Lines) -> list[Line]:
 
 
 def draw_smoothed(lines: Lines) -> list[Line]:
-    """Return every step faintly, and the mean of the latest tenth of the steps."""
+    """Return a faint line of every step, and the moving average over a tenth of the steps."""
     drawn: list[Line] = []
     for i, (label, line) in enumerate(lines.items()):
         steps, values = to_arrays({k: v for k, v in line.items() if math.isfinite(v)})
@@ -51,7 +51,7 @@ def draw_band(lines: Lines) -> list[Line]:
 
 
 def draw_ordered(lines: Lines) -> list[Line]:
-    """Return lines that have an order, in colours from violet to yellow."""
+    """Return lines for ordered series, in colours from violet to yellow."""
     hues = np.linspace(280, 50, len(lines))
     return [
         Line(label, *to_arrays(line), colour=f"hsl({hue:.0f} 65% 48%)")
@@ -61,7 +61,7 @@ def draw_ordered(lines: Lines) -> list[Line]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Small chart of a run."""
+    """Chart of some metrics of a run."""
 
     title: str
     unit: str
@@ -137,10 +137,11 @@ HEALTH = (
 
 
 def select_panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Panel]:
-    """Return the charts of the page, in reading order; those without data are left out.
+    """Return the charts of the page, in reading order; panels without data are left out.
 
-    Reward dimensions of weight 0 are watched, not optimised: they tell whether the others are still
-    worth what they seem to be. If no weights are known, all dimensions count as optimised.
+    Reward dimensions of weight 0 are monitored but not optimised. They show whether gains in the
+    optimised dimensions come from reward hacking. If the weights are unknown, all dimensions count
+    as optimised.
     """
     weights = dict.fromkeys((n[7:] for n in series), 1.0) if weights is None else weights
     rewards = {name[7:]: line for name, line in series.items() if name.startswith("reward/")}
@@ -174,7 +175,7 @@ def title_of(metric: str) -> str:
 
 
 _UNNAMED = ("training", "kl", "norm", "share", "total")
-"""Labels that a title does without."""
+"""Labels that a title omits."""
 
 
 def read_weights(config: Path) -> dict[str, float] | None:
@@ -185,9 +186,9 @@ def read_weights(config: Path) -> dict[str, float] | None:
 
 
 def _held_out_changes(series: Lines, weights: Mapping[str, float]) -> Lines:
-    """Return held-out changes since the first evaluation: the weighted sum, each watched dimension.
+    """Return held-out changes since the first evaluation: weighted sum and monitored dimensions.
 
-    The result is empty if nothing is watched.
+    The result is empty if all dimensions or none are monitored.
     """
     known = {name[5:]: line for name, line in series.items() if name.startswith("eval/")}
     dims = [d for d in known if "/" not in d and f"reward/{d}" in series]
@@ -234,13 +235,13 @@ def _step_panels(series: Lines) -> list[Panel]:
 
 
 def is_constant(panel: Panel) -> bool:
-    """Return whether every line of a panel has at most two points, or one value all along."""
+    """Return whether every line of a panel has at most two points or a constant value."""
     finite = [[v for v in line.values() if math.isfinite(v)] for line in panel.lines.values()]
     return all(len(values) <= 2 or min(values) == max(values) for values in finite)
 
 
 def describe(panel: Panel) -> str:
-    """Return in words what a panel with few values would draw."""
+    """Return the text that replaces the chart of a panel with few values."""
     texts: dict[str, list[str]] = {}
     for label, line in panel.lines.items():
         points = [(step, value) for step, value in sorted(line.items()) if math.isfinite(value)]
@@ -269,11 +270,11 @@ def chart(panel: Panel) -> Chart:
 
 
 def to_arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps in order and their values."""
+    """Return the steps in order, and their values."""
     steps = sorted(line)
     return np.array(steps), np.array([line[step] for step in steps], dtype=float)
 
 
 def num_smoothed(num_steps: int) -> int:
-    """Return over how many steps a training reward is averaged when it is drawn."""
+    """Return the number of steps over which a drawn training reward is averaged."""
     return max(1, num_steps // 10)

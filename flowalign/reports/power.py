@@ -1,20 +1,20 @@
-"""Compute the smallest difference between methods that so many seeds would show."""
+"""Compute the smallest difference between methods that a number of seeds can detect."""
 
 import math
 from collections.abc import Sequence
 
 LEVEL, POWER = 0.05, 0.8
-"""Chance to see a difference where there is none, and to see one of the size that is computed."""
+"""Probability of a false positive, and of detecting a difference of the computed size."""
 
 
 def smallest_difference(methods: Sequence[Sequence[float]]) -> float:
-    """Return the true difference of two means that a two-sided t test would show, mostly.
+    """Return the smallest true difference of two means that a two-sided t test is likely to detect.
 
-    `methods` are the values of each method's seeds. The test has level 5 % and power 80 %, and the
-    standard deviation is pooled over all methods; the two compared are taken to have as many seeds
-    as the method with the fewest. NaN if no method has two. The difference is
-    (t_{1-level/2} + t_power) s sqrt(2/n), Cohen, "Statistical Power Analysis", 1988, with the
-    quantiles of the central t distribution; so it is slightly too small for few seeds.
+    `methods` are the values of each method's seeds. The test has level 5 % and power 80 %. The
+    standard deviation is pooled over all methods. Both compared methods are assumed to have as few
+    seeds as the smallest method. NaN if no method has two seeds. The difference is (t_{1-level/2} +
+    t_power) s sqrt(2/n), Cohen, "Statistical Power Analysis", 1988. It uses quantiles of the
+    central t distribution, so it is slightly too small for few seeds.
     """
     known = [[value for value in values if math.isfinite(value)] for values in methods]
     freedom = sum(len(values) - 1 for values in known if values)
@@ -27,9 +27,9 @@ def smallest_difference(methods: Sequence[Sequence[float]]) -> float:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile, of a probability above 1/2, of Student's t with whole freedom.
+    """Return the quantile of Student's t for a probability above 1/2 and integer freedom.
 
-    By bisection of the closed form in Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    It is found by bisection of the closed form in Abramowitz and Stegun, 26.7.3 and 26.7.4.
     """
     low, high = 0.0, 1.0
     while _central(high, freedom) < 2 * probability - 1:

@@ -1,4 +1,4 @@
-"""Show what a probe measured as a page: where the signal is, and what it costs."""
+"""Render the page of a probe: signal and noise of the steps, and the costs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from flowalign.reports.charts import PALETTE, Chart, Line
 from flowalign.reports.pages import fit_scale, render
 
 ERRORS = 2
-"""Standard errors to each side of an interval, which holds the truth in about 95 % of cases."""
+"""Standard errors to each side of an interval with about 95 % coverage."""
 _COSTS = {
     "network_evaluations": "1000 evaluations",
     "reward_calls": "1000 reward calls",
@@ -18,7 +18,7 @@ BEST, OWN = "best weights", "run file's weights"
 
 
 def page(name: str, probe: Mapping[str, Any]) -> str:
-    """Render the self-contained page of the figures in `probe.json`."""
+    """Render the self-contained page of the results in `probe.json`."""
     metric = probe["metric"]
     by_name = {setting["name"]: setting for setting in probe["settings"]}
     ranked = [by_name[row["name"]] | {"rank": row} for row in probe["ranking"]]
@@ -41,7 +41,7 @@ def page(name: str, probe: Mapping[str, Any]) -> str:
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """State what is recommended, and what is as good within the error."""
+    """Return the recommendation, and the settings that are equally good within the error."""
     chosen, rows = found["recommended"], found["ranking"]
     row = next(row for row in rows if row["name"] == chosen["name"])
     told = f"Recommended: {chosen['name']}, "
@@ -57,7 +57,7 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 
 def caution(found: Mapping[str, Any]) -> str:
-    """State that nothing has been told from no signal at all; empty if a setting has."""
+    """Return a warning if no setting has a significant signal; empty otherwise."""
     figures = [row["per_1000_evaluations"] for row in found["ranking"]]
     if any(figure["value"] > ERRORS * figure["error"] for figure in figures):
         return ""
@@ -89,7 +89,7 @@ def step_charts(steps: Sequence[Mapping[str, Any]]) -> list[Chart]:
 def _chart(
     title: str, unit: str, steps: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 ) -> Chart:
-    """Return one line for each column, with a band where there are errors."""
+    """Return a chart with one line per column, and a band if the column has errors."""
     places = [row["step"] for row in steps]
     lines = []
     for colour, (label, column) in zip(PALETTE, columns.items(), strict=False):
@@ -102,16 +102,16 @@ def _chart(
 
 
 def figure(value: float) -> str:
-    """Format a number in three digits."""
+    """Format a number with three digits."""
     return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def spread(row: Mapping[str, float]) -> str:
-    """Format an estimate with its standard error, rounded alike."""
+    """Format an estimate and its standard error with equal decimals."""
     digits = max(0, 4 - len(f"{abs(row['value']):.0f}")) if abs(row["value"]) >= 1 else 4
     return f"{row['value']:.{digits}f} ± {row['error']:.{digits}f}"
 
 
 def weights(steps: Sequence[float]) -> str:
-    """Format weights of steps, (1, .5, 0)."""
+    """Format weights of steps, such as (1, .5, 0)."""
     return f"({', '.join(f'{weight:.2g}' for weight in steps)})"

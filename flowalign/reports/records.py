@@ -1,4 +1,4 @@
-"""Read what a run left behind: metrics over steps, and JSON that may be cut short."""
+"""Read the files of a run: metrics over steps, and JSON that may be truncated."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Series = dict[int, float]
-"""Value by step; NaN where it was measured but not finite."""
+"""Value by step; NaN if it was measured but not finite."""
 Lines = dict[str, Series]
 """Series by label."""
 _NO_METRICS = ("step", "seconds", "evaluated_after")
@@ -16,9 +16,9 @@ _LARGEST = 1e300
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> Lines:
-    """Return every metric over steps; those that never had a finite value are left out.
+    """Return every metric over steps; metrics without any finite value are left out.
 
-    An evaluation stands at the number of steps that it came after, as its samples do.
+    An evaluation is placed at the number of steps before it, like its samples.
     """
     series: Lines = {}
     for row in rows:
@@ -32,13 +32,13 @@ def collect(rows: Iterable[Mapping[str, Any]]) -> Lines:
 
 
 def number(value: Any) -> float:
-    """Return a value of JSON as a number; NaN if it is none that a chart could place."""
+    """Return a JSON value as a number; NaN if a chart cannot show it."""
     known = isinstance(value, int | float) and abs(value) < _LARGEST
     return float(value) if known else math.nan
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if it is missing or was cut short."""
+    """Return the content of a JSON file; empty if it is missing or truncated."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,7 @@
 """Write `report.html`: one self-contained page about a run, made from the files in its directory.
 
-Parts without data are left out: no evaluation, no images, a run that is still going.
+Parts without data are left out, such as a missing evaluation or missing images. The run may still
+be in progress.
 """
 
 import math
@@ -35,7 +36,7 @@ from flowalign.utils.journal import commands
 from flowalign.utils.tracking import read_metrics
 
 _COMPARISON = "../../compare.html"
-"""The page of a comparison, seen from the folder of one of its runs."""
+"""Path from a run directory to the page of its comparison."""
 COMPARISON_LINK = f'href="{_COMPARISON}"'
 _HEADLINES = ("exact_match", "unseen/exact_match", "seen/exact_match", "weighted", "reward_mean")
 _CHECKS = {
@@ -49,7 +50,7 @@ _CHECKS = {
 
 @dataclass(frozen=True)
 class Change:
-    """Holds one quantity before and after training; NaN where it was not measured."""
+    """Quantity before and after training; NaN if it was not measured."""
 
     name: str
     before: float
@@ -57,7 +58,7 @@ class Change:
 
     @property
     def complete(self) -> bool:
-        """Return whether both ends were measured."""
+        """Return whether both values were measured."""
         return math.isfinite(self.before) and math.isfinite(self.after)
 
     @property
@@ -102,9 +103,9 @@ def write_report(folder: Path) -> Path:
 
 
 def worst_prompts(folder: Path, weights: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return the prompts that fell most and those that end lowest, of the evaluations at the ends.
+    """Return the prompts that fell most and those with the lowest reward at the end.
 
-    Without an evaluation whose scores were written the result is empty.
+    They are found from the first and last evaluation; the result is empty if none wrote scores.
     """
     steps = sorted(int(file.stem[5:]) for file in folder.glob("step-*.json"))
     ends = [read_scores(folder, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
@@ -119,7 +120,7 @@ def worst_prompts(folder: Path, weights: Mapping[str, float] | None) -> dict[str
 
 
 def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
-    """Return held-out values before and after, from the summary or the evaluations at both ends."""
+    """Return held-out values before and after, from the summary or from both end evaluations."""
     first, last = {}, {}
     for name, line in series.items():
         finite = [step for step in sorted(line) if math.isfinite(line[step])]
@@ -134,14 +135,14 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
 
 
 def headline(changes: Sequence[Change]) -> Change | None:
-    """Return the one held-out quantity that the page leads with."""
+    """Return the held-out quantity at the top of the page."""
     complete = {change.name: change for change in changes if change.complete}
     names = [name for name in _HEADLINES if name in complete] + list(complete)
     return complete[names[0]] if names else None
 
 
 def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines) -> str:
-    """State in a sentence what training has changed."""
+    """Return a sentence on the change by training."""
     training = [v for _, v in sorted(series.get("reward_mean", {}).items()) if math.isfinite(v)]
     trained = [max(line) for name, line in series.items() if not name.startswith("eval/")]
     num_steps = summary.get("steps") or 1 + max(trained, default=-1)
@@ -163,7 +164,7 @@ def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines
 
 
 def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the figures at the top, as labels and values."""
+    """Return the main results at the top of the page, as labels and values."""
     top = headline(changes)
     shown = []
     if top:
@@ -192,7 +193,7 @@ def calibration(file: Path) -> list[Chart]:
 
 
 def checks(series: Lines) -> list[dict[str, str]]:
-    """Return what the checks measured last, a row each; denoising steps in numerical order."""
+    """Return the last measurement of each check, one row each, with denoising steps in order."""
     rows = []
     for name in sorted(series, key=_natural):
         if not name.startswith("check/"):

@@ -14,27 +14,27 @@ from flowalign.reports.records import read_json
 from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
 
 _SMALL, _LARGEST = 128, 320
-"""Limits of an image's longer side in pixels: up to the first it is kept as it is, above the second
-it is reduced."""
+"""Limits of an image's longer side, in pixels: kept as PNG up to the first, reduced above the
+second."""
 _LOW, _WIDEST = 64, 1200
-"""Limits of a film strip in pixels: up to the first height it is kept as it is, above the second
-width it is reduced."""
+"""Limits of a film strip, in pixels: kept as PNG up to the first (height), reduced above the second
+(width)."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """Holds what is shown of a prompt: by step an image, or of clips a looping one and a strip."""
+    """Samples of one prompt: an image by step, or a looping video and a film strip by step."""
 
     prompt: str
     pictures: list[tuple[int, str]]
     strips: list[tuple[int, str]]
     scores: list[Line]
     source: str
-    """Picture that came with the prompt; empty if none did."""
+    """Source image of the prompt; empty if there is none."""
 
 
 def samples(folder: Path) -> dict[str, Any]:
-    """Return what the first and the last step with a grid made of each prompt, and its scores."""
+    """Return the samples and scores of each prompt, at the first and the last step with a grid."""
     index = read_json(folder / "index.json")
     prompts, num_columns, fps = index.get("prompts", []), index.get("columns", 1), index.get("fps")
     steps = sorted(index.get("steps", []))
@@ -61,7 +61,7 @@ def samples(folder: Path) -> dict[str, Any]:
 
 
 def _scores(folder: Path, step: int, prompts: Sequence[str]) -> Scores | None:
-    """Return the scores of an evaluation; None if they are not those of the grid's prompts."""
+    """Return the scores of an evaluation; None if they belong to other prompts than the grid."""
     scores = read_scores(folder, step)
     if scores and [scores.keys[row][1] for row in scores.shown] == list(prompts):
         return scores
@@ -69,19 +69,19 @@ def _scores(folder: Path, step: int, prompts: Sequence[str]) -> Scores | None:
 
 
 def _moving(folder: Path, step: int, number: int) -> str:
-    """Return a clip as a data URL, as it was written for pages; empty if it is missing."""
+    """Return a video as a data URL, as it was written for pages; empty if it is missing."""
     file = folder / f"step-{step:06}" / f"{number:03}.webp"
     return data_address("webp", file.read_bytes()) if file.is_file() else ""
 
 
 def _source(folder: Path, number: int) -> str:
-    """Return the source that came with a sample's prompt as a data URL; empty if none did."""
+    """Return the source of a sample's prompt as a data URL; empty if there is none."""
     file = folder / "sources" / f"{number:03}.png"
     return data_address("png", file.read_bytes()) if file.is_file() else ""
 
 
 def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:
-    """Return the first of these grids that exists and was not cut short by an interruption."""
+    """Return the first grid that exists and is not truncated by an interruption."""
     for step in steps:
         try:
             with Image.open(folder / f"step-{step:06}.png") as grid:
@@ -92,7 +92,7 @@ def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] |
 
 
 def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Image.Image]:
-    """Cut a grid into its images, row by row; PADDING pixels lie around each of them."""
+    """Cut a grid into its images, row by row; each has PADDING pixels around it."""
     num_columns = min(num_columns, num_pictures)
     num_rows = -(-num_pictures // num_columns)
     width = (grid.width - PADDING) // num_columns
@@ -105,7 +105,7 @@ def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Ima
 
 
 def encode_images(pictures: Sequence[Image.Image], strips: bool = False) -> list[str]:
-    """Return images as data URLs; reduce large ones, or the page would be too heavy to open."""
+    """Return images as data URLs; large ones are reduced to keep the page small."""
     addresses = []
     for picture in pictures:
         content = io.BytesIO()

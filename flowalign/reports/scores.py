@@ -1,4 +1,4 @@
-"""Read the scores of a run's evaluated samples: which are right, and which prompts fare worst."""
+"""Read the scores of a run's evaluated samples: which are right, and which prompts are worst."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,35 +10,35 @@ import numpy as np
 from flowalign.reports.records import read_json
 
 LISTED = 8
-"""Prompts in each table of the worst."""
+"""Number of prompts in each table of the worst."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds the scores of all samples of one evaluation."""
+    """Scores of all samples of one evaluation."""
 
     dims: tuple[str, ...]
     shown: tuple[int, ...]
-    """Rows of the samples that have a picture."""
+    """Rows of the samples that have an image."""
     keys: tuple[tuple[str, str], ...]
     """Split and prompt of each row."""
     values: np.ndarray
-    """Scores of rows and dimensions; NaN where one failed."""
+    """Scores of rows and dimensions; NaN if one failed."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Holds one dimension of a card: the score of each picture, in words where it is a verdict."""
+    """One dimension of a card: the score of each image, as a word for right-or-wrong dimensions."""
 
     name: str
     texts: tuple[str, ...]
     right: tuple[bool | None, ...]
-    """Whether each picture is right; None where the dimension says no such thing."""
+    """Whether each image is right. None if the dimension has other scores than 0 and 1."""
 
 
 @dataclass(frozen=True)
 class PromptChange:
-    """Holds the mean reward of a prompt's samples before and after; NaN where not measured."""
+    """Mean reward of a prompt's samples before and after training; NaN if not measured."""
 
     split: str
     prompt: str
@@ -66,7 +66,7 @@ def read_scores(folder: Path, step: int) -> Scores | None:
 
 
 def verdicts(steps: Sequence[Scores]) -> set[str]:
-    """Return the dimensions that say right or wrong: every score is 0 or 1, and both occur."""
+    """Return the right-or-wrong dimensions: every score is 0 or 1, and both occur."""
     found = set()
     for i, dim in enumerate(steps[0].dims if steps else ()):
         values = {v for scores in steps for v in scores.values[:, i].tolist() if math.isfinite(v)}
@@ -75,7 +75,7 @@ def verdicts(steps: Sequence[Scores]) -> set[str]:
 
 
 def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[Line]:
-    """Return the scores of the picture of this number at each step, a line per dimension."""
+    """Return the scores of the image with this number at each step, one line per dimension."""
     known = [scores for scores in steps if scores]
     lines = []
     for i, dim in enumerate(known[0].dims if known else ()):
@@ -93,7 +93,7 @@ def _text(value: float, right: bool | None) -> str:
 
 
 def leading(judged: set[str]) -> str:
-    """Return the dimension whose verdict stands at the picture: `exact_match`, or the only one."""
+    """Return the dimension of the verdict next to an image: `exact_match`, or the only one."""
     return "exact_match" if "exact_match" in judged else "".join(judged) if len(judged) == 1 else ""
 
 
@@ -121,7 +121,7 @@ def _by_prompt(scores: Scores, weights: Mapping[str, float] | None) -> dict[tupl
 
 
 def worst(found: Sequence[PromptChange]) -> tuple[list[PromptChange], list[PromptChange]]:
-    """Return the prompts whose reward fell most, and those with the lowest at the end."""
+    """Return the prompts with the largest fall in reward, and those with the lowest reward."""
     fallen = [c for c in found if c.difference < -5e-4]  # as much as three decimals show
     fallen = sorted(fallen, key=lambda c: c.difference)[:LISTED]
     return fallen, sorted(found, key=lambda c: c.after)[:LISTED]

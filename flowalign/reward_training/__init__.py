@@ -1,1 +1,1 @@
-"""Trains reward models, and measures how well scores agree with people."""
+"""Train reward models, and measure their agreement with annotators."""

@@ -1,4 +1,4 @@
-"""Measures agreement of trained scores with labels, per dimension, and calibrates the scores."""
+"""Measure the agreement of trained scores with labels, per dimension, and calibrate the scores."""
 
 import math
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ def measure_agreement(
 ) -> Figures:
     """Compute accuracy over pairs without and with ties, the number of pairs, and calibration.
 
-    Leads up to `tie_threshold` count as ties; None takes the threshold with the highest accuracy on
-    these very pairs (optimistic). Votes decide for the majority. Ratings add Spearman's
+    Leads up to `fit_tie_threshold` count as ties. None: the threshold with the highest accuracy on
+    these pairs, which is optimistic. Votes decide for the majority. Ratings add Spearman's
     correlation.
     """
     pairs = label_pairs(labels, kind)
@@ -53,7 +53,7 @@ def measure_agreement(
 def fit_tie_threshold(
     score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
 ) -> float:
-    """Return the lead up to which pairs are best called ties; -1: none are, NaN: no pairs."""
+    """Return the largest lead that should count as a tie; -1 if none should, NaN without pairs."""
     pairs = label_pairs(labels, kind)
     a, b = pairs.of(score)
     return best_tie_threshold(a - b, (pairs.target - 0.5).sign().long()).threshold
@@ -62,9 +62,10 @@ def fit_tie_threshold(
 def fit_temperature(
     score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
 ) -> float | None:
-    """Return the temperature T with the highest likelihood of sigmoid((a - b) / T) on these pairs.
+    """Return the temperature T that maximises the likelihood of sigmoid((a - b) / T) on the pairs.
 
-    It is None without pairs, if scores say nothing, and if they are never wrong.
+    The result is None without pairs, and if no finite T above 0 is best: the scores are
+    uninformative or never wrong.
     """
     pairs = label_pairs(labels, kind)
     a, b = pairs.of(score)
@@ -77,9 +78,9 @@ def fit_temperature(
 def fit_units(
     scores: Float[Tensor, "B m R"], labels: Float[Tensor, "B m R"]
 ) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"]]:
-    """Return mean and standard deviation per dimension over the candidates with a label there.
+    """Return mean and standard deviation per dimension, over the candidates with a label.
 
-    A dimension that does not vary keeps the standard deviation 1.
+    A constant dimension gets the standard deviation 1.
     """
     mask = labels.isfinite()
     count = mask.sum((0, 1)).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Writes the model card of a trained reward."""
+"""Write the model card of a trained reward."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def render_card(config: Mapping[str, Any]) -> str:
-    """Write Markdown: dimensions, data, agreement with people, calibration, licence, and use."""
+    """Return the card: dimensions, data, agreement with annotators, calibration, license, use."""
     needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
     needs += " and its source image" if config.get("needs_references") else ""
     lines = [

@@ -1,8 +1,8 @@
-"""Caches features of frozen backbones: computed once per medium, prompt and backbone, on disk.
+"""Cache features of frozen backbones on disk: computed once per sample, prompt and backbone.
 
-<folder>/<fingerprint of the backbone>/<hash of its keys>.safetensors holds some hundred rows:
-`key` (SHA-256 of medium and prompt), `joint` and `prompt`. Files are written atomically and never
-changed: several processes may share a folder, and a kill loses at most one file's work.
+<folder>/<fingerprint of the backbone>/<hash of its keys>.safetensors holds some hundred rows: `key`
+(SHA-256 of sample and prompt), `joint` and `prompt`. Files are written atomically and never
+changed. So several processes may share a folder, and a kill loses at most one file's work.
 """
 
 import hashlib
@@ -21,15 +21,16 @@ from flowalign.types import Backbone, MediaBatch
 from flowalign.utils.files import atomic_write
 
 PER_FILE = 256
-"""Samples that are embedded before their features are written to one file."""
+"""Number of samples embedded before their features are written to one file."""
 Frames = Callable[[Media], Tensor]
-"""Reads a medium to RGB in [0, 1], [F, 3, H, W]; raises ValueError or OSError if it cannot."""
+"""Reader of an image or video as RGB in [0, 1], [F, 3, H, W]; raises ValueError or OSError on
+failure."""
 Key = bytes
 
 
 @dataclass(frozen=True)
 class RewardSample:
-    """Holds one medium and the prompt that it answers."""
+    """Image or video, and its prompt."""
 
     media: Media
     prompt: str
@@ -37,7 +38,7 @@ class RewardSample:
     """Sources of an edit, for backbones that read them."""
 
     def key(self, reads_prompts: bool, reads_references: bool = False) -> Key:
-        """Hash the content, not the name: what is equal for the backbone shares its features."""
+        """Return a hash of the content, so equal inputs of the backbone share features."""
         content = _hash_medium(self.media) + (self.prompt.encode() if reads_prompts else b"")
         if reads_references:
             content = b"".join(map(_hash_medium, self.references)) + content
@@ -54,18 +55,18 @@ def _hash_medium(medium: Media) -> bytes:
 
 
 class Embeddings:
-    """Computes features of samples under a loaded backbone as it is now; caches them in `folder`.
+    """Features of samples under the current weights of a loaded backbone, cached in `folder`.
 
-    Without a folder they are only kept in memory.
+    Without a folder, they are only kept in memory.
     """
 
     def __init__(self, backbone: Backbone, frames: Frames, folder: Path | None = None):
         self.backbone, self.frames = backbone, frames
         self.folder = folder / backbone.fingerprint if folder else None
         self.num_computed = 0
-        """Number of features that were computed, not found in the cache."""
+        """Number of features that were computed because the cache lacked them."""
         self.num_damaged = 0
-        """Number of unreadable files of the cache; they were deleted and are computed again."""
+        """Number of unreadable cache files; they were deleted and are computed again."""
         self._known: dict[Key, tuple[Tensor, Tensor]] = {}
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ class Embeddings:
                 self._read(file)
 
     def __call__(self, samples: Sequence[RewardSample]) -> tuple[Features, dict[int, str]]:
-        """Return features, a row per sample, and by index why samples failed (their row is NaN).
+        """Return features, a row per sample, and the reasons of failed samples by index (NaN rows).
 
         Raises:
             ValueError: All samples failed.
@@ -148,7 +149,7 @@ class Embeddings:
 def embed_samples(
     backbone: Backbone, frames: Frames, samples: Sequence[RewardSample]
 ) -> tuple[Features, dict[int, str]]:
-    """Read and embed samples, those of one shape together; failures get NaN and a reason.
+    """Read and embed samples, grouped by shape; failed samples get NaN and a reason.
 
     Features are on the CPU, in float32, and keep the gradient of an adapter.
     """
@@ -187,7 +188,7 @@ def embed_samples(
 
 
 def _sources(backbone: Backbone, frames: Frames, sample: RewardSample) -> list[Tensor]:
-    """Read the first frames of a sample's references, if the backbone reads them."""
+    """Return the first frames of a sample's references, if the backbone reads them."""
     if not backbone.reads_references:
         return []
     if not sample.references:

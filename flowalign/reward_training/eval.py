@@ -1,8 +1,8 @@
-"""Measures how well the scores of a table agree with people's labels.
+"""Measure the agreement of the scores in a table with human labels.
 
-Every scored dimension is compared with every human column. For ranks and votes, media of one record
-are compared; for ratings, media of one prompt. Which two are compared never depends on the scores;
-a pair without two valid scores is counted as unscored, not as wrong.
+Every scored dimension is compared with every human column. For ranks and votes, the samples of one
+record are compared; for ratings, the samples of one prompt. The choice of pairs never depends on
+the scores. A pair without two valid scores counts as unscored instead of wrong.
 """
 
 import math
@@ -27,7 +27,7 @@ MEASURES = {
     "ece": "expected calibration error",
     "ece_calibrated": "expected calibration error, held-out temperature",
 }
-"""Names of the measures of every scored dimension and human column, with readable labels."""
+"""Labels of the measures of every scored dimension and human column, by name."""
 TIES = {
     "left_out": ("accuracy_without_ties", "ties left out"),
     "held_out": ("accuracy_held_out", "ties by a held-out threshold"),
@@ -36,39 +36,39 @@ TIES = {
     "half": ("accuracy_ties_half", "a tie counts half"),
     "wrong": ("accuracy_ties_wrong", "a tie is wrong"),
 }
-"""Treatments of ties: the measure that has each, and its words on the terminal."""
+"""Treatments of ties: the measure that uses each, and its label on the terminal."""
 BothBad = Literal["tie", "drop"]
-"""Treatment of pairs of which people found both bad: as a tie, or left out."""
+"""Treatment of pairs with two bad samples: as a tie, or left out."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Holds a number with its bootstrap interval; NaN where it is undefined."""
+    """Value with its bootstrap interval; NaN if it is undefined."""
 
     value: float
     low: float = math.nan
     high: float = math.nan
     n: int = 0
-    """Number of pairs; of sets for whole sets, of groups for Kendall's tau, of media for Spearman's
-    correlation."""
+    """Number of pairs; for whole sets of sets, for Kendall's tau of groups, for Spearman's
+    correlation of samples."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Configures the bootstrap, the calibration curve and the folds."""
+    """Settings of the bootstrap, the calibration curve and the folds."""
 
     repeats: int = 500
-    """Number of bootstrap resamples, which draw prompts; 0: no intervals."""
+    """Number of bootstrap resamples of the prompts; 0: no intervals."""
     num_bins: int = 10
     """Number of bins of the calibration curve."""
     num_folds: int = 2
-    """Number of parts of the prompts for held-out thresholds and temperatures."""
+    """Number of folds of the prompts, for held-out thresholds and temperatures."""
     seed: int = 0
     both_bad: BothBad = "tie"
-    """Treatment of pairs of which people found both bad."""
+    """Treatment of pairs that annotators marked as both bad."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are too small, and unknown treatments."""
+        """Raise ValueError for numbers that are too small, and for unknown treatments."""
         if self.both_bad not in get_args(BothBad):
             raise ValueError(f"both_bad is {self.both_bad!r}; it must be tie or drop")
         for name, least in (("repeats", 0), ("num_bins", 1), ("num_folds", 2)):
@@ -82,7 +82,7 @@ def evaluate(
     scores: Sequence[str] | None = None,
     humans: Sequence[str] | None = None,
 ) -> "Content":
-    """Compute all measures of the chosen columns (default: all), as `eval.json` holds them."""
+    """Compute all measures of the chosen columns (default: all), in the format of `eval.json`."""
     dims = _select_names(scores, list(table.scores), "scored dimension")
     columns = _select_names(humans, list(table.humans), "human column")
     bad = {name: len(table.record[rows].unique()) for name, rows in table.both_bad.items()}
@@ -176,9 +176,10 @@ def _pair_measures(compared: "ScoredPairs", settings: Settings) -> dict[str, Mea
 
 
 def _set_measure(compared: "ScoredPairs", settings: Settings) -> Measure:
-    """Measure in how many groups every pair is right; groups with a failed score are left out.
+    """Return the share of groups with every pair right; groups with a failed score are left out.
 
-    A decided pair is right by its order, whatever the lead, and a tie up to the best threshold.
+    A pair with a human preference is right if its order is right, for any lead. A tie is right up
+    to the best threshold.
     """
     from flowalign.functional import agreement, resampling
 
@@ -196,7 +197,7 @@ def _set_measure(compared: "ScoredPairs", settings: Settings) -> Measure:
 def _row_measures(
     table: "ScoredTable", dim: str, column: str, settings: Settings
 ) -> dict[str, Measure]:
-    """Compute Kendall's tau within groups, and Spearman's of ratings, which have one scale."""
+    """Return Kendall's tau within groups, and for ratings also Spearman's correlation."""
     from flowalign.functional import agreement, resampling
     from flowalign.reward_training.pairs import number_groups
 
@@ -220,7 +221,7 @@ def _row_measures(
 
 
 def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
-    """Measure how often verdicts agree on two media in both orders; n is 0 without such pairs."""
+    """Return the share of equal verdicts on two samples in both orders; n is 0 without any."""
     from flowalign.functional import resampling
     from flowalign.reward_training.pairs import find_both_orders
 
@@ -244,7 +245,7 @@ def _measure(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measur
 
 
 def _generator(settings: Settings) -> Any:
-    """Return the same generator for every measure, so that all see the same resamples."""
+    """Return a generator with the same seed for every measure, so all see the same resamples."""
     import torch
 
     return torch.Generator().manual_seed(settings.seed)

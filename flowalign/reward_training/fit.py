@@ -1,4 +1,4 @@
-"""Fits the weights of a reward, such as a checklist, to how people compared what it scored."""
+"""Fit the weights of a reward, such as a checklist, to human comparisons of scored samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from flowalign.types import Fit, Fittable, RewardModel
 
 
 def find_fittable(models: Sequence[RewardModel], source: str) -> Fittable:
-    """Return the one reward of a list whose weights can be fitted.
+    """Return the one reward of a list that has weights to fit.
 
     Raises:
         ValueError: There is none, or there are several.
@@ -30,10 +30,12 @@ def find_fittable(models: Sequence[RewardModel], source: str) -> Fittable:
 def collect_comparisons(
     table: ScoredTable, dims: Sequence[str], column: str, source: Path
 ) -> tuple[Float[Tensor, "n F"], Float[Tensor, "n"]]:
-    """Return the leads of the first of every pair in each dimension, and how many preferred it.
+    """Return leads of the first sample of each pair per dimension, and the votes for it.
+
+    The votes are shares in [0, 1].
 
     Raises:
-        ValueError: The table lacks a dimension or the column, or compares nothing in it.
+        ValueError: The table lacks a dimension or the column, or has too few comparisons in it.
     """
     for what, asked, there in (
         ("dimension", dims, table.scores),

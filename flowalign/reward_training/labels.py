@@ -1,4 +1,4 @@
-"""Gathers records of preference datasets into one table of samples, candidates and labels."""
+"""Gather records of preference datasets into one table of samples, candidates and labels."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,18 +19,18 @@ PARTS: tuple[Part, ...] = ("train", "held_out", "test")
 
 @dataclass(frozen=True)
 class Preferences:
-    """Holds B records with up to m candidates each, and people's labels in R dimensions."""
+    """B records with up to m candidates each, and human labels in R dimensions."""
 
     samples: Sequence[RewardSample]
-    """Every candidate of every record, one after the other."""
+    """Candidates of all records, one after the other."""
     candidate: Int[Tensor, "B m"]
-    """Row of each candidate in `samples`; -1 where a record has fewer than m."""
+    """Row of each candidate in `samples`; -1 if a record has fewer than m."""
     labels: Float[Tensor, "B m R"]
-    """Rank, share of votes or rating of each candidate; NaN where there is no label."""
+    """Rank, share of votes or rating of each candidate; NaN if there is no label."""
     part: Int[Tensor, "B"]
-    """Index into PARTS; records with the same prompt, and source, are in the same part."""
+    """Index into PARTS; records with the same prompt and source are in the same part."""
     num_unlabelled: int = 0
-    """Number of records without a label in any of the dimensions; they are left out."""
+    """Number of records without a label in any dimension; they are left out."""
     problems: Sequence[str] = ()
     """Problems of records that could not be read; they are left out."""
 
@@ -39,7 +39,7 @@ class Preferences:
         return (self.part == PARTS.index(part)).nonzero().flatten()
 
     def fingerprint(self) -> str:
-        """Return a hash of all prompts, labels and parts, but not of the media."""
+        """Return a hash of all prompts, labels and parts, but not of the images or videos."""
         digest = hashlib.sha256()
         for sample in self.samples:
             digest.update(sample.prompt.encode() + b"\0")
@@ -101,7 +101,7 @@ def gather_preferences(
 
 
 def _labels(record: Record, dim: str, kind: LabelKind) -> Sequence[float]:
-    """Return ranks, votes or ratings of a dimension; empty if fewer than two are compared."""
+    """Return ranks, votes or ratings of a dimension; empty if there is nothing to compare."""
     found = _tables(record)[kind].get(dim, ())
     return found if kind == "ratings" or len(found) > 1 else ()
 
@@ -123,14 +123,14 @@ def _check(
 
 
 def _request_key(record: Record) -> str:
-    """Return the prompt of a record, whatever its case, and after it the names of its sources."""
+    """Return the prompt of a record in lower case, followed by the names of its sources."""
     prompt = " ".join(record.prompt.casefold().split())
     sources = [m.path or hashlib.sha256(m.data or b"").hexdigest() for m in record.references]
     return "\0".join([prompt, *sources])
 
 
 def _parts(plain: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[Tensor, "B"]:
-    """Assign records to parts by what they were asked, which is in one part as a whole."""
+    """Return the part of each record; all records with the same request are in one part."""
     order = sorted(set(plain), key=lambda p: hashlib.sha256(f"{seed}:{p}".encode()).digest())
     sizes = [max(round(share * len(order)), 1) if share else 0 for share in shares]
     if sum(sizes) >= len(order) or not sizes[0]:

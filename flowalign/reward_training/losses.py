@@ -1,4 +1,4 @@
-"""Defines the losses of reward dimensions, and the kinds of labels that they learn from."""
+"""Losses of reward dimensions, and the kinds of labels that they learn from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ LabelKind = Literal["ranks", "votes", "ratings"]
 
 @dataclass(frozen=True)
 class LabelledPairs:
-    """Lists the pairs a < b of candidates of one record that people compared."""
+    """Pairs a < b of candidates of one record with a human comparison."""
 
     record: Int[Tensor, "n"]
     """Index of the record of each pair."""
@@ -39,10 +39,10 @@ class LabelledPairs:
 
 
 def label_pairs(labels: Float[Tensor, "B m"], kind: LabelKind) -> LabelledPairs:
-    """Find all labelled pairs of B records of up to m candidates; NaN is no label.
+    """Find all labelled pairs of B records with up to m candidates; NaN is no label.
 
-    The lower rank and the higher rating is better, and equal ones tie; for votes the target is the
-    share that a has of their votes (two candidates without any vote were not compared).
+    The lower rank or the higher rating is better, and equal values tie. For votes, the target is
+    a's share of the votes of both; two candidates without votes are no pair.
     """
     a, b = torch.triu_indices(labels.shape[1], labels.shape[1], offset=1)
     first, second = labels[:, a], labels[:, b]
@@ -56,9 +56,9 @@ def label_pairs(labels: Float[Tensor, "B m"], kind: LabelKind) -> LabelledPairs:
 
 
 class RewardLoss(nn.Module, ABC):
-    """Computes a loss per labelled item (pair, list or rating) of one dimension from its scores.
+    """Loss per labelled item (pair, list or rating) of one dimension, computed from its scores.
 
-    Quantities that the loss learns itself, such as how often people see a tie, are its parameters.
+    Its parameters are quantities that the loss itself learns, such as the readiness to call a tie.
     """
 
     reads: tuple[LabelKind, ...]
@@ -72,7 +72,7 @@ class RewardLoss(nn.Module, ABC):
     def forward(
         self, ratings: Ratings, labels: Float[Tensor, "B m"], kind: LabelKind
     ) -> Float[Tensor, "n"]:
-        """Return one loss per labelled item; scores and log variances are [B, m], NaN no label."""
+        """Return one loss per labelled item from scores and log variances [B, m]; NaN: no label."""
 
     def learned_values(self) -> Mapping[str, float | list[float]]:
         """Return the learned quantities by name, for the model card."""
@@ -80,7 +80,7 @@ class RewardLoss(nn.Module, ABC):
 
 
 class BradleyTerry(RewardLoss):
-    """Computes the cross-entropy under P(A) = sigmoid(a - b); ties and votes are soft targets."""
+    """Cross-entropy under P(A) = sigmoid(a - b); ties and votes are soft targets."""
 
     reads = ("ranks", "votes", "ratings")
 
@@ -91,10 +91,10 @@ class BradleyTerry(RewardLoss):
 
 
 class BradleyTerryTies(RewardLoss):
-    """Extends Bradley-Terry by ties of Rao and Kupper; k, how readily people see one, is learned.
+    """Bradley-Terry with ties by Rao and Kupper; the tie parameter k is learned.
 
-    `tie_share` is the initial probability of a tie at equal scores; with `learn_k` false it stays.
-    The default 2/3 is that of VideoAlign's k = 5.
+    `tie_share` is the initial probability of a tie at equal scores. With `learn_k` false it stays
+    fixed. The default 2/3 corresponds to VideoAlign's k = 5.
     """
 
     reads = ("ranks", "ratings")
@@ -134,7 +134,7 @@ class _WithVariance(RewardLoss):
 
 
 class Thurstone(_WithVariance):
-    """Computes the probit loss of P(A) = Phi((a - b) / sqrt(var_a + var_b)), var per sample."""
+    """Probit loss of P(A) = Phi((a - b) / sqrt(var_a + var_b)), with a variance per sample."""
 
     @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
@@ -142,10 +142,11 @@ class Thurstone(_WithVariance):
 
 
 class Uncertainty(_WithVariance):
-    """Averages Bradley-Terry over uncertain scores, as HPSv3, by Gauss-Hermite quadrature.
+    """Bradley-Terry averaged over uncertain scores, as in HPSv3, by Gauss-Hermite quadrature.
 
-    -log sigmoid is convex, so uncertainty only adds to this loss: it regularises, and the variances
-    shrink on every sample alike. To learn which samples people disagree about, take `Thurstone`.
+    -log sigmoid is convex, so uncertainty can only increase this loss. It acts as a regulariser:
+    the variances shrink equally on every sample. To learn on which samples annotators disagree, use
+    `Thurstone`.
     """
 
     @override
@@ -154,7 +155,7 @@ class Uncertainty(_WithVariance):
 
 
 class PlackettLuce(RewardLoss):
-    """Computes -log probability of the ranking of each record, divided by its number of choices."""
+    """Negative log probability of each record's ranking, divided by its number of choices."""
 
     reads = ("ranks", "ratings")
 
@@ -168,7 +169,7 @@ class PlackettLuce(RewardLoss):
 
 
 class VoteFraction(RewardLoss):
-    """Computes the KL from shares of votes to softmax(scores) over the candidates of a record."""
+    """KL divergence from vote shares to softmax(scores) over the candidates of a record."""
 
     reads = ("votes",)
 
@@ -182,9 +183,9 @@ class VoteFraction(RewardLoss):
 
 
 class Regression(RewardLoss):
-    """Computes the squared error of standardised ratings, or Huber's loss if `delta` is given.
+    """Squared error of standardised ratings, or Huber's loss if `delta` is given.
 
-    `delta`, in standard deviations of the ratings, is where the loss becomes linear.
+    Above `delta`, in standard deviations of the ratings, the loss is linear.
     """
 
     reads = ("ratings",)
@@ -206,9 +207,9 @@ class Regression(RewardLoss):
 
 
 class Ordinal(RewardLoss):
-    """Fits proportional odds over the given levels of ratings, whose cuts are learned.
+    """Proportional odds model of the given rating levels, with learned cuts.
 
-    `levels` are all values that a rating can take; a rating between two is refused.
+    `levels` are all values that a rating can take; other ratings raise ValueError.
     """
 
     reads = ("ratings",)

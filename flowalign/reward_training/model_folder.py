@@ -1,9 +1,9 @@
-"""Saves the state to resume a training from, and the folder that holds the trained reward.
+"""Save the training state for resuming, and the folder of the trained reward.
 
 model/
     model.safetensors   rater.* (head, statistics, units) and backbone.* (adapters, if any)
-    config.json         how to build it again, what it was trained on, how good it is
-    README.md           the same for people
+    config.json         how to rebuild it, its training data, and its accuracy
+    README.md           model card with the same content
 """
 
 import json
@@ -36,7 +36,7 @@ FORMAT = "flowalign trained reward 1"
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Describes a trained reward, for its folder: everything but what was learned."""
+    """Description of a trained reward, without its learned weights."""
 
     name: str
     licence: str
@@ -48,11 +48,11 @@ class RunDescription:
     data: Mapping[str, Any]
     """Sources of the preferences, their fingerprint, and numbers of records."""
     noise: Mapping[str, Any] | None = None
-    """Noise levels of a reward of noisy latents, and the blocks that it reads; None: no noise."""
+    """Noise levels of a reward of noisy latents, and the cost of a score. None: no noise."""
 
 
 def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
-    """Write everything that the rest of the training depends on, atomically."""
+    """Write all state that determines the remaining training, atomically."""
     tensors = {f"now.{n}": p for n, p in trainer.trained().items()}
     tensors |= {f"best.{n}": t for n, t in trainer.best.items()}
     for name, parameter in trainer.trained().items():
@@ -71,10 +71,10 @@ def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
 
 
 def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
-    """Restore a trainer to the state in which `save_state` was called.
+    """Restore a trainer to the state saved by `save_state`.
 
     Raises:
-        ValueError: The file is damaged, or is of other data, another backbone or another head.
+        ValueError: The file is damaged, or belongs to other data, another backbone or another head.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -112,7 +112,7 @@ def _restore_tensors(trainer: RewardTrainer, tensors: Mapping[str, Tensor]) -> N
 
 
 def finish(folder: Path, trainer: RewardTrainer, about: RunDescription) -> dict[str, Any]:
-    """Take the best weights, calibrate on the held-out records, and write the folder.
+    """Load the best weights, calibrate on the held-out records, and write the folder.
 
     Returns the content of its config.json.
     """
@@ -153,7 +153,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: RunDescription) -> dict[
 
 
 def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
-    """Set the units of every dimension; returns its temperature, None if it has none."""
+    """Set the units of every dimension; return its temperature, or None if it has none."""
     preferences, rater = trainer.preferences, trainer.rater
     held = preferences.rows("held_out")
     score = trainer.scores(held).score
@@ -173,7 +173,7 @@ def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
 
 
 def _measure_parts(trainer: RewardTrainer) -> dict[str, dict[str, dict[str, float]]]:
-    """Compute figures per part and dimension in calibrated units; held-out records set the ties."""
+    """Return agreement per part and dimension in calibrated units, with held-out tie thresholds."""
     preferences, found = trainer.preferences, {}
     score = {}
     for part in PARTS:
@@ -203,7 +203,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 
 def _swap(new: Path, folder: Path) -> None:
-    """Rename a folder; an earlier one of that name is only deleted afterwards."""
+    """Rename a folder over an earlier one, which is deleted only afterwards."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,7 +1,7 @@
-"""Noises clean latents for rewards of noisy latents: what is compared shares noise and level.
+"""Add noise to clean latents, for rewards of noisy latents.
 
-Source: Flow-NRG, arXiv:2501.13918, trains on pairs of one noise and one level, as DiNa-LRM,
-arXiv:2602.11146, and PRFL, arXiv:2511.21541, do.
+The candidates of a record share noise and noise level. Source: Flow-NRG, arXiv:2501.13918, trains
+on pairs with shared noise and level; so do DiNa-LRM, arXiv:2602.11146, and PRFL, arXiv:2511.21541.
 """
 
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ _RECORDS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class NoisedFeatures:
-    """Turns clean latents of samples into features at noise levels that it draws."""
+    """Features of clean latents at randomly drawn noise levels."""
 
     backbone: NoisyBackbone
     clean: Features
     """Clean latents and conditioning of all samples."""
     preferences: Preferences
-    """Records, whose candidates share noise and level."""
+    """Records; the candidates of each share noise and level."""
     times: Times
     """Distribution of the noise levels."""
     seed: int
 
     def draw(self, samples: Int[Tensor, "k"], update: int) -> Features:
-        """Return features of these samples at the draws of an update."""
+        """Return features of `samples` with the noise of an update."""
         return self._add_noise(samples, generator(self.seed, "noise", update))
 
     def draw_held_out(self) -> Features:
-        """Return features of all samples, each record at a draw of its own that never changes."""
+        """Return features of all samples, with one fixed draw of noise per record."""
         drawn, parts = generator(self.seed, "held noise"), []
         record = self._record()
         for some in torch.arange(len(self.preferences.candidate)).split(_RECORDS_AT_ONCE):
@@ -54,5 +54,5 @@ class NoisedFeatures:
         return self.backbone.add_noise(clean, sigma[place], noise[place]).to(torch.device("cpu"))
 
     def _record(self) -> Int[Tensor, "n"]:
-        """Return the record of each sample; they are in the order of the records."""
+        """Return the record of each sample; samples are in the order of the records."""
         return (self.preferences.candidate >= 0).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Reads scores and human labels of a scored table as tensors, and pairs them for comparison."""
+"""Read scores and human labels of a scored table as tensors, and pair them for comparison."""
 
 import json
 import math
@@ -18,27 +18,27 @@ Columns = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class ScoredTable:
-    """Holds a scored table as columns, with one row per medium."""
+    """Scored table as columns, with one row per image or video."""
 
     record: Int[Tensor, "n"]
     """Number of the record of each row."""
     prompt: Int[Tensor, "n"]
-    """Number of the prompt of each row, with its sources; without a prompt, or with a source that
-    is no file, a number of its record's own."""
+    """Number of the prompt of each row, together with its sources. A row without a prompt, or with
+    a source that is no file, has a number for its record instead."""
     paths: Sequence[str | None]
     prompts: Sequence[str]
     scores: Mapping[str, Float[Tensor, "n"]]
-    """Scores by dimension; NaN where invalid."""
+    """Scores by dimension; NaN if invalid."""
     humans: Mapping[str, Float[Tensor, "n"]]
     """Human labels by column, such as rank/overall; higher is better, so ranks are negated. NaN
-    where there is no label."""
+    without a label."""
     fingerprints: Sequence[str]
     """Distinct fingerprints of the models that scored the rows."""
     both_bad: Mapping[str, Bool[Tensor, "n"]] = field(default_factory=dict)
-    """Rows of pairs of which people found both bad, by human column."""
+    """Whether each row belongs to a pair marked as both bad, by human column."""
 
     def drop_both_bad(self) -> "ScoredTable":
-        """Return a copy without the labels of pairs of which people found both bad."""
+        """Return a copy without the labels of pairs marked as both bad."""
         humans = {
             name: labels.masked_fill(self.both_bad[name], math.nan)
             if name in self.both_bad
@@ -50,26 +50,26 @@ class ScoredTable:
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Holds pairs of media that people compared, in the terms of `functional.agreement`."""
+    """Pairs of samples with a human comparison, as inputs of `functional.agreement`."""
 
     lead: Float[Tensor, "n"]
-    """Score of the first medium minus that of the second."""
+    """Score of the first sample minus score of the second."""
     human: Int[Tensor, "n"]
-    """Human verdict: 1 the first medium is better, -1 the second, 0 a tie."""
+    """Human verdict: 1 if the first sample is better, -1 if the second is, 0 for a tie."""
     share: Float[Tensor, "n"]
-    """Probability, in [0, 1], that people prefer the first medium."""
+    """Probability that annotators prefer the first sample, in [0, 1]."""
     cluster: Int[Tensor, "n"]
     """Number of the prompt: the unit that the bootstrap resamples."""
     unscored: int
-    """Number of pairs that people compared, but without two valid scores."""
+    """Number of human comparisons without two valid scores."""
     group: Int[Tensor, "n"]
-    """Number of the media that were compared with each other: the record, of ratings the prompt."""
+    """Number of the group in which samples were compared: the record, or for ratings the prompt."""
     whole: Bool[Tensor, "n"]
-    """Whether all media of the pair's group have a valid score."""
+    """Whether all samples of the pair's group have a valid score."""
 
 
 def find_table(source: Path) -> Path:
-    """Return the path of a table, or of the one in a folder of `flowalign score`.
+    """Return the path of a table, given directly or as a folder of `flowalign score`.
 
     Raises:
         ValueError: There is no table, or there are two.
@@ -123,12 +123,12 @@ def read_scores(path: Path) -> ScoredTable:
 
 
 def number_groups(table: ScoredTable, column: str) -> Int[Tensor, "n"]:
-    """Return the group of each row within which a column compares: its record; ratings: prompt."""
+    """Return the group in which each row is compared: its record, or for ratings its prompt."""
     return table.prompt if column.startswith("rating/") else table.record
 
 
 def pair_rows(table: ScoredTable, dim: str, column: str) -> ScoredPairs:
-    """Pair every two media that people compared in a column, with the lead of one score."""
+    """Return every pair with a human comparison in a column, with the lead of one score."""
     human, score, group = table.humans[column], table.scores[dim], number_groups(table, column)
     rows = human.isfinite().nonzero()[:, 0]
     first, second = list_pairs(group[rows])
@@ -194,7 +194,7 @@ def _read(path: Path) -> Columns:
 
 
 def _number_values(values: Sequence[Any]) -> Int[Tensor, "n"]:
-    """Number values 0, 1, ... in the order in which they first appear."""
+    """Return values as numbers 0, 1, ... in the order in which they first appear."""
     number = {value: i for i, value in enumerate(dict.fromkeys(values))}
     return torch.tensor([number[value] for value in values], dtype=torch.long)
 

@@ -1,4 +1,4 @@
-"""Defines the parts of a run file that trains reward models: dimensions, ridge, schedule."""
+"""Parts of a run file that trains a reward model: dimensions, ridge, schedule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from flowalign.types.ranges import PositiveFloat, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """Configures one named dimension of the reward: its labels, and the loss that reads them."""
+    """Named dimension of the reward: its labels, and the loss that reads them."""
 
     loss: RewardLoss
     labels: LabelKind = "ranks"
     """Kind of labels that the loss learns from."""
     weight: PositiveFloat = 1.0
-    """Weight of its loss in the sum over dimensions, above 0."""
+    """Weight of the loss in the sum over dimensions, above 0."""
 
     def __post_init__(self) -> None:
-        """Refuse labels that the loss cannot read."""
+        """Raise ValueError for labels that the loss cannot read."""
         if self.labels not in self.loss.reads:
             raise ValueError(
                 f"{type(self.loss).__name__} reads {' or '.join(self.loss.reads)}, "
@@ -30,34 +30,35 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True)
 class Ridge:
-    """Configures the first stage: ridge regression sets the head's linear layer (ArmoRM)."""
+    """Settings of the first stage: ridge regression sets the head's linear layer (ArmoRM)."""
 
     penalties: Sequence[PositiveFloat] = (1e-4, 1e-2, 1.0, 1e2, 1e4)
-    """Penalties to try, above 0; the best on the held-out records is taken per dimension."""
+    """Penalties to try, above 0; the best one on the held-out records is used, per dimension."""
     freeze: bool = True
-    """Whether that layer stays as it is, so that only the rest is trained: the gates."""
+    """Whether the linear layer is frozen afterwards, so only the gates are trained."""
 
     def __post_init__(self) -> None:
-        """Refuse penalties of 0 or less."""
+        """Raise ValueError for penalties of 0 or less."""
         if not self.penalties or min(self.penalties) <= 0:
             raise ValueError(f"ridge.penalties are {list(self.penalties)}; give numbers above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Configures how long a reward model is trained."""
+    """Length and batches of the training of a reward model."""
 
     epochs: PositiveInt = 20
     """Largest number of epochs."""
     batch_size: PositiveInt = 64
-    """Records in a minibatch."""
+    """Number of records in a minibatch."""
     patience: PositiveInt = 5
-    """Epochs without a lower held-out loss after which training stops; the best epoch is kept."""
+    """Number of epochs without a lower held-out loss before training stops; the best epoch is
+    kept."""
     ridge: Ridge | None = None
-    """First stage before the first epoch; null: none."""
+    """Ridge stage before the first epoch. Null: none."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that train nothing."""
+        """Raise ValueError for numbers that train nothing."""
         if self.epochs < 1 or self.batch_size < 1 or self.patience < 1:
             raise ValueError(
                 f"schedule.epochs {self.epochs}, batch_size {self.batch_size}, patience "

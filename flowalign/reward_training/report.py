@@ -1,4 +1,4 @@
-"""Renders `eval.html`: one self-contained page about how well scores agree with people."""
+"""Render `eval.html`: one self-contained page on the agreement of scores with annotators."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from flowalign.reports.pages import fit_scale, render
 Content = dict[str, Any]
 """Content of `eval.json`."""
 _CURVES = 4
-"""Largest number of dimensions in a calibration chart; more cannot be told apart."""
+"""Largest number of curves in a calibration chart; more could not be distinguished."""
 _FEWEST = 10
-"""Smallest number of pairs in a bin that is drawn; the share of fewer is too noisy."""
+"""Smallest number of pairs in a bin that is drawn; smaller bins are too noisy."""
 _OPEN = 3
 """Number of human columns that are unfolded when the page is opened."""
 
@@ -39,7 +39,7 @@ def page(name: str, content: Content, measures: Mapping[str, str]) -> str:
 
 
 def by_human_column(content: Content) -> dict[str, list[Content]]:
-    """Group results by human column, the highest accuracy first."""
+    """Return results grouped by human column, the highest accuracy first."""
     sections: dict[str, list[Content]] = {}
     for result in content["results"]:
         sections.setdefault(result["human"], []).append(result)
@@ -47,7 +47,7 @@ def by_human_column(content: Content) -> dict[str, list[Content]]:
 
 
 def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
-    """Say in a sentence which dimension agrees best with the first human column."""
+    """Return a sentence on the dimension that agrees best with the first human column."""
     column, rows = next(iter(sections.items()))
     found = rows[0]["measures"]["accuracy_without_ties"]
     if not found["n"]:
@@ -63,7 +63,7 @@ def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
 
 
 def cautions(content: Content) -> list[str]:
-    """List what a reader must know before quoting the figures."""
+    """Return warnings that limit the conclusions from the results."""
     warnings = []
     if content["prompts"] < 30:
         warnings.append(
@@ -82,7 +82,7 @@ def cautions(content: Content) -> list[str]:
 
 
 def list_accuracies(rows: Sequence[Content]) -> list[Content]:
-    """Return accuracy without ties and its interval in percent, a row per dimension."""
+    """Return accuracy without ties and its interval in percent, one row per dimension."""
     bars = []
     for row in rows:
         measure = row["measures"]["accuracy_without_ties"]
@@ -96,9 +96,9 @@ def list_accuracies(rows: Sequence[Content]) -> list[Content]:
 
 
 def calibration_chart(rows: Sequence[Content], dims: Sequence[str]) -> Chart | None:
-    """Chart how often the favourite won over how probable it was, for the most accurate dimensions.
+    """Return the chart of the favourite's share of wins against its predicted probability.
 
-    The index of a dimension in `dims` decides its colour.
+    It shows the most accurate dimensions. The index of a dimension in `dims` decides its colour.
     """
     curves = [(row["score"], [b for b in row["reliability"] if b["n"] >= _FEWEST]) for row in rows]
     shown = [(dim, bins) for dim, bins in curves if bins][:_CURVES]

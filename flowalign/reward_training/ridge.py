@@ -1,4 +1,4 @@
-"""Runs the first stage of training: ridge regression of labels on frozen features.
+"""Run the first stage of training: ridge regression of labels on frozen features.
 
 Source: ArmoRM, which fits one regression per attribute and then trains gates over them.
 """
@@ -27,7 +27,7 @@ def first_stage(
 ) -> None:
     """Set the rater's linear layer, with the penalty of the lowest error on held-out records.
 
-    Ratings are regressed on features, comparisons (1, 0, -1) on differences of features.
+    Ratings are regressed on features, and comparisons (1, 0, -1) on differences of features.
 
     Raises:
         ValueError: The head has no linear layer, or one of its dimensions has no label.

@@ -1,4 +1,4 @@
-"""Trains a reward model from its run file to its folder."""
+"""Train a reward model from its run file to its folder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,33 +32,33 @@ STATE, MODEL = "state.safetensors", "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Names one preference dataset."""
+    """Preference dataset."""
 
     path: str
-    """A .jsonl, .json, .csv or .parquet file, or a folder."""
+    """Path of a .jsonl, .json, .csv or .parquet file, or of a folder."""
     schema: str = "auto"
     root: str | None = None
-    """Folder at which relative paths of media begin; null: the folder of the file."""
+    """Folder where relative paths begin. Null: the folder of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRun:
-    """Configures a training of a reward model. One YAML file sets every field it needs."""
+    """Run file of the training of a reward model; one YAML file sets all fields."""
 
     name: str
     licence: str
-    """Licence of the trained reward, as its data and its backbone allow."""
+    """License of the trained reward, as permitted by its data and its backbone."""
     backbone: Backbone
-    """Backbone, by dotted path of a class in `reward_models` or of your own."""
+    """Backbone, by dotted path of a class in `reward_models` or your own class."""
     head: Head
-    """Head on the features, by dotted path of a class in `reward_models` or of your own."""
+    """Head on the features, by dotted path of a class in `reward_models` or your own class."""
     dimensions: dict[str, Dimension]
     """Dimensions of the reward, named as in the data."""
     data: list[Data]
     held_out: Annotated[float, Range(above=0, below=1)] = 0.1
-    """Share of the prompts that decide when to stop, and calibrate; in (0, 1)."""
+    """Share of the prompts used for early stopping and calibration; in (0, 1)."""
     test: Decay = 0.1
-    """Share of the prompts that decide nothing and are only reported; in [0, 1)."""
+    """Share of the prompts used only for the final report; in [0, 1)."""
     modality: Literal["image", "video", "any"] = "any"
     times: Times | None = None
     """Noise levels of a reward of noisy latents, drawn for each record and update. Null: the
@@ -66,13 +66,13 @@ class RewardRun:
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
     embeddings: str | None = "runs/embeddings"
-    """Folder that caches the features of frozen backbones; null: no cache."""
+    """Folder that caches the features of frozen backbones. Null: no cache."""
     max_failed_fraction: Decay = 0.01
-    """Largest share of unreadable media, and of invalid rows, in [0, 1)."""
+    """Largest share of unreadable images or videos, and of invalid rows, in [0, 1)."""
     seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: PositiveInt | None = None
-    """CPU threads; null: torch's choice."""
+    """CPU threads. Null: torch's choice."""
     output_dir: str = "runs/reward"
 
     def __post_init__(self) -> None:
@@ -105,7 +105,8 @@ def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str
     """Load a run file with overrides such as `--schedule.epochs 3`, and the resolved YAML.
 
     Raises:
-        ConfigError: The run file is wrong; at most five lines name the key or value.
+        ConfigError: The run file is wrong. The message has at most five lines; it names the key or
+            value.
     """
     return load_typed(RewardRun, config, overrides)
 
@@ -117,12 +118,12 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Train, calibrate and write `<output_dir>/model`; returns the content of its config.json.
+    """Train, calibrate and write `<output_dir>/model`; return the content of its config.json.
 
     Raises:
-        ValueError: The folder is in use, or the run file and the data do not fit.
-        TrainingFailure: Too many updates in a row were skipped, or the first held-out loss is
-            not finite.
+        ValueError: The folder is in use, or the run file and the data contradict each other.
+        TrainingFailure: Too many updates in a row were skipped, or the first held-out loss is not
+            finite.
     """
     folder = Path(run.output_dir)
     if resume and overwrite:
@@ -138,7 +139,7 @@ def train(
 def _train(
     run: RewardRun, config: str, log: Callable[[str], None], resume: bool, overwrite: bool
 ) -> dict[str, Any]:
-    """Train in a folder that is claimed; it stays as it is until data and weights are accepted."""
+    """Train in a claimed folder, which stays unchanged until data and weights are accepted."""
     folder = Path(run.output_dir)
     if run.threads:
         torch.set_num_threads(run.threads)
@@ -181,7 +182,7 @@ def _device(run: RewardRun) -> torch.device:
 
 
 def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
-    """Gather the table of all datasets; returns it with its fingerprint."""
+    """Gather the table of all datasets; return it with its fingerprint."""
     sets = [open_dataset(d.path, d.schema, d.root) for d in run.data]
     records: list[Record] = [record for some in sets for record in some]
     kinds: dict[str, LabelKind] = {
@@ -199,7 +200,7 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
 def embed_preferences(
     run: RewardRun, preferences: Preferences, log: Callable[[str], None]
 ) -> tuple[Features, Preferences]:
-    """Embed all samples; returns features, and preferences without the media that failed."""
+    """Embed all samples; return features, and preferences without the failed samples."""
     cache = Path(run.embeddings) if run.embeddings else None
     embeddings = Embeddings(run.backbone, frames_for(run.backbone), cache)
     features, failed = embeddings(preferences.samples)

@@ -1,4 +1,4 @@
-"""Trains a reward model on people's preferences: a head, and adapters of the backbone if wanted."""
+"""Train a reward model on human preferences: a head, and optionally adapters of the backbone."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,11 @@ _RECORDS_AT_ONCE = 256
 
 
 class RewardTrainer:
-    """Trains from a table of preferences to the best weights on the held-out records.
+    """Trainer of a reward model, up to the best weights on the held-out records.
 
-    Everything random is a function of the seed and of the update: a resumed training continues as
-    if it had never stopped. `features` are those of `preferences.samples` under the loaded
-    backbone; noised ones are drawn anew for each update, and assessed at draws that never change.
+    All random draws are functions of the seed and of the update, so a resumed training gives the
+    same result. `features` belong to `preferences.samples` under the loaded backbone. Noised
+    features are drawn anew for each update, and evaluated with fixed draws.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class RewardTrainer:
         self.cfg, self.schedule, self.seed = optimizer, schedule, seed
         self.device = next(backbone.network.parameters()).device
         self.noised = None if isinstance(features, Features) else features
-        """What noises latents for each update; None if features are of finished samples."""
+        """Source of noised features for each update. None for features of finished samples."""
         known = features if isinstance(features, Features) else features.draw_held_out()
         self.features = Features(known.joint.nan_to_num(), known.prompt.nan_to_num())
         self.tuned = any(p.requires_grad for p in backbone.network.parameters())
-        """Whether the backbone has adapters, so that features change during training."""
+        """Whether the backbone has adapters, which means that features change during training."""
         self.rater = self._rater(head)
         self.losses = nn.ModuleDict({f"{i}": d.loss for i, d in enumerate(dimensions.values())})
         self.targets = (preferences.labels - self.rater.shift.cpu()) / self.rater.factor.cpu()
@@ -73,12 +73,12 @@ class RewardTrainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done, or the last `patience` ones did not lower the loss."""
+        """Whether all epochs are done, or the last `patience` epochs did not lower the loss."""
         waited = self.epoch - self.best_epoch
         return self.epoch >= self.schedule.epochs or waited >= self.schedule.patience
 
     def epochs(self) -> Iterator[dict[str, float]]:
-        """Train, yielding the metrics of each epoch; the state may be saved between two."""
+        """Train, yielding the metrics of each epoch; the state may be saved between two epochs."""
         train = self.preferences.rows("train")
         while not self.finished:
             order = torch.randperm(len(train), generator=generator(self.seed, "order", self.epoch))
@@ -104,7 +104,7 @@ class RewardTrainer:
 
     @torch.no_grad()
     def scores(self, rows: Int[Tensor, "n"]) -> Ratings:
-        """Rate records: [n, m, R] on the CPU, in evaluation mode, without random draws."""
+        """Return ratings of records, [n, m, R], on the CPU, in evaluation mode."""
         self.rater.eval()
         parts = [self._rate(some) for some in rows.split(_RECORDS_AT_ONCE)]
         spread = [p.log_variance.cpu() for p in parts if p.log_variance is not None]
@@ -147,7 +147,7 @@ class RewardTrainer:
         )
 
     def _step(self, rows: Int[Tensor, "n"]) -> dict[str, float]:
-        """Make one update on some records; it is skipped if the gradient is not finite."""
+        """Run one update on some records; skip it if the gradient is not finite."""
         train = self.preferences.rows("train")
         total = self.schedule.epochs * math.ceil(len(train) / self.schedule.batch_size)
         for group in self.optimizer.param_groups:
@@ -179,7 +179,7 @@ class RewardTrainer:
             )
 
     def _rate(self, rows: Int[Tensor, "n"]) -> Ratings:
-        """Rate records: [n, m, R]; entries beyond the candidates of a record are meaningless."""
+        """Return ratings of records, [n, m, R]; ignore entries beyond a record's candidates."""
         used, place = self.preferences.candidate[rows].clamp(min=0).unique(return_inverse=True)
         ratings = self.rater(self._features(used))
         spread = ratings.log_variance
@@ -213,7 +213,7 @@ class RewardTrainer:
 
     @torch.no_grad()
     def _assess(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """Compute the metrics of this epoch; keep its weights if its held-out loss is lowest."""
+        """Return the metrics of this epoch; keep its weights if its held-out loss is lowest."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         metrics = {"epoch": float(self.epoch), "optim/learning_rate": rate}
         for name in sorted({name for step in steps for name in step}):
@@ -246,7 +246,7 @@ class RewardTrainer:
 def weigh_losses(
     dimensions: Mapping[str, Dimension], losses: Mapping[str, Float[Tensor, ""]]
 ) -> Float[Tensor, ""]:
-    """Return the sum of the dimensions' losses by their weights."""
+    """Return the weighted sum of the dimensions' losses."""
     return torch.stack([dimensions[n].weight * loss for n, loss in losses.items()]).sum()
 
 
@@ -267,12 +267,12 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
 
 
 def embed(backbone: Backbone, samples: list[RewardSample]) -> tuple[Features, dict[int, str]]:
-    """Return features of samples read from their files, and by index why samples failed."""
+    """Return features of samples read from their files, and the reasons of failures by index."""
     return embed_samples(backbone, frames_for(backbone), samples)
 
 
 def frames_for(backbone: Backbone) -> Frames:
-    """Return a reader of media with as many frames as the backbone uses."""
+    """Return a reader of images and videos with the backbone's number of frames."""
 
     def read(medium: Media) -> Float[Tensor, "F 3 H W"]:
         return decode(medium, backbone.num_frames).frames

@@ -1,8 +1,9 @@
-"""Embed users by a few of their choices, for a policy that is conditioned on them (PPD).
+"""Embed users from a few of their choices, for a policy that is conditioned on them (PPD).
 
-Source: PPD, arXiv:2501.06655, known from secondary sources: a vision-language model sees four of a
-user's choices, and its hidden state is the embedding. Here each choice is a token, the difference
-between the features of the chosen and of the rejected medium by any backbone: a reconstruction.
+Source: PPD, arXiv:2501.06655, known from secondary sources. There a vision-language model sees four
+choices of a user, and its hidden state is the embedding. Our reconstruction uses a token per
+choice: the difference between the features of the chosen and the rejected sample, from any
+backbone.
 """
 
 from collections.abc import Sequence
@@ -23,25 +24,25 @@ from flowalign.types.ranges import PositiveInt, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class UserEmbeddings:
-    """Configures `flowalign users`: whose choices are embedded, by what, and where to."""
+    """Run file of `flowalign users`: a dataset of choices, a backbone and an output file."""
 
     backbone: Backbone
-    """Network whose features tell media apart, such as `reward_models.PooledFrames`."""
+    """Network that embeds images or videos, such as `reward_models.PooledFrames`."""
     path: str
-    """Dataset of pairs that name their judges as `user_id`."""
+    """Dataset of pairs with the annotator in a column `user_id`."""
     schema: str = "auto"
-    """Name of the reader of the dataset; auto: found from its columns."""
+    """Name of the dataset's reader. auto: detected from its columns."""
     root: str | None = None
-    """Folder where relative paths begin. Null: beside the file."""
+    """Folder where relative paths begin. Null: the folder of the dataset."""
     shots: PositiveInt = 4
-    """Choices of a user that are embedded, the first ones; users with fewer are left out."""
+    """Number of choices embedded per user, from the first one; users with fewer are left out."""
     micro_batch: PositiveInt = 32
-    """Choices that are embedded together."""
+    """Number of choices per call of the backbone."""
     output: str
-    """Safetensors file of the embeddings [shots, dim] by user: `policy.users` of a run file."""
+    """Safetensors file of the embeddings [shots, dim] by user, for `policy.users` of a run file."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and a file that policies do not read."""
+        """Raise ValueError for numbers out of range, and for a file that policies do not read."""
         require_ranges(self, "users")
         if not self.output.endswith(".safetensors"):
             raise ValueError(f"output is {self.output!r}; it must end in .safetensors")
@@ -50,7 +51,7 @@ class UserEmbeddings:
         """Return the first choices of every user who has made enough.
 
         Raises:
-            ValueError: The dataset does not exist, or nobody has.
+            ValueError: The dataset does not exist, or no user has made enough choices.
         """
         by_user: dict[str, list[Pair]] = {}
         dataset = PreferenceDataset(path=self.path, schema=self.schema, root=self.root)
@@ -67,7 +68,7 @@ class UserEmbeddings:
         return enough
 
     def embed(self) -> dict[str, Float[Tensor, "shots dim"]]:
-        """Return the embedding of every user whose choices can all be read.
+        """Return the embeddings of all users, except users with unreadable choices.
 
         Raises:
             ValueError: `select_choices` would raise, or no user is left.
@@ -89,7 +90,7 @@ class UserEmbeddings:
 
     @torch.no_grad()
     def _tokens(self, pairs: Sequence[Pair]) -> Float[Tensor, "n dim"]:
-        """Return a token per choice, of length 1; NaN where a medium cannot be read."""
+        """Return a unit vector per choice; NaN if an image or video cannot be read."""
         sides = [[RewardSample(s.media, s.prompt) for s in (p.chosen, p.rejected)] for p in pairs]
         samples = [sample for both in sides for sample in both]
         features, _ = embed_samples(self.backbone, frames_for(self.backbone), samples)
@@ -99,5 +100,5 @@ class UserEmbeddings:
 def choice_tokens(
     chosen: Float[Tensor, "n dim"], rejected: Float[Tensor, "n dim"]
 ) -> Float[Tensor, "n dim"]:
-    """Return the directions from rejected to chosen features, each feature of length 1 before."""
+    """Return unit vectors from rejected to chosen features, after each feature is normalised."""
     return normalize(normalize(chosen, dim=1) - normalize(rejected, dim=1), dim=1)

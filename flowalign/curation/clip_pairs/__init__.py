@@ -1,1 +1,1 @@
-"""Makes pairs to train on from real clips, by noising and denoising them."""
+"""Make training pairs from real videos, by noising and denoising them."""

@@ -1,4 +1,4 @@
-"""Noises and denoises clips with a loaded policy, and scores them, for the pair generators."""
+"""Noise, denoise and score videos with a loaded policy, for the pair generators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,29 +19,30 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True)
 class Clips:
-    """Holds real clips in the policy's latent space."""
+    """Real videos in the policy's latent space."""
 
     latents: Float[Tensor, "n C F H W"]
     requests: Sequence[Request]
     numbers: Sequence[int]
-    """Their indices in the dataset: with the seed, they alone decide what is drawn for a clip."""
+    """Indices in the dataset. Together with the seed, they determine the random draws of each
+    video."""
 
 
 @dataclass(frozen=True)
 class ClipScores:
-    """Holds the rewards of some clips."""
+    """Rewards of a batch of videos."""
 
     total: Float[Tensor, "n"]
-    """Weighted sum of the dimensions; NaN if a weighted one could not be scored."""
+    """Weighted sum of the dimensions; NaN if a weighted dimension could not be scored."""
     by_dimension: Mapping[str, Float[Tensor, "n"]]
     """Scores of each dimension with a weight."""
     reasons: Mapping[int, str]
-    """Maps the index of a clip without a total to the reason."""
+    """Reason for each video without a total, by index."""
 
 
 @dataclass(frozen=True)
 class ClipRegenerator:
-    """Noises and denoises clips with a loaded policy, and scores them with loaded rewards."""
+    """Denoiser and scorer of videos, with a loaded policy and loaded rewards."""
 
     policy: Policy
     rewards: Rewards
@@ -49,19 +50,19 @@ class ClipRegenerator:
     """Steps of the sampler from pure noise."""
     seed: int
     micro_batch: int
-    """Clips per network call and decode."""
+    """Number of videos per network call and decode."""
 
     @cached_property
     def encoder(self) -> str:
-        """Identifier of the policy's media encoder; weights are read to find it."""
+        """Identifier of the policy's VAE; the first access reads weights."""
         return self.policy.encoders()[0]
 
     def make_generators(self, purpose: str, clips: Clips) -> list[torch.Generator]:
-        """Return a random generator for each clip: a function of seed, purpose and clip."""
+        """Return a random generator for each video, a function of seed, purpose and index."""
         return [generator(self.seed, f"clip {purpose}", number) for number in clips.numbers]
 
     def draw_noise(self, purpose: str, clips: Clips) -> Float[Tensor, "n C F H W"]:
-        """Draw standard normal noise for each clip, whatever the policy's first sigma."""
+        """Return standard normal noise for each video, independent of the policy's first sigma."""
         shape = clips.latents.shape[1:]
         drawn = [torch.randn(shape, generator=g) for g in self.make_generators(purpose, clips)]
         return torch.stack(drawn).to(clips.latents)
@@ -74,10 +75,10 @@ class ClipRegenerator:
         starts: Int[Tensor, "n"],
         mask: Float[Tensor, "n 1 F H W"] | None = None,
     ) -> Float[Tensor, "n C F H W"]:
-        """Noise clips to the level of step `starts`, and denoise them from there by the ODE.
+        """Noise videos to the level of step `starts`, and denoise them from there with the ODE.
 
-        With a mask, only places inside it change, see `restore_unmasked`. A clip joins the loop at
-        its own start, so that clips of different noise levels share network calls.
+        With a mask, only positions inside it change, see `restore_unmasked`. A video joins the loop
+        at its own start, so videos with different noise levels share network calls.
         """
         policy, clean = self.policy, clips.latents
         sigmas = policy.schedule(self.num_steps)
@@ -99,7 +100,7 @@ class ClipRegenerator:
         return torch.cat([self.policy.decode(x).cpu() for x in latents.split(self.micro_batch)])
 
     def score(self, media: Float[Tensor, "n T 3 h w"], requests: Sequence[Request]) -> ClipScores:
-        """Score clips of one length by the rewards and their weights."""
+        """Score videos of equal length with the rewards and their weights."""
         output = self.rewards.score(self.rewards.batch(media, requests, fps=self.policy.fps))
         weights, unknown = self.rewards.weights, ~self.rewards.usable(output.valid)
         weighted = weights != 0

@@ -1,8 +1,7 @@
-"""Generates DenseDPO pairs: a clip noised and denoised twice, labelled segment by segment.
+"""Generate DenseDPO pairs: a video noised and denoised twice, labelled segment by segment.
 
-Both copies keep the clip's motion and differ in details, so that a label need not be about a whole
-clip and a still clip cannot win by being still.
-Source: DenseDPO, arXiv:2506.03517.
+Both copies keep the motion of the original and differ in details. So labels can differ between
+segments, and a static video has no advantage. Source: DenseDPO, arXiv:2506.03517.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,20 +29,20 @@ from flowalign.types.ranges import Decay, NonNegativeFloat, PositiveFloat, UnitI
 
 @dataclass(frozen=True, kw_only=True)
 class DensePairs(PairGenerator):
-    """Makes two copies from one noise level; the rewards' weighted sum labels their segments."""
+    """Generator of two copies from one noise level; the weighted reward labels their segments."""
 
     level: tuple[UnitInterval, UnitInterval] = (0.65, 0.8)
-    """Range of the starting sigma, drawn per clip and snapped to the sampler grid. Both copies
+    """Range of the starting sigma, drawn per video and snapped to the sampler grid. Both copies
     share it, so the loss cannot learn the noise level."""
     seconds: PositiveFloat = 1.0
     """Approximate length of a segment, in seconds."""
     margin: NonNegativeFloat = 0.0
-    """Largest difference of scores that still is a tie."""
+    """Largest difference of scores that counts as a tie."""
     min_decided: Decay = 0.2
-    """A pair is kept if more than this share of its segments, in [0, 1), has a preference."""
+    """Share of segments with a preference, in [0, 1), that a pair must exceed to be kept."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that label no segment."""
+        """Raise ValueError for settings that label no segment."""
         low, high = self.level
         if not 0 < low <= high < 1:
             raise ValueError(f"method.level is {self.level}; it must rise within (0, 1)")
@@ -85,7 +84,7 @@ class DensePairs(PairGenerator):
         ]
 
     def _levels(self, regenerator: ClipRegenerator, clips: Clips) -> tuple[list[float], Tensor]:
-        """Draw the noise level and first step of every clip."""
+        """Return the noise level of every video, and its first step."""
         sigmas, (low, high) = regenerator.policy.schedule(regenerator.num_steps).cpu(), self.level
         draws = [
             float(torch.rand((), generator=g)) for g in regenerator.make_generators("level", clips)
@@ -96,7 +95,7 @@ class DensePairs(PairGenerator):
     def _parts(
         self, regenerator: ClipRegenerator, num_frames: int, latent: int
     ) -> list[tuple[Span, Span]]:
-        """Cut a clip into segments; returns each as a span of latent frames and one of frames."""
+        """Return the segments of a video, each as a span of latent frames and a span of frames."""
         stride, fps = temporal_stride(num_frames, latent), regenerator.policy.fps
         assert fps is not None, "a policy of pictures was let in"
         cut = split_spans(latent, self.seconds * fps / stride)
@@ -105,7 +104,7 @@ class DensePairs(PairGenerator):
     def _problem(
         self, scores: Sequence[ClipScores], rows: Mapping[str, int], labels: Float[Tensor, "C"]
     ) -> SkippedClip | None:
-        """Return why two copies are no pair, or None if they are one."""
+        """Return the reason why two copies are no pair; None if they are one."""
         for c, part in enumerate(scores):
             for side, row in rows.items():
                 if row in part.reasons:
@@ -119,7 +118,7 @@ class DensePairs(PairGenerator):
 
 
 def _format_segments(cut: Sequence[Span], labels: Float[Tensor, "C"]) -> list[dict[str, int]]:
-    """Format segments for the reader; label 1: copy a is better."""
+    """Return segments in the reader's format; label 1 means that copy a is better."""
     return [
         {"start": start, "stop": stop, "label": int(label)}
         for (start, stop), label in zip(cut, labels.tolist(), strict=True)

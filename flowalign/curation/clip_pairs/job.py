@@ -1,13 +1,13 @@
-"""Makes a folder of pairs that training reads from a dataset of clips.
+"""Make a folder of training pairs from a dataset of videos.
 
-    train.jsonl, held_out.jsonl   rows as the reader of the method's data expects them
+    train.jsonl, held_out.jsonl   rows in the format of the method's data reader
     latents/  clips/  masks/      both sides of every pair, for training and for viewing
-    parts/                        outcome of each batch of clips; an existing part is done
+    parts/                        outcome of each batch of videos; an existing part is done
     clip_pairs.json               settings that decide the pairs
     summary.json                  numbers of pairs and drops, and costs
 
-Files are written atomically, and a batch is made as a whole: a job that is interrupted and run
-again gives the same bits.
+Files are written atomically, and a batch is made as a whole. So an interrupted and repeated job
+gives the same bits.
 """
 
 import itertools
@@ -38,12 +38,12 @@ TRAIN, HELD_OUT, SUMMARY = "train.jsonl", "held_out.jsonl", "summary.json"
 MANIFEST = "clip_pairs.json"
 FOLDERS = ("latents", "clips", "masks", "parts")
 Drop = Sequence[str]
-"""Problem of a clip that gives no pair, and its place in the dataset."""
+"""Problem of a video without a pair, and its location in the dataset."""
 
 
 @dataclass(frozen=True)
 class SourceClip:
-    """Names a real clip of the dataset, with its prompt and its place."""
+    """Real video of the dataset, with its prompt and location."""
 
     number: int
     where: str
@@ -54,19 +54,19 @@ class SourceClip:
 
 @dataclass
 class BatchOutcome:
-    """Records the pairs made of some clips, the clips without one, and the costs."""
+    """Pairs made from a batch of videos, videos without a pair, and costs."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     errors: list[Drop] = field(default_factory=list)
-    """Clips that could not be used; `faults` in the files of `parts`."""
+    """Videos that could not be used; named `faults` in the files of `parts`."""
     expected: list[Drop] = field(default_factory=list)
-    """Clips whose pairs the method leaves out by design."""
+    """Videos with pairs that the method drops by design."""
     costs: dict[str, float] = field(default_factory=dict)
     """Network evaluations, decodes, reward calls and seconds."""
 
     @staticmethod
     def join(parts: Sequence["BatchOutcome"]) -> "BatchOutcome":
-        """Join the outcomes of all parts."""
+        """Return the joined outcomes of all parts."""
         costs = {name: sum(part.costs[name] for part in parts) for name in parts[0].costs}
         return BatchOutcome(
             [row for part in parts for row in part.rows],
@@ -82,12 +82,12 @@ class BatchOutcome:
 
     @staticmethod
     def read(path: Path) -> "BatchOutcome":
-        """Read an outcome that `save` wrote."""
+        """Read an outcome written by `save`."""
         fields = json.loads(path.read_text())
         return BatchOutcome(fields["rows"], fields["faults"], fields["expected"], fields["costs"])
 
     def drop_report(self) -> DropReport:
-        """Count what was dropped, by the kind of problem."""
+        """Return the number of dropped videos by kind of problem."""
         report = DropReport()
         for problem, where in (*self.errors, *self.expected):
             report.add(problem, where)
@@ -103,8 +103,8 @@ def run(
 ) -> int:
     """Make the missing batches of this shard; return the number of batches of the dataset.
 
-    Weights are read once a batch is missing, onto the device that `join` returns. `watch` is
-    called with the number of clips done.
+    Weights are loaded only if a batch is missing, onto the device that `join` returns. `watch` is
+    called with the number of videos done.
     """
     folder, regenerator, number = Path(cfg.output_dir), None, -1
     for name in FOLDERS:
@@ -120,7 +120,7 @@ def run(
 
 
 def finish(cfg: ClipPairs, num_batches: int) -> BatchOutcome | None:
-    """Write the lists and the summary if all parts exist; returns None if a shard is not done."""
+    """Write the lists and the summary if all parts exist; return None if a shard is not done."""
     folder = Path(cfg.output_dir)
     parts = [_part_file(folder, number) for number in range(num_batches)]
     if not all(part.exists() for part in parts):
@@ -148,7 +148,7 @@ def finish(cfg: ClipPairs, num_batches: int) -> BatchOutcome | None:
 
 
 def iterate_sources(dataset: Dataset, limit: int | None) -> Iterator[SourceClip]:
-    """Yield every medium of every record; a record without any gives a source with a problem."""
+    """Yield every video of every record; a record without any gives a source with a problem."""
     number = itertools.count()
     for where, record in itertools.islice(dataset.iter_located(), limit):
         problem = record.problem or ("" if record.prompt else "no prompt")
@@ -197,10 +197,10 @@ def _make_pairs(
 
 
 def _embed_source(regenerator: ClipRegenerator, cfg: ClipPairs, source: SourceClip) -> torch.Tensor:
-    """Encode one clip at the policy's frame rate.
+    """Encode one video at the policy's frame rate.
 
     Raises:
-        ValueError, OSError: The clip cannot be read or encoded, or the policy refuses its request.
+        ValueError, OSError: The video cannot be read or encoded, or the policy rejects its request.
     """
     if source.problem or source.medium is None:
         raise MediaProblem(source.problem or "no medium")
@@ -218,7 +218,7 @@ def _embed_source(regenerator: ClipRegenerator, cfg: ClipPairs, source: SourceCl
 def _write_pair(
     regenerator: ClipRegenerator, folder: Path, source: SourceClip, pair: ClipPair
 ) -> dict[str, Any]:
-    """Write the files of a pair; returns its row."""
+    """Write the files of a pair; return its row."""
     fps, stem = regenerator.policy.fps, f"{source.number:06d}"
     assert fps is not None, "a policy of pictures was let in"
     row: dict[str, Any] = {"id": stem, "prompt": source.request.prompt}

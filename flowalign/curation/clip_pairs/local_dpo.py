@@ -1,9 +1,8 @@
-"""Generates Local-DPO pairs: a real clip wins against itself, regenerated inside a moving mask.
+"""Generate Local-DPO pairs: a real video wins against itself, regenerated in a moving mask.
 
-It needs no annotation.
-Source: Local-DPO, arXiv:2601.04068, and its code. There the real clip is put back outside the mask
-before every step; here also after the last one, so that the latents of a pair differ in the mask
-and nowhere else.
+It needs no annotation. Source: Local-DPO, arXiv:2601.04068, and its code. There the real video is
+restored outside the mask before every step. Here it is also restored after the last step, so the
+latents of a pair differ only inside the mask.
 """
 
 from collections.abc import Sequence
@@ -21,18 +20,19 @@ from flowalign.types.ranges import PositiveInt, UnitInterval
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPairs(PairGenerator):
-    """Makes the encoded clip the winner; the loser differs from its latents only inside a mask."""
+    """Generator with the real video as winner; the loser's latents differ only inside a mask."""
 
     strengths: Sequence[UnitInterval] = (0.75, 0.8, 0.85)
-    """Shares of the sampler's steps that denoise the loser, in (0.6, 1]; each clip draws one. In
-    training a stronger one counts more, see `readers.local_dpo.emphasis`."""
+    """Shares of the sampler's steps that denoise the loser, in (0.6, 1]; each video draws one.
+    Training weighs larger ones more, see `readers.local_dpo.emphasis`."""
     share: tuple[UnitInterval, UnitInterval] = (0.1, 0.5)
-    """Range of the share of latent places that the mask covers, in (0, 1), drawn per clip. Ours."""
+    """Range of the share of latent positions that the mask covers, in (0, 1), drawn per video. The
+    default is our choice."""
     max_shapes: PositiveInt = 5
     """Largest number of boxes and ellipses in a mask; at least one is drawn."""
 
     def __post_init__(self) -> None:
-        """Refuse masks that corrupt nothing, and strengths that training does not take."""
+        """Raise ValueError for masks that change nothing, or strengths that training rejects."""
         if not self.strengths or not all(0.6 < s <= 1 for s in self.strengths):
             raise ValueError(f"method.strengths are {[*self.strengths]}; each must be in (0.6, 1]")
         low, high = self.share

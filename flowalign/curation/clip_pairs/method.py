@@ -1,4 +1,4 @@
-"""Defines the interface of pair generators: for each clip a pair, or why there is none."""
+"""Define the interface of pair generators: each video gives a pair or a reason."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 
 @dataclass(frozen=True)
 class Side:
-    """Holds one of the two clips of a pair."""
+    """One of the two videos of a pair."""
 
     latent: Float[Tensor, "C F H W"]
     media: Float[Tensor, "T 3 h w"]
@@ -22,30 +22,30 @@ class Side:
 
 @dataclass(frozen=True)
 class ClipPair:
-    """Holds a generated pair; the names of its sides appear in its files and columns."""
+    """Generated pair; the names of its sides appear in its files and columns."""
 
     sides: Mapping[str, Side]
     row: Mapping[str, Any]
-    """Further columns of its row, as the reader of the method's data expects them."""
+    """Additional columns of its row, in the format of the method's data reader."""
     mask: Float[Tensor, "F H W"] | None = None
-    """Latent places where the sides differ: 1 inside, 0 outside."""
+    """Latent positions where the sides differ: 1 inside, 0 outside."""
 
 
 @dataclass(frozen=True)
 class SkippedClip:
-    """Says why a clip gives no pair."""
+    """Reason why a video gives no pair."""
 
     problem: str
     """Kind of problem, a colon, and the details."""
     expected: bool = False
-    """Whether the method leaves such clips out by design; otherwise it is an error."""
+    """Whether the method drops the video by design; otherwise it is an error."""
 
 
 Results = list[ClipPair | SkippedClip]
 
 
 class PairGenerator(ABC):
-    """Generates pairs from real clips."""
+    """Generator of pairs from real videos."""
 
     @abstractmethod
     def check(self, rewards: Rewards) -> None:
@@ -53,4 +53,4 @@ class PairGenerator(ABC):
 
     @abstractmethod
     def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
-        """Return, for each clip, its pair or why there is none."""
+        """Return a pair, or the reason why there is none, for each video."""

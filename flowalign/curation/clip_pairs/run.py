@@ -1,4 +1,4 @@
-"""Defines the run file of `flowalign clip-pairs`: policy, clips, method, rewards if needed."""
+"""Define the run file of `flowalign clip-pairs`: policy, videos, method, and rewards if needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,43 +18,44 @@ from flowalign.utils.typed_settings import load_typed
 
 @dataclass(frozen=True, kw_only=True)
 class ClipPairs:
-    """Configures the generation of pairs. One YAML file sets every field it needs."""
+    """Run file of the generation of pairs; one YAML file sets all fields."""
 
     policy: Policy
-    """Policy that noises and denoises the clips, as its pipeline does: the one to be trained."""
+    """Policy that noises and denoises the videos: the one that will be trained."""
     clips: str
-    """Path of any dataset that `flowalign score` reads: a folder with captions, or a table."""
+    """Path of a dataset in any format of `flowalign score`: a folder with captions, or a table."""
     method: PairGenerator
-    """Pair generator, by dotted path of a class in `flowalign.curation.clip_pairs` or your own."""
+    """Pair generator, by dotted path of a class in `flowalign.curation.clip_pairs` or your own
+    class."""
     schema: str = "auto"
     root: str | None = None
-    """Folder at which relative paths begin; null: the folder of the file."""
+    """Folder where relative paths begin. Null: the folder of the file."""
     limit: PositiveInt | None = None
-    """Number of records that are read, from the first one; null: all."""
+    """Number of records to read, from the first one. Null: all."""
     num_frames: PositiveInt | None = None
-    """Frames read per clip at the policy's fps; shorter clips are dropped. Null: the policy's own
-    count. For policies that do not say how many."""
+    """Frames read per video at the policy's fps; shorter videos are dropped. Null: the policy's
+    number. Needed for policies without a fixed number of frames."""
     rewards: list[RewardModel] = field(default_factory=list)
     reward_weights: dict[str, FiniteFloat] = field(default_factory=dict)
-    """Weight per reward dimension; the weighted sum is what a method compares."""
+    """Weight per reward dimension; methods compare the weighted sum."""
     num_steps: DenoisingSteps = 40
-    """Steps of the sampler from pure noise; a clip takes those below its noise level."""
+    """Steps of the sampler from pure noise; a video uses the steps below its noise level."""
     batch_size: PositiveInt = 4
-    """Clips that are made into pairs and written together."""
+    """Number of videos that are processed and written together."""
     micro_batch: PositiveInt = 4
-    """Clips per network call and decode."""
+    """Number of videos per network call and decode."""
     held_out: Decay = 0.1
-    """Share of the prompts whose pairs are never trained on, in [0, 1)."""
+    """Share of the prompts that are held out with their pairs, in [0, 1)."""
     max_dropped_fraction: Decay = 0.05
-    """Largest share of unusable clips, in [0, 1]; with more, the command fails at the end."""
+    """Largest share of unusable videos, in [0, 1]; above it, the command fails at the end."""
     seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: PositiveInt | None = None
-    """CPU threads; null: torch's choice."""
+    """CPU threads. Null: torch's choice."""
     output_dir: str = "runs/clip_pairs"
 
     def __post_init__(self) -> None:
-        """Check everything that needs neither weights nor clips."""
+        """Check everything that needs neither weights nor videos."""
         for name, least in (("num_steps", 2), ("batch_size", 1), ("micro_batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -85,7 +86,7 @@ class ClipPairs:
             )
 
     def dataset(self) -> Dataset:
-        """Open the dataset of clips; raises ValueError if there is none."""
+        """Open the dataset of videos; raise ValueError if there is none."""
         return open_dataset(self.clips, self.schema, self.root)
 
     def regenerator(self, device: torch.device) -> ClipRegenerator:
@@ -111,9 +112,10 @@ def settings_of(text: str, dataset: Dataset) -> dict[str, Any]:
 
 
 def load(config: str, overrides: Sequence[str] = ()) -> tuple[ClipPairs, str]:
-    """Load a run file with overrides such as `--seed 3`; returns it with the resolved YAML.
+    """Load a run file with overrides such as `--seed 3`; return it with the resolved YAML.
 
     Raises:
-        ConfigError: The run file is wrong; at most five lines name the key or value.
+        ConfigError: The run file is wrong. The message has at most five lines; it names the key or
+            value.
     """
     return load_typed(ClipPairs, config, overrides)

@@ -1,1 +1,1 @@
-"""Chooses pairs to train on by the scores of media that answer one prompt."""
+"""Choose training pairs by the scores of samples of the same prompt."""

@@ -1,4 +1,4 @@
-"""Chooses pairs from a table of scores, and writes them as a preference dataset."""
+"""Choose pairs from a table of scores, and write them as a preference dataset."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,25 +26,25 @@ FILES = (TRAIN, HELD_OUT, SUMMARY, PAGE)
 
 @dataclass(frozen=True)
 class PairingJob:
-    """Configures how pairs are made from a table of scores."""
+    """Settings for making pairs from a table of scores."""
 
     table: ScoreTable
     rule: PairingRule
     by_record: bool = False
-    """Whether only media of one record are compared; otherwise all media of one prompt, and of one
-    source where they are edits."""
+    """Whether only samples of one record are compared. Otherwise all samples of one prompt are
+    compared; in editing tasks, all samples of one prompt and source."""
     stages: int = 0
     """Number of stages of a curriculum; 0: no curriculum."""
     stages_by: str = "score"
     """Division into stages: `score` by equal ranges of gaps, `rank` into equally many pairs."""
     mixed_shapes: bool = False
-    """Whether media of different sizes or numbers of frames may be a pair."""
+    """Whether samples of different sizes or numbers of frames may form a pair."""
     mask: str | None = None
-    """Name of the reward whose maps are the masks of pairs, or weigh the places of single media;
-    null: none."""
+    """Reward that provides maps, as masks of pairs or as weight maps of single samples. None: no
+    maps."""
 
     def __post_init__(self) -> None:
-        """Reject maps that no medium has."""
+        """Raise ValueError for a mask that no sample has."""
         known = sorted({name for medium in self.table.media for name in medium.maps})
         if self.mask is not None and self.mask not in known:
             raise ValueError(
@@ -53,13 +53,13 @@ class PairingJob:
 
     @cached_property
     def total(self) -> Float[Tensor, "n"]:
-        """Weighted sum of every row; computed once, so that equal totals stay equal everywhere."""
+        """Weighted sum of every row, computed once so that equal totals stay equal everywhere."""
         return self.rule.total(self.table.scores)
 
 
 @dataclass(frozen=True)
 class PairSelection:
-    """Holds the chosen pairs, and reports the media and pairs that were dropped."""
+    """Chosen pairs, and reports of the samples and pairs that were dropped."""
 
     choices: Sequence[PairChoice]
     prompts: int
@@ -74,7 +74,7 @@ def find_pairs(job: PairingJob) -> PairSelection:
     """Choose pairs, prompt by prompt, in the order in which prompts first appear.
 
     Raises:
-        ValueError: No prompt has two media.
+        ValueError: No prompt has two samples.
     """
     table, inspection, media, pairs = job.table, Inspection(), DropReport(), DropReport()
     if all(len(rows) < 2 for rows in _group_rows(job, range(len(table.media)))):
@@ -100,7 +100,7 @@ def find_pairs(job: PairingJob) -> PairSelection:
 
 
 def _select_usable(job: PairingJob, inspection: Inspection, report: DropReport) -> Iterator[int]:
-    """Yield rows with a score and a file, no file twice for a prompt; report the others."""
+    """Yield rows with a score and a file, each file once per prompt; report the remaining rows."""
     known = job.table.scores.isfinite()
     scored = (known.all(1) if job.rule.needs_all else known.any(1)).tolist()
     seen: set[tuple[str, ...]] = set()
@@ -124,7 +124,7 @@ def _select_usable(job: PairingJob, inspection: Inspection, report: DropReport) 
 
 
 def request_key(medium: ScoredMedium) -> tuple[str, ...]:
-    """Return what a medium answers: its prompt, and the references and mask that came with it."""
+    """Return the request of a sample: its prompt, references and mask."""
     return medium.prompt, *_source_paths(medium)
 
 
@@ -133,7 +133,7 @@ def _source_paths(medium: ScoredMedium) -> tuple[str, ...]:
 
 
 def _group_key(job: PairingJob, i: int) -> tuple[str, ...]:
-    """Return the group within which a medium is compared: its request, or its record."""
+    """Return the group in which a sample is compared: its request, or its record."""
     medium = job.table.media[i]
     by_record = job.by_record or not medium.prompt or "" in _source_paths(medium)
     return *request_key(medium), medium.record if by_record else ""
@@ -149,7 +149,7 @@ def _group_rows(job: PairingJob, rows: Iterable[int]) -> Iterable[list[int]]:
 def split(
     table: ScoreTable, choices: Sequence[PairChoice], fraction: float, seed: int
 ) -> tuple[list[PairChoice], list[PairChoice]]:
-    """Split pairs into those to train on and those held out, by a hash of request and seed."""
+    """Split pairs into training pairs and held-out pairs, by a hash of request and seed."""
     train, held_out = [], []
     for choice in choices:
         asked = "\0".join(request_key(table.media[choice.winner]))
@@ -175,9 +175,9 @@ def format_pair(job: PairingJob, choice: PairChoice) -> dict[str, Any]:
 
 
 def format_samples(job: PairingJob, choices: Sequence[PairChoice]) -> list[dict[str, Any]]:
-    """Return rows of schema kto: each medium of the pairs once, and whether it won.
+    """Return rows of schema kto: each sample of the pairs once, and whether it won.
 
-    A medium that wins one pair and loses another is left out.
+    A sample that wins one pair and loses another is left out.
     """
     won, lost = {c.winner for c in choices}, {c.loser for c in choices}
     return [
@@ -194,13 +194,13 @@ def format_samples(job: PairingJob, choices: Sequence[PairChoice]) -> list[dict[
 
 
 def _request_columns(medium: ScoredMedium) -> dict[str, Any]:
-    """Return the columns of what came with the prompt."""
+    """Return the columns of references and mask of the request."""
     found: dict[str, Any] = {"references": list(medium.references)} if medium.references else {}
     return found | ({REQUEST_MASK: medium.mask} if medium.mask else {})
 
 
 def _map_columns(reward: str | None, **media: ScoredMedium) -> dict[str, Any]:
-    """Return the columns of the maps of media, of those that have one."""
+    """Return the columns of maps, for samples that have one."""
     if reward is None:
         return {}
     return {name: medium.maps[reward] for name, medium in media.items() if reward in medium.maps}

@@ -1,4 +1,4 @@
-"""Renders `pairs.html`: numbers of pairs and drops, the widths of gaps, and the first pairs."""
+"""Render `pairs.html`: numbers of pairs and drops, histograms of gaps, and the first pairs."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ def render(
     shown: Sequence[PairChoice],
     summary: Mapping[str, Any],
 ) -> str:
-    """Render the page, self-contained."""
+    """Return the self-contained page."""
     return pages.render(
         "pairs.html.j2",
         name=name,
@@ -47,7 +47,7 @@ def chart_gaps(choices: Sequence[PairChoice]) -> list[Chart]:
 
 
 def describe_examples(job: PairingJob, choices: Sequence[PairChoice]) -> Iterator[dict[str, Any]]:
-    """Yield what the template shows of each pair: prompt, gap, and both sides with scores."""
+    """Yield the template's values of each pair: prompt, gap, and both sides with scores."""
     for choice in choices:
         sides = [
             {
@@ -63,9 +63,9 @@ def describe_examples(job: PairingJob, choices: Sequence[PairChoice]) -> Iterato
 
 
 def make_thumbnail(path: str) -> str:
-    """Return a small picture of a file as a data address; a clip moves.
+    """Return a thumbnail of a file as a data URL, animated for a video.
 
-    The address is empty if the file cannot be decoded.
+    The URL is empty if the file cannot be decoded.
     """
     try:
         clip = decode(Media(path), _FRAMES)

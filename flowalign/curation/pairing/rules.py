@@ -1,4 +1,4 @@
-"""Chooses which media of one prompt become pairs, by the rules of the command line."""
+"""Choose the pairs among the samples of one prompt, by the rules of the command line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ TOTAL = "total"
 
 
 class PairChoice(NamedTuple):
-    """Names a pair by its rows of the table, with the dimension that decided and the gap."""
+    """Pair by its rows of the table, with the deciding dimension and the gap."""
 
     winner: int
     """Row of the winner."""
@@ -30,26 +30,26 @@ class PairChoice(NamedTuple):
     gap: float
     """Lead of the winner, above 0, in units of the dimension."""
     stage: int = 0
-    """Stage of a curriculum, from 0; earlier ones have wider gaps."""
+    """Stage of a curriculum, from 0; earlier stages have wider gaps."""
 
 
 @dataclass(frozen=True)
 class PairingRule:
-    """Configures one of `RULES`."""
+    """Settings of one of `RULES`."""
 
     name: str = "best_worst"
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each dimension, in the order of the scores; their weighted sum is the total."""
     min_gap: float = 0.0
-    """Smallest gap of a pair, in units of the total or of the dimension that decides."""
+    """Smallest gap of a pair, in units of the total or of the deciding dimension."""
     tolerance: float = 0.0
-    """How much worse a winner may be in one dimension, for dominance."""
+    """Largest deficit of a winner in any dimension, for dominance."""
     max_per_prompt: int | None = None
-    """Number of pairs kept per prompt, those with the widest gaps, and per dimension if each has
-    its own pairs; null: all."""
+    """Largest number of pairs per prompt, those with the widest gaps. If each dimension has its own
+    pairs, the limit is per dimension. None: all."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no pair can have."""
+        """Raise ValueError for settings that no pair can meet."""
         if self.name not in RULES:
             raise ValueError(f"--rule {self.name!r} is unknown; there are {', '.join(RULES)}")
         pairing.check_margin("--min_gap", self.min_gap)
@@ -64,12 +64,12 @@ class PairingRule:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a medium must have a score in every dimension to be compared."""
+        """Whether a sample needs a score in every dimension to be compared."""
         return self.name != PER_DIMENSION
 
     @property
     def comparison(self) -> rules.Rule:
-        """Rule of `pair_rules` that compares the media of a prompt."""
+        """Rule of `pair_rules` that compares the samples of a prompt."""
         if self.name == "dominance":
             return rules.Dominance(min_gap=self.min_gap, tolerance=self.tolerance)
         kind = rules.BestWorst if self.name == "best_worst" else rules.Gap
@@ -77,7 +77,7 @@ class PairingRule:
 
     @property
     def decides(self) -> str:
-        """Name of the total: that of the dimension if there is only one."""
+        """Name of the total; with one dimension, the name of the dimension."""
         return next(iter(self.weights)) if len(self.weights) == 1 else TOTAL
 
     def total(self, scores: Float[Tensor, "n R"]) -> Float[Tensor, "n"]:
@@ -90,7 +90,7 @@ class PairingRule:
         scores: Float[Tensor, "K R"],
         total: Float[Tensor, "K"],
     ) -> list[PairChoice]:
-        """Choose the pairs of one prompt, whose media are these rows of the table."""
+        """Return the pairs of one prompt, from its rows of the table."""
         compared = (
             [(self.decides, total)]
             if self.needs_all
@@ -118,7 +118,7 @@ class PairingRule:
 
 
 def assign_stages(choices: Sequence[PairChoice], count: int, by: str) -> list[PairChoice]:
-    """Return the pairs with their stages of a curriculum, divided dimension by dimension."""
+    """Return the pairs with stages of a curriculum, divided separately for each dimension."""
     found = list(choices)
     for dim in dict.fromkeys(choice.dimension for choice in choices):
         places = [i for i, choice in enumerate(choices) if choice.dimension == dim]

@@ -1,4 +1,4 @@
-"""Reads a table of `flowalign score`: media, and their scores in the requested dimensions."""
+"""Read a table of `flowalign score`: samples, and their scores in the requested dimensions."""
 
 import difflib
 import math
@@ -24,22 +24,23 @@ _TABLES = ("scores.parquet", "scores.jsonl")
 
 
 class ScoredMedium(NamedTuple):
-    """Describes the medium of one row."""
+    """Sample in one row of a table."""
 
     record: str
     number: int
-    """Index of this medium in its record, from 0."""
+    """Index of this sample in its record, from 0."""
     prompt: str
     path: str
-    """Absolute path of the file; empty if the dataset holds the medium itself."""
+    """Absolute path of the file; empty if the dataset stores the sample itself."""
     reason: str
-    """Why it has no score; empty if it has one."""
+    """Reason why it has no score; empty if it has one."""
     references: tuple[str, ...] = ()
-    """Absolute paths of its references; empty for one that the dataset itself holds."""
+    """Absolute paths of its references; empty for a reference that the dataset stores itself."""
     mask: str | None = None
-    """Absolute path of its request's mask; empty for one that the dataset itself holds."""
+    """Absolute path of its request's mask; empty if the dataset stores the mask itself. None: no
+    mask."""
     maps: Mapping[str, str] = MappingProxyType({})
-    """Paths of the maps that rewards gave it, by the name of the reward."""
+    """Paths of its reward maps, by name of the reward."""
 
     @property
     def name(self) -> str:
@@ -49,21 +50,21 @@ class ScoredMedium(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Holds the media of a table and their scores, in the order of the file."""
+    """Samples of a table and their scores, in the order of the file."""
 
     dims: Sequence[str]
     media: Sequence[ScoredMedium]
     scores: Float[Tensor, "n R"]
-    """Scores in float64; NaN where invalid."""
+    """Scores in float64; NaN if invalid."""
     fingerprint: str
     """Fingerprint of the models that scored the rows; empty: unknown."""
 
 
 def find_table(source: Path) -> Path:
-    """Return the path of a table, or of the one in a folder of `flowalign score`.
+    """Return the path of a table, given directly or as a folder of `flowalign score`.
 
     Raises:
-        ValueError: There is no table, or two, or it is of another format.
+        ValueError: There is no table, there are two, or it has another format.
     """
     if source.is_dir():
         found = [source / name for name in _TABLES if (source / name).is_file()]
@@ -79,13 +80,13 @@ def find_table(source: Path) -> Path:
 
 
 def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
-    """Read the media of a table and their scores in `dims`, or in all dimensions without any.
+    """Read the samples of a table and their scores in `dims`, or in all dimensions if it is empty.
 
-    Relative paths of media begin at `root`, or in the current folder.
+    Relative paths of samples begin at `root`, or in the current folder.
 
     Raises:
-        ValueError: The file is no table of scores, has no such dimension, or its rows were scored
-            by different models.
+        ValueError: The file is no table of scores, lacks a dimension, or its rows were scored by
+            different models.
     """
     rows = FORMATS[path.suffix](path)
     first = next(rows, None)

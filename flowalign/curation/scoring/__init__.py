@@ -1,1 +1,1 @@
-"""Scores preference datasets and folders of media at scale, for `flowalign score`."""
+"""Score preference datasets and folders of images or videos at scale, for `flowalign score`."""

@@ -1,4 +1,4 @@
-"""Runs a scoring job: decodes ahead, batches by shape, scores, saves in parts, and resumes."""
+"""Run a scoring job: decode ahead, batch by shape, score, save in parts, and resume."""
 
 import itertools
 import json
@@ -29,33 +29,34 @@ from flowalign.utils.files import write_text
 
 RECORDS_PER_PART = 256
 _MEMORY = 1 << 29
-"""Bytes of decoded pixels that may wait to be batched, and again as many in unfinished batches."""
+"""Bytes of decoded pixels that may wait for a batch; unfinished batches may hold the same
+amount."""
 _BATCHES_AHEAD = 2
 ROWS_BEFORE_CHECK = 100
 
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """Configures a scoring job: a dataset, reward models, and the folder of the results."""
+    """Scoring job: a dataset, reward models, and the folder of the results."""
 
     dataset: Dataset
     models: Sequence[RewardModel]
     folder: Path
     batch_size: int = 32
-    """Media per call of a model."""
+    """Number of images or videos per call of a model."""
     workers: int = 4
-    """Number of threads that decode."""
+    """Number of decoder threads."""
     limit: int | None = None
-    """Number of records that are scored, from the first one; null: all."""
+    """Number of records to score, from the first one. None: all."""
     max_frames: int | None = None
-    """Largest number of evenly spaced frames of a video; null: all."""
+    """Largest number of evenly spaced frames of a video. None: all."""
     max_failed_fraction: float = 0.05
-    """Share of rows, in [0, 1], that may fail before the job stops."""
+    """Share of failed rows, in [0, 1], above which the job stops."""
     shard: tuple[int, int] = (0, 1)
     """Shard (i, n): this process scores every n-th block of records, beginning with the i-th."""
 
     def __post_init__(self) -> None:
-        """Refuse models whose dimensions cannot be columns of one table, and an invalid shard."""
+        """Raise ValueError for an invalid shard, or if two columns would have one name."""
         dims = [dim for model in self.models for dim in model.spec.dims]
         repeated = sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED})
         if repeated:
@@ -64,7 +65,7 @@ class ScoringJob:
             raise ValueError(f"shard {self.shard[0]}/{self.shard[1]}: i/n needs 0 <= i < n")
 
     def share(self) -> int | None:
-        """Return how many records this shard scores, or None if it is slow to count them."""
+        """Return the number of records of this shard; None if counting them is slow."""
         if (size := self.dataset.size()) is None:
             return None
         size = min(size, self.limit or size)
@@ -76,10 +77,10 @@ Watch = Callable[[RunningStats, Throughput], None]
 
 
 def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
-    """Score the missing blocks of this shard; returns the blocks of the whole dataset.
+    """Score the missing blocks of this shard; return the blocks of the whole dataset.
 
     Raises:
-        TooManyFailed: Too many rows failed so far; this is checked after every block.
+        TooManyFailures: Too many rows failed so far; this is checked after every block.
     """
     job = replace(job, models=[CheckedReward(model) for model in job.models])
     parts, stats = PartFiles(job.folder / "parts"), RunningStats()
@@ -105,7 +106,7 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
 
 
 class BlockScorer:
-    """Scores any block of a job, in any order, best in a rising one."""
+    """Scorer of single blocks of a job, fastest in ascending order."""
 
     def __init__(self, job: ScoringJob):
         self.job = replace(job, models=[CheckedReward(model) for model in job.models])
@@ -121,7 +122,7 @@ class BlockScorer:
             self.parts.write(number, rows)
 
     def _records(self, block: int) -> list[tuple[int, Record]]:
-        """Read on to a block, or from the beginning to one that is behind."""
+        """Return the records of a block, reading forward to it or again from the beginning."""
         if block < self._next:
             self._blocks = _split_blocks(_limit_records(self.job))
         number, records = next(found for found in self._blocks if found[0] == block)
@@ -130,14 +131,14 @@ class BlockScorer:
 
 
 def block_numbers(job: ScoringJob) -> list[int]:
-    """Return the blocks of the whole dataset, which is read for it, without its media."""
+    """Return the blocks of the whole dataset; this reads all records, but decodes nothing."""
     return [block for block, _ in _split_blocks(_limit_records(job))]
 
 
 def finish(
     folder: Path, blocks: Sequence[int], kind: str, about: Mapping[str, Any]
 ) -> RunningStats:
-    """Merge all parts into `scores.<kind>`, and write `summary.json`; returns the statistics."""
+    """Merge all parts into `scores.<kind>`, and write `summary.json`; return the statistics."""
     parts, stats = PartFiles(folder / "parts"), RunningStats()
     for row in parts.rows(blocks):
         stats.add(row)
@@ -191,7 +192,7 @@ def _score_blocks(
 def _decode_ahead(
     job: ScoringJob, decoders: ThreadPoolExecutor, todo: Iterator[tuple[int, int, Record]]
 ) -> Iterator[tuple[int, DecodedMedium]]:
-    """Yield items in order; decodes ahead as many as a batch needs and memory allows."""
+    """Yield items in order; decode ahead for one batch, within the memory limit."""
     pending: deque[tuple[int, Future[DecodedMedium]]] = deque()
     depth = largest = 0
     for block, index, record in todo:
@@ -211,7 +212,7 @@ def _wait_for(entry: tuple[int, Future[DecodedMedium]]) -> tuple[int, DecodedMed
 
 
 class _ScoreBlock:
-    """Batches the items of one block by shape, and collects their rows from the models."""
+    """Batches of one block, grouped by shape, with the resulting rows."""
 
     def __init__(self, job: ScoringJob, number: int, scorer: ThreadPoolExecutor, speed: Throughput):
         self.number, self._job, self._scorer, self._speed = number, job, scorer, speed
@@ -242,7 +243,7 @@ class _ScoreBlock:
             self._send(self._buckets.pop(shape))
 
     def result(self) -> tuple[int, list[dict[str, Column]]]:
-        """Wait for the last batch; returns number and rows, in the order of the dataset."""
+        """Wait for the last batch; return number and rows, in the order of the dataset."""
         while self._futures:
             self._collect()
         return self.number, [self._rows[place] for place in self._order]

@@ -1,4 +1,4 @@
-"""Renders `scores.html`: the results of a scoring job, with the best and worst media."""
+"""Render `scores.html`: the results of a scoring job, with the best and worst samples."""
 
 import heapq
 import io
@@ -23,22 +23,22 @@ from flowalign.reports.charts import PALETTE, data_address, histogram
 from flowalign.utils.files import write_text
 
 EXAMPLES = 6
-"""Number of media shown at either end of a dimension."""
+"""Number of samples shown at either end of a dimension."""
 _SIDE = 160
 _FRAMES = 24
 """Largest number of frames of a looping video."""
 _LISTED = 8
 """Largest number of failed rows that are listed."""
 Place = tuple[str, int]
-"""Id of a record, and index of a medium in it."""
+"""Id of a record, and index of a sample in it."""
 
 
 @dataclass
 class Findings:
-    """Collects what the page needs of a table of any length: all scores, and few rows."""
+    """Page data of a table of any length: all scores, and a few rows."""
 
     columns: dict[str, array] = field(default_factory=dict)
-    """Scores of every dimension, one per row of the table; NaN where a row has none."""
+    """Scores of every dimension, one per row of the table; NaN if a row has none."""
     ends: dict[str, tuple[list, list]] = field(default_factory=dict)
     """Heaps of the best and of the worst rows of every dimension."""
     failures: list[Row] = field(default_factory=list)
@@ -64,13 +64,13 @@ class Findings:
                 _keep(worst, (-score, self.rows, entry))
 
     def places(self) -> set[Place]:
-        """Return the media that the page shows."""
+        """Return the samples that the page shows."""
         ends = itertools.chain.from_iterable(self.ends.values())
         return {entry[:2] for heap in ends for _, _, entry in heap}
 
 
 def write(folder: Path, rows: Iterable[Row], dataset: Dataset, summary: Mapping[str, Any]) -> Path:
-    """Write the page: read the rows of a finished job once, then the few media that it shows."""
+    """Write the page; read the rows of a finished job once, then only the samples on the page."""
     findings = Findings()
     for row in rows:
         findings.add(row)
@@ -81,7 +81,7 @@ def write(folder: Path, rows: Iterable[Row], dataset: Dataset, summary: Mapping[
 
 
 def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
-    """Return small pictures of media as data addresses; reads the dataset until all are found."""
+    """Return thumbnails of samples as data URLs; read the dataset until all are found."""
     found: dict[Place, str] = {}
     records = {record for record, _ in wanted}
     for record in dataset if wanted else ():
@@ -100,7 +100,7 @@ def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
 def render(
     name: str, findings: Findings, thumbnails: Mapping[Place, str], summary: Mapping[str, Any]
 ) -> str:
-    """Render the page, self-contained."""
+    """Return the self-contained page."""
     dims = [_describe_dimension(dim, findings, thumbnails) for dim in findings.columns]
     return pages.render(
         "scores.html.j2",
@@ -116,7 +116,7 @@ def render(
 
 
 def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
-    """Summarize the outcome in a sentence or two."""
+    """Return a summary of the job in one or two sentences."""
     rows, failed = summary["rows"], summary["failed"]
     speed = summary.get("rows_per_second")
     text = f"{rows:,} media scored in {len(findings.columns)} dimensions"
@@ -126,7 +126,7 @@ def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
 
 
 def describe_failures(findings: Findings) -> Iterator[dict[str, str]]:
-    """Yield the first rows that failed, and why."""
+    """Yield the first rows that failed, with the reason."""
     for row in findings.failures:
         yield {"record": f"{row['record']}, medium {row['medium']}", "why": row["reason"] or ""}
 
@@ -134,7 +134,7 @@ def describe_failures(findings: Findings) -> Iterator[dict[str, str]]:
 def tabulate_correlations(
     columns: Mapping[str, Sequence[float]],
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return Spearman correlations of all pairs of dimensions, over media valid in both.
+    """Return Spearman correlations of all pairs of dimensions, over samples valid in both.
 
     Each row is a name and its cells, as text and colour. The table is empty if there is only one
     dimension.

@@ -1,7 +1,7 @@
-"""Score the blocks of a job on the workers of a Ray cluster, by Ray Data.
+"""Score the blocks of a job on the workers of a Ray cluster, with Ray Data.
 
-A worker holds the models and saves each block that it has scored, as a process of this machine
-does. A block whose worker is lost goes to another one.
+A worker holds the models and saves each block that it has scored, like a process on this machine.
+If a worker is lost, another one scores its block.
 """
 
 import logging
@@ -28,19 +28,19 @@ from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.console import say
 
 RESTARTS = 3
-"""Number of times that a worker which died is started again, and that a block is scored again."""
+"""Number of restarts of a worker that died, and of retries of a block."""
 SECONDS_BETWEEN_LOOKS = 5
-"""Seconds between looks at how many cores the cluster has."""
+"""Seconds between checks of the number of cores in the cluster."""
 _BOUNDED = "max_restarts", "max_task_retries"
-"""Ray's names of both, which are without bounds by default."""
+"""Ray's options for both limits, which are unlimited by default."""
 _SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""No statistics for Ray's makers, and no workers that give way to all other programs."""
+"""Environment that disables Ray's usage statistics and the low priority of its workers."""
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Ray's switch, of any system, for a cluster that listens on the loopback only."""
+"""Environment of a cluster that listens on the loopback only; the variable works on any system."""
 
 
 def needs_ray(address: str | None = None) -> None:
-    """Raise ValueError if Ray Data is not installed; it reads its environment when imported."""
+    """Raise ValueError if Ray Data is not installed; set its environment before the import."""
     os.environ.update(_SILENT if address else _SILENT | _LOOPBACK)
     try:
         import ray.data  # noqa: F401
@@ -50,24 +50,24 @@ def needs_ray(address: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Names a Ray cluster, and how many workers score there."""
+    """Ray cluster, and the number of workers that score there."""
 
     workers: int
-    """Number of workers, each with a core, and a GPU or a share of one if there are some."""
+    """Number of workers. Each has one core and, if there are GPUs, one GPU or a share of one."""
     address: str | None = None
-    """Address of a running cluster; None: one on this machine for this job, which only this
-    machine can reach."""
+    """Address of a running cluster. None: a new cluster on this machine for this job, which only
+    this machine can reach."""
 
     def run(
         self, job: ScoringJob, open_job: Callable[[], ScoringJob], speed: Throughput, watch: Watch
     ) -> Sequence[int]:
-        """Score the missing blocks; returns the blocks of the whole dataset.
+        """Score the missing blocks; return the blocks of the whole dataset.
 
-        `open_job` gives a worker the job with loaded models. The folder of the job must be on
-        storage that all workers see.
+        On a worker, `open_job` returns the job with loaded models. The folder of the job must be on
+        storage that all workers share.
 
         Raises:
-            TooManyFailed: Too many rows failed so far; this is checked after every block.
+            TooManyFailures: Too many rows failed so far; this is checked after every block.
             RewardFailure: A model is wrong, or workers died too often.
             ValueError: A worker cannot use the options or the data.
         """
@@ -90,7 +90,7 @@ class Cluster:
 
     @contextmanager
     def _connect(self) -> Iterator[None]:
-        """Connect to the cluster; Ray's handling of SIGTERM gives way to that of the verb."""
+        """Connect to the cluster, and keep the SIGTERM handler of the command."""
         needs_ray(self.address)
         import ray
 
@@ -140,7 +140,7 @@ class Cluster:
 
     @contextmanager
     def _watch_machines(self) -> Iterator[None]:
-        """Say so when machines leave, as blocks of their workers wait until others come."""
+        """Print a message if machines leave and blocks wait for new ones."""
         import ray
 
         ended = threading.Event()
@@ -166,7 +166,7 @@ class Cluster:
             watcher.join()
 
     def _gpu_share(self) -> float:
-        """Return what a worker gets of a GPU; raises ValueError if there are too few cores."""
+        """Return the GPU share of a worker; raise ValueError if there are too few cores."""
         import ray
 
         there = ray.cluster_resources()
@@ -179,14 +179,14 @@ class Cluster:
 
 
 class _Worker:
-    """Scores the blocks that it is given; loads the models for the first one."""
+    """Worker that scores blocks; it loads the models for the first one."""
 
     def __init__(self, open_job: Callable[[], ScoringJob], folder: str):
         os.chdir(folder)  # relative paths mean the same here
         self.open_job, self.scorer = open_job, None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Score one block; what is wrong is an answer, so that it is told without Ray's traces."""
+        """Score one block; return errors as values, so users see them without Ray's traces."""
         (block,), wrong, failed = batch["item"].tolist(), "", ""
         try:
             self.scorer = self.scorer or BlockScorer(self.open_job())

@@ -1,4 +1,4 @@
-"""Turns media into rows of the table: decodes them, scores them in batches, names the columns."""
+"""Turn samples into rows of the table: decode them, score them in batches, name the columns."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,25 +21,25 @@ from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.files import atomic_write
 
 _MAP_SIDE = 64
-"""Most places along a side of a map that is written; losses read it on the grid of latents."""
+"""Largest side of a map that is written; losses resize it to the grid of latents."""
 
 Column = str | int | float | bool | list[str | None] | None
 
 
 @dataclass(frozen=True)
 class DecodedMedium:
-    """Holds one decoded medium of a record, or the reason why it could not be decoded."""
+    """Decoded sample of a record, or the reason why it could not be decoded."""
 
     record: Record
     index: int
     """Index of the record in its dataset."""
     medium: int
-    """Index of this medium in the record."""
+    """Index of this sample in the record."""
     clip: Clip | None = None
     references: Sequence[Float[Tensor, "3 _ _"]] = ()
     mask: Float[Tensor, "1 h w"] | None = None
     reason: str = ""
-    """Why it could not be decoded; empty if it was."""
+    """Reason why it could not be decoded; empty if it was."""
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class DecodedMedium:
 def prepare(
     record: Record, index: int, medium: int, max_frames: int | None = None
 ) -> DecodedMedium:
-    """Decode one medium of a record, and the record's references and mask."""
+    """Decode one sample of a record, and the record's references and mask."""
     if record.problem:
         return DecodedMedium(record, index, medium, reason=record.problem)
     try:
@@ -67,7 +67,7 @@ def _decode_still(medium: Media) -> Float[Tensor, "3 h w"]:
 
 
 def assemble(items: Sequence[DecodedMedium]) -> MediaBatch:
-    """Stack decoded items of one shape; all of them know their frames per second, or none does."""
+    """Stack decoded items of one shape; frames per second are known for all or none."""
     clips = [item.clip for item in items if item.clip]
     rates = [clip.fps for clip in clips if clip.fps is not None]
     return MediaBatch(
@@ -84,9 +84,9 @@ def assemble(items: Sequence[DecodedMedium]) -> MediaBatch:
 def score(
     models: Sequence[RewardModel], items: Sequence[DecodedMedium], batch: MediaBatch, folder: Path
 ) -> list[dict[str, Column]]:
-    """Score items by checked models; returns a row for each, with the columns of all models.
+    """Score items with checked models; return a row for each, with the columns of all models.
 
-    Maps are files in the folder `maps`, whose absolute paths are columns.
+    Maps are files in the folder `maps`, and their absolute paths are columns.
     """
     rows: list[dict[str, Column]] = [{} for _ in items]
     reasons: list[list[str]] = [[] for _ in items]
@@ -126,7 +126,7 @@ def join_fingerprints(models: Sequence[RewardModel]) -> str:
 
 
 def _find_unsuited(spec: RewardSpec, items: Sequence[DecodedMedium]) -> dict[int, str]:
-    """Return reasons for single items that would make the model refuse the whole batch."""
+    """Return reasons for single items that would make the model reject the whole batch."""
     together = Counter(item.index for item in items)
     reasons = {}
     for i, item in enumerate(items):
@@ -143,7 +143,7 @@ def _find_unsuited(spec: RewardSpec, items: Sequence[DecodedMedium]) -> dict[int
 
 
 def write_map(place: Float[Tensor, "*place"], file: Path) -> dict[str, Column]:
-    """Write a map, unless it is unknown, reduced to at most `_MAP_SIDE`; returns its column."""
+    """Write a map unless it is unknown, with sides up to `_MAP_SIDE`; return its column."""
     if not place.isfinite().all() or not place.any():
         return {}
     grid = (*place.shape[:-2], *(min(side, _MAP_SIDE) for side in place.shape[-2:]))
@@ -156,7 +156,7 @@ def write_map(place: Float[Tensor, "*place"], file: Path) -> dict[str, Column]:
 def _score_batch(
     model: RewardModel, batch: MediaBatch
 ) -> list[tuple[dict[str, Column], str, Tensor | None]]:
-    """Return columns, reason and map of every sample; one that the model refuses fails alone."""
+    """Return columns, reason and map of every sample; a rejected sample fails alone."""
     try:
         output = model.score(batch)
     except RewardError as error:

@@ -1,4 +1,4 @@
-"""Accumulates what a scoring job tells about its rows and its speed."""
+"""Accumulate statistics on the rows of a scoring job and on its speed."""
 
 import math
 import time
@@ -13,11 +13,11 @@ _LISTED_REASONS = 50
 
 @dataclass
 class RunningStats:
-    """Counts rows and failures, and accumulates the statistics of every dimension."""
+    """Counts of rows and failures, and statistics of every dimension."""
 
     rows: int = 0
     records: int = 0
-    """Number of records; one with several media has several rows."""
+    """Number of records; a record with several samples has several rows."""
     failed: int = 0
     """Number of rows with a dimension that could not be scored."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -41,7 +41,7 @@ class RunningStats:
                 seen[:] = [count, mean, squares, min(seen[3], value), max(seen[4], value)]
 
     def check(self, max_failed_fraction: float, at_least: int = 1) -> None:
-        """Raise TooManyFailed if, of `at_least` rows or more, a larger share failed."""
+        """Raise TooManyFailures if there are `at_least` rows and a larger share of them failed."""
         if self.rows >= at_least and self.failed > max_failed_fraction * self.rows:
             most = ", ".join(f"{why} ({count})" for why, count in self.reasons.most_common(3))
             raise TooManyFailures(
@@ -68,7 +68,7 @@ class RunningStats:
 
 
 class TooManyFailures(RuntimeError):
-    """Says that more rows failed than the job allows; what was saved stays."""
+    """Error of a job with more failed rows than it allows; saved rows remain."""
 
     def __init__(self, message: str, stats: RunningStats):
         super().__init__(message)
@@ -77,14 +77,14 @@ class TooManyFailures(RuntimeError):
 
 @dataclass
 class Throughput:
-    """Measures the throughput of this process, without the rows that earlier ones saved."""
+    """Throughput of this process, without rows that earlier processes saved."""
 
     rows: int = 0
     in_model: float = 0.0
-    """Seconds that a model was computing."""
+    """Seconds of model computation."""
     start: float = field(default_factory=time.perf_counter)
 
     def summary(self) -> dict[str, float]:
-        """Return rows per second, and the share of the time that a model was computing."""
+        """Return rows per second, and the share of time spent in the models."""
         wall = max(time.perf_counter() - self.start, 1e-9)
         return {"rows_per_second": self.rows / wall, "share_in_model": self.in_model / wall}

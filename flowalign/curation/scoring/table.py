@@ -1,4 +1,4 @@
-"""Stores scores on disk, in parts that are written atomically and merged into one table."""
+"""Store scores on disk, in parts that are written atomically and merged into one table."""
 
 import fcntl
 import itertools
@@ -25,8 +25,8 @@ FIXED = {
 """Columns of every table, with their types."""
 _LABELS = {"rank": "double", "votes": "double", "rating": "double", "both_bad": "bool"}
 _LABELS |= {"map": "string"}
-"""Types of the columns of human labels, and of the files of maps, by what stands before the slash
-of their names."""
+"""Types of the columns of human labels and map files, by the prefix before the slash in the
+name."""
 REFERENCES = "references"
 """Column of the paths of a record's references, in tables of records that have some."""
 _REQUEST = {REFERENCES: "strings", REQUEST_MASK: "string"}
@@ -36,7 +36,7 @@ _DIGITS = 8
 
 
 class PartFiles:
-    """Stores the rows of each block of records in one file, named after the block.
+    """Storage of the rows of each block of records, in one file per block.
 
     A part is written atomically. So a kill loses only the blocks in progress, an existing block is
     complete, and scoring a block twice gives the same file.
@@ -62,7 +62,7 @@ class PartFiles:
             os.fsync(file.fileno())
 
     def rows(self, blocks: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield the saved rows of these blocks, in order.
+        """Yield the saved rows of `blocks`, in order.
 
         Raises:
             ValueError: A block is missing.
@@ -83,7 +83,7 @@ class PartFiles:
 
 @contextmanager
 def hold_lock(lock: Path) -> Iterator[None]:
-    """Hold a lock file, which is released when the process ends, however it ends.
+    """Hold a lock file, which is released whenever the process ends, even by a kill.
 
     Raises:
         ValueError: Another process holds it.
@@ -111,7 +111,7 @@ def merge(parts: PartFiles, blocks: Sequence[int], table: Path) -> None:
 
 
 def _column_types(rows: Iterator[Row]) -> dict[str, str]:
-    """Return names and types of all columns; human labels of some rows are a column of all."""
+    """Return names and types of all columns; labels that only some rows have are included."""
     names = dict.fromkeys(name for row in rows for name in row)
     labels = {
         name: _LABELS[kind] for name in sorted(names) if (kind := _label_kind(name)) in _LABELS

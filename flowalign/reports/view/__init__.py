@@ -1,1 +1,1 @@
-"""Show all runs of a folder in a browser, while they go: `flowalign view`."""
+"""Show all runs of a folder in a browser, also while they train: `flowalign view`."""

@@ -1,4 +1,4 @@
-"""Render the page of `flowalign view`: a table of all runs, and the chosen ones side by side."""
+"""Render the page of `flowalign view`: a table of all runs, and the chosen runs side by side."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from flowalign.reports.view.runs import Curve, RunState, Status
 from flowalign.utils.console import duration
 
 MOST_CHOSEN = len(PALETTE)
-"""Number of runs that can be told apart in a chart."""
+"""Largest number of runs in a chart, one per colour."""
 _AT_FIRST = 4
 """Number of runs that are shown if none is chosen."""
 _MOST_FAILURES = 20
@@ -53,7 +53,7 @@ def page(
 
 
 def counts(runs: Sequence[RunState]) -> str:
-    """Tell how many runs there are, by status."""
+    """Return the number of runs by status, as text."""
     statuses = [run.status for run in runs]
     found = [status for status in get_args(Status) if status in statuses]
     return ", ".join(f"{statuses.count(status)} {status}" for status in found)
@@ -70,7 +70,7 @@ def differences(runs: Sequence[RunState]) -> list[tuple[str, list[str]]]:
 def curves(
     runs: Sequence[RunState], colours: Mapping[str, str], more: bool
 ) -> tuple[list[Chart], list[tuple[str, str]]]:
-    """Return the charts of the runs, and in words the metrics that have one value everywhere."""
+    """Return the charts of the runs, and the metrics with one value everywhere as text."""
     by_metric: dict[str, dict[str, Curve]] = {}
     for run in runs:
         for metric, curve in run.content.curves.items():
@@ -95,17 +95,17 @@ def _order(metrics: Mapping[str, object], more: bool) -> list[str]:
 
 
 def left(run: RunState) -> str:
-    """Tell the time until a run is finished, or since its last sign of life."""
+    """Return the time until a run finishes, or since its last change, as text."""
     if math.isfinite(run.seconds_left):
         return f"{duration(run.seconds_left)} left"
     return f"{duration(run.quiet)} ago"
 
 
 def value(number: float) -> str:
-    """Format a value of a metric; a dash if it is none."""
+    """Format a value of a metric; a dash if it is NaN."""
     return f"{number:.3f}" if math.isfinite(number) else "-"
 
 
 def address(run: RunState, file: str) -> str:
-    """Return where the server has a file of a run."""
+    """Return the server's address of a file of a run."""
     return "/files/" + quote(f"{run.name}/{file}")

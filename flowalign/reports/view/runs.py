@@ -1,4 +1,4 @@
-"""Find the runs of a folder and read how they stand, whatever state their files are in."""
+"""Find the runs of a folder and read their status, even from incomplete files."""
 
 import json
 import math
@@ -20,21 +20,21 @@ from flowalign.utils.tracking import FILE
 
 Status = Literal["running", "starting", "silent", "failed", "interrupted", "finished"]
 Curve = tuple[array, array]
-"""Steps and values, as many as a chart can show."""
+"""Steps and values, thinned to the points that a chart can show."""
 _DEEPEST = 5
-"""Levels below the folder at which runs are looked for."""
+"""Largest depth below the folder at which runs are found."""
 _PACED = 20
-"""Number of the latest steps whose time tells how long the others will take."""
+"""Number of recent steps from which the remaining time is estimated."""
 _MOST_STEPS = 2**53
 _PATIENCE, MOST_STEPS_BETWEEN = 300.0, 10
-"""Seconds, and number of usual steps, after which a run without news counts as silent."""
+"""Seconds, and multiple of the usual step time, after which a run without changes is silent."""
 _BEST = {"reward_mean": "reward", "implicit_accuracy": "pairs in order"}
-"""Metrics of which the best value is told: the first that a run has."""
+"""Metrics that may be summarised by their best value; the first one that a run has is used."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """Holds the highest value of a training metric."""
+    """Highest value of a training metric."""
 
     what: str
     value: float
@@ -44,34 +44,34 @@ class Best:
 
 @dataclass(frozen=True)
 class Content:
-    """Holds what the files of a run say."""
+    """Content of the files of a run."""
 
     curves: Mapping[str, Curve]
     settings: Mapping[str, str]
     summary: Mapping[str, Any]
     failure: str
     done: int
-    """Number of steps made."""
+    """Number of steps done."""
     pace: float
-    """Seconds a step took lately; NaN before two of them."""
+    """Recent seconds per step. NaN with fewer than two steps."""
     best: Best | None
     picture: str
-    """Newest grid of samples, below the run; empty if there is none."""
+    """Newest grid of samples, relative to the run; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Tells how a run stands."""
+    """Status of a run, with its content."""
 
     name: str
-    """Its folder, below the one that is viewed."""
+    """Path of its folder, relative to the viewed folder."""
     status: Status
     reason: str
-    """Why it failed; empty if it did not, or could not say."""
+    """Reason of a failure; empty if there is none or it is unknown."""
     num_steps: int | None
-    """Number of steps that its run file asks for."""
+    """Number of steps in its run file."""
     seconds_left: float
-    """Seconds until it is finished; NaN unless it runs."""
+    """Seconds until it finishes. NaN unless it is running."""
     quiet: float
     """Seconds since its files last changed."""
     has_report: bool
@@ -79,7 +79,7 @@ class RunState:
 
 
 class Reader:
-    """Reads the runs below a folder; what has not changed is not read again."""
+    """Reader of the runs below a folder, which reads only changed files again."""
 
     def __init__(self, root: Path):
         self.root = root.resolve()
@@ -87,9 +87,9 @@ class Reader:
         self._known: dict[Path, tuple[object, Content]] = {}
 
     def read(self) -> list[RunState]:
-        """Return all runs, those that go on first, then the latest; one that vanishes is left out.
+        """Return all runs: running ones first, then the most recent; runs that vanish are left out.
 
-        Files outside the folder are not read, whatever links point there.
+        Files outside the folder are not read, even through links.
         """
         with self._lock:
             folders = list(find(self.root))
@@ -130,7 +130,7 @@ class Reader:
 
 
 def find(root: Path) -> Iterator[Path]:
-    """Yield the run directories below a folder, or itself; links to folders are not followed."""
+    """Yield the run directories in a folder, including the folder itself; follow no links."""
     for path, folders, files in os.walk(root):
         begun = {FILE, "summary.json"} & set(files) or "checkpoints" in folders
         deep = len(Path(path).relative_to(root).parts) >= _DEEPEST
@@ -147,7 +147,7 @@ def within(root: Path, path: Path) -> Path | None:
 
 
 def _stamp(root: Path, file: Path) -> tuple[int, int] | None:
-    """Return time of change and size of a file in the folder; None if there is none."""
+    """Return modification time and size of a file in the folder; None if there is none."""
     try:
         real = within(root, file)
         found = real.stat() if real else None
@@ -157,7 +157,7 @@ def _stamp(root: Path, file: Path) -> tuple[int, int] | None:
 
 
 def read(folder: Path, present: set[str]) -> Content:
-    """Read the files of a run that are present; what cannot be read counts as missing."""
+    """Read the files of a run that are present; an unreadable file counts as missing."""
     rows = list(_rows(_text(folder / FILE))) if FILE in present else []
     series = collect(rows)
     named = [name for name in _BEST if name in series]
@@ -178,10 +178,10 @@ def read(folder: Path, present: set[str]) -> Content:
 
 
 def status_of(content: Content, times: Mapping[str, float], quiet: float) -> Status:
-    """Return how a run stands, from what its files say and when they were written.
+    """Return the status of a run, from the content of its files and their modification times.
 
-    A run that was killed says nothing: it is silent once it has been quiet for minutes and for
-    longer than its steps take.
+    A killed run leaves no record. It becomes silent after some minutes without changes, if that is
+    also longer than ten of its steps.
     """
     told = content.summary.get("status")
     if told == "finished":
@@ -226,7 +226,7 @@ def _text(file: Path) -> str:
 
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of metrics; lines that are only half there are left out."""
+    """Yield the rows of metrics; incomplete lines are left out."""
     for line in text.splitlines():
         try:
             row = json.loads(line)

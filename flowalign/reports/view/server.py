@@ -1,4 +1,4 @@
-"""Serve the page about a folder of runs and the files that it shows; nothing can be written."""
+"""Serve the page about a folder of runs and its files, read-only."""
 
 import contextlib
 import sys
@@ -20,7 +20,7 @@ _KINDS = {
     ".jsonl": "text/plain; charset=utf-8",
     ".log": "text/plain; charset=utf-8",
 }
-"""Types of the files that are served; weights and others are not."""
+"""Content types of the files that are served; other files, such as weights, are not."""
 _POLICY = (
     "default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src {connect}; base-uri 'none'; form-action 'self'"
@@ -28,10 +28,10 @@ _POLICY = (
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the runs below a folder until it is told to stop.
+    """Server of the runs below a folder.
 
-    With `names`, requests that name another host are refused: on the loopback address they come
-    from a page elsewhere that pretends to be here.
+    With `names`, requests with another host name are refused. On the loopback address, they come
+    from a foreign page that uses DNS rebinding.
     """
 
     daemon_threads = True
@@ -41,7 +41,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a browser that went away; print anything else."""
+        """Ignore a browser that disconnected; print any other error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
 
@@ -96,13 +96,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: the page asks every few seconds."""
+        """Log nothing, since the page reloads every few seconds."""
 
 
 def read_file(root: Path, name: str) -> bytes | None:
-    """Return a file below the folder; None if it is not there, hidden, of another kind or outside.
+    """Return a file below the folder; None if it is missing, hidden, of another type or outside.
 
-    Outside is also what a link leads to.
+    The target of a link that leads outside counts as outside.
     """
     parts = name.split("/")
     if Path(name).suffix not in _KINDS or any(part[:1] in ("", ".") for part in parts):
