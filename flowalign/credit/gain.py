@@ -19,7 +19,7 @@ def gains(values: Float[Tensor, "B S R"]) -> Float[Tensor, "B S-1 R"]:
 
 @dataclass(frozen=True)
 class Gain(CreditEstimator):
-    """Each stochastic step earns its change of value.
+    """Each stochastic step earns its gain, the change of value V_{k+1} - V_k.
 
     Sources: DenseGRPO, arXiv:2601.20218v2, normalises each step separately. Stepwise-Flow-GRPO,
     arXiv:2603.28718, normalises all steps of a prompt together (advantages.scale: joint).
