@@ -1,4 +1,4 @@
-"""Sample trajectories: the one denoising loop, and which of its steps are random or shared."""
+"""Sample trajectories: the denoising loop, and the choice of stochastic and shared steps."""
 
 from flowalign.utils.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Arrange which samples of a prompt share which states: chains, trees, and combs."""
+"""Arrange the samples of a prompt into chains, trees or combs that share states."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from flowalign.types.ranges import GroupSize, NonNegativeFloat, NonNegativeInt, 
 
 @dataclass(frozen=True)
 class BranchLayout:
-    """Describes the G samples of one prompt before any of them is drawn."""
+    """Arrangement of the G samples of one prompt, made before any sample is drawn."""
 
     eta: Float[Tensor, "G T"]
     """Noise level of each transition; 0 is an ODE step."""
     rows: SharedRows
-    """Arrangement that says which of the G samples share which states."""
+    """Mapping from each of the G samples to the sample that holds its state."""
 
 
 class Branching(ABC):
-    """Decides how the samples that start from one initial noise come apart."""
+    """Arrangement of the samples that start from one initial noise."""
 
     sibling_noise_scale: float | None = None
-    """Scale of the noise that each sibling draws for itself, relative to a noise that siblings
-    share; null: nothing is shared."""
+    """Scale of a sibling's individual noise relative to the noise that siblings share. Null: no
+    shared noise."""
 
     @abstractmethod
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
@@ -38,44 +38,44 @@ class Branching(ABC):
         `eta` holds the noise levels of the window, and 0 outside it.
 
         Raises:
-            ValueError: That many samples cannot be arranged in this way.
+            ValueError: The arrangement needs another number of samples.
         """
 
 
 @dataclass(frozen=True)
 class Chain(Branching):
-    """Lets every sample go its own way from the first stochastic step on."""
+    """Independent chains, which share only the states before the first stochastic step."""
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
-        """Return chains that share their states up to the first stochastic step, none later."""
+        """Return chains that share their states up to the first stochastic step."""
         below = _leaves_below(num_samples, num_samples, len(eta), _stochastic_steps(eta)[:1])
         return BranchLayout(eta.expand(num_samples, -1), _shared_rows(num_samples, below))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(Branching):
-    """Splits every state into `children` states at some steps; siblings share everything before.
+    """Tree that splits every state into `children` states at some steps.
 
-    Source: BranchGRPO, arXiv:2509.06040v5, splits at 0, 3, 6, 9; TreeGRPO, arXiv:2512.08153, three
-    children at each of three steps. The growing noise is Dynamic-TreeRPO's, arXiv:2509.23352v3,
-    whose formula is not public: a (1 + growth * depth / (levels - 1)), our reconstruction.
+    Sources: BranchGRPO, arXiv:2509.06040v5, splits at steps 0, 3, 6, 9; TreeGRPO, arXiv:2512.08153,
+    uses three children at each of three steps. Noise that grows with the depth follows
+    Dynamic-TreeRPO, arXiv:2509.23352v3. Its formula is not public. Our reconstruction is
+    eta (1 + growth * depth / (levels - 1)).
     """
 
     splits: Sequence[NonNegativeInt] | None = None
-    """Indices of the steps at which to split; null: every step of the window."""
+    """Indices of the steps at which to split. Null: every step of the window."""
     children: GroupSize = 2
-    """States that each split makes of one, at least 2."""
+    """Number of states that each state splits into, at least 2."""
     growth: Annotated[float, Range(above=-1)] = 0.0
-    """Excess of the deepest split's noise level over the first split's, relative to it; above
-    -1."""
+    """Relative increase of the noise level from the first to the deepest split, above -1."""
     sibling_noise_scale: NonNegativeFloat | None = None
-    """s: siblings draw (common + s own) / sqrt(1 + s^2); BranchGRPO: 4. Each one by itself remains
-    a standard normal, unlike in the released code, which scales the noise. Null: siblings share no
-    noise."""
+    """Scale s of a sibling's individual noise: siblings draw (shared + s * individual) /
+    sqrt(1 + s^2). This keeps each draw a standard normal, while the released code rescales the
+    noise. BranchGRPO: 4. Null: no shared noise."""
 
     def __post_init__(self) -> None:
-        """Reject settings that make no tree."""
+        """Reject fewer than 2 children, and noise settings out of range."""
         if self.sibling_noise_scale is not None and not self.sibling_noise_scale > 0:
             raise ValueError(
                 f"branching.sibling_noise_scale is {self.sibling_noise_scale}; "
@@ -116,18 +116,19 @@ class Tree(Branching):
 
 @dataclass(frozen=True, kw_only=True)
 class Comb(Branching):
-    """Lets `children` samples leave one ODE spine at every window step, by one noisy step each.
+    """Comb: at every window step, `children` samples branch off one shared ODE trajectory.
 
-    That step alone causes all differences between the children of a step.
+    Each sample branches off with a single stochastic step, which causes all differences between the
+    children of a step.
 
     Source: TempFlow-GRPO, arXiv:2508.04324, 6 children.
     """
 
     children: GroupSize = 6
-    """Samples that leave the spine at each window step, at least 2."""
+    """Number of samples that branch off at each window step, at least 2."""
 
     def __post_init__(self) -> None:
-        """Reject a comb in which nothing can be compared."""
+        """Reject fewer than 2 children."""
         if self.children < 2:
             raise ValueError(f"branching.children is {self.children}; a comb needs at least 2")
 
@@ -135,7 +136,7 @@ class Comb(Branching):
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return the children of each step, in the order of the steps.
 
-        The last sample, which leaves last, carries the spine.
+        The last sample branches off last and holds the states of the shared ODE trajectory.
         """
         window = _stochastic_steps(eta)
         if num_samples != self.children * len(window):
@@ -155,7 +156,7 @@ class Comb(Branching):
 def arrange_samples(
     branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor, "T"]
 ) -> BranchLayout:
-    """Return the samples of one prompt: the same arrangement for each of its initial noises."""
+    """Return the layout of one prompt, with the same arrangement for each initial noise."""
     if num_samples % seeds:
         raise ValueError(
             f"sampling.samples_per_prompt is {num_samples}, "
@@ -172,7 +173,7 @@ def _stochastic_steps(eta: Float[Tensor, "T"]) -> list[int]:
 def _leaves_below(
     num_samples: int, children: int, num_steps: int, splits: Sequence[int]
 ) -> Int[Tensor, "S"]:
-    """Return how many samples share each state k."""
+    """Return the number of samples that share each state k."""
     done = [sum(split < k for split in splits) for k in range(num_steps + 1)]
     return num_samples // children ** torch.tensor(done)
 

@@ -1,6 +1,6 @@
-"""Calibrate exploration before training: find how much noise each denoising step tolerates.
+"""Calibrate exploration before training: find the noise level that each denoising step tolerates.
 
-psi goes into sampling as the eta of `DanceSDE`, one value per step, so std = psi_k sqrt(dt).
+The result psi is the eta of `DanceSDE` in sampling, one value per step, so std = psi_k sqrt(dt).
 
 Source: DenseGRPO, arXiv:2601.20218v2, Alg. 1.
 """
@@ -31,8 +31,8 @@ Gains = Callable[[Tensor, int], Tensor]
 """gains(psi, iteration) returns V_{k+1} - V_k of N trajectories drawn with noise level psi_k at
 step k.
 
-One row per trajectory, one column per step; NaN where a reward failed or the step is an ODE step.
-It must be a pure function of its arguments, or a calibration that resumes is another one.
+One row per trajectory, one column per step; NaN if a reward failed or the step is an ODE step. It
+must be a pure function of its arguments. Otherwise a resumed calibration gives different results.
 """
 _THRESHOLD = {"damped": 0.2, "paper": 2.0}
 _STEP = {"damped": 1.0, "paper": 0.01}
@@ -41,32 +41,32 @@ _CEILING = {"damped": 1.0, "paper": None}
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Configures the search for the noise level of each denoising step."""
+    """Settings of the search for the noise level of each denoising step."""
 
     rule: Rule = "damped"
-    """Update rule of psi. paper: Alg. 1 to the letter. damped: ours, as the paper's collapses to
-    the floor where counts are noisy, and takes absolute steps, coarse where psi is small and slow
-    where it is large."""
+    """Update rule of psi. paper: Alg. 1 of DenseGRPO. damped: our choice, with relative steps. The
+    paper's rule collapses to the floor if counts are noisy, and its absolute steps are too coarse
+    for small psi and too slow for large psi."""
     num_samples: PositiveInt = 64
-    """N, trajectories per iteration, each with a prompt of its own."""
+    """Number of trajectories per iteration, each with a different prompt."""
     iterations: PositiveInt = 40
-    """Number of iterations; raising it continues a finished calibration."""
+    """Number of iterations. Raising it continues a finished calibration."""
     threshold: PositiveFloat | None = None
-    """paper: difference between the counts of positive and negative gains from which psi is
-    lowered; null: 2. damped: surplus of negative over positive gains that is tolerated, as a share
-    in (0, 1); null: 0.2, which is 40 % positive and 60 % negative."""
+    """Threshold on the signs of gains. paper: psi is lowered if the counts of positive and negative
+    gains differ by at least this number; null: 2. damped: tolerated surplus of negative over
+    positive gains, as a share in (0, 1); null: 0.2, which is 40 % positive and 60 % negative."""
     step: PositiveFloat | None = None
-    """paper: change of psi; null: 0.01. damped: change of log psi in the first iteration if all
-    gains have one sign; null: 1."""
+    """Step size. paper: change of psi; null: 0.01. damped: change of log psi in the first iteration
+    if all gains have the same sign; null: 1."""
     floor: PositiveFloat = 1e-3
     """Smallest psi."""
     ceiling: PositiveFloat | None = None
-    """Bound on psi: psi <= ceiling sqrt(sigma / (1 - sigma)). Null: no bound for paper, and 1 for
-    damped, a little above the 0.7 to 0.9 of published runs: where the reward does not see the
-    noise, signs set no bound."""
+    """Upper bound: psi <= ceiling sqrt(sigma / (1 - sigma)). The signs of gains give no bound at
+    steps with noise that the reward does not detect. Null: no bound for paper, and 1 for damped,
+    slightly above the 0.7 to 0.9 of published runs."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no calibration can use."""
+        """Reject unknown rules and settings outside their ranges."""
         if self.rule not in get_args(Rule):
             known = ", ".join(get_args(Rule))
             raise ValueError(f"calibration.rule is {self.rule!r}; choose from {known}")
@@ -86,7 +86,7 @@ class Calibration:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings but the number of iterations, the rule's defaults filled in."""
+        """Return all settings except the number of iterations, with the defaults of the rule."""
         return {
             "rule": self.rule,
             "num_samples": self.num_samples,
@@ -99,7 +99,7 @@ class Calibration:
     def move_levels(
         self, psi: Float[Tensor, "T"], signs: Signs, iteration: int, sigmas: Float[Tensor, "T+1"]
     ) -> Float[Tensor, "T"]:
-        """Return the next levels; a step that no sample valued stays where it is."""
+        """Return the next levels; the level of a step without known gains does not change."""
         settings = self.settings()
         threshold, ceiling = settings["threshold"], settings["ceiling"]
         sizes = {"step": settings["step"], "floor": self.floor}
@@ -121,36 +121,36 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Iteration:
-    """Records one iteration: the levels it was drawn with and, per step, the signs it counted."""
+    """Record of one iteration: the noise levels, and the counted signs per step."""
 
     iteration: int
     """Index of the iteration, from 0."""
     psi: list[float]
     """Noise level of each step."""
     positive: list[int]
-    """Trajectories per step whose gain was above 0."""
+    """Number of trajectories per step with a positive gain."""
     negative: list[int]
-    """Trajectories per step whose gain was below 0."""
+    """Number of trajectories per step with a negative gain."""
     ties: list[int]
-    """Trajectories per step whose gain was 0."""
+    """Number of trajectories per step with gain 0."""
     valid: list[int]
-    """Trajectories per step whose gain is known; 0 for ODE steps."""
+    """Number of trajectories per step with a known gain; 0 for ODE steps."""
 
 
 @dataclass(frozen=True)
 class History:
-    """Holds a calibration as its file does."""
+    """Content of a calibration file."""
 
     settings: dict[str, Any]
-    """Settings of the `Calibration`, defaults filled in."""
+    """Settings of the `Calibration`, including defaults."""
     identity: dict[str, Any]
     """Everything else that the gains depend on: seed, model, rewards, prompts, schedule."""
     sigmas: list[float]
     """Schedule of the trajectories, rounded to six decimals."""
     psi: list[float]
-    """Levels after the last iteration, which become sampling.eta."""
+    """Noise levels after the last iteration, to be used as sampling.eta."""
     iterations: list[Iteration] = field(default_factory=list)
-    """Iterations so far, the first one first."""
+    """Iterations so far, in order."""
 
 
 def calibrate(
@@ -162,14 +162,13 @@ def calibrate(
     identity: Mapping[str, Any],
     writes: bool = True,
 ) -> History:
-    """Update psi for the iterations that are left, writing the file after each of them.
+    """Run the remaining iterations, writing the file after each one.
 
-    psi starts at eta sqrt(sigma / (1 - sigma)), the levels of `FlowSDE` with that eta.
-
-    On several processes all of them read the file, `gains` gathers, and one writes.
+    psi starts at eta sqrt(sigma / (1 - sigma)), the levels of `FlowSDE` with this eta. With several
+    processes, all read the file, `gains` gathers, and one process writes.
 
     Raises:
-        ValueError: The file holds a calibration with other settings, or no calibration.
+        ValueError: The file holds no calibration, or one with different settings.
     """
     history = _begin(cfg, sigmas, eta, identity)
     if path.exists():
@@ -202,7 +201,7 @@ def read_calibration(path: Path) -> History:
 def _begin(
     cfg: Calibration, sigmas: Float[Tensor, "S"], eta: float, identity: Mapping[str, Any]
 ) -> History:
-    """Return a history without iterations, with every value as it reads back from JSON."""
+    """Return a history without iterations, with every value in its JSON form."""
     return History(
         settings=cfg.settings(),
         identity=json.loads(json.dumps({**identity, "eta": eta})),
@@ -212,7 +211,7 @@ def _begin(
 
 
 def _resume(path: Path, fresh: History, num_iterations: int) -> History:
-    """Return the history in the file; raise ValueError unless it began as `fresh` does."""
+    """Return the history in the file; raise ValueError if its settings differ from `fresh`."""
     held = read_calibration(path)
     stored, current = map(_origin, (held, fresh))
     other = [
@@ -234,13 +233,13 @@ def _resume(path: Path, fresh: History, num_iterations: int) -> History:
 
 
 def _origin(history: History) -> dict[str, Any]:
-    """Return everything that the levels follow from, by name."""
+    """Return everything that determines the levels, by name."""
     settings = {f"calibration.{name}": value for name, value in history.settings.items()}
     return {**settings, **history.identity, "sigmas": history.sigmas}
 
 
 def _to_json(history: History) -> str:
-    """Write one line per field and per iteration, so that the file can be read and compared."""
+    """Return JSON with one line per field and iteration, which is easy to read and to diff."""
     content = asdict(history)
     rows = [json.dumps(row) for row in content.pop("iterations")]
     lines = [f'  "{name}": {json.dumps(value)},\n' for name, value in content.items()]

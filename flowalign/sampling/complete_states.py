@@ -1,4 +1,4 @@
-"""Complete intermediate states by ODE, all together: what makes step-level credit affordable."""
+"""Complete many intermediate states by ODE in shared batches, for step-level credit."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ from flowalign.types.completion import Completion
 from flowalign.utils.stages import stage
 
 CompletionRequest = tuple[int, Completion]
-"""Index of a state to complete, and how it is completed."""
+"""Index of a state, and the method of its completion."""
 
 
 class BatchedCompletion:
-    """Completes many intermediate states together.
+    """Completion of many intermediate states in shared batches.
 
     All completions at the same sigma are evaluated in one batch, and the first step reuses the
-    rollout's own velocity. A completion has one row per distinct state.
+    velocity of the rollout. A completion has one row per distinct state.
     """
 
     def __init__(self, trajectory: Trajectory, requests: Collection[CompletionRequest]):
@@ -37,9 +37,9 @@ class BatchedCompletion:
         num_steps = trajectory.num_steps
         paths = {request: request[1].path(request[0], num_steps) for request in requests}
         self.ahead = {request: path for request, path in paths.items() if len(path) > 1}
-        """Schedule indices that each completion still has to visit, its current one first."""
+        """Remaining schedule indices of each completion, starting with the current one."""
         self.at: dict[CompletionRequest, Tensor] = {}
-        """Current state of each completion that has begun."""
+        """Current state of each started completion."""
 
     def step(
         self,
@@ -49,7 +49,7 @@ class BatchedCompletion:
         rows: Int[Tensor, "n"],
         micro_batch: int,
     ) -> Float[Tensor, "n *latent"]:
-        """Return the velocities of x, states k of samples `rows`; advance all completions."""
+        """Return the velocities of x, the states k of samples `rows`; advance all completions."""
         active = [request for request in self.at if self.ahead[request][0] == k]
         shared = self.trajectory.rows
         samples = torch.cat([rows, *(shared.unique_rows(request[0]) for request in active)])
@@ -64,7 +64,7 @@ class BatchedCompletion:
             self._advance(request, self.at[request], part)
         for request in self.ahead:
             if request[0] == k and request not in self.at:
-                # A completion starts with the velocity that the rollout needs anyway.
+                # The first step of a completion reuses the velocity of the rollout.
                 self._advance(request, x, own)
         return own
 
@@ -82,10 +82,10 @@ def complete(
     requests: Collection[CompletionRequest],
     micro_batch: int,
 ) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
-    """Return clean latents of states after the rollout, one row per distinct state.
+    """Return completed states after a rollout, one row per distinct state.
 
-    It serves velocity fields other than the rollout's: there are at most T sequential calls, and
-    the first velocity of every completion is evaluated too.
+    Use it for velocity fields other than the rollout's. It makes at most T sequential calls and
+    evaluates the first velocity of every completion as well.
     """
     completion = BatchedCompletion(trajectory, requests)
     no_states = trajectory.state(trajectory.num_steps, slice(0))
@@ -119,31 +119,31 @@ def take_rows(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class CreditRequirements:
-    """Records what a credit method needs from a rollout, found on a trajectory of zeros."""
+    """Requirements of a credit method on a rollout, found with a trajectory of zeros."""
 
     credit: StepCredit
-    """Credit that the method gave to the zeros."""
+    """Credit that the method assigned to the zeros."""
     requested: tuple[CompletionRequest, ...]
-    """States whose values the method requests."""
+    """States that the method requests values for."""
     read: frozenset[int]
-    """Indices of the states that the method reads itself."""
+    """Indices of the states that the method reads directly."""
     observed: frozenset[int]
-    """Indices of the states whose features the method or its critic reads."""
+    """Indices of the states with features that the method or its critic reads."""
     predicted: frozenset[int]
-    """Indices of the states whose outcomes the critic predicts."""
+    """Indices of the states with outcomes that the critic predicts."""
     history: int
-    """Number of earlier steps of the loop whose outcomes the method compares with."""
+    """Number of earlier training steps with outcomes that the method uses."""
     scored: tuple[tuple[LatentReward, int], ...] = ()
-    """Rewards of noisy latents, and the states that each scores for the method."""
+    """Pairs of a latent reward and the index of a state that it scores for the method."""
 
 
 def credit_requirements(
     method: CreditEstimator, empty: Trajectory, how: Completion
 ) -> CreditRequirements:
-    """Return what a credit method needs from a rollout.
+    """Return the requirements of a credit method on a rollout.
 
     Raises:
-        ValueError: Trajectories such as `empty` do not meet the needs.
+        ValueError: The method cannot be applied to trajectories with the layout of `empty`.
     """
     values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
     hidden = _Zeros(empty.rows)
@@ -162,7 +162,7 @@ def credit_requirements(
 
 
 class _RecordedValues(ValueFunction):
-    """Returns values of 0, and records the states that they were requested for."""
+    """Value function that returns 0 and records the requested states."""
 
     def __init__(self, method: str, empty: Trajectory, how: Completion):
         self.method, self.empty, self.how = method, empty, how
@@ -200,7 +200,7 @@ class _RecordedValues(ValueFunction):
 
 
 class _Zeros(Mapping[int, Tensor]):
-    """Stands in for states, or their features, that are not drawn; records which are read."""
+    """Zeros as placeholders for states or features, with a record of the indices that are read."""
 
     def __init__(self, rows: SharedRows):
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Observe a denoiser's own features of the states that a rollout evaluates, at no evaluation."""
+"""Record a denoiser's features during a rollout, without further network evaluations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,25 +10,25 @@ from torch import Tensor, nn
 from flowalign.types import Cond, Policy, VelocityField
 
 LAST_LAYERS = ("proj_out", "conv_out", "final_layer")
-"""Names that the last layers of denoisers have in diffusers."""
+"""Names of the last layer in denoisers of diffusers."""
 
 
 class FeatureRecorder(VelocityField):
-    """Evaluates a policy's velocity, and keeps what the last layer of its denoiser reads.
+    """Velocity of a policy that also records the input of the denoiser's last layer.
 
-    The input of the last layer is averaged over tokens or places. Guidance evaluates a sample
-    twice; its features then are those of both evaluations.
+    The input is averaged over tokens or spatial positions. Guidance evaluates a sample twice; the
+    features then concatenate both evaluations.
 
     Raises:
-        ValueError: The denoiser has no layer of the name that last layers have, or samples of a
-            batch are evaluated apart.
+        ValueError: The denoiser has no layer with a name in `LAST_LAYERS`, or the policy evaluates
+            the samples of a batch separately.
     """
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.layers = last_layers(policy.denoiser)
         self.rows: list[Tensor] = []
-        """Features of the samples of each call since the last `take`."""
+        """Features of each call since the last `take`, one row per sample."""
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return the policy's dx / dsigma."""
@@ -44,16 +44,16 @@ class FeatureRecorder(VelocityField):
         return v
 
     def take(self, count: int) -> Float[Tensor, "n D"]:
-        """Return the features of the first `count` samples since the last call, and forget all."""
+        """Return the features of the first `count` samples since the last call; clear the rest."""
         features, self.rows = torch.cat(self.rows)[:count], []
         return features
 
 
 def last_layers(denoiser: nn.Module) -> list[nn.Module]:
-    """Return the last layer of a network, or of each of those that it joins.
+    """Return the last layer of a network, or of each sub-network that it combines.
 
     Raises:
-        ValueError: No layer has the name of one.
+        ValueError: No layer has a name in `LAST_LAYERS`.
     """
     layers = [
         layer
@@ -69,7 +69,7 @@ def last_layers(denoiser: nn.Module) -> list[nn.Module]:
 
 
 def average_places(hidden: Tensor) -> Float[Tensor, "n D"]:
-    """Return the mean over tokens [n, tokens, D] or places [n, D, *places], in float32."""
+    """Return the mean over tokens [n, tokens, D] or positions [n, D, *positions], in float32."""
     hidden = hidden.detach().float()
     if hidden.ndim == 2:
         return hidden
@@ -78,9 +78,9 @@ def average_places(hidden: Tensor) -> Float[Tensor, "n D"]:
 
 @contextmanager
 def _collect_inputs(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect what these layers read inside the context."""
+    """Yield a list that collects the inputs of the layers."""
     seen: list[Tensor] = []
-    # A pre-hook sees what the layer reads, whatever it returns.
+    # A pre-hook gets the input of the layer, independent of the type of its output.
     handles = [
         layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers
     ]

@@ -1,19 +1,20 @@
 """Restrict the differences between samples of a video prompt to a window of latent frames.
 
-Everything random outside the window, the initial noise of these frames and the noise that every
-stochastic step adds to them, is drawn once for all samples of the prompt. What tells their rewards
-apart was then drawn inside the window, so the group compares these frames and not whole videos.
+The samples of a prompt share all noise outside the window: the initial noise and the noise of every
+stochastic step. Their rewards then differ only because of noise inside the window, so the group
+compares these frames and not whole videos.
 
-Each sample by itself is still a draw from the policy, and its transitions and log-probabilities are
-those of the whole latent. The shared noise e adds A_b e d(mean of these frames)/d(theta) / std to
-the gradient of sample b. Where the samples have equal means there, these terms sum to (sum of A_b)
-times one vector: nothing, for advantages that are centred in the group. They are exactly equal up
-to the first place where the frames inside the window differ. After it attention carries that
-difference outside, the means part, and a part that shrinks with that difference is left.
+Each sample is still a draw from the policy, and its transitions and log-probabilities cover the
+whole latent. Outside the window, the shared noise e adds A_b e d(mean)/d(theta) / std to the
+gradient of sample b, where `mean` is the predicted mean of the outside frames. If this mean is
+equal for all samples, the terms sum to (sum of A_b) times one vector. The sum is 0 for advantages
+that are centred in the group. The means are exactly equal until the frames inside the window first
+differ. Afterwards attention carries the difference to the outside frames, and a remainder is left
+that shrinks with the difference.
 
-Source: the clip-level rollouts of WorldCompass, arXiv:2602.09022. The paper's models are
-autoregressive: there the frames before the window are one finished prefix, and none comes after it.
-Sharing noise is our version for models that denoise all frames together.
+Source: clip-level rollouts in WorldCompass, arXiv:2602.09022. The paper's models are
+autoregressive, so all frames before the window are already generated and no frames follow it.
+Shared noise is our adaptation to models that denoise all frames together.
 """
 
 from abc import ABC, abstractmethod
@@ -29,16 +30,16 @@ from flowalign.types.ranges import NonNegativeInt, PositiveInt
 
 
 class FrameWindow(ABC):
-    """Chooses the latent frames in which the samples of a prompt differ."""
+    """Choice of the latent frames in which the samples of a prompt differ."""
 
     @abstractmethod
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """Return latent frames within [0, num_frames); raise ValueError if they do not fit."""
+        """Return a range within [0, num_frames); raise ValueError if it does not fit."""
 
 
 @dataclass(frozen=True)
 class FixedFrames(FrameWindow):
-    """Chooses latent frames start, ..., stop - 1 for every prompt."""
+    """Latent frames start, ..., stop - 1 for every prompt."""
 
     start: NonNegativeInt
     """Index of the first latent frame."""
@@ -52,14 +53,14 @@ class FixedFrames(FrameWindow):
 
 @dataclass(frozen=True)
 class RandomFrames(FrameWindow):
-    """Draws `length` consecutive latent frames for each prompt of each step."""
+    """Random window of `length` consecutive latent frames, drawn for each prompt and step."""
 
     length: PositiveInt
     """Number of latent frames."""
 
     @override
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """Draw once, uniformly over all positions."""
+        """Return a window drawn uniformly over all positions."""
         _check_window(0, self.length, num_frames)
         places = num_frames - self.length + 1
         start = int(torch.randint(places, (), generator=generator))
@@ -69,7 +70,7 @@ class RandomFrames(FrameWindow):
 def draw_frame_windows(
     window: FrameWindow, latent_shape: Sequence[int], generators: Sequence[torch.Generator]
 ) -> list[range]:
-    """Return each prompt's window; raise ValueError for pictures, and frames that do not exist."""
+    """Return each prompt's window; raise ValueError for image latents and missing frames."""
     if len(latent_shape) != 4:
         raise ValueError(
             "sampling.frame_window needs frames of a video, but the latents of this policy "
@@ -81,7 +82,7 @@ def draw_frame_windows(
 def share_outside_windows(
     noise: Float[Tensor, "B *latent"], windows: Sequence[range]
 ) -> Float[Tensor, "B *latent"]:
-    """Copy the noise of each prompt's first row to its other rows, outside the prompt's window.
+    """Return noise with each prompt's first row copied to its other rows outside the window.
 
     Rows are prompt-major.
     """

@@ -1,7 +1,7 @@
-"""Guide samplers by the gradient of a reward of noisy latents: Flow-NRG and Euphonium.
+"""Guide samplers with the gradient of a latent reward: Flow-NRG and Euphonium.
 
-A rollout that is guided is drawn from pushed means, while its log-probabilities are those of the
-policy without guidance: what guidance finds is learned by the weights.
+A guided rollout is drawn from shifted means, but its log-probabilities are those of the policy
+without guidance. Training therefore distils the guidance into the weights.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from flowalign.types.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt
 
 @dataclass(frozen=True)
 class GuidedTransition:
-    """Holds the step that guidance pushes."""
+    """Sampler step that guidance modifies."""
 
     sigmas: Float[Tensor, "S"]
     """Schedule."""
@@ -36,40 +36,41 @@ class GuidedTransition:
 
 
 class RewardGuidance(ABC):
-    """Pushes the next states of a sampler up the gradient of a reward of noisy latents."""
+    """Guidance of a sampler along the gradient of a latent reward."""
 
     reward: LatentReward
     weights: Mapping[str, float]
 
     @abstractmethod
     def active(self, sigmas: Float[Tensor, "S"], k: int) -> bool:
-        """Return whether step k is pushed; a step that is not costs nothing."""
+        """Return whether step k is guided; other steps need no reward gradient."""
 
     @abstractmethod
     def push(
         self, gradient: Float[Tensor, "n *latent"], step: GuidedTransition
     ) -> Float[Tensor, "n *latent"]:
-        """Return what is added to the next states, given the gradient at the present ones."""
+        """Return the shift of the next states, given the gradient at the current states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowNRG(RewardGuidance):
-    """Adds -scale * sigma / (1 - sigma) * gradient to the velocity, at each step but at pure noise.
+    """Guidance that adds -scale * sigma / (1 - sigma) * gradient to the velocity.
 
-    The weights of reward dimensions may be those of a user. Classifier-free guidance comes before.
+    It applies to all steps except at pure noise, after classifier-free guidance. Users can choose
+    the weights of the reward dimensions at inference time.
 
     Source: Flow-NRG, arXiv:2501.13918.
     """
 
     reward: LatentReward
-    """Reward of noisy latents, such as `reward_models.TrainedLatentReward`."""
+    """Latent reward, such as `reward_models.TrainedLatentReward`."""
     weights: Mapping[str, FiniteFloat]
-    """Weight of each of its dimensions that counts."""
+    """Weight of each reward dimension. Default: 0 for missing dimensions."""
     scale: NonNegativeFloat
-    """w: strength of the guidance; 0 is plain sampling."""
+    """Strength w of the guidance. 0: no guidance."""
 
     def __post_init__(self) -> None:
-        """Reject weights of unknown dimensions."""
+        """Reject weights of unknown dimensions, and no weights at all."""
         check_dims(self.reward, self.weights)
 
     @override
@@ -85,27 +86,27 @@ class FlowNRG(RewardGuidance):
 
 @dataclass(frozen=True, kw_only=True)
 class Euphonium(RewardGuidance):
-    """Adds scale * dt * gradient to the mean of the last steps of a rollout.
+    """Guidance that adds scale * dt * gradient to the mean of the last steps of a rollout.
 
-    Source: Euphonium, arXiv:2602.04928: the SDE that is guided by the reward's gradient.
+    Source: Euphonium, arXiv:2602.04928, its SDE with reward-gradient guidance.
     """
 
     reward: LatentReward
-    """Reward of noisy latents, such as `reward_models.TrainedLatentReward`."""
+    """Latent reward, such as `reward_models.TrainedLatentReward`."""
     weights: Mapping[str, FiniteFloat]
-    """Weight of each of its dimensions that counts."""
+    """Weight of each reward dimension. Default: 0 for missing dimensions."""
     form: Literal["released", "paper"] = "released"
-    """released: `scale` is a number. paper: it is eta^2 / (2 beta), with the noise level of the
-    step. They agree at eta 0.25, beta 3.125 and scale 0.01."""
+    """Form of the scale. released: the constant `scale`. paper: eta^2 / (2 beta), with the noise
+    level eta of the step. The two agree at eta 0.25, beta 3.125 and scale 0.01."""
     scale: NonNegativeFloat = 0.01
-    """Strength in the released form; 0 is plain sampling."""
+    """Strength in the released form. 0: no guidance."""
     beta: Annotated[float, Range(above=0)] = 3.125
     """Weight of the KL in the paper's form."""
     start: NonNegativeInt = 12
-    """First step that is pushed. Released: 12 of 16."""
+    """Index of the first guided step. Released code: 12 of 16."""
 
     def __post_init__(self) -> None:
-        """Reject weights of unknown dimensions."""
+        """Reject weights of unknown dimensions, and no weights at all."""
         check_dims(self.reward, self.weights)
 
     @override
@@ -130,8 +131,8 @@ def compute_pushes(
     row: Int[Tensor, "n"],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """Return what guidance adds to the next states; sample i is conditioned on row[i] of cond."""
-    # Weights are read at the first use, when those of the policy are on its device.
+    """Return the shift of the next states; sample i is conditioned on row[i] of cond."""
+    # The reward loads its weights at the first use, after the policy was moved to its device.
     guidance.reward.attach(policy)
     sigma, parts = step.sigmas[step.k], []
     for states, rows in zip(x.split(micro_batch), row.split(micro_batch), strict=True):
@@ -145,8 +146,8 @@ def compute_gradient(
     sigma: Float[Tensor, ""],
     cond: Cond,
 ) -> Float[Tensor, "n *latent"]:
-    """Return the gradient of the weighted reward at states."""
-    # Rollouts run under no_grad, which is not in force inside this context.
+    """Return the gradient of the weighted reward at the states x."""
+    # Rollouts run under no_grad. This context turns gradients on again.
     with torch.enable_grad():
         state = x.detach().clone().requires_grad_()
         columns = guidance.reward.score(state, sigma, cond)
@@ -155,7 +156,7 @@ def compute_gradient(
 
 
 def check_dims(reward: LatentReward, weights: Mapping[str, float]) -> None:
-    """Raise ValueError unless weights name dimensions of the reward, one at least."""
+    """Raise ValueError if weights are all 0 or contain unknown reward dimensions."""
     unknown = sorted(set(weights) - set(reward.dims))
     if unknown or not any(weights.values()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sample clean latents deterministically, as the model's own pipeline does."""
+"""Sample clean latents deterministically, like the model's own pipeline."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,10 +33,10 @@ def generate(
     guidance: RewardGuidance | None = None,
     conditioning: PromptConditioning | None = None,
 ) -> Float[Tensor, "n *latent"]:
-    """Sample one clean latent per request, as the model's own pipeline does: deterministically.
+    """Return one clean latent per request, sampled deterministically.
 
-    `guidance` pushes the steps up the gradient of a reward; `conditioning` turns requests into
-    those of inference.
+    `guidance` shifts the steps along the gradient of a reward. `conditioning` adds the conditioning
+    of inference to the requests.
     """
     x = torch.cat([policy.noise(1, generator) for generator in generators])
     field, cond, row = _condition_requests(policy, requests, conditioning)
@@ -57,7 +57,7 @@ def generate(
 def _condition_requests(
     policy: Policy, requests: Sequence[Request], conditioning: PromptConditioning | None
 ) -> tuple[VelocityField, Cond, Int[Tensor, "n"]]:
-    """Return the field to follow, its conditioning, and the row of each request in that."""
+    """Return the velocity field, its conditioning, and each request's row in the conditioning."""
     if conditioning is None:
         return policy, *encode_once(policy, requests)
     conditioned = [conditioning.for_inference(request) for request in requests]
@@ -68,16 +68,16 @@ def _condition_requests(
 
 
 def encode_once(policy: Policy, requests: Sequence[Request]) -> tuple[Cond, Int[Tensor, "n"]]:
-    """Return the conditioning of different requests, and the row of each of the given ones."""
+    """Return the conditioning of the distinct requests, and the row of each given request."""
     return _encode_rows(partial(encode_requests, policy), requests)
 
 
 def _encode_rows(
     encode: Callable[[Sequence[Request]], Cond], requests: Sequence[Request]
 ) -> tuple[Cond, Int[Tensor, "n"]]:
-    """Encode different requests once, like `encode_once`, by a function."""
+    """Encode distinct requests once with `encode`; return the same as `encode_once`."""
     by_digest = {request.input_digest: request for request in requests}
-    # Sorted: the text encoder's batch, and its rounding, do not depend on the order of requests.
+    # Sorting makes the text encoder's batch, and so its rounding, independent of the order.
     unique = sorted(by_digest.values(), key=lambda request: (request.prompt, request.input_digest))
     place = {request.input_digest: i for i, request in enumerate(unique)}
     return encode(unique), torch.tensor([place[request.input_digest] for request in requests])

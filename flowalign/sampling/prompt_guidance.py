@@ -1,4 +1,4 @@
-"""Guide samplers to the prompt and to the conditioned prompt apart: Parrot's guidance."""
+"""Guide samplers with separate scales for the plain and the conditioned prompt (Parrot)."""
 
 import copy
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from flowalign.types import (
 
 
 class PromptGuidedField(VelocityField):
-    """Adds up velocities of a policy under the prompt, the conditioned prompt and the empty one.
+    """Weighted sum of a policy's velocities for the plain, conditioned and empty prompts.
 
-    See `PromptGuidance`. The conditioning of each branch stands under its name.
+    See `PromptGuidance`. Conditioning keys are prefixed with the name of the branch.
     """
 
     def __init__(self, policy: Policy, guidance: PromptGuidance):
@@ -32,7 +32,7 @@ class PromptGuidedField(VelocityField):
         self.weights = {branch: weight for branch, weight in weights.items() if weight}
 
     def encode(self, requests: Sequence[Request]) -> Cond:
-        """Return the conditioning on requests in all branches that have a weight."""
+        """Return the conditioning of requests in all branches with a nonzero weight."""
         requests_of = {
             "original": [
                 replace(r, conditioned=ConditionedPrompt(r.prompt, r.user)) for r in requests
@@ -49,7 +49,7 @@ class PromptGuidedField(VelocityField):
     @override
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """Return the weighted sum, which takes a network evaluation for each branch."""
+        """Return the weighted sum, with one network evaluation per branch."""
         total = torch.zeros_like(x, dtype=torch.float32)
         for branch, weight in self.weights.items():
             branch_cond = {
@@ -62,10 +62,10 @@ class PromptGuidedField(VelocityField):
 
 
 def without_guidance(policy: Policy) -> Policy:
-    """Return the same weights without classifier-free guidance; the policy if it has none."""
+    """Return a view of the policy without classifier-free guidance."""
     if policy.evaluations_per_velocity == 1:
         return policy
-    # A shallow copy: it shares the networks, and only these two attributes differ.
+    # The shallow copy shares the networks. Only two attributes differ.
     plain = copy.copy(policy)
     plain.guidance, plain.evaluations_per_velocity = 1.0, 1
     return plain

@@ -17,26 +17,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOutputs:
-    """Names of what a rollout keeps besides its samples. They change no draw."""
+    """Selection of the tensors that a rollout keeps; it does not change the random draws."""
 
     states: Collection[int] | None = None
-    """Indices of the states; None: all of them."""
+    """Indices of the states to keep. None: all."""
     features: Collection[int] = ()
-    """Indices of the states whose features the denoiser shows while it evaluates them."""
+    """Indices of the states to record denoiser features of."""
     means: bool = False
-    """Whether the means of the trained transitions are kept."""
+    """Whether to keep the means of the trained transitions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Configures where and how precisely the states of a rollout are kept for training."""
+    """Device and precision of the rollout states that are kept for training."""
 
     device: Literal["same", "cpu"] = "same"
-    """same: on the policy's device. cpu: in main memory, at the price of a copy of each kept state
-    and of each minibatch."""
+    """Device of the kept states. same: the policy's device. cpu: main memory, which needs a copy of
+    each kept state and of each minibatch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of kept states. The rollout continues from the rounded states, so that replay sees
-    what the policy saw."""
+    """Precision of the kept states. The rollout continues from the rounded states, so training
+    evaluates the policy at the same inputs."""
 
     def round(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
         """Return a state in float32 after rounding to the stored precision."""
@@ -52,7 +52,7 @@ class Storage:
 
 
 class RolloutRecorder:
-    """Record of a rollout in progress, which becomes its trajectory."""
+    """Recorder of a rollout, which builds its trajectory."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class RolloutRecorder:
         self.means: dict[int, Tensor] = {}
 
     def record_state(self, k: int, x: Float[Tensor, "B *latent"]) -> None:
-        """Keep the distinct rows of state k, if they were asked for."""
+        """Store the distinct rows of state k, if selected."""
         if self.outputs.states is None or k in self.outputs.states:
             self.states[k] = self.storage.store(self.trajectory.rows.select(x, k))
 
     def record_step(
         self, k: int, distribution: Gaussian, following: Float[Tensor, "B *latent"]
     ) -> None:
-        """Keep the log-probability of the state after step k, and the mean of the step.
+        """Store the log-probability of the state after step k, and the mean of the step.
 
-        `distribution` is the policy's own, without reward guidance.
+        `distribution` is the policy's distribution without reward guidance.
         """
-        # The state is already rounded and shared: its log-probability is the one replay computes.
+        # `following` is already rounded and shared, so replay computes the same log-probability.
         logp = log_density(self.trajectory.kernel, following, distribution)
         self.trajectory.logp[:, k] = logp.where(self.trajectory.eta[:, k] > 0, 0.0)
         if k in self.mean_steps:

@@ -1,4 +1,4 @@
-"""Optimise latents by score distillation whose noises are weighted by their rewards: RewardSDS."""
+"""Optimise latents by score distillation with reward-weighted noises (RewardSDS)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,36 +22,36 @@ from flowalign.types import Cond, Policy, Request, VelocityField
 from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
-"""Returns the reward of clean latents."""
+"""Function that returns the reward of clean latents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSDS:
-    """Configures the optimisation of latents.
+    """Settings of the optimisation of latents.
 
-    Of each latent, several noised copies of one level are completed and scored; the gradients of
-    score distillation at these copies are then weighted by their rewards.
+    Each update noises several copies of a latent to the same level, completes and scores them, and
+    weights their score distillation gradients by the rewards.
 
-    Guidance is the policy's, for completions and gradients alike; the authors' code completes with
-    7.5 and takes gradients with 100. Levels are uniform in sigma, theirs in the steps of a
-    variance-preserving process.
+    Completions and gradients both use the policy's guidance scale. The released code uses 7.5 for
+    completions and 100 for gradients. Noise levels are uniform in sigma here, and uniform in the
+    steps of a variance-preserving process in the released code.
 
-    Source: RewardSDS, arXiv:2503.09601; its code of pictures, itaychachy/RewardSDS.
+    Source: RewardSDS, arXiv:2503.09601; code for images, itaychachy/RewardSDS.
     """
 
     steps: PositiveInt = 1000
-    """Updates of a latent."""
+    """Number of updates of a latent."""
     noises: PositiveInt = 8
-    """N, noised copies of a latent for each update."""
+    """Number N of noised copies of a latent per update."""
     weighting: NoiseWeighting = "min_max"
-    """How the gradients of the copies are weighted by their rewards."""
+    """Function from the rewards of the copies to the weights of their gradients."""
     learning_rate: PositiveFloat = 1e-2
     """Learning rate of AdamW, in units of the latents."""
     levels: tuple[UnitInterval, UnitInterval] = (0.02, 0.98)
     """Lowest and highest noise level."""
 
     def __post_init__(self) -> None:
-        """Reject fewer noises than the weighting tells apart, and levels out of order."""
+        """Reject too few noises for the weighting, and levels that do not increase."""
         require_ranges(self, "reward_sds")
         if self.noises < (fewest := FEWEST_NOISES[self.weighting]):
             raise ValueError(
@@ -72,9 +72,10 @@ def optimise(
     generators: Sequence[torch.Generator],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """Return an optimised latent for each request, whose own generator makes all of its draws.
+    """Return an optimised latent for each request.
 
-    Latents begin as noise, and are completed along the schedule of `num_steps`.
+    Latents start as noise. Noised copies are completed along the schedule of `num_steps`. All draws
+    of a request come from its own generator.
     """
     x0 = torch.cat([policy.noise(1, generator) for generator in generators])
     cond, row = encode_once(policy, requests)
@@ -111,9 +112,9 @@ def complete_states(
     row: Int[Tensor, "m"],
     micro_batch: int,
 ) -> Float[Tensor, "m *latent"]:
-    """Return the clean latents of states at levels of their own, by Euler steps of a schedule.
+    """Return clean latents of states at individual noise levels, by Euler steps of a schedule.
 
-    The first step, whose velocity is v, leads from a state's level to the schedule's next one.
+    The first step uses the velocity v and leads to the next level of the schedule.
     """
     x, first = x.clone(), torch.ones(len(x), dtype=torch.bool, device=x.device)
     for here, there in pairwise(sigmas):

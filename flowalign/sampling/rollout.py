@@ -31,10 +31,11 @@ def sample(
     finish: Collection[CompletionRequest] = (),
     keep: RolloutOutputs = RolloutOutputs(),  # noqa: B008 (frozen)
 ) -> Trajectory:
-    """Draw `cfg.samples_per_prompt` trajectories per request, whose steps in `steps` are trained.
+    """Return `cfg.samples_per_prompt` trajectories per request; `steps` are the trained steps.
 
-    Each request has its own generator: how requests are spread over processes changes no draw. The
-    states in `finish` are completed on the way, in the T network calls of the trajectories.
+    Each request has its own generator, so the distribution of requests over processes does not
+    change the draws. The states in `finish` are completed within the T network calls of the
+    rollout.
     """
     trajectory = _plan_trajectory(policy, requests, cfg, steps)
     velocities = RolloutVelocities(policy, trajectory, finish, keep.features, cfg.micro_batch)
@@ -55,7 +56,7 @@ def sample(
 def empty_trajectory(
     cfg: Sampling, steps: Sequence[int], requests: Sequence[Request], sigmas: Float[Tensor, "S"]
 ) -> Trajectory:
-    """Return trajectories before they are drawn: no states, on the device of the schedule."""
+    """Return trajectories without states, on the device of the schedule."""
     one, group = cfg.layout(steps), cfg.samples_per_prompt
     return Trajectory(
         logp=torch.zeros(len(requests) * group, cfg.num_steps, device=sigmas.device),
@@ -72,10 +73,10 @@ def empty_trajectory(
 
 
 def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
-    """Concatenate the samples of several trajectories of one schedule.
+    """Concatenate the samples of several trajectories with the same schedule.
 
-    The parts give up their states, means and completions one key after the other, so that no tensor
-    is held twice.
+    States, means and completions are removed from the parts key by key, so that no tensor is held
+    twice.
     """
     first = parts[0]
     return replace(
@@ -102,9 +103,9 @@ def _join_rows(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
 def _plan_trajectory(
     policy: Policy, requests: Sequence[Request], cfg: Sampling, steps: Sequence[int]
 ) -> Trajectory:
-    """Return trajectories with requests encoded and the policy's schedule, but no states.
+    """Return trajectories with encoded requests and the sampling schedule, but no states.
 
-    If steps are merged, one step of the schedule is longer; a shorter tail has longer steps.
+    `cfg.merge` makes one step of the schedule longer, and `cfg.tail_ratio` those of the tail.
     """
     trajectory = empty_trajectory(cfg, steps, requests, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas

@@ -16,40 +16,40 @@ from flowalign.utils.seeds import generator
 
 @dataclass
 class NetworkEvaluation:
-    """Holds one evaluation with gradient, for regularisers."""
+    """Network evaluation with gradient, for regularisers."""
 
     x: Float[Tensor, "n *latent"]
     """State, without gradient."""
     sigma: Float[Tensor, ""]
-    """Its time."""
+    """Noise level of the state."""
     v: Float[Tensor, "n *latent"]
     """Velocity with gradient."""
 
 
 @dataclass
 class CachedReplay(Replay):
-    """Replays some samples of a trajectory, or of clean latents that no rollout made.
+    """Replay of some samples of a rollout, or of given clean latents.
 
-    With `conditional`, the same weights without classifier-free guidance, the unconditional branch
-    of a guided velocity keeps its value and loses its gradient: at states of the rollout one
-    conditional evaluation is enough.
+    `conditional` is the policy without classifier-free guidance. If it is set, the unconditional
+    branch of a guided velocity is detached. At states of the rollout, one conditional evaluation is
+    then enough.
     """
 
     policy: Policy
-    """Policy whose parameters get the gradient."""
+    """Policy with the parameters that get the gradient."""
     trajectory: Trajectory
-    """Rollout; without steps between, its state 0 is absent and its last state the latents."""
+    """Rollout. Given clean latents are its last state, without a state 0."""
     samples: Int[Tensor, "n"]
-    """Samples of the micro-batch."""
+    """Indices of the samples in the micro-batch."""
     keys: Sequence[tuple[int, ...]]
-    """Seed, step and index of each of these samples, by which its noise is drawn."""
+    """Seed, step and index of each sample, which seed its noise."""
     conditional: VelocityField | None = None
-    """Weights of the policy without guidance; None: the whole guided velocity has a gradient."""
+    """Policy without guidance. None: the whole guided velocity has a gradient."""
     evaluated: list[NetworkEvaluation] = field(default_factory=list)
-    """Evaluations since the list was cleared."""
+    """Evaluations since the list was last cleared."""
 
     def __post_init__(self) -> None:
-        """Take the schedule and the conditioning of the samples."""
+        """Select the schedule and the conditioning of the samples."""
         self.sigmas = self.trajectory.sigmas
         row = self.samples // self.trajectory.group_size
         self.cond: Cond = take_rows(self.trajectory.cond, row.to(self.trajectory.device))
@@ -87,7 +87,7 @@ class CachedReplay(Replay):
     @override
     def noise(self, i: int) -> Tensor:
         shape = self.state(self.num_steps).shape[1:]
-        # Keyed by sample, so that micro-batches and processes of any number draw the same noise.
+        # Seeded per sample, so the noise does not depend on micro-batches and processes.
         noises = [
             torch.randn(shape, generator=generator(seed, "replay", *index, i))
             for seed, *index in self.keys
@@ -102,7 +102,7 @@ class CachedReplay(Replay):
         return velocities.velocity(x, sigma, self.cond)
 
     def _guide(self, x: Tensor, sigma: Tensor, value: Tensor) -> Tensor:
-        """Return a guided velocity of this value, with the gradient of its conditional part."""
+        """Return `value` with the gradient of its conditional branch."""
         assert self.conditional is not None
         part = self._evaluate(self.conditional, x, sigma)
         return self._record(x, sigma, straight_through(value, self.policy.guidance * part))

@@ -1,4 +1,4 @@
-"""Choose which denoising steps are stochastic and trained: one choice per step of the loop."""
+"""Choose the stochastic, trained denoising steps of each training step."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from flowalign.types.ranges import NonNegativeInt, PositiveInt, Range
 
 
 class SDEWindow(ABC):
-    """Chooses the SDE steps of a step of the loop; all other steps are ODE steps."""
+    """Choice of the SDE steps in a training step; all other steps are ODE steps."""
 
     @abstractmethod
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return increasing step indices in [0, num_steps).
 
-        `iteration` is the index of the step of the loop.
+        `iteration` is the index of the training step.
 
         Raises:
             ValueError: The window does not fit the schedule.
@@ -26,7 +26,7 @@ class SDEWindow(ABC):
 
 @dataclass(frozen=True)
 class AllButLast(SDEWindow):
-    """Chooses every step but the last, whose noise would stay visible in the picture.
+    """All steps except the last; noise of the last step would remain visible in the image.
 
     Source: Flow-GRPO, arXiv:2505.05470v5.
     """
@@ -39,7 +39,7 @@ class AllButLast(SDEWindow):
 
 @dataclass(frozen=True)
 class NoSteps(SDEWindow):
-    """Chooses no step: the sampler is deterministic, and nothing of it can be trained by itself."""
+    """Empty window: sampling is deterministic, and no single step can be trained."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class NoSteps(SDEWindow):
 
 @dataclass(frozen=True)
 class Fixed(SDEWindow):
-    """Chooses steps start, ..., stop - 1."""
+    """Steps start, ..., stop - 1."""
 
     start: NonNegativeInt
     """Index of the first step."""
@@ -62,7 +62,7 @@ class Fixed(SDEWindow):
 
 @dataclass(frozen=True)
 class Random(SDEWindow):
-    """Chooses `size` consecutive steps, starting at a uniform draw from [low, high).
+    """Window of `size` consecutive steps, with a first step drawn uniformly from [low, high).
 
     Source: Flow-GRPO-Fast (code of arXiv:2505.05470): size 2 or 3, start in the first half.
     """
@@ -72,11 +72,11 @@ class Random(SDEWindow):
     low: NonNegativeInt = 0
     """Smallest index of the first step."""
     high: PositiveInt | None = None
-    """Index above the largest first step; null: half the number of steps."""
+    """Upper end (exclusive) of the index of the first step. Null: half the number of steps."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """Draw the first step once."""
+        """Return a window at a random first step."""
         high = num_steps // 2 if self.high is None else self.high
         if not self.low < high:
             raise ValueError(
@@ -90,20 +90,20 @@ class Random(SDEWindow):
 
 @dataclass(frozen=True)
 class RandomSubset(SDEWindow):
-    """Chooses a random `share` of all steps but the last, or of the first `stop`.
+    """Random subset of all steps except the last, or of the first `stop` steps.
 
-    Source: DanceGRPO, arXiv:2505.07818v4, 0.6 of all steps but the last; there the others stay
-    stochastic, too, as `untrained_steps: sde` makes them.
+    Source: DanceGRPO, arXiv:2505.07818v4, which trains 0.6 of all steps except the last. There the
+    untrained steps are also stochastic; set `untrained_steps: sde` for this.
     """
 
     share: Annotated[float, Range(above=0, most=1)] = 0.6
-    """Share of these steps that are chosen, rounded down to a number of steps."""
+    """Share of the steps that are chosen, rounded down to a number of steps."""
     stop: PositiveInt | None = None
-    """Index after the last step that can be chosen; null: all steps but the last."""
+    """Index after the last step that can be chosen. Null: all steps except the last."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """Draw a new subset for each step of the loop."""
+        """Return a new random subset."""
         stop = num_steps - 1 if self.stop is None else self.stop
         if not stop <= num_steps:
             raise ValueError(f"random subset of the first {stop} steps; there are {num_steps}")
@@ -117,18 +117,18 @@ class RandomSubset(SDEWindow):
 
 @dataclass(frozen=True)
 class Sliding(SDEWindow):
-    """Moves a window of `size` steps by `stride` every `every` steps of the loop, up to the end.
+    """Window of `size` steps that moves by `stride` every `every` training steps, up to the end.
 
-    Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. Its code lets the last windows
-    shrink; here the window stays whole.
+    Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. In its code the last windows
+    shrink; here the size stays constant.
     """
 
     size: PositiveInt = 4
     """Number of denoising steps in the window."""
     every: PositiveInt = 25
-    """Steps of the loop between two moves."""
+    """Number of training steps between two moves."""
     stride: PositiveInt = 1
-    """Denoising steps by which the window moves."""
+    """Number of denoising steps that the window moves by."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Sliding(SDEWindow):
 
 @dataclass(frozen=True)
 class Geometric(SDEWindow):
-    """Chooses `size` consecutive steps, starting at i with probability proportional to ratio^i.
+    """Window of `size` consecutive steps that starts at i with probability proportional to ratio^i.
 
     Source: TreeGRPO, arXiv:2512.08153, size 3 and ratio 0.5.
     """
@@ -156,7 +156,7 @@ class Geometric(SDEWindow):
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """Draw among the starts that leave the last step an ODE step."""
+        """Return a random window that excludes the last step."""
         if not 0 < self.ratio <= 1:
             raise ValueError(f"geometric window with ratio {self.ratio}; it must lie in (0, 1]")
         _check_window(0, self.size, num_steps - 1)
@@ -167,17 +167,17 @@ class Geometric(SDEWindow):
 
 @dataclass(frozen=True)
 class Backward(SDEWindow):
-    """Chooses the last `first` steps, and one more after every `every` steps of the loop.
+    """Window of the last `first` steps that grows by one step every `every` training steps.
 
-    The very last step, whose noise would stay visible, is counted but stays an ODE step.
+    The final step counts but stays an ODE step, because its noise would remain visible.
 
-    Source: B2-DiffuRL, arXiv:2503.11240: of 20 steps the last 14, growing to all in 100 stages.
+    Source: B2-DiffuRL, arXiv:2503.11240: the last 14 of 20 steps, growing to all in 100 stages.
     """
 
     first: PositiveInt = 14
-    """Number of last steps in the first step of the loop, at least 2."""
+    """Number of last denoising steps in the first training step, at least 2."""
     every: PositiveInt = 14
-    """Steps of the loop after which the window grows by one denoising step."""
+    """Number of training steps after which the window grows by one denoising step."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:

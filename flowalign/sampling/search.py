@@ -1,9 +1,10 @@
-"""Search among noises for each picture: a tree of states that is pruned by their values.
+"""Search over noises for each sample: a tree of denoising states that is pruned by value.
 
-It trains nothing. Without pruning it is best-of-N: `width` samples, of which the best is kept.
+The search needs no training. Without pruning it is best-of-N: it draws `width` samples and keeps
+the best one.
 
-Source: the tree of partial results that MURE, whose code and formulas were not found, prunes by a
-model of rewards; that states stand for partial results, and the whole of this sampler, is ours.
+Source: pruning branches with a reward model follows MURE, for which we found no code or formulas.
+Applying it to denoising states, and the rest of this sampler, is our choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,53 +24,54 @@ from flowalign.types.completion import Completion
 from flowalign.types.ranges import PositiveInt, require_ranges
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
-"""Returns the weighted reward of clean latents."""
+"""Function that returns the weighted reward of clean latents."""
 Rate = Callable[[Float[Tensor, "m *latent"], Float[Tensor, ""], Cond], Float[Tensor, "m"]]
-"""Returns the weighted reward of noisy latents, given their level and conditioning."""
+"""Function that returns the weighted reward of noisy latents, given noise level and
+conditioning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchCost:
-    """Counts what one picture costs."""
+    """Cost of searching for one sample."""
 
     evaluations: int
-    """Whole network evaluations."""
+    """Number of whole network evaluations."""
     scored: int
-    """Latents that are decoded and scored."""
+    """Number of latents that are decoded and scored."""
     rated: int = 0
-    """Noisy latents that a reward of such rates."""
+    """Number of noisy latents that a latent reward scores."""
     share: float = 0.0
-    """Share of an evaluation that rating one costs."""
+    """Cost of scoring one noisy latent, as a share of a network evaluation."""
 
     def samples(self, num_steps: int, per_velocity: int) -> float:
-        """Return how many samples without pruning need as many network evaluations."""
+        """Return the number of plain samples with the same number of network evaluations."""
         return (self.evaluations + self.share * self.rated) / (num_steps * per_velocity)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Configures the tree of one picture."""
+    """Settings of the search tree of one sample."""
 
     width: PositiveInt = 8
-    """Initial noises."""
+    """Number of initial noises."""
     prune: Sequence[PositiveInt] = ()
-    """States that are valued, by the number of steps that lead to them; the best stay. Empty: none,
-    which is best-of-N."""
+    """Numbers of denoising steps after which the tree is pruned. Empty: no pruning, which is
+    best-of-N."""
     keep: PositiveInt = 1
-    """States that stay at each pruning."""
+    """Number of states that remain after each pruning."""
     branches: PositiveInt = 1
-    """States that each of these becomes in the next step, by noise of their own. 1: it takes a step
-    without noise."""
+    """Number of children of each remaining state, drawn with independent noise in the next step.
+    1: one step without noise."""
     eta: NoiseLevel = 0.7
-    """Noise level of the steps that branch."""
+    """Noise level of the branching steps."""
     kernel: Kernel = field(default_factory=FlowSDE)
-    """Transition family of the steps that branch."""
+    """Transition family of the branching steps."""
     value: Completion | LatentReward = Completion(max_steps=1)  # noqa: RUF009 (frozen)
-    """Value of a state: the reward of its completion by ODE, by default of its one-step estimate,
-    which costs no evaluation; or a reward of noisy latents, which costs no decode."""
+    """Value of a state: the reward of its ODE completion, or a latent reward, which needs no
+    decoding. Default: the one-step estimate, which needs no further network evaluation."""
 
     def __post_init__(self) -> None:
-        """Reject trees that prune nothing, or that grow."""
+        """Reject trees that do not prune, or that grow."""
         require_ranges(self, "search")
         if list(self.prune) != sorted({*self.prune}):
             raise ValueError(f"search.prune is {list(self.prune)}; give rising numbers of steps")
@@ -90,7 +92,7 @@ class Search:
             raise ValueError("search.value completes by other weights or guidance: leave these out")
 
     def check(self, num_steps: int) -> None:
-        """Raise ValueError for prunings that a sampler of so many steps does not reach."""
+        """Raise ValueError for prunings at or after the last of `num_steps` steps."""
         if self.prune and self.prune[-1] >= num_steps:
             raise ValueError(
                 f"search.prune is {list(self.prune)}; a sampler of {num_steps} steps has states 1 "
@@ -98,12 +100,12 @@ class Search:
             )
 
     def cost(self, num_steps: int, per_velocity: int) -> SearchCost:
-        """Return what one picture costs, known before any weight is read."""
+        """Return the cost of one sample; no model is needed for it."""
         alive, evaluations, scored, rated, share = self.width, 0, 0, 0, 0.0
         for k in range(num_steps):
             if k in self.prune and isinstance(self.value, LatentReward):
                 rated, share = rated + alive, self.value.evaluation_share
-                alive = self.keep  # valued before its velocity is asked for
+                alive = self.keep  # pruned before the velocity is evaluated
             evaluations += alive * per_velocity
             if k in self.prune and isinstance(self.value, Completion):
                 evaluations += alive * per_velocity * self.value.num_evaluations(k, num_steps)
@@ -123,10 +125,10 @@ def search(
     micro_batch: int,
     rate: Rate | None = None,
 ) -> Float[Tensor, "n *latent"]:
-    """Return the best clean latent that the tree of each request finds.
+    """Return the best clean latent of each request's tree.
 
-    A request's own generator makes all of its draws. `rate` values states where `cfg.value` is a
-    reward of noisy latents.
+    All draws of a request come from its own generator. `rate` values states if `cfg.value` is a
+    latent reward.
     """
     tree = _Tree(policy, score, requests, cfg, policy.schedule(num_steps), micro_batch)
     x = torch.cat([policy.noise(cfg.width, generator) for generator in generators])
@@ -145,7 +147,7 @@ def search(
 
 
 class _Tree:
-    """Values, prunes and moves the states of all requests together; each has equally many."""
+    """Search trees of all requests in one batch, with equal numbers of states."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class _Tree:
         return evaluate_velocity(self.policy, x, self.sigmas[k], self.cond, rows, size)
 
     def rate_states(self, rate: Rate, x: Tensor, k: int) -> Float[Tensor, "m"]:
-        """Return what a reward of noisy latents says of states k."""
+        """Return the latent rewards of states k."""
         size = self.micro_batch
         parts = zip(x.split(size), self._rows(x).split(size), strict=True)
         conds = ((states, take_rows(self.cond, rows)) for states, rows in parts)
@@ -175,14 +177,14 @@ class _Tree:
     def score_completions(
         self, how: Completion, x: Tensor, v: Tensor, k: int
     ) -> Float[Tensor, "m"]:
-        """Return the rewards of completions of states k, whose velocities are v."""
+        """Return the rewards of the completed states k; v are their velocities."""
         for here, there in pairwise(how.path(k, len(self.sigmas) - 1)):
             direction = v if here == k else self.velocity(x, here)
             x = x + (self.sigmas[there] - self.sigmas[here]) * direction
         return self.score_states(x)
 
     def _rows(self, x: Float[Tensor, "m *latent"]) -> Int[Tensor, "m"]:
-        """Return the row of the conditioning of each state."""
+        """Return the conditioning row of each state."""
         return self.row.repeat_interleave(len(x) // len(self.row)).to(x.device)
 
     def score_states(self, x: Float[Tensor, "m *latent"]) -> Float[Tensor, "m"]:
@@ -191,9 +193,9 @@ class _Tree:
         return self.score(x, [request for request in self.requests for _ in range(each)])
 
     def best(self, value: Float[Tensor, "m"], keep: int | None = None) -> Int[Tensor, "k"]:
-        """Return the rows of the best states of each request; of equal ones the first."""
+        """Return the rows of the best states of each request; ties go to the first state."""
         table = value.unflatten(0, (len(self.requests), -1))
-        # Stable, so that equal values give the same tree on every machine.
+        # A stable sort gives the same tree on every machine if values are equal.
         order = table.argsort(dim=1, descending=True, stable=True)
         chosen = order[:, : keep or self.cfg.keep].sort(dim=1).values
         starts = torch.arange(len(table), device=value.device)[:, None] * table.shape[1]
@@ -207,7 +209,7 @@ class _Tree:
         branches: int,
         generators: Sequence[torch.Generator],
     ) -> Tensor:
-        """Return the next states, several of each one if it branches."""
+        """Return the next states, with `branches` children of each state."""
         eta = self.cfg.eta if branches > 1 else 0.0
         x, v = x.repeat_interleave(branches, 0), v.repeat_interleave(branches, 0)
         level = torch.full((len(x),), eta, device=x.device)

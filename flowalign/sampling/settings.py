@@ -1,4 +1,4 @@
-"""Configure how trajectories are drawn: their noise and window, and how states are kept."""
+"""Configure the sampling of trajectories: noise, window, branching and storage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,51 +30,52 @@ NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Configures how the trajectories of a prompt are drawn."""
+    """Settings of the trajectories of a prompt."""
 
     num_steps: DenoisingSteps = 10
-    """T, denoising steps of a trajectory. Default: 10, as in Flow-GRPO's SD3.5 runs."""
+    """Number T of denoising steps of a trajectory. Default: 10, as in Flow-GRPO's SD3.5 runs."""
     samples_per_prompt: GroupSize = 24
-    """G, the size of the group whose members are compared. Default: 24, as in Flow-GRPO's SD3.5
-    runs."""
+    """Group size G, the number of samples per prompt that are compared. Default: 24, as in
+    Flow-GRPO's SD3.5 runs."""
     eta: NoiseLevel | list[NoiseLevel] = 0.7
-    """Noise level inside the window, or one for each step; its meaning is the kernel's. Default:
-    0.7, as in Flow-GRPO."""
+    """Noise level inside the window, or a list with one level per step. The kernel defines its
+    meaning. Default: 0.7, as in Flow-GRPO."""
     kernel: Kernel = field(default_factory=FlowSDE)
-    """Transition family: how a step adds noise."""
+    """Transition family, which defines the noise of a step."""
     sde_window: SDEWindow = field(default_factory=AllButLast)
-    """Steps that are stochastic and trained."""
+    """Stochastic, trained steps."""
     untrained_steps: Literal["ode", "sde", "shared_sde"] = "ode"
-    """What the steps outside the window do, but for the last, which is an ODE step. ode: no noise.
-    sde: noise as in the window (DanceGRPO). shared_sde: the same, but samples of one initial noise
-    have the steps before the window in common (B2-DiffuRL)."""
+    """Noise of the steps outside the window, except the last step, which is always an ODE step.
+    ode: none. sde: as in the window (DanceGRPO). shared_sde: as in the window, but samples with the
+    same initial noise share the steps before the window (B2-DiffuRL)."""
     tail_ratio: Annotated[float, Range(above=0, most=1)] | None = None
-    """Share of the steps after the window that are made, longer and of second order
-    (MixGRPO-Flash: 0.4). Null: all of them, by Euler steps."""
+    """Share of the steps after the window that remain. The remaining steps are longer and of second
+    order. MixGRPO-Flash: 0.4. Null: all steps, by Euler's method."""
     seeds_per_prompt: PositiveInt | None = None
-    """Number of different initial noises among the samples of a prompt. Null: one per sample for
-    chains, 1 for trees and combs. 1: all samples share it (DanceGRPO, MixGRPO). TempFlow-GRPO:
-    4."""
+    """Number of different initial noises among the samples of a prompt. 1: all samples share it
+    (DanceGRPO, MixGRPO). TempFlow-GRPO: 4. Null: one per sample for chains, 1 for trees and
+    combs."""
     branching: Branching = field(default_factory=Chain)
     """Arrangement of the samples of one initial noise: chain, tree or comb."""
     merge: PositiveFloat | None = None
-    """Entropy to reach: makes the one SDE step so long that exp(entropy per element) is this.
+    """Target of exp(entropy per element) of the single SDE step, which is made longer to reach it.
     E-GRPO: 2.2. Null: no step is merged."""
     frame_window: FrameWindow | None = None
-    """Latent frames of a video in which the samples of a prompt differ. Null: all of them."""
+    """Latent frames of a video in which the samples of a prompt differ. Null: all frames."""
     reward_guidance: RewardGuidance | None = None
-    """Push of the states up the gradient of a reward of noisy latents, such as `Euphonium`.
-    Log-probabilities stay those of the policy without it. Null: none."""
+    """Guidance of the states by the gradient of a latent reward, such as `Euphonium`.
+    Log-probabilities are those of the policy without guidance. Null: none."""
     states: Storage = field(default_factory=Storage)
     """Device and precision of the states that are kept for training."""
     precision: Reduced | None = None
-    """Precision of the network in rollouts, where it is lower than `policy.precision`: bf16 beside
-    fp32. For losses that need no log-probabilities of rollouts. Null: that of the policy."""
+    """Precision of the network in rollouts if it is lower than `policy.precision`, such as bf16
+    with fp32. It is for losses that need no log-probabilities of rollouts. Null: the policy's
+    precision."""
     micro_batch: PositiveInt = 64
-    """Samples per network call, decode and reward call; the memory of a rollout grows with it."""
+    """Number of samples per network call, decode and reward call. Rollout memory grows with it."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, "sampling")
         if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
             raise ValueError(
@@ -94,12 +95,12 @@ class Sampling:
         self._check_untrained_steps()
 
     def refuse_precision(self, key: str, reason: str) -> None:
-        """Raise ValueError if rollouts would have a precision of their own."""
+        """Raise ValueError if `precision` is set."""
         if self.precision is not None:
             raise ValueError(f"{key}.sampling.precision is {self.precision}, but {reason}")
 
     def check_precision(self, key: str, policy: Policy) -> None:
-        """Raise ValueError if rollouts would not have a lower precision than the policy."""
+        """Raise ValueError if `precision` is set but not lower than the policy's precision."""
         if self.precision is not None and policy.precision != "fp32":
             self.refuse_precision(key, f"policy.precision is {policy.precision}: set it to null")
         if self.precision is not None and policy.network is None:
@@ -136,12 +137,12 @@ class Sampling:
         return eta
 
     def stochastic(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the steps that draw noise, if those in `steps` are trained."""
+        """Return the stochastic steps if `steps` are the trained steps."""
         untrained = range(self.num_steps - 1) if self.untrained_steps != "ode" else ()
         return tuple(sorted({*steps, *untrained}))
 
     def tail(self, steps: Sequence[int]) -> list[int]:
-        """Return the states that the ODE visits after the last of `steps`, from its start on."""
+        """Return the indices of the states on the ODE path after the last of `steps`."""
         start = max(steps, default=-1) + 1
         if self.tail_ratio is None:
             return list(range(start, self.num_steps + 1))
@@ -149,16 +150,16 @@ class Sampling:
         return Completion(max_steps=count).path(start, self.num_steps)
 
     def skipped(self, steps: Sequence[int]) -> frozenset[int]:
-        """Return the steps of length 0 that a shorter tail leaves, which cost nothing."""
-        # The long step to state k is step k - 1; those before it have length 0.
+        """Return the steps of length 0 in a shorter tail, which need no evaluation."""
+        # The long step to state k has index k - 1. The steps before it have length 0.
         made = {k - 1 for k in self.tail(steps)}
         return frozenset(range(max(steps, default=-1) + 1, self.num_steps)) - made
 
     def layout(self, steps: Sequence[int]) -> BranchLayout:
-        """Return the samples of one prompt, stochastic in `steps`.
+        """Return the layout of one prompt's samples, with `steps` as the trained steps.
 
         Raises:
-            ValueError: The samples cannot be arranged in this way.
+            ValueError: The branching does not fit the number of samples or the steps.
         """
         if self.merge is not None and len(steps) != 1:
             raise ValueError(

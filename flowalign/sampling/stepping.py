@@ -43,13 +43,13 @@ class RolloutVelocities:
         field = recorder or self.policy
         v = self.completion.step(field, k, distinct, samples, self.micro_batch)
         if recorder:
-            # Rows of completions follow those of the rollout, and are dropped.
+            # The rows of completions come after those of the rollout and are dropped.
             self.features[k] = recorder.take(len(samples)).cpu()
         return rows.expand(v, k)
 
 
 class Stepper:
-    """Step of a rollout: a draw where it is stochastic, else a step of the ODE."""
+    """Stepper of a rollout, with stochastic draws inside the window and ODE steps elsewhere."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class Stepper:
         self.ode = ODEStepper(cfg, steps)
 
     def start(self) -> Float[Tensor, "B *latent"]:
-        """Return state 0 of every sample, in the precision of kept states."""
+        """Return state 0 of every sample, rounded to the stored precision."""
         return self.cfg.states.round(self.noise.start)
 
     def step(
         self, k: int, x: Float[Tensor, "B *latent"], v: Float[Tensor, "B *latent"]
     ) -> tuple[Gaussian, Float[Tensor, "B *latent"]]:
-        """Return the policy's distribution of the state after step k, and that state."""
+        """Return the policy's distribution of the state after step k, and the state."""
         trajectory = self.trajectory
         sigmas = trajectory.sigmas
         distribution = transition(self.cfg.kernel, x, v, sigmas, k, trajectory.eta[:, k])
         guided = self._guide(k, x, distribution)
-        # Stochastic steps call it as well: the last one's prediction begins a second-order tail.
+        # Stochastic steps also call it: a second-order tail needs the last one's prediction.
         following = self.ode.step(k, x, v, sigmas, guided.mean)
         if k in self.stochastic:
             following = sample_next(guided, self.noise.draw(k))
         return distribution, self.cfg.states.round(trajectory.rows.share(following, k + 1))
 
     def _guide(self, k: int, x: Float[Tensor, "B *latent"], plain: Gaussian) -> Gaussian:
-        """Return the distribution that guidance draws step k from, computed for distinct states."""
+        """Return the guided distribution of step k, computed for distinct states."""
         guidance, trajectory = self.cfg.reward_guidance, self.trajectory
         if guidance is None or not guidance.active(trajectory.sigmas, k):
             return plain
@@ -96,13 +96,13 @@ class Stepper:
 
 
 class ODEStepper:
-    """Deterministic step of a rollout: of second order in a shorter tail, else Euler's."""
+    """Deterministic stepper of a rollout: second order in a shorter tail, Euler elsewhere."""
 
     def __init__(self, cfg: Sampling, steps: Sequence[int]):
         self.tail = cfg.num_steps + 1 if cfg.tail_ratio is None else cfg.tail(steps)[0]
-        """First state of the tail; above all states without one."""
+        """Index of the first state of the tail; larger than all indices if there is no tail."""
         self.before: tuple[Tensor, Tensor] | None = None
-        """Sigma of the step before, and the data that was predicted there."""
+        """Sigma and predicted clean latents of the previous step."""
 
     def step(self, k: int, x: Tensor, v: Tensor, sigmas: Tensor, euler: Tensor) -> Tensor:
         """Return the state after step k; `euler` is the result of the Euler step."""
@@ -118,8 +118,8 @@ class ODEStepper:
 class RolloutNoise:
     """Random numbers of a rollout, on the policy's device.
 
-    Recorded runs depend on the order of the draws from each generator: initial noises, the frame
-    window, then for each stochastic step a sample's own noise before that of its siblings.
+    Recorded runs depend on the order of draws from each generator: initial noises, frame window,
+    then for each stochastic step the individual noises before the noise that siblings share.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RolloutNoise:
         """State 0 of every sample."""
 
     def draw(self, k: int) -> Float[Tensor, "B *latent"]:
-        """Draw the noise of step k; samples share a common part by the state that they leave."""
+        """Return the noise of step k; samples with the same previous state share a part of it."""
         noise, scale = self._draw_each(), self.branching.sibling_noise_scale
         if scale is not None:
             common = self.trajectory.rows.share(self._draw_each(), k)
@@ -147,7 +147,7 @@ class RolloutNoise:
         return self._share_frames(noise).to(self.device)
 
     def _draw_each(self) -> Tensor:
-        # On the CPU, where a seed gives the same numbers on every machine.
+        # Drawn on the CPU, where a seed gives the same numbers on every machine.
         return torch.cat([torch.randn(self.shape, generator=g) for g in self.generators])
 
     def _share_frames(self, noise: Tensor) -> Tensor:
