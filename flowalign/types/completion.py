@@ -8,23 +8,23 @@ from flowalign.types.ranges import PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Defines how the ODE completes an intermediate state."""
+    """Settings of the ODE that completes an intermediate state."""
 
     max_steps: PositiveInt | None = None
-    """Number of ODE steps. Null: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step
-    prediction of the data. m: about evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
+    """Largest number of ODE steps. Null: every remaining step (DenseGRPO, TP-GRPO). 1: one-step
+    prediction of the data. m: m about evenly spaced steps (Stepwise-Flow-GRPO uses 5)."""
     stride: PositiveInt = 1
-    """After one single step the ODE takes every stride-th point (G2RPO's granularity). 1: every
-    point."""
+    """Stride over the schedule points, after a first step of one point (G2RPO's granularity). 1:
+    every point."""
     guidance: Literal["same", "off"] = "same"
-    """same: guided like the rollout. off: without classifier-free guidance, at half the
-    evaluations."""
+    """Guidance of the ODE. same: as in the rollout. off: no classifier-free guidance, at half the
+    network evaluations."""
     weights: Literal["policy", "ema", "reference"] = "policy"
-    """Which weights drive the completion ODE. Only `policy` with unchanged guidance is batched with
-    the rollout and saves one evaluation per state."""
+    """Weights that drive the ODE. Only `policy` with guidance `same` is batched with the rollout,
+    which saves one evaluation per state."""
 
     def __post_init__(self) -> None:
-        """Reject completions without a step."""
+        """Raise ValueError if `stride` or `max_steps` is below 1."""
         if self.stride < 1 or (self.max_steps is not None and self.max_steps < 1):
             raise ValueError(
                 f"completion with max_steps {self.max_steps}, stride {self.stride}: "

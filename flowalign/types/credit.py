@@ -15,69 +15,66 @@ from flowalign.types.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class StepCredit:
-    """Holds the credit of each transition, before any normalisation."""
+    """Credit of each transition, before normalisation."""
 
     value: Float[Tensor, "B T R"]
-    """Credit in units of the reward, or as advantages where `normalised`; NaN where a reward
-    failed."""
+    """Credit in reward units, or advantages if `normalised`; NaN where a reward failed."""
     group: Int[Tensor, "B T"]
-    """Ids of the groups; transitions with equal ids are compared with each other."""
+    """Group ids; transitions with equal ids are compared with each other."""
     mask: Bool[Tensor, "B T"]
     """True where a transition is trained."""
     normalised: bool = False
-    """True where the values are advantages already; the recipe then needs
-    advantages.scale given."""
+    """Whether `value` already holds advantages; the recipe then needs `advantages.scale: given`."""
     process: Float[Tensor, "B T R"] | None = None
-    """Process reward of each transition, which is compared and clipped apart from `value`."""
+    """Process reward of each transition, compared and clipped separately from `value`; or None."""
     marked: Bool[Tensor, "B T"] | None = None
-    """True where the method singles a transition out, such as a turning point; only charts use
-    it."""
+    """True for transitions to highlight in charts, such as turning points; or None."""
 
 
 class PastOutcomes(NamedTuple):
-    """Holds outcomes that the prompts of a rollout had in earlier steps of the loop."""
+    """Outcomes of a rollout's prompts in earlier steps of the loop."""
 
     value: Float[Tensor, "m R"]
-    """Rewards; NaN where one failed."""
+    """Rewards; NaN where a reward failed."""
     prompt: Int[Tensor, "m"]
-    """Position of each one's prompt among those of the rollout."""
+    """Index of each outcome's prompt among the prompts of the rollout."""
 
 
 class ValueFunction(ABC):
-    """Values intermediate states for credit methods, and is their only source of cost."""
+    """Values of intermediate states for credit methods; their only source of compute cost."""
 
     @abstractmethod
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Float[Tensor, "B K R"]:
-        """Return the rewards of states ks, each completed by ODE; values([T]) is the outcome.
+        """Return the rewards of states `ks`, each completed by ODE; `values([T])` is the outcome.
 
-        A reward that failed is NaN. `how` None: as the recipe's `completion` says.
+        A failed reward is NaN. With `how` None, the recipe's `completion` applies.
         """
 
     @abstractmethod
     def past(self, num_steps: int) -> PastOutcomes | None:
-        """Return the outcomes that these prompts had in the `num_steps` steps of the loop before.
+        """Return the outcomes of the rollout's prompts in the last `num_steps` steps of the loop.
 
-        None where nothing remembers them, as outside a loop.
+        Returns None if no history is kept, for example outside a loop.
         """
 
     @abstractmethod
     def predicted(self, ks: Sequence[int]) -> Float[Tensor, "B K R"]:
-        """Return the outcomes that the recipe's critic predicts from states ks, for nothing.
+        """Return the outcomes that the recipe's critic predicts from states `ks`, at no extra cost.
 
-        The critic has seen earlier steps of the loop only, and predicts differences within prompts:
-        the mean of a prompt's samples is 0. The last state has an outcome and no prediction.
+        The critic was trained on earlier steps of the loop only. It predicts differences within a
+        prompt, so the mean over a prompt's samples is 0. It makes no prediction for state T.
         """
 
     @abstractmethod
     def scored(self, ks: Sequence[int], reward: LatentReward) -> Float[Tensor, "B K R"]:
-        """Return what a reward of noisy latents says of states ks, which nothing completes.
+        """Return the scores of states `ks` by a reward of noisy latents, without completing them.
 
-        Columns are the run's reward dimensions; NaN where the latent reward has none of that name.
+        Columns are the run's reward dimensions; NaN for a dimension that `reward` does not score.
         """
 
 
 class CreditEstimator(ABC):
-    """Turns state values into per-transition credit. Implementations: `flowalign/credit/`."""
+    """Credit method: turns state values into credit per transition. See `flowalign/credit/`."""
 
     @abstractmethod
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:

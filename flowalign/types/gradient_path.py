@@ -1,4 +1,4 @@
-"""Define how the gradient of a reward reaches a policy: cached rollouts, gradient paths."""
+"""Define replays of cached rollouts and the paths from a reward's gradient to a policy."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -11,21 +11,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SampleView:
-    """Holds clean latents that a reward scores, connected to velocities of the policy."""
+    """Clean latents that a reward scores, with a gradient to the policy's velocities."""
 
     clean: Float[Tensor, "n *latent"]
-    """Latents to decode; their gradient leads to the policy."""
+    """Latents to decode, with a gradient to the policy."""
     weight: Float[Tensor, "n"] | None = None
     """Weight of each sample in the loss; None: 1."""
     inverted: bool = False
-    """Whether they were reached by adding noise, so that a relative reward swaps its prompts."""
+    """Whether the latents were reached by adding noise; a relative reward then swaps its
+    prompts."""
     place: float = 0.0
-    """Place of the noise level in [0, 1], growing with the noise, for rewards that depend on
+    """Position of the noise level in [0, 1], 1 for the most noise, for rewards that depend on
     it."""
 
 
 class Replay(ABC):
-    """Evaluates steps of a cached rollout again, with a gradient to the policy.
+    """Cached rollout that is evaluated again, with a gradient to the policy.
 
     Step k leads from state k to state k + 1. Rows are the samples of one micro-batch.
     """
@@ -43,7 +44,7 @@ class Replay(ABC):
         """Return state k of the rollout, without gradient; state T is the sample.
 
         Raises:
-            ValueError: There was no rollout, and k is not the last state.
+            ValueError: There was no rollout and k is not the last state.
         """
 
     @abstractmethod
@@ -52,48 +53,47 @@ class Replay(ABC):
     ) -> Float[Tensor, "n *latent"]:
         """Return the policy's velocity at state k, with a gradient to its parameters.
 
-        `x` is that state with a gradient of its own, which then flows on; None: it has none.
+        `x` is state k with a gradient, which flows through the network; None: without gradient.
         """
 
     @abstractmethod
     def velocity_at(
         self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, ""]
     ) -> Float[Tensor, "n *latent"]:
-        """Return the policy's velocity anywhere, with a gradient to its parameters."""
+        """Return the policy's velocity at any state `x`, with a gradient to its parameters."""
 
     @abstractmethod
     def initial_noise(self) -> Float[Tensor, "n *latent"]:
         """Return the standard normal noise that the rollout started from.
 
-        Samples that no rollout made, or one that did not start at pure noise, have noise of their
-        own.
+        Without a rollout, or if it did not start at pure noise, each sample gets its own noise.
         """
 
     @abstractmethod
     def noise(self, i: int) -> Float[Tensor, "n *latent"]:
-        """Return standard normal noise, the same for the same i, different for each sample."""
+        """Return standard normal noise number `i`, reproducible and different for each sample."""
 
     @abstractmethod
     def schedule(self, num_steps: int) -> Float[Tensor, "S"]:
-        """Return the sigmas of the policy's sampler with another number of steps."""
+        """Return the sigmas of the policy's sampler with `num_steps` steps."""
 
     def cached_velocity(self, k: int) -> Float[Tensor, "n *latent"]:
-        """Return the velocity of step k as the rollout made it, without gradient."""
+        """Return the velocity that the rollout used in step k, without gradient."""
         return (self.state(k + 1) - self.state(k)) / (self.sigmas[k + 1] - self.sigmas[k])
 
 
 class GradientPath(ABC):
-    """Says which steps of a rollout the gradient of a reward reaches, and on which path.
+    """Choice of the rollout steps that a reward's gradient reaches, and of the path to them.
 
     Implementations: `flowalign.gradient_paths`.
     """
 
     @abstractmethod
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield connected latents, one row per sample, as often as each sample is scored.
+        """Yield clean latents with a gradient, one row per sample, once per scoring of the samples.
 
-        The caller computes gradients before it asks for the next. Steps are drawn from
-        `generator`, so that all micro-batches of an update draw the same.
+        The caller runs the backward pass before it takes the next view. Steps are drawn from
+        `generator`, so all micro-batches of an update use the same steps.
 
         Raises:
             ValueError: The rollout has too few steps.

@@ -1,4 +1,4 @@
-"""Define which references and masks a policy is given with a prompt."""
+"""Define the references and masks that a policy takes with a prompt."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,24 +8,25 @@ from flowalign.types.request import Request
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Says what a policy is given with a prompt, so that a run that gives less is refused."""
+    """Inputs that a policy needs with a prompt; requests that lack one are rejected."""
 
     references: tuple[int, int] = (0, 0)
-    """Fewest and most references of a request."""
+    """Smallest and largest number of references of a request."""
     mask: bool = False
-    """Whether every request has a mask of where the first reference is painted anew."""
+    """Whether every request needs an inpainting mask for the first reference."""
     kind: Literal["none", "source", "first_frame"] = "none"
-    """What references are: pictures to edit, the first frame of a clip, or not taken."""
+    """Kind of references. source: images to edit. first_frame: first frame of a clip. none: no
+    references."""
     frames: tuple[int, int] = (1, 1)
-    """Fewest and most frames of a reference; a picture has one."""
+    """Smallest and largest number of frames of a reference; an image has one."""
     size: tuple[int, int] | None = None
-    """Height and width that every reference must have. None: any, as the policy resizes them."""
+    """Height and width that every reference must have. None: any, because the policy resizes."""
     crop: tuple[int, int] | None = None
-    """Height and width that references and masks are resized to cover, and of which the centre is
-    kept; the mask must have a hole there. None: a hole anywhere will do."""
+    """Height and width to which references and masks are resized and centre-cropped; the mask must
+    have a hole inside the crop. None: no crop, the hole may be anywhere."""
 
     def misfit(self, request: Request) -> str:
-        """Return how the number of references, or the mask, of a request does not fit; or ""."""
+        """Return why the references or the mask of a request do not fit; "" if they fit."""
         fewest, most = self.references
         given = len(request.references)
         wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
@@ -40,7 +41,7 @@ class InputSpec:
         return ""
 
     def misshapen(self, frames: int, height: int, width: int) -> str:
-        """Return how the shape of a reference does not fit; or ""."""
+        """Return why the shape of a reference does not fit; "" if it fits."""
         fewest, most = self.frames
         if not fewest <= frames <= most:
             wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"

@@ -1,4 +1,4 @@
-"""Define the result of a loss, of preference data as of rollouts."""
+"""Define the result of a loss, for preference data and for rollouts."""
 
 from typing import TypeAlias
 

@@ -1,7 +1,7 @@
-"""Define preference data, and the interface of the losses that learn from it.
+"""Define preference data and the interface of the losses that train on it.
 
-Axes beside those of `types`: n rows of latents; m pairs, whose winners are rows 0 to m - 1 and
-whose losers are rows m to 2m - 1, in the same order.
+Axes, in addition to the axes of `types`: n rows of latents; m pairs. The winners of the pairs are
+rows 0 to m - 1, the losers rows m to 2m - 1 in the same order.
 """
 
 from abc import ABC, abstractmethod
@@ -17,14 +17,17 @@ from flowalign.functional.transition import Kernel
 from flowalign.types.loss import Loss
 
 Label = Literal["labels", "segments", "masks", "advantages", "transitions"]
-"""Labels that a dataset may hold beside media and prompts: binary labels, the better medium of each
-latent frame, masks of where two media differ, advantages within groups, and the stochastic steps
-that the policy took from the states that it visited."""
+"""Labels that a dataset may hold in addition to media and prompts.
+
+labels: binary labels. segments: better row of a pair in each latent frame. masks: regions where
+the rows of a pair differ. advantages: advantages within groups. transitions: stochastic steps that
+the policy took from the states that it visited.
+"""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Holds one minibatch of clean latents with all that a loss may read beside the residuals."""
+    """Minibatch of clean latents, with everything a loss may read except the residuals."""
 
     latents: Float[Tensor, "n *latent"]
     """Clean latents; for pairs the winners, then the losers."""
@@ -33,30 +36,30 @@ class Examples:
     paired: bool
     """True for pairs, False for samples."""
     weight: Float[Tensor, "n"]
-    """Loss weight of each row; both rows of a pair have the pair's."""
+    """Loss weight of each row; both rows of a pair have the weight of the pair."""
     desirable: Bool[Tensor, "n"]
-    """Binary labels: True for winners of pairs, and for samples without a label."""
+    """Binary labels; True for winners of pairs and for samples without a label."""
     scores: Mapping[str, Float[Tensor, "n"]] = field(default_factory=dict)
     """Reward scores by dimension; NaN where unknown."""
     segments: Float[Tensor, "m F"] | None = None
     """Better row of a pair in each latent frame: 1 the winner, -1 the loser, 0 neither."""
     mask: Float[Tensor, "n *mask"] | None = None
-    """Where the rows of a pair differ, at least 0; it broadcasts to the latents."""
+    """Weights >= 0 of the region where the rows of a pair differ; broadcasts to the latents."""
     mask_strength: Float[Tensor, "n"] | None = None
-    """Factor on what lies within the mask; None: 1."""
+    """Factor on the elements inside the mask; None: 1."""
     weight_map: Float[Tensor, "n *map"] | None = None
-    """Importance of each latent element, mean 1 per row; the errors have it applied already."""
+    """Importance of each latent element, mean 1 per row; the residuals already include it."""
     target_cond: Mapping[str, Tensor] | None = None
-    """Conditioning of the teacher whose velocity each row is matched to; None: that of the row."""
+    """Conditioning under which the teacher predicts each row's target; None: same as `cond`."""
     teachers: Sequence[str] = ()
-    """Name of the teacher of each row; empty: the only one, if the recipe has any."""
+    """Name of the teacher of each row; empty: the recipe's only teacher, if it has one."""
     advantage: Float[Tensor, "n"] | None = None
-    """Advantage of each row within its group, clipped; None where rows are not scored."""
+    """Clipped advantage of each row within its group; None if rows are not scored."""
     group: Int[Tensor, "n"] | None = None
-    """Id of the group of each row, the same on every process: the rows of one request of a step at
-    one of its noise levels, one row per sample. Losses compare the rows of a group."""
+    """Group id of each row, the same on every process. A group has the rows of one request in one
+    step at one noise level, one row per sample. Losses compare the rows of a group."""
     users: Sequence[str] = ()
-    """Id of the person who judged each row, for personalised policies; empty if none is known."""
+    """Id of the annotator of each row, for personalised policies; empty if none is known."""
 
     @property
     def required_advantage(self) -> Float[Tensor, "n"]:
@@ -73,13 +76,13 @@ class Examples:
 
 @dataclass(frozen=True)
 class Transitions:
-    """Holds the stochastic steps that the old policy took from the states of the rows.
+    """Stochastic steps that the old policy took from the states of the rows.
 
-    The mean of a step is linear in the velocity: means differ by `slope` times what velocities do.
+    The mean of a step is linear in the velocity: mean_a - mean_b = slope * (v_a - v_b).
     """
 
     travelled: Float[Tensor, "n *latent"]
-    """Velocity for which the state that was reached is the mean of the step."""
+    """Velocity for which the mean of the step equals the state that was reached."""
     slope: Float[Tensor, "n"]
     """Derivative of the mean by the velocity, which is negative."""
     std: Float[Tensor, "n"]
@@ -94,25 +97,26 @@ class Transitions:
 
 @dataclass(frozen=True)
 class Residuals:
-    """Holds prediction - target of the policy and of the reference, in the recipe's space."""
+    """Prediction minus target of the policy and of the reference, in the recipe's space."""
 
     policy: Float[Tensor, "n *latent"]
     """Residual of the policy, with gradient."""
     reference: Float[Tensor, "n *latent"] | None = None
-    """Residual of the reference at the same noise and time, without gradient; None where not
+    """Residual of the reference at the same noise and time, without gradient; None if not
     evaluated."""
     old: Float[Tensor, "n *latent"] | None = None
-    """Residual of the old policy at the same noise and time, without gradient; None where not
+    """Residual of the old policy at the same noise and time, without gradient; None if not
     evaluated."""
     anchor: Float[Tensor, "n *latent"] | None = None
-    """Residual of the average that a loss holds the policy near, likewise."""
+    """Residual of the weight average that the loss keeps the policy close to, at the same noise and
+    time, without gradient; None if not evaluated."""
     target: Float[Tensor, "n *latent"] | None = None
-    """Target in the same space, so that residual + target is a prediction; None in tests of losses
-    that do not read it."""
+    """Target in the same space, so residual + target is the prediction; None only in tests of
+    losses that do not read it."""
     sigma: Float[Tensor, "n"] | None = None
-    """Noise level of each row; None in tests of losses that do not read it."""
+    """Noise level of each row; None only in tests of losses that do not read it."""
     transitions: Transitions | None = None
-    """Steps that were taken from the rows, where these are visited states and the steps random."""
+    """Stochastic steps taken from the rows; None unless rows are visited states of an SDE."""
 
     @property
     def required_reference(self) -> Float[Tensor, "n *latent"]:
@@ -140,25 +144,25 @@ class Residuals:
 
     @property
     def required_sigma(self) -> Float[Tensor, "n"]:
-        """Return the noise levels, which the loop always gives."""
+        """Return the noise levels, which the loop always provides."""
         assert self.sigma is not None, "the residuals have no noise levels"
         return self.sigma
 
     @property
     def required_target(self) -> Float[Tensor, "n *latent"]:
-        """Return the target, which the loop always gives."""
+        """Return the target, which the loop always provides."""
         assert self.target is not None, "the residuals have no target"
         return self.target
 
 
 @dataclass(frozen=True)
 class LossContext:
-    """Holds what a loss may use beside its minibatch."""
+    """Inputs of a loss in addition to its minibatch."""
 
     typical_margin: float = 0.0
     """Running mean of |(l_w - r_w) - (l_l - r_l)|; 0 before the first update."""
     gather: Callable[[Tensor], Tensor] = torch.Tensor.detach
-    """Concatenates a tensor over processes, without gradient."""
+    """Function that concatenates a tensor over processes, without gradient."""
 
 
 ALONE = LossContext()
@@ -167,40 +171,40 @@ ALONE = LossContext()
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Declares what a loss needs from the loop and from the data."""
+    """Requirements of a loss on the loop and on the data."""
 
     reference: bool = True
-    """Whether the reference is evaluated: one more network evaluation per row."""
+    """Whether the reference is evaluated, at one more network evaluation per row."""
     old: bool = False
-    """Whether the old policy, `recipe.old`, is evaluated: one more network evaluation per row."""
+    """Whether the old policy, `recipe.old`, is evaluated, at one more evaluation per row."""
     anchor: bool = False
-    """Whether the average that the policy is held near, `recipe.anchor`, is evaluated, likewise."""
+    """Whether the weight average `recipe.anchor` is evaluated, at one more evaluation per row."""
     paired: bool = True
-    """Whether rows must be pairs; other losses take the rows of pairs as samples."""
+    """Whether rows must be pairs; if False, the rows of pairs are used as samples."""
     velocity: bool = False
     """Whether errors are only meaningful in the space `velocity`."""
     whole_batch: bool = False
-    """Whether a minibatch must be all of a process's batch, because rows are compared."""
+    """Whether the minibatch must be the whole batch of a process, because rows are compared."""
     whole_groups: bool = False
-    """Whether all rows of a group must be in one micro-batch, of one process or, because the loss
-    gathers once per micro-batch, of several that have equally many micro-batches."""
+    """Whether all rows of a group must be in the same micro-batch. The loss gathers once per
+    micro-batch, so a group may span processes with equal numbers of micro-batches."""
     shared_noise: bool = False
     """Whether the rows of a group must have the same noise and time."""
     requires: Set[Label] = frozenset()
-    """Labels that the loss needs: datasets without them are refused, samples without one are
+    """Labels that the loss needs. Datasets without them are rejected, samples without one are
     dropped."""
     at_start: float | None = None
-    """Loss while policy and reference are equal and weights are 1; None: any value."""
+    """Loss while the policy equals the reference and all weights are 1; None: any value."""
 
 
 class MatchingLoss(ABC):
-    """Turns the residuals of a minibatch into a loss. Implementations: `flowalign/losses/`."""
+    """Loss on the residuals of a minibatch. Implementations: `flowalign/losses/`."""
 
     @property
     @abstractmethod
     def requirements(self) -> Requirements:
-        """Return what the loss needs from the loop and from the data."""
+        """Return the requirements of the loss on the loop and on the data."""
 
     @abstractmethod
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        """Return the mean loss over pairs (else over rows), and detached scalars for the log."""
+        """Return the mean loss over pairs, or over rows if unpaired, and scalars for the log."""

@@ -1,4 +1,4 @@
-"""Define `MediaBatch`, what reward models are given. Import it from `flowalign.types`."""
+"""Define `MediaBatch`, the input of reward models. Import it from `flowalign.types`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """Holds media of one shape, and what is known about each: the input of a reward model."""
+    """Images or videos of one shape with their prompts and metadata: the input of reward models."""
 
     media: Float[Tensor, "n F 3 H W"]
-    """RGB in [0, 1]; an image is a video of one frame. Differentiable rewards pass the gradient of
-    media that require one."""
+    """RGB in [0, 1]; an image is a video of one frame. Differentiable rewards propagate gradients
+    to media that require one."""
     prompts: Sequence[str]
     """Prompt of each sample."""
     metadata: Sequence[Mapping[str, Any]] = ()
@@ -25,18 +25,19 @@ class MediaBatch:
     fps: Sequence[float] = ()
     """Frames per second of each sample, or empty where unknown."""
     references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
-    """Source or reference images of each sample (editing, image to video), or empty; of a clip
+    """Source or reference images of each sample (editing, image to video), or empty; for a clip
     its first frame."""
     groups: Sequence[int] = ()
     """Group ids, or empty; group-wise models compare samples with the same id."""
     masks: Sequence[Float[Tensor, "1 _ _"] | None] = ()
-    """Where the first reference may change, in [0, 1], None for a sample without; or empty."""
+    """Region of the first reference that may change, in [0, 1]; None for a sample without a mask;
+    empty if no sample has one."""
 
     def __len__(self) -> int:
         return len(self.media)
 
     def take(self, rows: Sequence[int]) -> "MediaBatch":
-        """Return the given samples in that order; consecutive ones share this batch's memory."""
+        """Return samples `rows` in that order; consecutive rows share this batch's memory."""
         return MediaBatch(
             _rows(self.media, rows),
             _pick(self.prompts, rows),
@@ -56,8 +57,8 @@ class MediaBatch:
     def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
         """Return the samples of several batches, one after another.
 
-        Samples of batches without metadata, references or masks have empty ones beside those of
-        others.
+        If only some batches have metadata, references or masks, samples of the remaining batches
+        get empty ones.
         """
         if len(batches) == 1:
             return batches[0]
@@ -73,7 +74,7 @@ class MediaBatch:
 
 
 def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
-    """Return these samples; consecutive ones are not copied, because videos are large."""
+    """Return samples `rows`; consecutive rows are not copied, because videos are large."""
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return media[rows[0] : rows[0] + len(rows)]
     return media[list(rows)]
@@ -86,7 +87,7 @@ def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
 def _join_columns(
     columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T
 ) -> Sequence[T]:
-    """Join a column of several batches, or return none if no batch has it."""
+    """Join a column of several batches; return () if no batch has it."""
     if not any(columns):
         return ()
     pairs = zip(columns, batches, strict=True)

@@ -1,4 +1,4 @@
-"""Define what a plan knows of a model before its weights are read."""
+"""Define the properties of a model that a plan reads before the weights are loaded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Saving:
-    """Describes one setting of a policy that lowers one part of its memory."""
+    """Setting of a policy that lowers one part of its memory."""
 
     part: Literal["activations", "decoding", "recast weights", "text encoders", "weights"]
     """Part of the memory that the setting lowers."""
     setting: str
-    """Key and value as a run file has them: "policy.gradient_checkpointing: true"."""
+    """Key and value in run-file syntax: "policy.gradient_checkpointing: true"."""
     saved_bytes: int
-    """Bytes saved, per sample where the part is counted per sample."""
+    """Bytes saved; per sample if the part is counted per sample."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Holds what is known of a policy before its weights are read."""
+    """Sizes of a policy that are known before its weights are loaded."""
 
     latent_shape: tuple[int, ...]
     """Shape of one latent without the sample axis: (C, H, W), or (C, F, H, W) for videos."""
@@ -31,29 +31,28 @@ class ModelPlan:
     trainable: int
     """Number of parameters that are trained."""
     bytes_per_parameter: int | float
-    """Bytes of one parameter as it is stored, on average: in the policy's precision or less."""
+    """Average stored bytes per parameter, in the policy's precision or quantized."""
     activation_bytes: int
     """Bytes kept for the backward pass, per sample of a micro-batch; a rough estimate."""
     sigmas: Callable[[int], Float[Tensor, "S"]]
-    """Maps a number of steps to the schedule."""
+    """Function from a number of steps to the schedule."""
     decode_bytes: int = 0
-    """Bytes at the peak of decoding, per sample that is decoded with others; a rough estimate."""
+    """Peak bytes of decoding, per sample that is decoded at once; a rough estimate."""
     decodes_together: bool = True
-    """Whether a micro-batch is decoded at once, and not one sample after another."""
+    """Whether a micro-batch is decoded at once instead of one sample after another."""
     text_bytes: int = 0
-    """Bytes of text encoders that stay on the device, and of the VAE where its size is known."""
+    """Bytes of text encoders that stay on the device, plus the VAE if its size is known."""
     offloaded_bytes: int = 0
     """Bytes of text encoders that are kept in main memory."""
     encoder_bytes: int = 0
-    """Bytes of the encoders of prompts, which are among the two above."""
+    """Bytes of the prompt encoders; `text_bytes` and `offloaded_bytes` include them."""
     networks: int = 1
-    """Number of equal networks among the parameters, such as experts; saved and verified one at a
-    time."""
+    """Number of equal networks among the parameters, such as experts; they are saved and verified
+    one at a time."""
     gathered_parameters: int = 0
-    """Parameters that sharded processes hold whole at once: the largest block, and all that is
-    around the blocks."""
+    """Parameters that a sharded process gathers at once: the largest block, and everything outside
+    the blocks."""
     recast_bytes: int = 0
-    """Bytes of weights that are stored in fewer bits, and that the backward pass keeps in the
-    policy's precision."""
+    """Bytes of quantized weights that the backward pass keeps in the policy's precision."""
     savings: Sequence[Saving] = ()
     """Settings that would lower the memory further; empty if all are in use."""

@@ -1,4 +1,4 @@
-"""Define the interface of words that a policy is asked with beside the prompt of a request."""
+"""Define the interface of words that are added to the prompt that a policy sees."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,61 +12,61 @@ from flowalign.types.trajectory import Cond
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGuidance:
-    """Guides away from the empty prompt, to the prompt and to the conditioned prompt apart.
+    """Guidance with separate weights for the plain prompt and the conditioned prompt.
 
     The velocity is w_o v(prompt) + (1 - w_o - w_d) v("") + w_d v(conditioned prompt), which takes
-    three network evaluations. Guidance of the policy's own does not act beside it.
+    three network evaluations. It replaces the policy's own guidance.
 
     Source: original-prompt guidance of Parrot, arXiv:2401.05675, where both weights are 5.
     """
 
     original: FiniteFloat = 5.0
-    """w_o: weight of the prompt alone."""
+    """Weight w_o of the prompt without added words."""
     conditioned: FiniteFloat = 5.0
-    """w_d: weight of the prompt with its words."""
+    """Weight w_d of the prompt with added words."""
 
 
 class PromptConditioning(ABC):
-    """Asks a policy with more than the prompt: `conditioning` of a run file.
+    """Words or users added to the policy's prompt; set as `conditioning` in a run file.
 
-    Rewards, files, groups and held-out splits keep the prompt, and the request keeps its key.
+    Rewards, files, groups and held-out splits use the plain prompt. The request keeps its key.
     """
 
     guidance: PromptGuidance | None
-    """How sampling weighs the prompt with and without words. Null: conditioned prompts only."""
+    """Weights of the prompt with and without words in sampling. Null: conditioned prompt only."""
 
     @property
     @abstractmethod
     def dims(self) -> Sequence[str]:
-        """Return the reward dimensions that the words are about; empty if about none."""
+        """Return the reward dimensions that the words describe; empty if they describe none."""
 
     @abstractmethod
     def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
-        """Raise ValueError for a policy, or reward dimensions with these weights, that do not fit.
+        """Raise ValueError if the policy, or a reward dimension or weight, does not fit.
 
-        Needs no weights of networks.
+        `weights` maps reward dimensions to their weights. Network weights are not needed.
         """
 
     @abstractmethod
     def for_inference(self, request: Request) -> Request:
-        """Return the request as a user asks it: in evaluations, and of pairs in training."""
+        """Return the request for evaluation and inference, and for training on pairs."""
 
     @abstractmethod
     def for_rollout(self, request: Request, position: int) -> Request:
-        """Return the request as training samples it, the `position`-th of the run."""
+        """Return the request for the rollout number `position` of the run."""
 
     @abstractmethod
     def for_training(self, request: Request, scores: Mapping[str, float]) -> Request:
-        """Return the request under which a sample with these scores is learned.
+        """Return the request under which a sample with `scores` is trained.
 
-        A score that is unknown is absent or NaN. A conditioned request is that of a rollout.
+        Unknown scores are absent or NaN. If `request` is conditioned, it comes from a rollout.
         """
 
 
 def insert_words(form: str, prompt: str, words: Sequence[str], between: str = " ") -> str:
-    """Return a prompt with words in a form such as "{prompt}, {words}"; without words the prompt.
+    """Return `prompt` with `words` inserted into a form such as "{prompt}, {words}".
 
-    The empty prompt, which guidance is taken from, stays empty.
+    Without words the prompt is unchanged. The empty prompt of guidance stays empty.
     """
     if not words or not prompt:
         return prompt
@@ -74,13 +74,13 @@ def insert_words(form: str, prompt: str, words: Sequence[str], between: str = " 
 
 
 def check_form(key: str, form: str) -> None:
-    """Raise ValueError unless a form has a place for the prompt and one for words."""
+    """Raise ValueError unless a form contains {prompt} and {words} once each."""
     if not all(form.count(place) == 1 for place in ("{prompt}", "{words}")):
         raise ValueError(f"{key} is {form!r}; it needs {{prompt}} and {{words}}, once each")
 
 
 def check_words(key: str, words: Sequence[str]) -> None:
-    """Raise ValueError for a word twice, which would say two things; no word may be so once."""
+    """Raise ValueError if two words are equal, ignoring case and spacing; one may be empty."""
     normalised = [" ".join(word.split()).casefold() for word in words]
     for word in words:
         if normalised.count(" ".join(word.split()).casefold()) > 1:
@@ -88,9 +88,9 @@ def check_words(key: str, words: Sequence[str]) -> None:
 
 
 def describe_conditioning(conditioning: PromptConditioning | None) -> str:
-    """Return how sampling asks for PROMPT, for plans, summaries and model cards; "" without words.
+    """Return the conditioned form of the prompt "PROMPT", for plans, summaries and model cards.
 
-    It names the person, and how the prompt without words is weighed.
+    The text includes the user and the guidance weights. It is "" without conditioning.
     """
     if conditioning is None:
         return ""
@@ -104,7 +104,7 @@ def describe_conditioning(conditioning: PromptConditioning | None) -> str:
 
 
 def encode_requests(policy: Policy, requests: Sequence[Request]) -> Cond:
-    """Return the conditioning of requests: of their conditioned prompts, and users if there are."""
+    """Return the conditioning of requests, from their conditioned prompts and their users."""
     plain = [request.policy_request for request in requests]
     cache = policy.text_encoder.cache if policy.text_encoder else None
     cond = cache.conditioning(policy, plain) if cache else policy.encode(plain)

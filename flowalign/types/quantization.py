@@ -6,15 +6,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Stores frozen weights in fewer bits, the same in rollout, update and reference.
+    """Quantization of frozen weights; rollout, update and reference use the same weights.
 
-    Linear layers are stored as int8 or fp8 (float8 e4m3), with a scale for each output (torchao),
-    or as nf4, in 4 bits with double quantization as in QLoRA, arXiv:2305.14314 (bitsandbytes).
+    Linear layers are stored as int8 or fp8 (float8 e4m3) with a scale per output (torchao), or as
+    nf4 in 4 bits with double quantization as in QLoRA, arXiv:2305.14314 (bitsandbytes).
     """
 
     denoiser: Literal["none", "int8", "fp8", "nf4", "layerwise"] = "none"
-    """Of the trained network, whose adapter stays in float32: it needs `policy.lora`. layerwise:
-    all layers but norms, embeddings of positions and the last are stored as float8 e4m3 without a
-    scale, and cast where they compute (diffusers)."""
+    """Quantization of the trained network. It needs `policy.lora`; the adapter stays in float32.
+    layerwise: all layers except norms, position embeddings and the last layer are stored as float8
+    e4m3 without a scale, and cast when they compute (diffusers)."""
     text_encoders: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """Of the text encoders."""
+    """Quantization of the text encoders."""

@@ -1,10 +1,10 @@
-"""Numbers of settings: each says its range in its type, and `find_errors` holds files against it.
+"""Ranges of numeric settings as type annotations, and `find_errors`, which checks run files.
 
     warmup: NonNegativeInt = 0
     quality: Annotated[int, Range(least=1, most=100)] = 95
 
-Every number is finite, whether it says a range or not: one that is not a number passes every
-comparison with a bound that is written the wrong way round. Null is taken where a type allows None.
+Every number must be finite, even without a range, because NaN passes a negated comparison such as
+`not x < 0`. Null is allowed if the type allows None.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from typing import Annotated, Any, TypeAlias
 
 LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
 LARGEST_FLOAT = 3.4028234663852886e38
-"""Largest number of single precision, in which networks compute."""
+"""Largest float32 number, because networks compute in float32 or less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Holds the bounds of a number; `least` and `most` belong to it, `above` and `below` do not."""
+    """Range of a number; the bounds `least` and `most` are inclusive, `above` and `below` not."""
 
     least: int | float | None = None
     above: int | float | None = None
@@ -43,7 +43,7 @@ class Range:
         )
 
     def said_to(self, value: int | float) -> str:
-        """Return what an error message says about a number that is not within the bounds."""
+        """Return the bounds as an error message about `value` names them."""
         said = {"at least": self.least, "above": self.above, "below": self.below}
         if self.most is not None and (self.most not in _TECHNICAL or value > self.most):
             said["at most"] = self.most
@@ -52,7 +52,7 @@ class Range:
 
 
 _TECHNICAL = (LARGEST_INT, LARGEST_SEED)
-"""Bounds that a message names to those only who have crossed them."""
+"""Bounds that a message names only if the value exceeds them."""
 
 PositiveInt: TypeAlias = Annotated[int, Range(least=1, most=LARGEST_INT)]
 NonNegativeInt: TypeAlias = Annotated[int, Range(least=0, most=LARGEST_INT)]
@@ -68,23 +68,24 @@ UnitInterval: TypeAlias = Annotated[float, Range(least=0, most=1)]
 Guidance: TypeAlias = Annotated[float, Range(least=0, most=1000)]
 """Scale of classifier-free or embedded guidance."""
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1)]
-"""Weight of what was, in a running mean; a share that must not be all."""
+"""Weight of the previous value in a running mean, in [0, 1)."""
 
 
 def find_errors(settings: object, kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the key of every number out of range, wrong null and group that is no mapping.
+    """Yield each wrong key, with a text that has its value and the allowed values.
 
-    With each key comes what its value is and must be. `settings` are those of an object of this
-    kind as a file gives them, components as `class_path` and `init_args`. Nothing is built.
+    A key is wrong if its number is out of range, its null is not allowed, or its group is not a
+    mapping. `settings` are the parsed settings of an object of class `kind`, with components as
+    `class_path` and `init_args`. No object is built.
     """
     yield from _wrong_in(_settings(settings) or {}, kind, "")
 
 
 def require_ranges(settings: object, name: str) -> None:
-    """Refuse an object of settings, called `name` in run files, with a number outside its range.
+    """Check the numbers of a settings object, which run files call `name`.
 
     Raises:
-        ValueError: The first such number, named by its key.
+        ValueError: A number is out of range; names the key of the first one.
     """
     for key, what in find_errors(vars(settings), type(settings)):
         raise ValueError(f"{name}.{key} is {what}")
@@ -118,7 +119,7 @@ def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]
 
 
 def _misfit(value: object, annotation: Any) -> str:
-    """Return what is wrong with a null, a number or a group; empty if nothing is."""
+    """Return the error of a null, a number or a group; "" if it is valid."""
     # jsonargparse takes any number, list or null for a nested dataclass that has a default.
     if dataclasses.is_dataclass(annotation) and isinstance(value, _NO_GROUP | None):
         names = ", ".join(field.name for field in dataclasses.fields(annotation))
@@ -139,7 +140,7 @@ _NO_GROUP = int | float | str | Sequence
 
 
 def _wrong_in(settings: Mapping[str, Any], kind: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Look through the settings of a class, or the values of a mapping."""
+    """Yield the errors in the settings of a class, or in the values of a mapping."""
     origin, below = typing.get_origin(kind), f"{key}." if key else ""
     if origin is not None and issubclass(origin, Mapping):
         for name, value in settings.items():
@@ -163,7 +164,7 @@ def _ranges(annotation: Any) -> Iterator[Range]:
 
 
 def _alternatives(annotation: Any) -> Iterator[object]:
-    """Yield what an annotation allows, in words; None where that is null, or anything."""
+    """Yield a text per alternative of an annotation; None for null or an unrestricted type."""
     origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         ranges = list(_ranges(annotation))
@@ -212,7 +213,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _settings(value: object) -> Mapping[str, Any] | None:
-    """Return a mapping of settings, in whichever form they were parsed."""
+    """Return settings as a mapping, from a Namespace or a mapping; None for other values."""
     if isinstance(value, Namespace):
         return vars(value)
     return value if isinstance(value, Mapping) else None
@@ -224,7 +225,7 @@ def _named(path: str) -> Any:
 
 
 def _shown(value: object) -> str:
-    """Return a value as a message shows it; a long number by its size."""
+    """Return a value as text for a message; for a long number its count of digits."""
     text = "null" if value is None else str(value)
     if isinstance(value, int) and len(text) > 24:
         return f"a number of {len(text)} digits"

@@ -1,4 +1,4 @@
-"""Define `Request`: what a user asks a model for, which is more than a prompt."""
+"""Define `Request`: a prompt with its references, mask and metadata."""
 
 import hashlib
 import json
@@ -13,51 +13,52 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reference:
-    """Refers to a picture or a clip that a request comes with, by its content."""
+    """Image or clip that belongs to a request, identified by its content."""
 
     name: str = field(compare=False)
-    """Name of the file, as errors show it."""
+    """Name of the file, for error messages."""
     digest: str
-    """SHA-256 of the file's content in hexadecimal: what makes two references equal."""
+    """SHA-256 of the file's content in hexadecimal; references with equal digests are equal."""
     read: Callable[[], Float[Tensor, "F 3 H W"]] = field(compare=False, repr=False)
-    """Return the pixels as RGB in [0, 1]; a picture has one frame."""
+    """Function that returns the pixels as RGB in [0, 1]; an image has one frame."""
 
 
 @dataclass(frozen=True)
 class ConditionedPrompt:
-    """Says how a policy is asked for a request, where that is not by its prompt alone."""
+    """Policy input that replaces the plain prompt of a request."""
 
     prompt: str
-    """Prompt that the policy is given: that of the request, with words beside it."""
+    """Prompt for the policy: the prompt of the request with added words."""
     user: str = ""
-    """Identifier of the person that a personalised policy is asked for; empty: nobody."""
+    """Id of the user, for a personalised policy; empty: no user."""
     dims: tuple[str, ...] = ()
-    """Reward dimensions that count for samples of the request so asked; empty: all."""
+    """Reward dimensions that contribute to the advantages of the samples; empty: all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Holds a prompt, and what an editing or image-to-video model is given with it."""
+    """Prompt, with the references and the mask of an editing or image-to-video model."""
 
     prompt: str
     """Text, or the instruction of an edit."""
     references: tuple[Reference, ...] = ()
-    """Source pictures, a first frame, or clips, in the order that the prompt counts them."""
+    """Source images, a first frame, or clips, in the order in which the prompt numbers them."""
     mask: Reference | None = None
-    """Picture that is white where the first reference is to be painted anew."""
+    """Image that is white where the first reference is repainted; None: no mask."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, for rewards that read them."""
     conditioned: ConditionedPrompt | None = None
-    """Prompt of the policy, see `PromptConditioning`; None: the prompt. Rewards see the prompt."""
+    """Input of the policy, see `PromptConditioning`. None: `prompt`. Rewards always use
+    `prompt`."""
 
     @property
     def policy_prompt(self) -> str:
-        """Return the prompt that the policy is given."""
+        """Return the prompt for the policy."""
         return self.prompt if self.conditioned is None else self.conditioned.prompt
 
     @property
     def policy_request(self) -> "Request":
-        """Return what the policy is given as a request of its own, whose prompt has the words."""
+        """Return the request for the policy, with the conditioned prompt as its plain prompt."""
         return (
             self
             if self.conditioned is None
@@ -66,14 +67,14 @@ class Request:
 
     @property
     def user(self) -> str:
-        """Return the identifier of the person that a personalised policy is asked for, or ""."""
+        """Return the id of the user, for a personalised policy; "" without a user."""
         return "" if self.conditioned is None else self.conditioned.user
 
     @cached_property
     def key(self) -> str:
-        """Return 16 hexadecimal digits that equal requests share, whatever their files are called.
+        """Return a hash of 16 hexadecimal digits of the content, independent of file names.
 
-        Groups, seeds, held-out splits and pairs go by it, however the policy is asked.
+        Groups, seeds, held-out splits and pairs use it. Conditioning does not change it.
         """
         mask = self.mask.digest if self.mask else ""
         content = self.prompt, [one.digest for one in self.references], mask, dict(self.metadata)
@@ -82,9 +83,9 @@ class Request:
 
     @cached_property
     def input_digest(self) -> bytes:
-        """Return a digest of what a policy is given: everything but the metadata.
+        """Return a digest of the inputs of a policy: everything except the metadata.
 
-        That of a prompt alone is the prompt's, by which caches of conditioning go from the first.
+        A prompt without other inputs has the digest of its text, which older caches use as key.
         """
         if not self.references and self.mask is None and not self.user:
             return hashlib.sha256(self.policy_prompt.encode()).digest()
@@ -94,7 +95,7 @@ class Request:
         return hashlib.sha256(json.dumps(content).encode()).digest()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both ask the same."""
+        """Return whether the keys of two requests are equal."""
         return isinstance(other, Request) and self.key == other.key
 
     def __hash__(self) -> int:
@@ -103,10 +104,10 @@ class Request:
 
 
 def plain_requests(prompts: Iterable[str]) -> list[Request]:
-    """Return requests that are a prompt and nothing else."""
+    """Return requests that have only a prompt."""
     return [Request(prompt) for prompt in prompts]
 
 
 def prompts_of(requests: Iterable[Request]) -> list[str]:
-    """Return the prompts of requests, which may be equal."""
+    """Return the prompts of requests, with duplicates."""
     return [request.prompt for request in requests]

@@ -1,4 +1,4 @@
-"""Define what reward models declare and return. Import these names from `flowalign.types`."""
+"""Define reward models, their declarations and outputs. Import from `flowalign.types`."""
 
 import hashlib
 import json
@@ -19,13 +19,13 @@ Need = Literal["prompt", "fps", "references", "groups"]
 
 @dataclass(frozen=True)
 class Column:
-    """Declares a column of the metadata, with all that it may say."""
+    """Metadata column with its allowed values."""
 
     name: str
     values: tuple[str, ...]
 
     def problem(self, metadata: Mapping[str, Any]) -> str:
-        """Return what is wrong with the column of a sample; empty if nothing is."""
+        """Return the error in this column of a sample's metadata; "" if it is valid."""
         if (given := metadata.get(self.name)) in self.values:
             return ""
         value = f"no {self.name}" if given is None else f"the {self.name} {given!r}"
@@ -33,39 +33,39 @@ class Column:
 
 
 _NOT_HASHED = ("columns", "maps")
-"""Fields of a declaration that change no score."""
+"""Fields of `RewardSpec` that do not change the scores."""
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Declares what a reward model scores and needs."""
+    """Declaration of the outputs and the needs of a reward model."""
 
     name: str
-    """Name of the model, as errors and logs show it."""
+    """Name of the model in errors and logs."""
     dims: tuple[str, ...]
     """Names of the R columns; higher is better in each."""
     modality: Literal["image", "video", "any"]
-    """Media that are scored: `image` takes one frame, `video` at least two, `any` both."""
+    """Kind of media. image: one frame. video: at least two frames. any: both."""
     scale: tuple[float, float]
-    """Lowest and highest value that any dimension can take; infinite where unbounded."""
+    """Lowest and highest possible value of any dimension; infinite if unbounded."""
     licence: str
     """Licence of the weights."""
     differentiable: bool = False
     """Whether the scores have a gradient with respect to the media."""
     needs: tuple[Need, ...] = ()
-    """Inputs that every sample must have besides its media."""
+    """Inputs that every sample needs in addition to its media."""
     normalisation: str = "none"
-    """How raw outputs were normalised, such as `z-score` or `divided by 26`."""
+    """Normalisation of raw outputs, such as `z-score` or `divided by 26`."""
     version: str = ""
-    """Everything else that decides the scores: weights, prompts, settings. Enters the
+    """Everything else that affects the scores: weights, prompts, settings. Part of the
     fingerprint."""
     columns: tuple[Column, ...] = ()
-    """Columns that the metadata of every sample must have; how they are used is in `version`."""
+    """Columns that the metadata of every sample must have; `version` covers how they are used."""
     maps: bool = False
-    """Whether the model returns a map of each sample, too."""
+    """Whether the model also returns a map of each sample."""
 
     def fingerprint(self) -> str:
-        """Return a hash of all fields but `columns` and `maps`.
+        """Return a hash of all fields except `columns` and `maps`.
 
         Scores with different fingerprints are not comparable.
         """
@@ -74,9 +74,9 @@ class RewardSpec:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def lacks(self, request: Request) -> str:
-        """Return why results of a request cannot be scored; empty if nothing speaks against it.
+        """Return why samples of a request cannot be scored; "" if they can.
 
-        Needs no pixels, so that a run can ask before anything is loaded.
+        The check needs no pixels, so a run calls it before it loads anything.
         """
         if "prompt" in self.needs and not request.prompt:
             return "needs a prompt, and the request has none"
@@ -89,7 +89,8 @@ class RewardSpec:
         """Return the samples that cannot be scored, with the reason. Every model calls this first.
 
         Raises:
-            ValueError: The batch as a whole needs what this model cannot do.
+            ValueError: No sample of the batch can be scored, because the batch requires a gradient
+                or videos that the model does not support, or lacks an input that it needs.
         """
         if batch.media.requires_grad and not self.differentiable:
             raise ValueError(
@@ -123,21 +124,21 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """Holds the scores of n samples; a score that failed is NaN, invalid, and has a reason."""
+    """Scores of n samples; a failed score is NaN, invalid, and has a reason."""
 
     values: Float[Tensor, "n R"]
     """Scores; NaN where invalid."""
     valid: Bool[Tensor, "n R"]
     """True where a score could be computed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """Why a sample failed, by sample index; every sample with an invalid dimension has one."""
+    """Reason of each failure by sample index; every sample with an invalid dimension has one."""
     uncertainty: Float[Tensor, "n R"] | None = None
-    """Standard deviation of each score; None where the model gives none."""
+    """Standard deviation of each score; None if the model gives none."""
     extras: Sequence[Mapping[str, Any]] = ()
-    """Further outputs of the model about each sample, such as a judge's text, or empty."""
+    """Further outputs for each sample, such as a judge's text, or empty."""
     maps: Mapping[str, Float[Tensor, "n *place"]] = field(default_factory=dict)
-    """Worth of every place of each sample, at least 0, by the name of the model: [h, w] of
-    pictures, [F, h, w] of clips, at any resolution; NaN for a sample that has none."""
+    """Importance maps >= 0 by model name, at any resolution: [h, w] per image, [F, h, w] per clip;
+    NaN for a sample without a map."""
 
     @staticmethod
     def build(
@@ -148,7 +149,7 @@ class RewardOutput:
         extras: Sequence[Mapping[str, Any]] = (),
         places: Float[Tensor, "n *place"] | None = None,
     ) -> "RewardOutput":
-        """Mark failed samples, and any non-finite value that a model returned, as invalid."""
+        """Build an output in which failed samples and non-finite values are invalid."""
         failed = dict(failed or {})
         if values.ndim != 2 or values.shape[1] != len(spec.dims):
             raise ValueError(
@@ -197,7 +198,7 @@ class RewardOutput:
 
 
 def _join_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
-    """Concatenate the maps of outputs; samples of one without maps, which failed, have NaN."""
+    """Concatenate the maps of outputs; NaN for the samples of a failed output without maps."""
     known = {name: places for output in outputs for name, places in output.maps.items()}
 
     def of(output: RewardOutput, name: str, like: Tensor) -> Tensor:
@@ -208,22 +209,22 @@ def _join_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
 
 
 class RewardModel(ABC):
-    """Scores media in [0, 1] against prompts. Implementations live in `reward_models/`."""
+    """Model that scores media in [0, 1] against prompts. Implementations: `reward_models/`."""
 
     spec: RewardSpec
     """Declaration of dimensions, modality and needs."""
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score each sample, independently of the other samples in the batch.
+        """Score each sample, independently of the rest of the batch.
 
-        If the media require a gradient, so do the values; a model without a gradient path refuses
-        such a batch.
+        If the media require a gradient, the values have one; a model that is not differentiable
+        rejects such a batch.
         """
 
 
 def _without_source(batch: MediaBatch) -> dict[int, str]:
-    """Return the samples without a source image, or with one that cannot be shown."""
+    """Return the samples without a source image, or with non-finite pixels in one."""
     failed: dict[int, str] = {}
     for i, images in enumerate(batch.references):
         if not images:
@@ -234,8 +235,8 @@ def _without_source(batch: MediaBatch) -> dict[int, str]:
 
 
 class Loadable(ABC):
-    """Marks components that have to be fetched, read or reached once before a run begins."""
+    """Component that must be downloaded, read or connected to once before a run begins."""
 
     @abstractmethod
     def load(self) -> None:
-        """Get ready; a second call does nothing. Raise ValueError for what cannot be used."""
+        """Load or connect; a second call does nothing. Raise ValueError if that is impossible."""

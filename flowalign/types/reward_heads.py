@@ -1,4 +1,4 @@
-"""What is trained or fitted of rewards: weights of a checklist, heads and their backbones."""
+"""Define the trainable parts of rewards: fitted weights, heads and their backbones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,21 @@ from flowalign.types.reward import Loadable
 
 @dataclass(frozen=True)
 class Fit:
-    """Holds the result of fitting the weights of a reward."""
+    """Result of fitting the weights of a reward."""
 
     text: str
-    """Content of the file that the reward reads its weights from."""
+    """Content of the weights file that the reward reads."""
     figures: Mapping[str, float]
     """Figures to report, by name: accuracies and counts."""
 
 
 class Fittable(ABC):
-    """Marks rewards whose weights can be fitted to how people compared what they scored."""
+    """Reward with weights that can be fitted to human comparisons of scored samples."""
 
     @property
     @abstractmethod
     def fitted_dims(self) -> Sequence[str]:
-        """Return the F dimensions of the reward that are weighted; raise ValueError for none."""
+        """Return the F weighted dimensions of the reward; raise ValueError if there are none."""
 
     @abstractmethod
     def fit(
@@ -39,38 +39,39 @@ class Fittable(ABC):
         held_out: float = 0.2,
         seed: int = 0,
     ) -> Fit:
-        """Fit weights to leads of the first over the second of n pairs, in these dimensions.
+        """Fit weights to n compared pairs, in the dimensions `fitted_dims`.
 
-        `share` is the probability that people prefer the first; a share `held_out` of the pairs,
-        drawn by `seed`, is only measured.
+        `lead` is the score of the first sample minus the score of the second. `share` is the
+        probability that annotators prefer the first. The fraction `held_out` of the pairs, drawn
+        with `seed`, is only evaluated.
 
         Raises:
-            ValueError: The pairs do not determine weights.
+            ValueError: The pairs do not determine the weights.
         """
 
 
 class Refreshable(ABC):
-    """Marks a `RewardModel` whose head can be trained on between the steps of a run."""
+    """`RewardModel` with a head that a run can train further between its steps."""
 
     @abstractmethod
     def head(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of the head by name; the model is loaded."""
+        """Return the parameters of the head by name; the model must be loaded."""
 
     @abstractmethod
     def features(self, batch: MediaBatch) -> Features:
-        """Return what the head reads of each sample, without gradient."""
+        """Return the inputs of the head for each sample, without gradient."""
 
     @abstractmethod
     def score_features(self, features: Features) -> Float[Tensor, "n R"]:
-        """Return the scores of samples with these features, with a gradient to the head."""
+        """Return the scores of samples from their features, with a gradient to the head."""
 
 
 class Backbone(Loadable):
-    """Turns media and prompts into features, for a trained head to rate."""
+    """Network that turns media and prompts into features for a trained head."""
 
     network: nn.Module
-    """The network, in main memory after `load`; its owner moves it. Parameters that require a
-    gradient are an adapter, which is trained and saved together with the head. The rest is
+    """Network, in main memory after `load`; its owner moves it to a device. Parameters that require
+    a gradient are an adapter, which is trained and saved together with the head. The rest is
     frozen."""
     fingerprint: str
     """Hash of the frozen weights and all settings, known after `load`; equal fingerprints mean
@@ -78,29 +79,29 @@ class Backbone(Loadable):
     reads_prompts: bool
     """Whether the features depend on the prompts."""
     reads_references: bool = False
-    """Whether the features depend on the sources of edits; then every sample must have one."""
+    """Whether the features depend on the source images of edits; then every sample needs one."""
     num_frames: int | None
-    """Frames that are read of longer videos, evenly spaced; None: all."""
+    """Number of evenly spaced frames that are read from longer videos; None: all."""
 
     @abstractmethod
     def embed(self, batch: MediaBatch) -> Features:
-        """Return the features of each sample, independent of others, on the network's device."""
+        """Return the features of each sample, independent of the batch, on the network's device."""
 
 
 class HeadNetwork(nn.Module, ABC):
-    """Maps standardised `Features` to `Ratings`; the torch module of a `Head`."""
+    """Torch module of a `Head`, which maps standardised `Features` to `Ratings`."""
 
     @abstractmethod
     def linear_layer(self) -> tuple[nn.Linear, Sequence[int]] | None:
-        """Return the layer that ridge regression can set, with the dimension that each row scores.
+        """Return the layer that ridge regression can fit, with the dimension of each output row.
 
-        That layer is linear in the joint features; None if there is none.
+        The layer is linear in the joint features. Returns None if there is no such layer.
         """
 
 
 class Head(ABC):
-    """Builds the network between features and scores, once their sizes are known."""
+    """Settings of the network between features and scores, which is built once sizes are known."""
 
     @abstractmethod
     def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
-        """Build a network from torch's random state; raise ValueError where it does not fit."""
+        """Build a network from torch's random state; raise ValueError if the sizes do not fit."""

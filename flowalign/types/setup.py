@@ -1,4 +1,4 @@
-"""Define how the weights of a policy are stored, computed with and divided."""
+"""Define the settings of weight storage, speed and sharding of a policy."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,23 +8,23 @@ from flowalign.types.sharding import Sharding
 from flowalign.types.speed import Speed
 
 Offload = Literal["none", "layers"]
-"""none: the network is on the device. layers: its frozen weights wait in main memory, and each
-layer's come to the device while it computes, by group offloading of diffusers."""
+"""none: the network is on the device. layers: frozen weights stay in main memory, and each layer is
+moved to the device while it computes (group offloading of diffusers)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Holds the settings of a run about the weights of its policy."""
+    """Settings of a run for the weights of its policy."""
 
     quantization: Quantization = field(default_factory=Quantization)
     speed: Speed = field(default_factory=Speed)
     sharding: Sharding = field(default_factory=Sharding)
     offload: Offload = "none"
     prompt_cache: str | None = None
-    """Folder of conditioning that is encoded once; None: the encoders of prompts stay."""
+    """Folder of cached conditioning; None: no cache, so the prompt encoders stay in memory."""
 
     def changes(self) -> list[str]:
-        """Return the settings that are not the defaults, as the beginnings of messages."""
+        """Return the settings that differ from the defaults, as texts for messages."""
         sharding = self.sharding
         changed = {
             f"quantization is {self.quantization}": self.quantization != Quantization(),

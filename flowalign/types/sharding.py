@@ -1,4 +1,4 @@
-"""Define what is divided among processes."""
+"""Define the sharding of weights and sequences over processes."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -10,21 +10,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Divides weights, or sequences, among processes; what is computed does not change."""
+    """Sharding of weights, or of sequences, over processes; the results do not change."""
 
     weights: Literal["replicated", "blocks"] = "replicated"
-    """replicated: every process holds the whole network. blocks: each holds a part of every block,
-    and all gather a block when one of them computes it, by FSDP2 of torch (arXiv:2304.11277)."""
+    """Placement of the weights. replicated: every process holds the whole network. blocks: each
+    process holds a part of every block, and all processes gather a block when one computes it, by
+    FSDP2 of torch (arXiv:2304.11277)."""
     shard_degree: PositiveInt | None = None
-    """Number of consecutive processes that share one copy, such as those of one machine (hybrid
-    sharding); it divides the number of processes. Null: all share one."""
+    """Number of consecutive processes that share one copy of the weights, for example all
+    processes of a machine (hybrid sharding). It must divide the number of processes. Null: all
+    processes share one copy."""
     context_degree: PositiveInt = 1
-    """Number of consecutive processes that compute the same samples together, each a part of the
-    tokens, by Ulysses (arXiv:2309.14509) of diffusers; it divides the number of processes, the
-    heads of attention and the tokens. 1: each process computes its own samples."""
+    """Number of consecutive processes that compute the same samples, each a part of the tokens, by
+    Ulysses (arXiv:2309.14509) of diffusers. It must divide the number of processes, of attention
+    heads and of tokens. 1: each process computes its own samples."""
 
     def __post_init__(self) -> None:
-        """Reject a degree of nothing, and two divisions at once."""
+        """Raise ValueError for a shard_degree without shards, or two kinds of sharding at once."""
         if self.shard_degree and self.weights == "replicated":
             raise ValueError(
                 f"sharding.shard_degree is {self.shard_degree}, but sharding.weights is "
@@ -37,7 +39,7 @@ class Sharding:
             )
 
     def groups(self, world: int) -> int:
-        """Return how many of so many processes, or groups of them, hold different samples."""
+        """Return the number of groups with different samples among `world` processes."""
         return world // self.context_degree
 
 
@@ -47,9 +49,9 @@ class SampleRanks(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of them."""
+        """Whether this rank is the first of the group."""
         ...
 
     def broadcast_first(self, value: T) -> T:
-        """Return the value of the first of them; all must call this."""
+        """Return the value of the first rank; all ranks of the group must call this."""
         ...

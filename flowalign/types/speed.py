@@ -1,4 +1,4 @@
-"""Define how a network is made faster by name."""
+"""Define the speed settings of a network."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,19 +18,19 @@ Attention = Literal[
     "sage_hub",
     "xformers",
 ]
-"""Attention backends by the names of diffusers."""
+"""Attention backends, with the names that diffusers gives them."""
 
 Reduced = Literal["bf16"]
-"""Precisions of rollouts that are lower than that of updates."""
+"""Rollout precisions lower than the precision of updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Chooses faster code for the trained network; rollout and update always use the same."""
+    """Faster kernels for the trained network; rollout and update always use the same kernels."""
 
     attention: Attention = "native"
-    """Attention backend of diffusers. It must be installed and have a backward pass; `native` is
-    torch's own choice. Others round differently, so the check of the first ratio decides."""
+    """Attention backend of diffusers. It must be installed and have a backward pass. `native` is
+    torch's default. Other backends round differently; each run checks its first ratio."""
     compile: bool = False
-    """Compile the blocks of the network by torch.compile. It takes a minute or more at the start,
-    and again for further shapes of batches."""
+    """Whether to compile the blocks with torch.compile. It takes a minute or more at the start and
+    for each new batch shape."""

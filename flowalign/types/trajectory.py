@@ -1,4 +1,4 @@
-"""Define trajectories: what the old policy sampled, and which samples share which states."""
+"""Define trajectories: samples of the old policy, with the states that they share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from flowalign.types.completion import Completion
 from flowalign.types.request import Request, prompts_of
 
 Cond = Mapping[str, Tensor]
-"""Conditioning as a policy understands it. Every tensor has a leading sample axis."""
+"""Conditioning in the format of a policy. Every tensor has a leading sample axis."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Says which samples share which states, so that a shared state is computed and stored once.
+    """Index of shared states, so that a shared state is computed and stored once.
 
-    Samples of a tree are one row until they split: state k of sample b was computed by sample
-    `source_row[b, k]`, and samples with equal entries share that state and every earlier one.
+    Samples of a tree are one row until they split. State k of sample b was computed by sample
+    `source_row[b, k]`, and samples with equal entries share state k and every earlier state.
     Tensors of shared rows may live on any device; the indices stay on the CPU.
     """
 
@@ -57,16 +57,16 @@ class SharedRows:
 
     @property
     def owned(self) -> Bool[Tensor, "B T"]:
-        """Return True where a sample made its transition itself, instead of sharing another's."""
+        """Return True for transitions that a sample made itself instead of sharing them."""
         return self.source_row[:, 1:] == torch.arange(len(self.source_row))[:, None]
 
     def repeat(self, copies: int) -> "SharedRows":
-        """Return the same arrangement several times, one after another, sharing nothing."""
+        """Return `copies` independent copies of the index, concatenated."""
         return SharedRows.concat([self] * copies)
 
     @staticmethod
     def concat(parts: Sequence["SharedRows"]) -> "SharedRows":
-        """Return the samples of several arrangements, one after another."""
+        """Return the concatenation of several indices, without sharing between them."""
         starts = torch.tensor([0, *(len(part) for part in parts[:-1])]).cumsum(0).tolist()
         shifted = [part.source_row + start for part, start in zip(parts, starts, strict=True)]
         return SharedRows(torch.cat(shifted))
@@ -74,27 +74,27 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Holds B denoising trajectories of one schedule, as sampled by the old policy."""
+    """B denoising trajectories with one schedule, sampled by the old policy."""
 
     logp: Float[Tensor, "B T"]
     """log pi_old(x_{k+1} | x_k), averaged over latent elements; 0 on deterministic steps."""
     states: Mapping[int, Float[Tensor, "_ *latent"]]
-    """The kept states by index, one row per distinct state, in the dtype that logp was computed
-    from. `state` and `unique_states` read them."""
+    """Stored states by index, one row per distinct state, in the dtype from which `logp` was
+    computed. `state` and `unique_states` read them."""
     sigmas: Float[Tensor, "T+1"]
     """Schedule that all samples share, decreasing to 0."""
     eta: Float[Tensor, "B T"]
     """Noise level of each transition; 0 marks an ODE step, which carries no gradient."""
     kernel: Kernel
-    """Transition family that drew the states; losses replay this one and no other."""
+    """Transition family that drew the states; losses must replay the same family."""
     cond: Cond
     """Conditioning, one row per request; sample b uses row b // group_size."""
     requests: Sequence[Request]
-    """Request that each sample answers."""
+    """Request of each sample."""
     group_size: int
-    """G, samples per request."""
+    """Number G of samples per request."""
     rows: SharedRows
-    """Arrangement that says which samples share which states."""
+    """Index of the states that samples share."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
     """Means of the old transitions by step; empty unless a loss declares `needs_mean_old`."""
     untrained: Sequence[int] = ()
@@ -105,7 +105,7 @@ class Trajectory:
     """Clean latents of the states that were completed during the rollout, one row per distinct
     state."""
     hidden: Mapping[int, Float[Tensor, "n D"]] = field(default_factory=dict)
-    """The denoiser's own features of the states that credit observes, one row per distinct state.
+    """Denoiser features of the states that the credit method observes, one row per distinct state.
     `features` reads them."""
 
     @property
@@ -125,36 +125,36 @@ class Trajectory:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the policy; states may be kept elsewhere."""
+        """Return the device of the policy; states may be stored on another device."""
         return self.logp.device
 
     def unique_states(self, k: int) -> Float[Tensor, "n *latent"]:
         """Return state k in float32, one row per distinct state.
 
         Raises:
-            ValueError: The rollout did not keep this state.
+            ValueError: The rollout did not store this state.
         """
         return self._kept(k).to(self.device).float()
 
     def state(
         self, k: int, samples: Int[Tensor, "n"] | slice = slice(None)
     ) -> Float[Tensor, "n *latent"]:
-        """Return state k of the given samples in float32.
+        """Return state k of `samples` in float32.
 
         Raises:
-            ValueError: The rollout did not keep this state.
+            ValueError: The rollout did not store this state.
         """
         kept = self._kept(k)
         index = self.rows.row_index(k)[samples]
         return kept[index.to(kept.device)].to(self.device).float()
 
     def features(self, k: int) -> Float[Tensor, "B D"]:
-        """Return what the denoiser's last layer read at state k, averaged over places or tokens.
+        """Return the input of the denoiser's last layer at state k, averaged over its positions.
 
-        A credit method observes these features at no evaluation; prompt and guidance are in them.
+        The features cost a credit method no extra evaluation; they depend on prompt and guidance.
 
         Raises:
-            ValueError: The rollout did not keep the features of this state.
+            ValueError: The rollout did not store the features of this state.
         """
         if k not in self.hidden:
             raise ValueError(
@@ -164,16 +164,16 @@ class Trajectory:
         return self.rows.expand(self.hidden[k], k)
 
     def mean(self, k: int, samples: Int[Tensor, "n"]) -> Float[Tensor, "n *latent"] | None:
-        """Return the mean of transition k of the given samples, or None if no loss needs means."""
+        """Return the mean of transition k of `samples`; None if no loss needs means."""
         if k not in self.means:
             return None
         return self.means[k][samples.to(self.means[k].device)].to(self.device)
 
     @property
     def trained(self) -> Bool[Tensor, "B T"]:
-        """Return True for stochastic transitions; a shared one counts for a single sample only.
+        """Return True for trained stochastic transitions.
 
-        Steps that are not trained are False.
+        A shared transition is True only for the sample that made it.
         """
         chosen = self.rows.owned & (self.eta > 0).cpu()
         chosen[:, list(self.untrained)] = False

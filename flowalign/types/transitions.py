@@ -1,4 +1,4 @@
-"""Define minibatches of rollout transitions, and the interface of losses that learn from them."""
+"""Define minibatches of rollout transitions and the interface of losses on them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from flowalign.types.trajectory import Cond
 
 
 class BestTransition(NamedTuple):
-    """Holds the transition that the best sample of each sample's prompt made at the same step."""
+    """Transitions of the best sample of each prompt at the same step, one row per sample."""
 
     x: Float[Tensor, "n *latent"]
     """State x_k."""
@@ -29,7 +29,7 @@ class BestTransition(NamedTuple):
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Holds one transition k of n samples: everything a loss may read."""
+    """Transition k of n samples, with everything a loss may read."""
 
     k: int
     """Index of the transition."""
@@ -42,7 +42,7 @@ class Minibatch:
     advantage: Float[Tensor, "n"]
     """Advantage of each transition."""
     weight: Float[Tensor, "n"]
-    """Weight of each transition in the policy term; 0 takes it out."""
+    """Weight of each transition in the policy term; 0 excludes it."""
     sigmas: Float[Tensor, "S"]
     """Schedule of the trajectories."""
     eta: Float[Tensor, "n"]
@@ -56,28 +56,28 @@ class Minibatch:
     chunk: Chunk | None = None
     """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
     source: Int[Tensor, "n"] | None = None
-    """Equal numbers for transitions that leave one state, on the CPU; None if all states differ."""
+    """Id of the start state of each transition, on the CPU; None if all states differ."""
     process: Float[Tensor, "n"] | None = None
-    """Advantage of each transition's process reward, clipped apart; None if credit has none."""
+    """Advantage of each transition's process reward, clipped separately; None if there is none."""
     best: BestTransition | None = None
     """Transitions of the best samples, for losses that declare `needs_best`."""
     after: tuple["Minibatch", ...] = ()
-    """The transitions that follow in the span of this one, for losses that declare a span."""
+    """Transitions that follow in the same span, for losses that declare a span; else empty."""
 
     @property
     def span(self) -> tuple["Minibatch", ...]:
-        """Return the transitions of the span in order, this one first."""
+        """Return the transitions of the span in order, starting with this one."""
         return (self, *self.after)
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
-        """Return mean_old, which the loop keeps for losses that declare `needs_mean_old`."""
+        """Return `mean_old`, which the loop provides to losses that declare `needs_mean_old`."""
         assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
         return self.mean_old
 
     @property
     def required_best(self) -> BestTransition:
-        """Return best, which the loop finds for losses that declare `needs_best`."""
+        """Return `best`, which the loop provides to losses that declare `needs_best`."""
         assert self.best is not None, "the loss uses best without declaring needs_best"
         return self.best
 
@@ -87,12 +87,12 @@ class Minibatch:
         return self.sigmas[self.k] - self.sigmas[self.k + 1]
 
     def transition(self, field: "VelocityField") -> Gaussian:
-        """Return pi(. | x_k) under the given velocity field, evaluated once for each state."""
+        """Return pi(. | x_k) under a velocity field, evaluated once per distinct state."""
         velocity = self.velocity(field)
         return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
 
     def velocity(self, field: "VelocityField") -> Float[Tensor, "n *latent"]:
-        """Return the velocity at x_k, evaluated once for each state."""
+        """Return the velocity at x_k, evaluated once per distinct state."""
         x, sigma = self.x.float(), self.sigmas[self.k]
         if self.source is None:
             return field.velocity(x, sigma, self.cond)
@@ -105,7 +105,7 @@ class Minibatch:
 def first_of_each(
     source: Int[Tensor, "n"],
 ) -> tuple[Int[Tensor, "m"], Int[Tensor, "n"]]:
-    """Return where each number occurs first, and the position of every entry's number in that."""
+    """Return the first index of each distinct value, and each entry's position among them."""
     values, row = source.unique(return_inverse=True)
     first = torch.full((len(values),), len(source)).scatter_reduce(
         0, row, torch.arange(len(source)), "amin"
@@ -114,52 +114,52 @@ def first_of_each(
 
 
 class PolicyLoss(ABC):
-    """Turns one minibatch of transitions into a loss. Implementations: `flowalign/losses/`."""
+    """Loss on minibatches of transitions. Implementations: `flowalign/losses/`."""
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether `loss` evaluates the reference; unless a loss says so, it does not.
+        """Return whether `loss` evaluates the reference (default: False).
 
-        That is one more network evaluation per transition.
+        This costs one more network evaluation per transition.
         """
         return False
 
     @property
     def needs_mean_old(self) -> bool:
-        """Return whether rollouts must keep the mean of each trained transition."""
+        """Return whether rollouts must store the mean of each trained transition."""
         return False
 
     @property
     def needs_best(self) -> bool:
-        """Return whether a minibatch must hold the transitions of the best sample of a prompt."""
+        """Return whether a minibatch must contain the transitions of each prompt's best sample."""
         return False
 
     @property
     def pairs(self) -> bool:
-        """Return whether a minibatch holds pairs: winners, then as many losers."""
+        """Return whether a minibatch holds pairs: all winners, then their losers."""
         return False
 
     @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
-        """Return the lengths of runs of steps whose ratios are taken together; see `GRPO`.
+        """Return the lengths of the chunks of steps that share one ratio; see `GRPO`.
 
-        Runs count from the first step on.
+        Chunks are counted from the first step. None: one ratio per step.
         """
         return None
 
     @property
     def span(self) -> int | None:
-        """Return the most consecutive steps that a minibatch holds together; None: single ones."""
+        """Return the largest number of consecutive steps per minibatch; None: one step."""
         return None
 
     @property
     @abstractmethod
     def clip(self) -> float:
-        """Return the largest change of the ratio that passes.
+        """Return the largest change of the ratio that is not clipped.
 
         The replay check compares the drift with it.
         """
 
     @abstractmethod
     def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
-        """Return the mean loss over the minibatch, and detached scalars for the log."""
+        """Return the mean loss over the minibatch and detached scalars for the log."""

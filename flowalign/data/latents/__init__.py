@@ -1,1 +1,1 @@
-"""Encodes media and prompts once, and caches the results on disk."""
+"""Encode media and prompts once, and cache the results on disk."""

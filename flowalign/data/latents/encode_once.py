@@ -1,6 +1,6 @@
-"""Caches latents of media and embeddings of prompts: computed once, stored in a folder.
+"""Compute latents of media and embeddings of prompts once, and cache them in a folder.
 
-<folder>/<encoder>/ is a `TensorCache`, keyed by the content of media or by the content of requests.
+<folder>/<encoder>/ is a `TensorCache`, keyed by the content of the media or of the requests.
 """
 
 import hashlib
@@ -23,12 +23,11 @@ from flowalign.types import Cond, Policy, Request, encode_requests
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048
-"""Media that are read before all processes encode them together; until then their bytes stay in
-memory."""
+"""Number of media items that are read, and stay in memory, before all processes encode them."""
 
 
 class LatentCache:
-    """Caches clean latents of media under a loaded policy, keyed by the content of their files."""
+    """Cache of the clean latents of media under a loaded policy, keyed by file content."""
 
     def __init__(
         self,
@@ -42,26 +41,27 @@ class LatentCache:
         """Open the cache for a policy.
 
         Latents are stored in `dtype`. `max_frames` evenly spaced frames of a video are encoded;
-        None: the first at the policy's rate, as many as it makes. `batch` media go at once.
+        None: the first `policy.num_frames` frames at the frame rate of the policy. `batch` media
+        items are encoded at once.
         """
         self.policy, self.dtype, self.max_frames, self.batch = policy, dtype, max_frames, batch
         self.store = TensorCache(folder / self.encoder if folder else None, processes)
         self.num_encoded = 0
-        """Number of latents that were computed, not found in the cache."""
+        """Number of latents that were computed instead of read from the cache."""
         self.num_stored = 0
-        """Number of latents that the dataset itself holds as files."""
+        """Number of latents that the dataset itself stores as files."""
         self._digests: dict[str, bytes] = {}
 
     @cached_property
     def encoder(self) -> str:
-        """Identifier of the policy's media encoder; weights are read to find it."""
+        """Return the id of the policy's media encoder; this reads weights."""
         return self.policy.encoders()[0]
 
     def prepare(self, media: Sequence[Media], flips: bool) -> dict[int, str]:
-        """Encode the media that are missing; returns, by index, why media have no latent.
+        """Encode missing media; return the reason of each failure by index.
 
-        With `flips`, their mirror images (left to right) are encoded too. Latents of one call share
-        files, so pass many media at once.
+        With `flips`, the mirror images (left to right) are encoded as well. Latents of one call
+        share files, so pass many items at once.
         """
         failed: dict[int, str] = {}
         keys: dict[int, Keys] = {}
@@ -76,10 +76,10 @@ class LatentCache:
         }
 
     def identify(self, medium: Media) -> Media:
-        """Return the medium with its digest; a file is read only once.
+        """Return the media item with its digest; a file is read only once.
 
         Raises:
-            ValueError: The medium has neither a path nor data.
+            ValueError: The item has neither a path nor data.
             OSError: The file cannot be read.
         """
         return replace(medium, digest=self._digest(medium).hex())
@@ -88,7 +88,7 @@ class LatentCache:
         """Return latents of prepared media, mirrored where `flipped`, in float32 on the CPU.
 
         Raises:
-            ValueError: A medium was not prepared, or latents differ in shape.
+            ValueError: An item was not prepared, or latents differ in shape.
         """
         keys = [self._key(medium, flip) for medium, flip in zip(media, flipped, strict=True)]
         for key in self.store.missing(keys):
@@ -112,7 +112,7 @@ class LatentCache:
         return self._digests[medium.path]
 
     def _encode(self, todo: Sequence[tuple[Keys, Media]]) -> dict[Key, str]:
-        """Encode media of one shape together and store their latents; returns why some failed."""
+        """Encode media in batches of equal shape and store the latents; return failures by key."""
         parts = [todo[i : i + self.batch] for i in range(0, len(todo), self.batch)]
         ahead = prefetch(lambda n: self._decode(parts[n]), range(len(parts)), ahead=2)
         broken: dict[Key, str] = {}
@@ -134,7 +134,7 @@ class LatentCache:
         return broken
 
     def _decode(self, part: Sequence[tuple[Keys, Media]]) -> dict[Key, Tensor | str]:
-        """Decode media to 8-bit frames, or read their latents; a string says why that failed."""
+        """Decode media to 8-bit frames or read their latents; a string is a reason of failure."""
         found: dict[Key, Tensor | str] = {}
         for keys, medium in part:
             try:
@@ -154,7 +154,7 @@ class LatentCache:
         return decode(medium, fps=self.policy.fps, num_frames=self.policy.num_frames).pixels
 
     def _adopt(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
-        """Read a latent from its file; raises MediaProblem if this policy cannot train on it."""
+        """Read a latent from its file; raise MediaProblem if the policy cannot train on it."""
         if flips or self.max_frames:
             raise MediaProblem(
                 f"latent that cannot be changed: {medium.path}; set data.flip to 0 and "
@@ -186,17 +186,17 @@ class LatentCache:
 
 
 class EncodeQueue:
-    """Encodes media while a dataset is read, so that only some of their bytes are in memory."""
+    """Queue that encodes media while a dataset is read, to limit the bytes in memory."""
 
     def __init__(self, latents: LatentCache, flips: bool):
         self.latents, self.flips = latents, flips
         self.failed: dict[Media, str] = {}
-        """Maps media to why they have no latent; complete after `finish`."""
+        """Reason of each failed item; complete after `finish`."""
         self._known: dict[Media, Media] = {}
         self._waiting: dict[Media, Media] = {}
 
     def take(self, medium: Media) -> Media:
-        """Queue a medium for encoding; returns it without its bytes, the same object each time."""
+        """Queue an item for encoding; return it without bytes, as the same object each time."""
         try:
             found = self.latents.identify(medium)
         except (OSError, ValueError):
@@ -209,7 +209,7 @@ class EncodeQueue:
         return self._known[kept]
 
     def finish(self) -> None:
-        """Encode the queued media. Every process must call it equally often."""
+        """Encode the queued media. All processes must call this the same number of times."""
         kept = list(self._waiting)
         failed = self.latents.prepare(list(self._waiting.values()), self.flips)
         self.failed |= {kept[i]: why for i, why in failed.items()}
@@ -217,7 +217,7 @@ class EncodeQueue:
 
 
 class PromptEmbeddingCache:
-    """Caches the conditioning that a loaded policy computes from requests."""
+    """Cache of the conditioning that a loaded policy computes from requests."""
 
     def __init__(
         self, policy: Policy, folder: Path | None, batch: int = 32, processes: Processes = ALONE
@@ -226,10 +226,10 @@ class PromptEmbeddingCache:
         self.policy, self.batch = policy, batch
         self.store = TensorCache(folder / policy.encoders()[1] if folder else None, processes)
         self.num_encoded = 0
-        """Number of requests that were encoded, not found in the cache."""
+        """Number of requests that were encoded instead of read from the cache."""
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Encode the requests that are missing; those of one call share files, so pass many."""
+        """Encode missing requests; requests of one call share files, so pass many at once."""
         self.store.fill({(request.input_digest,): request for request in requests}, self._encode)
 
     def read(self, requests: Sequence[Request]) -> Cond:
@@ -245,7 +245,7 @@ class PromptEmbeddingCache:
 
     @torch.no_grad()
     def _encode(self, todo: Sequence[tuple[Keys, Request]]) -> dict[Key, str]:
-        """Encode requests and store their conditioning; none fails, so the result is empty."""
+        """Encode requests and store their conditioning; return {}, because no request fails."""
         try:
             for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
                 encoded = encode_requests(self.policy, [request for _, request in some])
@@ -259,7 +259,7 @@ class PromptEmbeddingCache:
 
 
 def cache_report(latents: LatentCache, texts: PromptEmbeddingCache, processes: Processes) -> str:
-    """Return a sentence about how much caches have saved, over all processes."""
+    """Return a line with the numbers of cached and encoded items, over all processes."""
     found = {"latents": latents, "prompts": texts}
     now = {name: float(part.num_encoded) for name, part in found.items()}
     now["stored"] = float(latents.num_stored)

@@ -1,6 +1,6 @@
-"""Reads and writes clean latents as files that name their encoder and are trained on as they are.
+"""Read and write clean latents as files, tagged with their encoder, for direct training.
 
-Latents that a policy generated skip its decoder, a video codec and its encoder.
+A policy that trains on latents it generated skips its decoder, a video codec and its encoder.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _NAME, _ENCODER = "latent", "encoder"
 
 
 def is_latent(medium: Media) -> bool:
-    """Return whether the name of its file says that it holds a latent."""
+    """Return whether the file name ends in .safetensors, which marks a latent."""
     return medium.path is not None and medium.path.endswith(".safetensors")
 
 
@@ -50,7 +50,7 @@ def latent_shape(path: str) -> tuple[int, int, int]:
     """Return width, height and frames of a latent from the file's header.
 
     Raises:
-        MediaProblem: The file is damaged, or holds no latent of a clip.
+        MediaProblem: The file is damaged, or does not contain the latent of a clip.
     """
     with _open_file(path) as file:
         shape = file.get_slice(_NAME).get_shape()

@@ -1,7 +1,7 @@
-"""Keeps the conditioning on requests in a folder, so that encoders of prompts need not stay.
+"""Cache the conditioning of requests in a folder, so that prompt encoders need not stay loaded.
 
-<folder>/<digest of encoders and settings>/ is a `TensorCache`, keyed by what the policy is given of
-a request: the prompt with the words beside it, and the content of references and mask.
+<folder>/<digest of encoders and settings>/ is a `TensorCache`. Its keys are digests of the policy's
+inputs: the prompt with added words, and the content of references and mask.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from flowalign.types import Cond, Policy, PromptCache, PromptEncoder, Request
 
 
 class StoredPrompts(PromptCache):
-    """Reads conditioning from a folder; encoders come to the device for what is missing there."""
+    """Prompt cache in a folder; the encoders are moved to the device only for missing requests."""
 
     def __init__(self, policy: Policy, folder: Path):
         """Open the folder for a policy that is not loaded."""
@@ -28,7 +28,7 @@ class StoredPrompts(PromptCache):
     def prepare(
         self, policy: Policy, requests: Sequence[Request], processes: Processes = ALONE
     ) -> None:
-        """Encode what is missing, and free the encoders. All processes must call this alike."""
+        """Encode missing requests and free the encoders. All processes must make the same call."""
         cache = self._cache(policy)
         cache.processes = processes
         wanted: dict[Keys, Request] = {(request.input_digest,): request for request in requests}
@@ -37,7 +37,7 @@ class StoredPrompts(PromptCache):
         _encoder(policy).free()
 
     def conditioning(self, policy: Policy, requests: Sequence[Request]) -> Cond:
-        """Return a row for each request, on the device of the policy."""
+        """Return one row per request, on the device of the policy."""
         cache, keys = self._cache(policy), [request.input_digest for request in requests]
         absent = {*cache.missing(keys)}
         todo = {key: one for key, one in zip(keys, requests, strict=True) if key in absent}
@@ -46,7 +46,7 @@ class StoredPrompts(PromptCache):
         return {name: value.to(device) for name, value in cache.read(keys).items()}
 
     def _cache(self, policy: Policy) -> TensorCache:
-        """Return the cache of a policy, of which copies may have other settings."""
+        """Return the cache for the settings of a policy, which may differ between its copies."""
         content = f"{self.files}\n{_encoder(policy).describe_settings(policy)}"
         name = hashlib.sha256(content.encode()).hexdigest()[:16]
         if name not in self.caches:
@@ -57,10 +57,10 @@ class StoredPrompts(PromptCache):
     def _encode(
         self, policy: Policy, cache: TensorCache, todo: Sequence[tuple[Keys, Request]]
     ) -> dict[Key, str]:
-        """Encode requests and store them; none fails. The encoders wait in main memory.
+        """Encode and store requests; return {}, because no request fails.
 
-        Each is encoded alone, as rows of a batch round by its size: no row depends on others that
-        were missing.
+        Requests are encoded one by one, because rounding depends on the batch size and a row must
+        not depend on which other rows were missing. The encoders then stay in main memory.
         """
         if not todo:
             return {}

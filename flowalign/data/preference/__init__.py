@@ -1,1 +1,1 @@
-"""Validates, weights, samples and collates preference data: pairs, and samples with labels."""
+"""Validate, weight, sample and collate preference data: pairs and labelled samples."""

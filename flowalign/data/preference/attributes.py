@@ -1,8 +1,8 @@
-"""Reads media with texts of good and bad attributes, for target-DPO and for its expert.
+"""Read media with texts of good and bad attributes, for target-DPO and for its expert.
 
-Source: CPO, arXiv:2601.04300, whose loss could not be read: a reconstruction. A medium is compared
-with itself; its winner is to be matched to the expert's velocity for the prompt and the good
-attributes, its loser to that for the bad ones.
+Source: CPO, arXiv:2601.04300; a reconstruction, because we could not access the loss. An image or
+video is paired with itself. The target of the winner is the expert's velocity for the prompt with
+the good attributes, the target of the loser the velocity for the prompt with the bad attributes.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,19 @@ _NAMES = ("positive", "negative")
 
 
 def read_attributes(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Pair]:
-    """Yield a pair for each medium whose row has texts `positive` and `negative`; report others."""
+    """Yield a pair per image or video of the rows with texts `positive` and `negative`.
+
+    Rows without both texts are added to `report`.
+    """
     for where, record in _add_attributes(dataset, report):
         yield from (_make_pair(record, keep(medium), where) for medium in record.media)
 
 
 def read_captions(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Sample]:
-    """Yield each such medium as a sample that is asked for by all its attributes, for an expert."""
+    """Yield the same images or videos as samples with all attributes in the prompt, for an expert.
+
+    Rows without both texts are added to `report`.
+    """
     for _, record in _add_attributes(dataset, report):
         references = record.request().references
         conditioned = ConditionedPrompt(_find_text(record, *_NAMES))
@@ -35,7 +41,7 @@ def read_captions(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[
 
 
 def _add_attributes(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
-    """Yield the rows that have both texts, with their places; report the others."""
+    """Yield the location and the record of each row with both texts; report the remaining rows."""
     for where, record in dataset.iter_located():
         if record.problem:
             report.add(record.problem)
@@ -53,6 +59,6 @@ def _make_pair(record: Record, medium: Media, where: str) -> Pair:
 
 
 def _find_text(record: Record, *names: str) -> str:
-    """Return the prompt of a row with its texts of these attributes behind it."""
+    """Return the prompt of a row, followed by the texts in its columns `names`."""
     words = [record.metadata[name] for name in names]
     return insert_words("{prompt}, {words}", record.prompt, words, ", ")

@@ -1,4 +1,4 @@
-"""Collates pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
+"""Collate pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from flowalign.types import Cond, Examples, Label
 
 @dataclass(frozen=True)
 class BatchFields:
-    """Says which optional fields every batch of a dataset has: those of any pair or sample."""
+    """Optional fields of the batches of a dataset; present if any pair or sample has them."""
 
     segments: bool
     masks: bool
@@ -36,7 +36,7 @@ class BatchFields:
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> "BatchFields":
-        """Collect the fields of a whole dataset; a single batch may lack what others have."""
+        """Collect the fields of a whole dataset, because a single batch may lack some of them."""
         pairs = [example for example in examples if isinstance(example, Pair)]
         samples = [sample for example in examples for sample in samples_of(example)]
         return cls(
@@ -56,10 +56,10 @@ class BatchFields:
 
 
 class Collator:
-    """Collates cached latents and embeddings into `Examples`.
+    """Collator of cached latents and embeddings into `Examples`.
 
-    Optional fields that only some rows have get neutral defaults: winner-preferred segments, masks
-    and weight maps of 1, NaN scores, empty users.
+    If only some rows have an optional field, the remaining rows get a neutral default: segments
+    that prefer the winner, masks and weight maps of 1, NaN scores, empty users.
     """
 
     def __init__(self, latents: LatentCache, texts: PromptEmbeddingCache, fields: BatchFields):
@@ -72,10 +72,10 @@ class Collator:
         drop_prompt: Sequence[bool] | None = None,
         drop_user: Sequence[bool] | None = None,
     ) -> Examples:
-        """Collate pairs, or samples, but not both.
+        """Collate either pairs or samples.
 
-        One flag per example: `flips` mirrors it left to right, `drop_prompt` empties its prompt,
-        `drop_user` its user.
+        The lists have one flag per example: `flips` mirrors it left to right, `drop_prompt` empties
+        its prompt, `drop_user` empties its user.
         """
         pairs = [example for example in examples if isinstance(example, Pair)]
         samples = [
@@ -110,7 +110,7 @@ class Collator:
         )
 
     def _target_cond(self, pairs: Sequence[Pair]) -> Cond:
-        """Read the conditioning of the winners' targets, then of the losers'."""
+        """Read the target conditioning of the winners, then of the losers."""
         targets = [requests_of(pair)[1:] for pair in pairs if pair.targets]
         assert len(targets) == len(pairs), "some pairs are matched to a teacher, others to data"
         return self.texts.read([good for good, _ in targets] + [bad for _, bad in targets])
@@ -121,7 +121,7 @@ def _scores(samples: Sequence[Sample], dims: Sequence[str]) -> dict[str, Float[T
 
 
 def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
-    """Label every latent frame; a pair without segments is labelled 1 throughout."""
+    """Return a label per latent frame; all frames of a pair without segments are labelled 1."""
     frames = latents.shape[2] if latents.ndim == 5 else 1
     labels = torch.zeros(len(pairs), frames)
     for row, pair in zip(labels, pairs, strict=True):
@@ -138,13 +138,13 @@ def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
 
 
 def _users(examples: Sequence[Example], drop_user: Sequence[bool] | None) -> list[str]:
-    """Return who judged each example; "" where that is unknown or dropped."""
+    """Return the annotator of each example; "" if unknown or dropped."""
     dropped = drop_user or [False] * len(examples)
     return ["" if drop else example.user for example, drop in zip(examples, dropped, strict=True)]
 
 
 def _masks(pairs: Sequence[Pair]) -> list[str | None]:
-    """Return the files of the masks of the winners, then of the losers."""
+    """Return the mask files of the winners, then of the losers."""
     return [p.mask for p in pairs] + [p.mask_rejected or p.mask for p in pairs]
 
 
@@ -158,7 +158,7 @@ def _weight_maps(
 def _maps(
     files: Sequence[str | None], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
-    """Read maps onto the grid of the latents, one channel each; a missing file gives ones."""
+    """Read maps, resized to the latent grid, with one channel each; ones where there is no file."""
     grid = latents.shape[2:]
     maps = torch.ones(len(files), 1, *grid)
     for row, file, flip in zip(maps, files, mirrored, strict=True):
@@ -169,10 +169,10 @@ def _maps(
 
 
 def read_map(file: str, grid: tuple[int, ...]) -> Float[Tensor, "1 *grid"]:
-    """Read the one tensor of a safetensors file, [h, w] or [frames, h, w], averaged onto a grid.
+    """Read the only tensor of a safetensors file, [h, w] or [F, h, w], averaged onto a grid.
 
     Raises:
-        ValueError: The file holds something else, or only zeros.
+        ValueError: The file is missing, has other contents, or holds only zeros.
     """
     if Path(file).suffix != ".safetensors" or not Path(file).is_file():
         raise ValueError(f"map {file!r} is not a safetensors file that exists")

@@ -1,4 +1,4 @@
-"""Converts the records of any preference dataset to pairs, or to single samples, to train on."""
+"""Convert the records of any preference dataset to training pairs or samples."""
 
 import difflib
 import itertools
@@ -19,9 +19,9 @@ from flowalign.data.readers.preferences import CHOSEN_REJECTED
 from flowalign.types import InputSpec
 
 ByDimension = Mapping[str, Sequence[float]]
-"""For each dimension one number per medium of a record; higher is better."""
+"""One number per image or video of a record, by dimension; higher is better."""
 _TRAINING_SCHEMAS = (CHOSEN_REJECTED.name, LOCAL_DPO.name, DENSE_DPO.name)
-"""Schemas whose rows name the chosen medium and may hold the further columns of a pair."""
+"""Schemas with a chosen and a rejected item per row, and optional further columns of a pair."""
 
 
 def read_pairs(
@@ -31,16 +31,16 @@ def read_pairs(
     keep: Keep,
     report: DropReport,
 ) -> list[Pair]:
-    """Read all usable pairs of a dataset, and report what was dropped.
+    """Read all usable pairs of a dataset; add the dropped rows to `report`.
 
-    Any two media of a record between which people had a preference are a pair, in each of the named
-    dimensions. If a dimension has votes, ranks and ratings, the first of these decides. Without
-    names, all dimensions in which people compared count, or else those in which they rated. Ties,
-    equal media, pairs that contradict their own scores, and repeated ones are dropped; so are media
-    of different sizes or numbers of frames, unless `mixed_shapes`.
+    Two media of a record are a pair if annotators preferred one of them, separately in each of
+    `dimensions`. Votes take precedence over ranks, and ranks over ratings. If `dimensions` is
+    empty, all dimensions with votes or ranks are used, or all rated dimensions if there are none.
+    Dropped are ties, identical media, pairs that contradict their scores, and repeated pairs.
+    Unless `mixed_shapes`, pairs of different sizes or numbers of frames are dropped as well.
 
     Raises:
-        ValueError: The dataset has no such dimension.
+        ValueError: The dataset lacks one of `dimensions`.
     """
     inspection, known = Inspection(), set()
     pairs: dict[bytes, Pair] = {}
@@ -68,14 +68,14 @@ def read_pairs(
 def read_samples(
     dataset: Dataset, dimensions: Sequence[str], labelled: bool, keep: Keep, report: DropReport
 ) -> list[Sample]:
-    """Read all usable single media of a dataset, and report what was dropped.
+    """Read all usable single images or videos of a dataset; add the dropped rows to `report`.
 
-    A thumb up is desirable. Media that won at least one comparison are desirable; media that only
-    lost are not; the rest are unlabelled, and skipped if `labelled`. A medium is one sample,
-    however often it was compared.
+    A sample is desirable if it has a thumbs-up or won at least one comparison, and undesirable if
+    it only lost. The remaining samples are unlabelled, and dropped if `labelled`. An image or video
+    is one sample, even if it was compared several times.
 
     Raises:
-        ValueError: The dataset has no such dimension.
+        ValueError: The dataset lacks one of `dimensions`.
     """
     inspection, known = Inspection(), set()
     samples: dict[bytes, Sample] = {}
@@ -100,7 +100,7 @@ def read_samples(
 def drop_misfits(
     examples: Sequence[Example], input_spec: InputSpec, report: DropReport
 ) -> list[Example]:
-    """Drop the examples whose request does not have what a policy takes."""
+    """Drop the examples with a request that does not fit the policy's `input_spec`."""
     kept = []
     for example in examples:
         misfit = input_spec.misfit(requests_of(example)[0])
@@ -124,7 +124,7 @@ def _keep_media(sample: Sample, keep: Keep) -> Sample:
 def _read_usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
     for where, record in dataset.iter_located():
         if record.problem:
-            report.add(record.problem)  # which names the row
+            report.add(record.problem)  # the problem already names the row
         elif problem := _describe_missing_reference(record) or _describe_contradiction(
             record, dataset.schema.name
         ):
@@ -142,7 +142,7 @@ def _describe_missing_reference(record: Record) -> str:
 
 
 def _describe_contradiction(record: Record, schema: str) -> str:
-    """Describe a rejected medium that scores higher than the chosen one; empty if there is none."""
+    """Return a message if the rejected item scores higher than the chosen one; else ""."""
     for dim in record.ranks if schema in _TRAINING_SCHEMAS else ():
         chosen, rejected = record.ratings.get(dim, (0.0, 0.0))
         if chosen < rejected:
@@ -165,7 +165,7 @@ def _select_dimensions(
 def _make_pairs(
     record: Record, preferences: ByDimension, where: str, report: DropReport
 ) -> Iterator[Pair]:
-    """Yield every two media of which one is preferred, dimension by dimension; report the ties."""
+    """Yield all pairs with a preference, dimension by dimension; report the ties."""
     if len(record.media) < 2:
         report.add("single medium", where)
     elif not preferences:
@@ -184,7 +184,7 @@ def _make_pairs(
 
 
 def _add_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
-    """Fill in the further columns of the row; without a gap, that of the scores is taken."""
+    """Add the further columns of the row to a pair; the default gap is the score difference."""
     columns, dim = record.metadata, pair.dimension
     gap = columns.get("gap")
     if gap is None and dim in pair.chosen.scores:
@@ -206,7 +206,7 @@ def _add_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
 
 
 def _make_samples(record: Record, preferences: ByDimension) -> Iterator[Sample]:
-    """Yield the media of a record, labelled by the first dimension in which they were compared."""
+    """Yield a sample per item of a record, labelled by the first dimension with comparisons."""
     values = next(iter(preferences.values())) if len(record.media) > 1 and preferences else ()
     for i in range(len(record.media)):
         sample = _make_sample(record, i)
@@ -218,14 +218,14 @@ def _make_samples(record: Record, preferences: ByDimension) -> Iterator[Sample]:
 
 
 def _merge_label(earlier: Sample, later: Sample) -> Sample:
-    """Merge the labels of a repeated medium: it is desirable if it won any comparison."""
+    """Merge the labels of a repeated item, which is desirable if it won any comparison."""
     if later.desirable or earlier.desirable is None:
         return replace(earlier, desirable=later.desirable)
     return earlier
 
 
 def _make_sample(record: Record, i: int) -> Sample:
-    """Make a sample of one medium. Only ratings become scores: ranks and votes are relative."""
+    """Return item `i` as a sample. Only ratings become scores; ranks and votes are relative."""
     scores = {dim: float(values[i]) for dim, values in record.ratings.items()}
     request = record.request()
     return Sample(

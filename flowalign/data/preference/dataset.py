@@ -1,4 +1,4 @@
-"""Describe stored preference data, and read them as examples of one kind."""
+"""Describe stored preference data and read it as examples of one kind."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,40 +12,40 @@ from flowalign.data.readers import Dataset, open_dataset
 from flowalign.types import Policy, PromptConditioning
 
 _LOOKED_AT = 200
-"""Rows of a dataset that are searched for the dimensions that it scores."""
+"""Number of rows that are searched for the scored dimensions of a dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceDataset:
-    """Stored preference data, and the way in which their rows become examples."""
+    """Stored preference data, with the settings that turn its rows into examples."""
 
     path: str
-    """File, folder, or pattern of files."""
+    """File, folder, or glob pattern of files."""
     kind: Kind = "pairs"
     """Kind of the examples."""
     schema: str = "auto"
-    """Name of the reader. auto: found from the columns."""
+    """Name of the reader. auto: detected from the columns."""
     root: str | None = None
-    """Folder where relative paths begin. None: beside the file."""
+    """Base folder of relative paths. None: the folder of the file."""
     dimensions: Sequence[str] = ()
-    """Dimensions whose preferences are used. Empty: all."""
+    """Dimensions of the preferences to use. Empty: all."""
     mixed_shapes: bool = False
-    """Whether pairs whose media differ in size or frames are used."""
+    """Whether to use pairs of media that differ in size or number of frames."""
 
     def open(self) -> Dataset:
-        """Open the rows; raise ValueError if there are none, or no schema fits them."""
+        """Open the rows; raise ValueError if there are none or no schema fits them."""
         return open_dataset(self.path, self.schema, self.root)
 
     def read(
         self, labelled: bool = False, keep: Keep = lambda medium: medium
     ) -> tuple[list[Example], DropReport]:
-        """Read the examples, and report what was dropped.
+        """Return the examples and a report of the dropped rows.
 
-        Bytes of media that the dataset holds stay in memory unless `keep` drops them. `labelled`
-        skips samples without a label.
+        `keep` replaces each used media item, for example to drop bytes that the dataset embeds and
+        that would stay in memory. `labelled` skips samples without a label.
 
         Raises:
-            ValueError: The dataset does not exist, or has no such dimension.
+            ValueError: The dataset does not exist or lacks one of `dimensions`.
         """
         rows, report = self.open(), DropReport()
         if self.kind == "pairs":
@@ -58,9 +58,11 @@ class PreferenceDataset:
         return [*read(rows, keep, report)], report
 
     def check_conditioning(self, conditioning: PromptConditioning, policy: Policy) -> None:
-        """Raise ValueError for words of scores that no row has, or beside those of attributes.
+        """Raise ValueError for a conditioning that does not fit the data.
 
-        The first rows are read if the words are about scores, and no medium is decoded.
+        It must not name scores that no row has. Data of kind attributes or captions allows none,
+        because its prompts already contain attributes. If the words depend on scores, the first
+        rows are read; no image or video is decoded.
         """
         if self.kind in ("attributes", "captions"):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Counts what could not be used of a dataset, and why."""
+"""Count the dropped rows of a dataset by reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 NAMED = 5
-"""Occurrences that are named for every kind of problem."""
+"""Number of occurrences that a report names for each kind of problem."""
 EXPECTED = {
     "tie",
     "no answer",
@@ -14,19 +14,19 @@ EXPECTED = {
     "repeated pair",
     "repeated medium",
 }
-"""Kinds that published datasets hold by design; every other kind is an error of the row."""
+"""Kinds that published datasets contain by design; every other kind is an error in the row."""
 
 
 @dataclass
 class DropReport:
-    """Counts what was dropped, by the kind of problem, and names the first few."""
+    """Counts of dropped rows by kind of problem, with the first occurrences."""
 
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     """First occurrences of each kind: file and row, then the details."""
 
     def add(self, problem: str, where: str = "") -> None:
-        """Count one problem: its kind, a colon, and the details."""
+        """Count a problem of the form "kind: details" at the row `where`."""
         kind, _, details = problem.partition(": ")
         self.dropped[kind] += 1
         named = self.examples.setdefault(kind, [])
@@ -35,16 +35,16 @@ class DropReport:
 
     @property
     def total(self) -> int:
-        """Number of everything that was dropped."""
+        """Return the number of dropped rows, pairs and samples."""
         return self.dropped.total()
 
     @property
     def unusable(self) -> int:
-        """Number of those dropped for an error: all but the expected kinds."""
+        """Return the number dropped for an error, that is, for all kinds not in `EXPECTED`."""
         return self.total - sum(self.dropped[kind] for kind in EXPECTED)
 
     def lines(self) -> list[str]:
-        """Return one line per kind: errors before expected kinds, the most frequent first."""
+        """Return one line per kind, errors before expected kinds, and the most frequent first."""
         errors_first = sorted(self.dropped.most_common(), key=lambda item: item[0] in EXPECTED)
         return [
             f"{count:,} {kind}: {'; '.join(self.examples[kind])}" for kind, count in errors_first

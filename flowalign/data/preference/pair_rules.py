@@ -1,6 +1,6 @@
-"""Chooses winners and losers among media of one prompt.
+"""Choose winners and losers among the samples of one prompt.
 
-The rules pair the rollouts of online DPO and the scored media of `flowalign pairs`.
+Online DPO applies the rules to its rollouts, `flowalign pairs` to scored files.
 """
 
 from abc import ABC, abstractmethod
@@ -17,28 +17,31 @@ Indices = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
 
 
 class Rule(ABC):
-    """Pairs samples of one prompt by their scores."""
+    """Rule that pairs the samples of one prompt by their scores."""
 
     @abstractmethod
     def most(self, num_samples: int) -> int:
-        """Return the largest number of pairs that `num_samples` samples of a prompt can give."""
+        """Return the largest possible number of pairs among `num_samples` samples of a prompt."""
 
     @abstractmethod
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        """Return the indices of winners and losers; samples whose scores are NaN are left out."""
+        """Return the indices of winners and losers; samples with NaN scores are skipped.
+
+        `total` is the weighted sum of the rewards of each sample.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestWorst(Rule):
-    """Pairs the best with the worst, unless they are equal: online DPO as Flow-GRPO has it."""
+    """Best sample against the worst, unless their scores are equal; online DPO of Flow-GRPO."""
 
     count: PositiveInt = 1
-    """Pairs per prompt: best against worst, second best against second worst, and so on."""
+    """Number of pairs per prompt: best against worst, second best against second worst, ..."""
     min_gap: NonNegativeFloat = 0.0
-    """Smallest difference between the weighted sums of rewards of a pair."""
+    """Smallest difference between the weighted reward sums of a pair."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that give no pair."""
+        """Raise ValueError for settings that allow no pair."""
         pairing.check_margin("rule.min_gap", self.min_gap)
         if self.count < 1:
             raise ValueError(f"rule.count is {self.count}; it must be at least 1")
@@ -54,12 +57,12 @@ class BestWorst(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Gap(Rule):
-    """Pairs all samples whose weighted sums of rewards are at least `min_gap` apart."""
+    """All pairs of samples with a difference of at least `min_gap` in weighted reward sum."""
 
     min_gap: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a gap that no pair can have."""
+        """Raise ValueError for a gap that no pair can have."""
         pairing.check_margin("rule.min_gap", self.min_gap)
 
     @override
@@ -73,18 +76,18 @@ class Gap(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Dominance(Rule):
-    """Pairs by dominance (MPO): a winner is worse in no dimension, and better in its weighted sum.
+    """All pairs in which the winner is worse in no dimension and better in the weighted sum (MPO).
 
     Source: VisionReward, arXiv:2412.21059.
     """
 
     min_gap: NonNegativeFloat = 0.0
-    """Smallest difference between the weighted sums of rewards of a pair."""
+    """Smallest difference between the weighted reward sums of a pair."""
     tolerance: NonNegativeFloat = 0.0
-    """How much worse a winner may be in one dimension, in units of its score."""
+    """Largest amount by which a winner may be worse in a dimension, in units of its score."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no pair can have."""
+        """Raise ValueError for settings that allow no pair."""
         pairing.check_margin("rule.min_gap", self.min_gap)
         pairing.check_margin("rule.tolerance", self.tolerance)
 

@@ -1,4 +1,4 @@
-"""Defines preference data as read from a dataset: pairs, samples, and labelled segments."""
+"""Define preference data as read from a dataset: pairs, samples and labelled segments."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,96 +10,101 @@ from flowalign.types import ConditionedPrompt, PromptConditioning, Reference, Re
 
 @dataclass(frozen=True)
 class Sample:
-    """Holds one medium that answers a prompt, with its scores and labels."""
+    """Image or video for a prompt, with its scores and labels."""
 
     prompt: str
     media: Media
     scores: Mapping[str, float] = field(default_factory=dict)
     """Score per dimension; higher is better."""
     desirable: bool | None = None
-    """A person's thumb up (true) or down (false); null: not judged."""
+    """Label of an annotator: true for thumbs-up, false for thumbs-down; null: not judged."""
     user: str = ""
-    """Identifier of the person who judged it; empty: unknown."""
+    """Id of the annotator; empty: unknown."""
     weight_map: str | None = None
-    """A safetensors file with the importance of every place, see `functional.maps`."""
+    """Safetensors file with the importance of every position, see `functional.maps`; or null."""
     references: tuple[Reference, ...] = ()
-    """Sources of an edit, or a first frame."""
+    """Source images of an edit, or the first frame of a video."""
     mask: Reference | None = None
-    """Where the first of them was to be painted anew."""
+    """Inpainting mask of the first reference; null: none."""
     conditioned: ConditionedPrompt | None = None
-    """How a policy is asked for it; null: by the prompt alone."""
+    """Input of the policy; null: the prompt alone."""
 
     @property
     def request(self) -> Request:
-        """The request that the medium answers, without metadata."""
+        """Return the request of the sample, without metadata."""
         return Request(self.prompt, self.references, self.mask, conditioned=self.conditioned)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Labels the latent frames [start, stop) of a pair with the medium that is better there."""
+    """Latent frames [start, stop) of a pair, with a label for the better item."""
 
     start: int
     stop: int
     label: int
-    """1: the chosen medium, -1: the rejected one, 0: neither."""
+    """Better item. 1: the chosen one, -1: the rejected one, 0: neither."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Holds two media that answer one prompt, one of them preferred."""
+    """Preferred and rejected image or video for one prompt."""
 
     chosen: Sample
     rejected: Sample
     dimension: str = "overall"
-    """Dimension in which it is preferred."""
+    """Dimension of the preference (default: overall)."""
     gap: float | None = None
-    """Lead of the chosen medium, in units of the score that decided; null: unknown."""
+    """Lead of the chosen item, in units of the deciding score; null: unknown."""
     weight: float = 1.0
-    """Factor of the pair's loss."""
+    """Factor on the loss of the pair."""
     stage: int = 0
-    """Stage of a curriculum; earlier ones are easier."""
+    """Stage of a curriculum; earlier stages are easier."""
     segments: Sequence[Segment] = ()
     mask: str | None = None
-    """A safetensors file that says where the two differ, see `functional.maps`."""
+    """Safetensors file with a mask of the differing region, see `functional.maps`; or null."""
     mask_rejected: str | None = None
-    """That of the rejected medium, where each has its own; null: that of both."""
+    """Mask file of the rejected item; null: `mask` applies to both items."""
     mask_strength: float = 1.0
-    """Factor of the errors within the mask."""
+    """Factor on the errors inside the mask."""
     targets: tuple[str, str] | None = None
-    """Prompts under which an expert says what winner and loser are matched to; null: the data."""
+    """Prompts under which an expert predicts the targets of winner and loser; null: the targets are
+    the data."""
     user: str = ""
-    """Identifier of the person who preferred it; empty: unknown."""
+    """Id of the annotator; empty: unknown."""
     where: str = ""
-    """File and row that it was read from, for messages."""
+    """File and row of the pair, for messages."""
 
     @property
     def prompt(self) -> str:
-        """The prompt that both media answer."""
+        """Return the prompt of both items."""
         return self.chosen.prompt
 
 
 Kind = Literal["pairs", "samples", "attributes", "captions"]
-"""Kind of the rows of a dataset: pairs, samples with binary labels, media that are compared with
-themselves under texts of good and bad attributes, and samples of these with both in the prompt."""
+"""Kind of the rows of a dataset.
+
+pairs: preference pairs. samples: samples with binary labels. attributes: images or videos paired
+with themselves under texts of good and bad attributes. captions: samples with both texts in the
+prompt.
+"""
 Keep = Callable[[Media], Media]
-"""Replaces a medium that is used, such as by one without its bytes, once these were validated."""
+"""Function that replaces a validated media item, for example by one without its bytes."""
 Example = Pair | Sample
 """One element of preference data."""
 
 
 def samples_of(example: Example) -> tuple[Sample, ...]:
-    """The samples of an example: winner and loser of a pair, or the sample itself."""
+    """Return the samples of an example: winner and loser of a pair, or the sample itself."""
     return (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
 
 
 def media_of(example: Example) -> list[Media]:
-    """The media of an example: two for a pair, one for a sample."""
+    """Return the media of an example, two for a pair and one for a sample."""
     return [sample.media for sample in samples_of(example)]
 
 
 def requests_of(example: Example) -> list[Request]:
-    """The requests of an example that have to be encoded: its own, and those of its targets."""
+    """Return the requests of an example to encode: its request, then the ones of its targets."""
     request = samples_of(example)[0].request
     targets = example.targets if isinstance(example, Pair) else None
     return [
@@ -109,7 +114,7 @@ def requests_of(example: Example) -> list[Request]:
 
 
 def collect_requests(examples: Iterable[Example], drops_prompts: bool) -> list[Request]:
-    """The different requests to encode for examples, those with a dropped prompt too."""
+    """Return the distinct requests to encode for examples, including requests without a prompt."""
     asked = [request for example in examples for request in requests_of(example)]
     empty = [clear_prompt(r) for r in asked if drops_prompts or not r.references]
     different = {request.input_digest: request for request in (*asked, *empty)}
@@ -119,14 +124,14 @@ def collect_requests(examples: Iterable[Example], drops_prompts: bool) -> list[R
 
 
 def clear_prompt(request: Request) -> Request:
-    """Return a request without its prompt and words, as guidance sees it."""
+    """Return a request without its prompt and words, as guidance uses it."""
     return replace(request, prompt="", conditioned=None)
 
 
 def condition_example(example: Example, conditioning: PromptConditioning) -> Example:
-    """Return an example under the prompts that a policy is asked with.
+    """Return an example with the conditioned prompt of the policy.
 
-    A sample says how good it is; the media of a pair answer what a user asks.
+    A sample is conditioned on its scores as in training, both items of a pair as in inference.
     """
     if isinstance(example, Sample):
         asked = conditioning.for_training(example.request, example.scores)

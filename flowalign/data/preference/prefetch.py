@@ -1,4 +1,4 @@
-"""Builds batches in a thread, ahead of the step that needs them."""
+"""Build batches in a thread before the step that needs them."""
 
 import time
 from collections import deque
@@ -12,10 +12,10 @@ T = TypeVar("T")
 def prefetch(
     make: Callable[[int], T], steps: Iterable[int], ahead: int
 ) -> Iterator[tuple[T, float]]:
-    """Yield make(step) for every step in order, with the seconds that the caller waited for it.
+    """Yield `make(step)` for every step in order, with the seconds that the caller waited for it.
 
-    One thread builds up to `ahead` later ones while the caller works. An exception of `make` is
-    raised here, at its step; closing the iterator ends the thread.
+    One thread builds up to `ahead` further results while the caller works. An exception of `make`
+    is raised at its step. Closing the iterator ends the thread.
     """
     pool, building = ThreadPoolExecutor(1), deque[Future[T]]()
     try:

@@ -1,4 +1,4 @@
-"""Chooses the examples of every step: a pure function of the seed, also during a curriculum."""
+"""Choose the examples of every step as a pure function of the seed, also in a curriculum."""
 
 import random
 from bisect import bisect_right
@@ -7,10 +7,10 @@ from functools import lru_cache
 
 
 class EpochSampler:
-    """Goes through all available examples, in a new random order each epoch.
+    """Sampler of all available examples, in a new random order each epoch.
 
-    Example i is available from step `since[i]` on. While the same examples are available, epochs
-    follow one another; when new ones join, an epoch of all of them begins.
+    Example i is available from step `since[i]`. When further examples become available, a new epoch
+    over all of them begins.
     """
 
     def __init__(self, seed: int, since: Sequence[int]):

@@ -1,4 +1,4 @@
-"""Validates the media of pairs without decoding more than one frame."""
+"""Validate the media of pairs without decoding more than one frame."""
 
 import hashlib
 import io
@@ -23,23 +23,23 @@ from flowalign.data.media.orientation import Orientation
 from flowalign.data.preference.pairs import Pair, Sample
 
 _ORIENTATION = 0x0112
-"""EXIF tag that says how a picture is turned."""
+"""EXIF tag of the orientation of an image."""
 _SIDEWAYS = (5, 6, 7, 8)
-"""Values of that tag that turn a picture by a right angle."""
+"""Orientations that rotate an image by 90 degrees."""
 Shape = tuple[int, int, int]
 """Width, height and number of frames."""
 
 
 @dataclass
 class Inspection:
-    """Validates media; results for files and folders of frames are cached, those of bytes not."""
+    """Validation of media, with cached results for files and folders, but not for bytes."""
 
     _sizes: dict[str, int] = field(default_factory=dict)
     _digests: dict[str, bytes] = field(default_factory=dict)
     _shapes: dict[str, Shape | str] = field(default_factory=dict)
 
     def of_pair(self, chosen: Media, rejected: Media, mixed_shapes: bool = False) -> str:
-        """Return why two media cannot be a pair: kind, colon, details. Empty if they can."""
+        """Return why two items cannot be a pair, as "kind: details"; "" if they can."""
         try:
             if self.same(chosen, rejected):
                 return f"the media are equal: {_name(chosen)} and {_name(rejected)}"
@@ -55,7 +55,7 @@ class Inspection:
         return ""
 
     def of_one(self, medium: Media) -> str:
-        """Return why a medium cannot be used; empty if it can."""
+        """Return why an image or video cannot be used; "" if it can."""
         try:
             self.shape(medium)
         except MediaProblem as problem:
@@ -63,7 +63,7 @@ class Inspection:
         return ""
 
     def missing(self, *paths: str) -> str:
-        """Return a message that names the first missing file; empty if all exist."""
+        """Return a message that names the first missing file; "" if all exist."""
         try:
             for path in paths:
                 self._size(Media(path))
@@ -72,7 +72,7 @@ class Inspection:
         return ""
 
     def same(self, first: Media, second: Media) -> bool:
-        """Return whether two media have the same content; files are only read if sizes are equal.
+        """Return whether two items have the same content; files are only read if sizes are equal.
 
         Raises:
             MediaProblem: A file is missing.
@@ -91,12 +91,15 @@ class Inspection:
         return self._digests[medium.path]
 
     def pair_key(self, pair: Pair) -> bytes:
-        """Hash prompt, media, dimension and person: equal for repeated pairs."""
+        """Return a hash of prompt, media, dimension and annotator, equal for repeated pairs."""
         samples = [self.sample_key(sample) for sample in (pair.chosen, pair.rejected)]
         return _hash(*samples, pair.dimension.encode(), pair.user.encode())
 
     def sample_key(self, sample: Sample, judged_alone: bool = False) -> bytes:
-        """Hash prompt and medium; for a medium judged alone, person and label as well."""
+        """Return a hash of the sample's request and content.
+
+        With `judged_alone`, annotator and label are hashed as well.
+        """
         path = sample.media.path
         medium = path.encode() if path else self.digest(sample.media)
         judgement = f"{sample.user} {sample.desirable}" if judged_alone else ""
@@ -105,10 +108,10 @@ class Inspection:
     def shape(self, medium: Media) -> Shape:
         """Return the width, height and number of frames that `decode` would give.
 
-        Headers and the first frame say them; nothing else is decoded.
+        Only headers and the first frame are read.
 
         Raises:
-            MediaProblem: The file is missing, or not a picture or a video; the folder is empty.
+            MediaProblem: The file is missing, or neither image nor video; or the folder is empty.
         """
         if medium.path is None:
             return _shape(medium)
@@ -149,7 +152,7 @@ def _shape(medium: Media) -> Shape:
 
 
 def _picture(source: Path | io.BytesIO, name: str) -> Shape:
-    """Return the shape of a picture as it is shown: turned as its EXIF data say, like `decode`."""
+    """Return the shape of an image after its EXIF rotation, as in `decode`."""
     try:
         with Image.open(source) as image:
             (width, height), frames = image.size, count_frames(image)
@@ -185,7 +188,7 @@ def _video(source: Path | io.BytesIO, name: str) -> Shape:
 
 
 def _sizes(packet: Any, orientation: Orientation) -> Iterator[tuple[int, int]]:
-    """Yield width and height, as shown, of the frames that a packet completes."""
+    """Yield the displayed width and height of the frames that a packet completes."""
     for frame in packet.decode():
         height, width, _ = orientation.show(frame).shape
         yield width, height
@@ -194,7 +197,7 @@ def _sizes(packet: Any, orientation: Orientation) -> Iterator[tuple[int, int]]:
 def _hash(*parts: bytes) -> bytes:
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
-        # With its length, so that no two lists of parts are the same bytes.
+        # Hash the length as well: otherwise ("ab", "c") and ("a", "bc") would collide.
         found.update(len(part).to_bytes(8) + part)
     return found.digest()
 

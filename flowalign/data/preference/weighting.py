@@ -1,4 +1,4 @@
-"""Weights pairs by the gap between their scores."""
+"""Weight pairs by the gap between their scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,20 +12,20 @@ from flowalign.types.ranges import FiniteFloat, NonNegativeFloat
 
 @dataclass(frozen=True, kw_only=True)
 class GapWeights:
-    """Weights a pair by alpha^R(chosen) - alpha^R(rejected), R a score scaled to [0, 1] (GAPO).
+    """Pair weights alpha^R(chosen) - alpha^R(rejected), R a score scaled to [0, 1] (GAPO).
 
-    A pair that its scores contradict gets weight 0.
+    R is scaled over the whole dataset. A pair that contradicts its scores gets weight 0.
 
-    Source: AnimeReward, arXiv:2504.10044 (second hand), alpha 2; scaled over the whole dataset.
+    Source: AnimeReward, arXiv:2504.10044, with alpha 2 (from a secondary source).
     """
 
     scores: Mapping[str, FiniteFloat]
     """Weight of each dimension in the score R, a weighted sum."""
     alpha: NonNegativeFloat = 2.0
-    """Base of the power, above 1; the larger, the more gaps between good media count."""
+    """Base of the power, above 1. A larger base gives more weight to gaps between high scores."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that give every pair weight 0."""
+        """Raise ValueError for settings that give every pair weight 0."""
         if not self.scores or not self.alpha > 1:
             raise ValueError(
                 f"data.weighting: scores {dict(self.scores)}, alpha {self.alpha}; "
@@ -33,7 +33,7 @@ class GapWeights:
             )
 
     def weigh(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Return the pairs with their weights multiplied by that of their gap.
+        """Return the pairs with their weights multiplied by the weight of their gap.
 
         Raises:
             ValueError: A score is missing.
