@@ -1,4 +1,4 @@
-"""Data: requests, readers of published datasets, latents encoded once, preference data."""
+"""Read requests and published datasets, cache latents, and prepare preference data."""
 
 from flowalign.data.media_record import Record
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap, Rule

@@ -1,4 +1,4 @@
-"""Defines `Record`: one row of a preference dataset or scoring job, whatever its schema."""
+"""Define `Record`, the schema-independent row of a preference dataset or scoring job."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from flowalign.types import Request
 
 @dataclass(frozen=True)
 class Record:
-    """Holds a prompt with one medium to score, or with several that people compared.
+    """Prompt with one item to score, or with several items that annotators compared.
 
-    Every comparison is per named dimension and has one entry per medium. A dimension in which
-    people gave no usable answer is absent.
+    An item is an image or a video. Ranks, votes and ratings are stored per named dimension, with
+    one entry per item. A dimension without a usable answer is absent.
     """
 
     id: str
@@ -22,24 +22,25 @@ class Record:
     media: Sequence[Media]
     references: Sequence[Media] = ()
     ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Rank of each medium: 1 is best, equal ranks are a tie."""
+    """Rank of each item; 1 is best, equal ranks are a tie."""
     votes: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Share of the votes for each medium, in [0, 1] and summing to 1."""
+    """Share of the votes for each item, in [0, 1] and summing to 1."""
     ratings: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Absolute human scores in the dataset's own units, higher is better."""
+    """Absolute human scores in the units of the dataset; higher is better."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     mask: Media | None = None
-    """Mask of the request: a picture that is white where the first reference may change."""
+    """Inpainting mask: an image that is white where the first reference may change; or None."""
     both_bad: Sequence[str] = ()
-    """Dimensions in which people found all media bad; their ranks are a tie."""
+    """Dimensions in which annotators judged all items bad; the ranks there are a tie."""
     problem: str = ""
-    """Why the row cannot be used, with its number; empty if it can. May come without media."""
+    """Reason why the row cannot be used, with its number; empty if it can. A row with a problem may
+    have no media."""
 
     def request(self) -> Request:
-        """Return what its media answer, without metadata, which are of the media.
+        """Return the request of the items, without metadata, because it describes the items.
 
         Raises:
-            MediaProblem: A reference, or the mask, does not exist.
+            MediaProblem: A reference or the mask does not exist.
         """
         references = tuple(read_reference(medium) for medium in self.references)
         return Request(self.prompt, references, read_reference(self.mask) if self.mask else None)

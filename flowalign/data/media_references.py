@@ -1,4 +1,4 @@
-"""References of requests: pictures and clips by their content, decoded when they are looked at."""
+"""Read references of requests: images and clips, identified by content and decoded on demand."""
 
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -12,14 +12,14 @@ from flowalign.functional.resizing import hole_within
 from flowalign.types import Reference
 
 _KEPT = 64
-"""Decoded references that are kept: the samples of a group share theirs."""
+"""Number of decoded references in the cache; the samples of a group share references."""
 
 
 def read_reference(medium: Media) -> Reference:
     """Return a reference to a file, a folder of frames or bytes; its pixels are not decoded yet.
 
     Raises:
-        MediaProblem: There is no such file.
+        MediaProblem: The file does not exist.
     """
     if medium.path is None:
         content, name = digest_media(medium).hex(), f"{len(medium.data or b'')} bytes"
@@ -41,7 +41,7 @@ def _decode_cached(medium: Media, _content: str) -> Clip:
 
 
 def _last_change(path: Path) -> int:
-    """Return when a file, or the newest of a folder, was written."""
+    """Return the modification time of a file, or of the newest file in a folder, in ns."""
     files = path.iterdir() if path.is_dir() else [path]
     return max((file.stat().st_mtime_ns for file in files), default=0)
 
@@ -53,13 +53,13 @@ def _digest(path: str, _changed_at: int) -> str:
 
 @cache
 def shape_of(one: Reference) -> tuple[int, int, int]:
-    """Return frames, height and width; raise MediaProblem for a file that does not decode."""
+    """Return frames, height and width; raise MediaProblem if the file cannot be decoded."""
     frames, _, height, width = one.read().shape
     return frames, height, width
 
 
 @cache
 def has_hole(mask: Reference, crop: tuple[int, int] | None = None) -> bool:
-    """Return whether a mask is white anywhere, or where it is cropped to a height and width."""
+    """Return whether a mask is white anywhere, or anywhere inside `crop` (height, width)."""
     pixels = mask.read()
     return bool(hole_within(pixels, *(crop or pixels.shape[-2:])).any())

@@ -1,8 +1,8 @@
-"""Reads requests, and orders them by a pure function of the seed.
+"""Read requests, and order them by a pure function of the seed.
 
-A file of requests is a text file with a prompt a line, or JSONL with a field `prompt`. A row may
-name a picture or clip as `image`, several as `images` or `references`, and a `mask`; paths are
-relative to the file. Its other fields are metadata, for rewards that read them.
+A request file is a text file with one prompt per line, or JSONL with a field `prompt`. A row may
+name an image or clip as `image`, several as `images` or `references`, and a `mask`. Paths are
+relative to the file. The remaining fields are metadata for rewards.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
 
 _REFERENCES = ("image", "images", "references")
-"""Fields of a row of which one may name its pictures or clips."""
+"""Alternative fields for the images or clips of a row."""
 _MASKS = ("mask", REQUEST_MASK)
-"""Fields of a row of which one may name its mask; the second is that of a folder of samples."""
+"""Alternative fields for the mask of a row; the second is used in folders of samples."""
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Goes through a list of requests, in a new random order each epoch."""
+    """List of requests, drawn in a new random order each epoch."""
 
     all: Sequence[Request]
     seed: int = 0
     conditioning: PromptConditioning | None = None
-    """How the policy is asked for them. None: by their prompts."""
+    """Words or users added to the policy's prompts. None: plain prompts."""
 
     def batch(self, step: int, size: int) -> list[Request]:
-        """Return the requests of one step; they depend on the seed, not on where a run resumed."""
+        """Return the requests of one step, which depend on the seed but not on resuming."""
         return [self._at(i) for i in range(step * size, (step + 1) * size)]
 
     def _at(self, position: int) -> Request:
@@ -56,19 +56,19 @@ def _shuffle(seed: int, epoch: int, num_requests: int) -> list[int]:
 
 
 def read_requests(path: str) -> list[Request]:
-    """Read requests from a text file (one prompt a line) or JSONL; skip blank lines.
+    """Read requests from a text file (one prompt per line) or JSONL; skip blank lines.
 
     Raises:
-        ValueError: The file is missing, empty, or a line holds no prompt or names missing files.
+        ValueError: The file is missing or empty, or a line has no prompt or names missing files.
     """
     return [request for _, request in read_located_requests(path)]
 
 
 def read_located_requests(path: str) -> list[tuple[str, Request]]:
-    """Read requests like `read_requests`, each with its file and line, for messages.
+    """Read requests like `read_requests`, each with its file and line for messages.
 
     Raises:
-        ValueError: `read_requests` would raise.
+        ValueError: For the same reasons as `read_requests`.
     """
     file = Path(bundled(path))
     if file.is_fifo():
@@ -80,13 +80,13 @@ def read_located_requests(path: str) -> list[tuple[str, Request]]:
 
 
 def read_requests_once(source: str) -> list[Request]:
-    """Read requests like `read_requests`, also from a pipe or, if the source is `-`, stdin.
+    """Read requests like `read_requests`, also from a pipe, or from stdin if `source` is `-`.
 
-    A stream has no name that says its kind: it is JSONL if its first line is such a row. Paths in
-    it are relative to the working directory.
+    A stream is read as JSONL if its first line is a JSON row. Its paths are relative to the working
+    directory.
 
     Raises:
-        ValueError: `read_requests` would raise.
+        ValueError: For the same reasons as `read_requests`.
     """
     return [request for _, request in read_located_requests_once(source)]
 
@@ -95,7 +95,7 @@ def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
     """Read requests like `read_requests_once`, each with its source and line.
 
     Raises:
-        ValueError: `read_requests` would raise.
+        ValueError: For the same reasons as `read_requests`.
     """
     path = Path(source)
     device = source.startswith("/dev/") and path.exists()
@@ -127,7 +127,7 @@ def _decode_text(content: bytes, path: str) -> str:
 
 
 def _split_lines(text: str, path: str) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, with their numbers."""
+    """Return the non-blank lines with their numbers."""
     lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
     if not (lines := [(n, line) for n, line in lines if line]):
         raise ValueError(f"prompts file {path!r} holds no prompt")

@@ -1,4 +1,4 @@
-"""The mathematics of the field as pure functions of torch tensors."""
+"""Mathematics of diffusion alignment as pure functions of torch tensors."""
 
 from flowalign.functional.transition import (
     CPS,

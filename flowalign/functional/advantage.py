@@ -1,4 +1,4 @@
-"""Compute advantages: credit compared within its group, weighted across reward dimensions."""
+"""Compute advantages from credit: normalise within groups, then weight reward dimensions."""
 
 from typing import Literal
 
@@ -19,13 +19,12 @@ def group_center(
     eps: float = 1e-4,
     correction: int = 0,
 ) -> Float[Tensor, "n R"]:
-    """Return (value - mean of its group) / (std + eps), std over the group, over the batch, or 1.
+    """Return (value - group mean) / (std + eps), with the std of the group, of the batch, or 1.
 
-    "given" returns the values as they are: the credit method has compared them. Groups whose values
-    spread less than `std_floor` yield exact zeros: they hold no signal, and dividing by their std
-    would amplify rounding. "joint" and "pooled" differ from "group" only in the ids.
-    "leave_one_out" divides by the share (n - 1) / n of the others, which makes it the value minus
-    their mean: the baseline then does not depend on the sample, whatever the size of its group.
+    "given" returns the values unchanged, because the credit method has normalised them. "joint" and
+    "pooled" differ from "group" only in the ids. "leave_one_out" returns the value minus the mean
+    of the remaining group, so the baseline does not depend on the sample. Groups with a std of at
+    most `std_floor` give exact zeros: they have no signal, and division would amplify rounding.
 
     Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is Dr.
     GRPO, arXiv:2503.20783v2; "leave_one_out" is RLOO, arXiv:2402.14740. correction is 0 in
@@ -48,7 +47,7 @@ def group_center(
 
 
 def compare_in_groups(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
-    """Apply `group_center` by group for credit methods; NaN stays NaN and affects no others."""
+    """Normalise credit within groups; NaN stays NaN and does not affect other rows."""
     out = torch.full_like(value, torch.nan)
     for dim, column in enumerate(value.unbind(1)):
         known = column.isfinite()
@@ -68,13 +67,13 @@ def advantages(
     std_floor: float = 1e-6,
     correction: int = 0,
 ) -> Float[Tensor, "B T"]:
-    """Return the normalised credit of each transition, summed over dimensions; 0 outside the mask.
+    """Return the normalised credit of each transition, summed over dimensions; 0 outside `mask`.
 
-    "sum_of_advantages" normalises each dimension on its own and sums with weights, so dimensions
-    count alike whatever their spread; "advantage_of_sum" weights the raw values first.
+    "sum_of_advantages" normalises each dimension separately and adds the results with `weights`, so
+    a dimension's influence does not depend on its spread. "advantage_of_sum" adds the raw values
+    with `weights`, then normalises.
 
-    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of the
-    sum).
+    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of sum).
     """
     out = torch.zeros_like(value[..., 0])
     chosen, ids = value[mask], group[mask]
@@ -83,14 +82,15 @@ def advantages(
     if combine == "advantage_of_sum":
         chosen, weights = (chosen @ weights)[:, None], torch.ones_like(weights[:1])
     centred = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction)
-    out[mask] = (centred * weights).sum(1)  # equal rows stay equal, which a matrix product blurs
+    # Not `centred @ weights`: a matrix product may round equal rows differently.
+    out[mask] = (centred * weights).sum(1)
     return out
 
 
 def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
-    """Return the mean over the rows with the same index (0, 1, ...), repeated to every row.
+    """Return the mean over the rows with the same index (0, 1, ...), repeated for every row.
 
-    It is summed in float64, so that the mean of equal float32 values is exactly that value.
+    Sums are in float64, so the mean of equal float32 values is exactly the value.
     """
     count = torch.bincount(index)
     total = value.new_zeros(len(count), value.shape[1], dtype=torch.float64)
@@ -100,7 +100,7 @@ def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Te
 def zero_spread_share(
     value: Float[Tensor, "n"], group: Int[Tensor, "n"], std_floor: float = 1e-6
 ) -> float:
-    """Return the share of groups whose members all have the same value: they hold no signal."""
+    """Return the share of groups with equal values for all members, which give no signal."""
     ids, index = group.unique(return_inverse=True)
     centred = value[:, None] - group_mean(value[:, None], index)
     flat = _group_std(centred, index, 0)[:, 0] <= std_floor

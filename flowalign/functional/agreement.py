@@ -1,8 +1,8 @@
-"""Measure how well scores agree with people: accuracy, correlation and calibration.
+"""Measure the agreement of scores with annotators: accuracy, correlation and calibration.
 
-For a pair (A, B), `lead` is the score of A minus that of B; `human` is 1 where people preferred A,
--1 where they preferred B, and 0 for a tie; `share` is the share of the votes for A, a tie counting
-as 0.5. Undefined figures, such as the accuracy over no pairs, are NaN.
+For a pair (A, B), `lead` is the score of A minus the score of B. `human` is 1 if annotators
+preferred A, -1 if they preferred B, and 0 for a tie. `share` is the share of the votes for A; a tie
+counts as 0.5. Undefined results, such as the accuracy over no pairs, are NaN.
 """
 
 import math
@@ -16,9 +16,9 @@ from torch import Tensor
 
 
 class TieThreshold(NamedTuple):
-    """Holds a tie threshold and its accuracy: pairs with |lead| <= threshold count as ties.
+    """Tie threshold and its accuracy; pairs with |lead| <= threshold count as ties.
 
-    At a threshold of 0 only equal scores are ties.
+    At threshold 0 only equal scores are ties.
     """
 
     accuracy: float
@@ -26,7 +26,7 @@ class TieThreshold(NamedTuple):
 
 
 def accuracy_without_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
-    """Return the share of decided pairs that the scores order as people did; equal scores fail."""
+    """Return the share of decided pairs with the annotators' order; equal scores are wrong."""
     decided = human != 0
     return _mean((lead.sign() == human)[decided])
 
@@ -34,23 +34,24 @@ def accuracy_without_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> 
 def accuracy_with_ties(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], threshold: float
 ) -> float:
-    """Return the share of pairs with the right outcome of three; |lead| <= threshold is a tie."""
+    """Return the share of correct pairs among win, loss and tie; |lead| <= threshold is a tie."""
     return _mean(torch.where(lead.abs() <= threshold, 0.0, lead.sign()) == human)
 
 
 def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> TieThreshold:
     """Return the smallest threshold with the highest accuracy, by an exact search over all leads.
 
-    The accuracy is optimistic, because the threshold is chosen on the pairs that it is evaluated
-    on: see `held_out_accuracy`.
+    The accuracy is optimistic, because the threshold is fitted on the same pairs. For an unbiased
+    estimate see `held_out_accuracy`. The search is O(n log n).
 
-    Source: tie calibration of "Ties Matter", arXiv:2305.14324; O(n log n).
+    Source: tie calibration of "Ties Matter", arXiv:2305.14324.
     """
     size, right = _right_if_first_are_ties(lead, human)
     if len(size) == 0:
         return TieThreshold(math.nan, math.nan)
-    # Leads of one size are ties together: a state is attainable where the next size is larger.
-    # Equal scores are ties at any threshold, so "none" is never better than what follows it then.
+    # Leads of equal size become ties together: a cut is attainable only where the next is larger.
+    # Equal scores are ties at any threshold, so the cut "no ties" is never better than the next one
+    # if there are equal scores.
     end = torch.ones(1, dtype=torch.bool)
     attainable = torch.cat([end, size[1:] > size[:-1], end])
     best = int(torch.where(attainable, right, -1).argmax())
@@ -58,10 +59,10 @@ def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> Tie
 
 
 def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
-    """Reproduce VideoAlign's `calc_accuracy_with_ties`, to compare with its tables.
+    """Return VideoAlign's `calc_accuracy_with_ties`, for comparison with its tables.
 
-    It never tries a threshold without ties, so it can be too low; among leads of equal size it
-    counts some as ties and others not, in the order of the rows, so it can be too high.
+    It never tries a threshold without ties, so it can be too low. It splits leads of equal size
+    into ties and decisions by row order, so it can also be too high.
     """
     size, right = _right_if_first_are_ties(lead, human)
     return float(right[1:].max()) / len(size) if len(size) else math.nan
@@ -70,7 +71,7 @@ def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "
 def held_out_accuracy(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], fold: Int[Tensor, "n"]
 ) -> float:
-    """Return the cross-validated accuracy with ties; each fold uses the others' best threshold."""
+    """Return the cross-validated accuracy with ties; thresholds come from the other folds."""
     parts = fold.unique().tolist()
     if len(parts) < 2:
         return math.nan
@@ -90,9 +91,9 @@ def score_whole_sets(
     threshold: float,
     cluster: Int[Tensor, "n"],
 ) -> tuple[Float[Tensor, "g"], Int[Tensor, "g"]]:
-    """Return 1 for each group of which every pair is right, else 0, and the groups' clusters.
+    """Return 1 for each group with all pairs right, else 0, and the cluster of each group.
 
-    A decided pair is right if the scores order it as people did, whatever the lead; a tie is right
+    A decided pair is right if the scores have the annotators' order, for any lead. A tie is right
     if |lead| <= threshold.
 
     Source: TIGER-AI-Lab/EditReward @ 84602889f4, evaluate/eval_bench.py.
@@ -107,7 +108,7 @@ def score_whole_sets(
 
 
 def pearson(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
-    """Return the linear correlation; NaN if one of the two does not vary."""
+    """Return the linear correlation; NaN if x or y is constant."""
     if len(x) < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
@@ -115,7 +116,7 @@ def pearson(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
 
 
 def spearman(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
-    """Return the correlation of ranks; equal values share the mean of their ranks."""
+    """Return the correlation of ranks; equal values get the mean of their ranks."""
     return pearson(_ranks(x), _ranks(y))
 
 
@@ -132,7 +133,7 @@ def kendall(
 
 
 def list_pairs(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "p"]]:
-    """Return every pair of rows of one group once, as two lists; the earlier row comes first."""
+    """Return every pair of rows of a group once, as two index lists, the earlier row first."""
     order = group.argsort(stable=True)
     ids = group[order]
     largest = int(group.unique(return_counts=True)[1].max()) if len(group) else 0
@@ -148,7 +149,7 @@ def list_pairs(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "
 
 
 class Reliability(NamedTuple):
-    """Holds the mean confidence, the accuracy and the number of pairs of each confidence bin."""
+    """Mean confidence, accuracy and number of pairs of each confidence bin."""
 
     confidence: Float[Tensor, "bins"]
     accuracy: Float[Tensor, "bins"]
@@ -165,10 +166,11 @@ class Reliability(NamedTuple):
 def reliability(
     lead: Float[Tensor, "n"], share: Float[Tensor, "n"], num_bins: int = 10
 ) -> Reliability:
-    """Return how often the scores' favourite wins, by its Bradley-Terry probability of 0.5 to 1.
+    """Return the win rate of the higher-scored side, binned by its Bradley-Terry probability.
 
-    Folding at 0.5 makes the result independent of which side is called A: without it, datasets that
-    name the winner first would look perfectly calibrated or not at all. Bins have equal width.
+    The probability is folded to [0.5, 1], so the result does not depend on which side is A.
+    Otherwise datasets that list the winner first would distort the calibration. Bins have equal
+    width.
     """
     confidence = lead.double().abs().sigmoid()
     won = 0.5 + lead.double().sign() * (share.double() - 0.5)
@@ -182,12 +184,12 @@ def reliability(
 def temperature(lead: Float[Tensor, "n"], share: Float[Tensor, "n"]) -> float:
     """Return the maximum-likelihood T of P(A) = sigmoid(lead / T).
 
-    It is infinite if leads do not predict the votes, and 0 if they predict them without error.
+    T is infinite if the leads do not predict the votes, and 0 if they predict them without error.
     """
     lead, share = lead.double(), share.double()
 
     def slope(beta: float) -> float:
-        """Return d cross-entropy / d beta, beta = 1 / T; it increases, its root is the optimum."""
+        """Return d cross-entropy / d beta, beta = 1 / T, increasing; its root is the optimum."""
         return float(((beta * lead).sigmoid() - share) @ lead)
 
     if slope(0.0) >= 0:
@@ -207,9 +209,9 @@ def temperature(lead: Float[Tensor, "n"], share: Float[Tensor, "n"]) -> float:
 def calibrate_leads(
     lead: Float[Tensor, "n"], share: Float[Tensor, "n"], fold: Int[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Divide leads by the temperature of the other folds, so that no row calibrates itself.
+    """Return leads divided by the temperature of the other folds, so no row calibrates itself.
 
-    Equal scores stay equal, also at temperature 0. The result is NaN if there is only one fold.
+    Equal scores stay equal, also at temperature 0. With a single fold the result is NaN.
     """
     out, parts = torch.full_like(lead, math.nan, dtype=torch.float64), fold.unique()
     for part in parts if len(parts) > 1 else ():
@@ -220,13 +222,13 @@ def calibrate_leads(
 
 
 def folds(cluster: Int[Tensor, "n"], num: int, generator: torch.Generator) -> Int[Tensor, "n"]:
-    """Assign each row a fold 0 ... num - 1; rows of one cluster stay together."""
+    """Return a random fold 0 ... num - 1 for each row; rows of a cluster stay together."""
     ids, index = cluster.unique(return_inverse=True)
     return (torch.randperm(len(ids), generator=generator) % num)[index]
 
 
 def _right_if_first_are_ties(lead: Tensor, human: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sorted |lead|, and the right answers if the first 0 ... n are called ties."""
+    """Return the sorted |lead|, and the number right if the first 0 ... n count as ties."""
     size, order = lead.double().abs().sort(stable=True)
     human, lead = human[order], lead[order]
     zero = torch.zeros(1, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Compute ratios of chunks: runs of denoising steps that are clipped and credited as one.
+"""Compute ratios of chunks, which are consecutive denoising steps clipped and credited as one.
 
 Source: GCPO, arXiv:2510.21583, and code of xingzhejun/GCPO.
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Chunk(NamedTuple):
-    """Holds what the loss of each transition needs to know about the transition's chunk."""
+    """Log-ratios and size of the chunk of each transition, for losses."""
 
     others: Float[Tensor, "n"]
-    """Sum of the log-ratios of the chunk's other transitions, without gradient."""
+    """Sum of the log-ratios of the other transitions in the chunk, without gradient."""
     size: Int[Tensor, "n"]
     """Number of transitions in the chunk."""
 
@@ -23,15 +23,15 @@ class Chunk(NamedTuple):
 def chunk_log_ratio(log_ratio: Float[Tensor, "n"], chunk: Chunk) -> Float[Tensor, "n"]:
     """Return the log of the geometric mean of a chunk's ratios, (product of ratios)^(1 / size).
 
-    The value is equal for all transitions of a chunk, but the gradient reaches each one's own ratio
-    only: for any f, the gradients of f(chunk_log_ratio) summed over a chunk are that of f at the
-    product.
+    The value is equal for all transitions of a chunk, but each gradient reaches only the ratio of
+    its own transition. For any f, the sum of the gradients of f(chunk_log_ratio) over a chunk is
+    the gradient of f at the product.
     """
     return (log_ratio + chunk.others) / chunk.size
 
 
 def chunks_of_sizes(sizes: Sequence[int], num_steps: int) -> Int[Tensor, "T"]:
-    """Return the chunk of each step, for sizes from the first step on; leftovers stand alone."""
+    """Return the chunk of each step, for chunks of `sizes`; remaining steps are single chunks."""
     if sum(sizes) > num_steps:
         raise ValueError(
             f"algorithm.chunk_sizes {list(sizes)} cover {sum(sizes)} steps; there are {num_steps}"
@@ -47,9 +47,9 @@ def latent_change(states: Float[Tensor, "B S *latent"]) -> Float[Tensor, "B S-1"
 
 
 def chunks_of_change(change: Float[Tensor, "T"]) -> Int[Tensor, "T"]:
-    """Return the chunk of each step; one ends where the latent change stops rising or falling.
+    """Return the chunk of each step; a chunk ends where the latent change stops rising or falling.
 
-    The paper reads its boundaries off a plot; that the turning step ends a chunk is our choice.
+    The paper chooses boundaries from a plot. Ending a chunk at the turning step is our choice.
     """
     slope = change.diff().sign()
     turned = torch.zeros(len(change), dtype=torch.long)

@@ -1,8 +1,8 @@
 """Combine several reward dimensions into one signal, beyond a weighted sum of advantages.
 
-Rows are samples; `valid` marks the rewards that could be computed; `group` holds ids of samples
-that share a prompt (zeros for the whole batch). An invalid reward never changes the result of
-another sample; what depends on it is NaN, never 0.
+Rows are samples. `valid` marks the rewards that could be computed. `group` has an id per prompt
+(zeros for the whole batch). An invalid reward never changes the result of another sample; results
+that depend on it are NaN, never 0.
 """
 
 import math
@@ -30,10 +30,9 @@ def centre_log_sigmoid(
 ) -> Float[Tensor, "n R"]:
     """Return log sigmoid(reward - reference), the log-probability of beating the reference.
 
-    Rewards must be logits of preferences (Bradley-Terry). The result is at most 0. Summed over
-    dimensions it is the log-probability of being good in all of them, so the worst counts most, and
-    what is good already gains little from more. NaN where the reward is invalid or has no
-    reference.
+    Rewards must be logits of preferences (Bradley-Terry). The result is at most 0. Its sum over
+    dimensions is the log-probability of being good in all of them, so the worst dimension dominates
+    and good dimensions saturate. NaN where the reward is invalid or has no reference.
 
     Source: arXiv:2402.00742.
     """
@@ -49,14 +48,14 @@ def pareto_mask(
     group: Int[Tensor, "n"],
     weights: Float[Tensor, "R"],
 ) -> Bool[Tensor, "n"]:
-    """Return which samples are dominated by no other sample of their group.
+    """Return True for samples that no other sample of their group dominates.
 
-    A sample dominates another if it is as good in every dimension and better in at least one.
-    Higher is better, lower where the weight is negative; dimensions of weight 0 do not count.
-    Samples with an invalid reward are left out, and dominate no other.
+    A sample dominates another if it is at least as good in every dimension and better in one.
+    Higher is better, or lower if the weight is negative; dimensions of weight 0 are ignored.
+    Samples with an invalid reward are False and dominate no sample.
 
-    Source: batch-wise Pareto-optimal selection of Parrot, arXiv:2401.05675, which updates on these
-    samples only.
+    Source: batch-wise Pareto-optimal selection of Parrot, arXiv:2401.05675, which updates only on
+    the selected samples.
     """
     used = weights != 0
     usable = valid[:, used].all(1)
@@ -75,9 +74,9 @@ def pareto_mask(
 def unit_range(
     value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], group: Int[Tensor, "n"]
 ) -> Float[Tensor, "n R"]:
-    """Map each dimension to [0, 1] within each group, from its lowest to its highest valid reward.
+    """Scale each dimension to [0, 1] within each group, from its lowest to its highest reward.
 
-    Dimensions that are constant in a group become 0.5; invalid rewards are NaN.
+    Dimensions that are constant in a group become 0.5. Invalid rewards are ignored and give NaN.
     """
     out = torch.full_like(value, math.nan)
     for prompt in group.unique():
@@ -93,12 +92,12 @@ def unit_range(
 def gap_weights(
     winner: Float[Tensor, "n"], loser: Float[Tensor, "n"], base: float = 2.0
 ) -> Float[Tensor, "n"]:
-    """Return base^winner - base^loser, a pair's loss weight; 0 ... base - 1 for rewards in [0, 1].
+    """Return base^winner - base^loser, the loss weight of a pair, at most base - 1 for [0, 1].
 
-    Equal gaps weigh more among good samples. The weight is negative where the rewards contradict
-    the label, and NaN where one of them is.
+    The same gap weighs more between high rewards. The weight is negative if the rewards contradict
+    the label, and NaN if a reward is NaN.
 
-    Source: GAPO, arXiv:2504.10044; base 2.
+    Source: GAPO, arXiv:2504.10044, with base 2.
     """
     if base <= 1:
         raise ValueError(f"base must be above 1, or gaps have no weight, got {base}")
@@ -110,19 +109,19 @@ def gap_weights(
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Weights reward dimensions; a weight rises below the dimension's threshold, falls beyond it.
+    """Adaptive weights of reward dimensions: rising below a threshold, falling above it.
 
-    The threshold is the reward up to which a dimension is a good proxy of what people want. Weights
-    multiply the advantages of their dimensions.
+    The threshold is the largest reward at which the dimension is a good proxy of human preference.
+    Weights multiply the advantages of their dimensions.
 
     Source: constrained RLHF, arXiv:2310.04373, mu-PPO ("at_least") and xi-PPO ("near"), and its
-    code, which draws the first multipliers near 0; ours start there.
+    code. The code draws the first multipliers near 0; we start at exactly 0.
     """
 
     thresholds: Float[Tensor, "R"]
     bound: Bound
-    """Range of the weights: (0, 1) for "at_least"; (-1, 1) for "near", which pushes back from
-    beyond."""
+    """Range of the weights. at_least: (0, 1). near: (-1, 1), so that a reward above its threshold
+    is pushed back."""
     raw: Float[Tensor, "R"]
     """Multipliers before sigmoid or tanh."""
     velocity: Float[Tensor, "R"]
@@ -146,21 +145,22 @@ class Multipliers:
         return torch.where(self.thresholds.isfinite(), weights * self.weights, weights)
 
     def state(self) -> list[list[float]]:
-        """Return the state that a checkpoint stores."""
+        """Return the state for a checkpoint."""
         return [self.raw.tolist(), self.velocity.tolist()]
 
     def restore(self, state: list[list[float]]) -> "Multipliers":
-        """Return these multipliers with the state of a checkpoint."""
+        """Return the multipliers with the state of a checkpoint."""
         raw, velocity = (torch.tensor(part) for part in state)
         return replace(self, raw=raw, velocity=velocity)
 
     def update(
         self, reward: Float[Tensor, "R"], rate: float = 0.1, momentum: float = 0.1
     ) -> "Multipliers":
-        """Return the multipliers after a step with these mean rewards of all processes.
+        """Return the multipliers after a step with the mean rewards of all processes.
 
-        `reward` is a `valid_mean`. raw -= rate * velocity, with velocity = momentum * velocity + d
-        weights/d raw * excess. A dimension whose mean is NaN keeps its multiplier and its momentum.
+        `reward` is a `valid_mean`. The step is velocity = momentum * velocity + (d weights / d raw)
+        * (reward - threshold), then raw -= rate * velocity. A dimension with a NaN mean keeps its
+        multiplier and its momentum.
         """
         weights = self.weights
         slope = weights * (1 - weights) if self.bound == "at_least" else 1 - weights**2

@@ -1,4 +1,4 @@
-"""Corrupt real clips on purpose: how far to noise them, inside which mask, and what to keep."""
+"""Corrupt real clips on purpose: choose the noise level and a mask, and restore the rest."""
 
 import torch
 from jaxtyping import Float
@@ -8,19 +8,19 @@ from flowalign.functional.noise_matching import add_noise
 
 
 def step_at_level(sigmas: Float[Tensor, "S"], level: float) -> int:
-    """Return the step of a sampler whose noise level is nearest to `level`.
+    """Return the sampler step with the noise level nearest to `level`.
 
-    Neither the end nor pure noise, which keeps nothing of a clip, is returned; a schedule therefore
-    needs at least two steps.
+    The end and pure noise, which would erase the clip, are excluded, so a schedule needs at least
+    two steps.
     """
     distance = (sigmas[:-1] - level).abs()
     return int(torch.where(sigmas[:-1] < 1, distance, torch.inf).argmin())
 
 
 def step_at_share(num_steps: int, share: float) -> int:
-    """Return the step from which round(share * num_steps) steps are left, at least one.
+    """Return the step after which round(share * num_steps) steps remain, at least one.
 
-    Shifted schedules still have a high noise level there: 0.95 at a share of 0.8 and shift 5.
+    The noise level there is still high for shifted schedules: 0.95 at share 0.8 and shift 5.
     """
     return num_steps - max(1, round(share * num_steps))
 
@@ -32,10 +32,10 @@ def restore_unmasked(
     sigma: Float[Tensor, ""],
     mask: Float[Tensor, "n *mask"],
 ) -> Float[Tensor, "n *latent"]:
-    """Return mask * x + (1 - mask) * noised(clean, noise, sigma): only the mask is redrawn.
+    """Return mask * x + (1 - mask) * noised(clean, noise, sigma), so only the mask is redrawn.
 
-    If `noise` is the initial noise of x, inside and outside belong to one state; at sigma 0 the
-    outside is the real clip.
+    If `noise` is the initial noise of x, both parts belong to one state. At sigma 0 the region
+    outside the mask is the real clip.
     Source: Local-DPO, arXiv:2601.04068, and its code.
     """
     return torch.lerp(add_noise(clean, noise, sigma.expand(len(clean))), x, mask.expand_as(x))
@@ -47,12 +47,12 @@ def moving_mask(
     """Return a binary mask of boxes and ellipses that move and change size over latent frames.
 
     Exactly round(share * volume) elements are 1, at least one and never all. Centres and sizes are
-    interpolated linearly between two random draws; shapes may overlap and leave the frame.
-    Source: Local-DPO, arXiv:2601.04068, with other shapes: its code draws outlines of one to five
-    parts whose area it does not fix.
+    interpolated linearly between two random draws. Shapes may overlap and leave the frame.
+    Source: Local-DPO, arXiv:2601.04068, but with different shapes: its code draws outlines of one
+    to five parts with no fixed area.
 
     Raises:
-        ValueError: the grid has a single element.
+        ValueError: The grid has a single element.
     """
     volume = grid[0] * grid[1] * grid[2]
     if volume < 2:
@@ -64,7 +64,7 @@ def moving_mask(
 
 
 def _distance(grid: tuple[int, int, int], generator: torch.Generator) -> Float[Tensor, "F H W"]:
-    """Return each element's distance from a moving centre, in shape sizes; the frame is 1 x 1."""
+    """Return each element's distance from a moving centre, in units of the shape size."""
     frames, rows, columns = grid
     time = torch.linspace(0, 1, frames)[:, None]
     first, last = torch.rand(2, 2, 2, generator=generator)

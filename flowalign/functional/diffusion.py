@@ -1,14 +1,15 @@
 """Express variance-preserving discrete-time diffusion models in flow coordinates.
 
-Such a model is defined on states x_vp = alpha_t data + s_t noise with alpha_t^2 = alphas_cumprod[t]
-and s_t^2 = 1 - alpha_t^2. With s_t / alpha_t = sigma / (1 - sigma) the flow state at sigma is
+A discrete-time model is defined on states x_vp = alpha_t data + s_t noise, with
+alpha_t^2 = alphas_cumprod[t] and s_t^2 = 1 - alpha_t^2. With s_t / alpha_t = sigma / (1 - sigma),
+the flow state at sigma is
 
-    x = (1 - sigma) data + sigma noise = x_vp / (alpha + s),
+    x = (1 - sigma) data + sigma noise = x_vp / (alpha + s).
 
-so one pair (data, noise) serves both, and a deterministic DDIM step, like an Euler step in s /
-alpha, is the Euler step of the flow.
+Both states have the same data and noise. A deterministic DDIM step is an Euler step in s / alpha,
+and therefore equals the Euler step of the flow.
 
-Source: DDIM, arXiv:2010.02502v4, Eq. (13), is that step in s / alpha.
+Source: DDIM, arXiv:2010.02502v4, Eq. (13), for the step in s / alpha.
 """
 
 from typing import Literal
@@ -20,20 +21,20 @@ from torch import Tensor
 from flowalign.functional.transition import per_row
 
 Prediction = Literal["epsilon", "v_prediction", "sample"]
-"""Quantity that a network predicts: the noise, v = alpha noise - s data, or the data."""
+"""Prediction of a network. epsilon: noise. v_prediction: alpha noise - s data. sample: data."""
 
 
 def flow_sigmas(alphas_cumprod: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
-    """Return the flow times s / (alpha + s) of the model's times 0 ... S - 1; they increase."""
+    """Return the increasing flow times s / (alpha + s) of the model's times 0 ... S - 1."""
     alpha, s = alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
     return s / (alpha + s)
 
 
 def even_times(num_steps: int, num_times: int) -> Int[Tensor, "S"]:
-    """Return num_steps of the times 0 ... num_times - 1, evenly spaced, from the last one down.
+    """Return `num_steps` evenly spaced times of 0 ... num_times - 1, descending from the last.
 
-    Source: the "trailing" spacing of Lin et al. 2023, arXiv:2305.08891, Table 2. Other spacings do
-    not start at the last time, or stop at time 0 rather than at data.
+    Source: the "trailing" spacing of Lin et al. 2023, arXiv:2305.08891, Table 2. Other spacings
+    start below the last time, or stop at time 0 instead of at the data.
     """
     if not 1 <= num_steps <= num_times:
         raise ValueError(f"{num_steps} steps: the model has {num_times} times, and takes 1 or more")
@@ -43,9 +44,9 @@ def even_times(num_steps: int, num_times: int) -> Int[Tensor, "S"]:
 
 
 def fractional_time(sigma: Float[Tensor, "n"], table: Float[Tensor, "S"]) -> Float[Tensor, "n"]:
-    """Return the model's time of a flow time: exactly k for table[k], linear in s / alpha between.
+    """Return the model time of a flow time: k at table[k], and linear in s / alpha in between.
 
-    Flow times outside the table get the nearest time of the table.
+    Flow times outside the table are clamped to the table.
     """
     sigma = sigma.clamp(table[0], table[-1])
     above = torch.searchsorted(table, sigma).clamp(min=1)
@@ -57,14 +58,14 @@ def fractional_time(sigma: Float[Tensor, "n"], table: Float[Tensor, "S"]) -> Flo
 def preserving_state(
     x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "n"]
 ) -> Float[Tensor, "n *latent"]:
-    """Return x_vp = x (alpha + s), whose variance is 1 if that of data and noise is."""
+    """Return x_vp = x (alpha + s), which has variance 1 if data and noise have variance 1."""
     return x / per_row(norm(sigma), x)
 
 
 def norm(sigma: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """Return the scale ((1 - sigma)^2 + sigma^2)^(1/2) of a flow state of unit data and noise.
+    """Return ((1 - sigma)^2 + sigma^2)^(1/2), the std of a flow state of unit data and noise.
 
-    This is 1 / (alpha + s), and 1 at sigma = 1.
+    It equals 1 / (alpha + s), and is 1 at sigma = 1.
     """
     return ((1 - sigma) ** 2 + sigma**2).sqrt()
 
@@ -75,9 +76,9 @@ def flow_velocity(
     x: Float[Tensor, "n *latent"],
     sigma: Float[Tensor, "n"],
 ) -> Float[Tensor, "n *latent"]:
-    """Convert a prediction of the noise, of v or of the data at flow state x to noise - data.
+    """Convert a prediction of noise, v or data at flow state x to the velocity noise - data.
 
-    epsilon diverges at sigma = 1, where a state holds nothing of the data, and sample at sigma = 0.
+    The kind epsilon diverges at sigma = 1, where the state is pure noise; sample at sigma = 0.
     """
     t = per_row(sigma, x)
     if kind == "epsilon":

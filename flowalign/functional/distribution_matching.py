@@ -1,12 +1,12 @@
-"""Distil a sampler of few steps by matching the distributions along its trajectories (TDM, TDM-R1).
+"""Distil a few-step sampler by matching the distributions along its trajectories (TDM, TDM-R1).
 
-A deterministic sampler of K steps passes K *boundaries*: the states after each step, at noise level
-m, which are data x0_hat and noise n with x_m = (1 - m) x0_hat + m n. A boundary is noised further,
-to t > m; there the data that the real model, the fake one and others predict are compared, and
-x0_hat moves by their difference.
+A deterministic sampler of K steps passes K *boundaries*, the states after each step. A boundary at
+noise level m consists of data x0_hat and noise n with x_m = (1 - m) x0_hat + m n. It is noised
+further, to t > m. There the data predictions of the real model, the fake model and further models
+are compared, and x0_hat moves by their difference.
 
-Source: TDM-R1, arXiv:2603.07700, and TDM, arXiv:2503.06674, as Flow-Factory implements them; their
-own training code was not read.
+Source: TDM-R1, arXiv:2603.07700, and TDM, arXiv:2503.06674, as implemented in Flow-Factory. We have
+not read the authors' training code.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from flowalign.functional.transition import per_row
 
 _LEAST = 1e-6
-"""Lower bound of a mean distance by which a loss is divided."""
+"""Lower bound of the mean distance that divides a loss."""
 
 
 def boundary(
@@ -24,7 +24,7 @@ def boundary(
 ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"]]:
     """Return the data x - sigma v and the noise x + (1 - sigma) v that a velocity predicts.
 
-    Every Euler step from x along v leads to a mixture of these two.
+    Every Euler step from x along v leads to a mixture of this data and this noise.
     """
     return x - sigma * v, x + (1 - sigma) * v
 
@@ -35,10 +35,11 @@ def renoise_boundary(
     m: Float[Tensor, ""],
     t: Float[Tensor, "n"],
 ) -> Float[Tensor, "n *latent"]:
-    """Return the noise of a boundary of level m after it is noised to t >= m, with unit variance.
+    """Return the unit-variance noise of a boundary at level m after noising it to t >= m.
 
-    With rho = (1 - t) / (1 - m) it is (rho m n + sqrt(t^2 - (rho m)^2) f) / t, so that (1 - t)
-    x0_hat + t times it is rho x_m and fresh noise f. At t = m it is n itself, at m = 0 it is f.
+    With rho = (1 - t) / (1 - m), the noise is n_t = (rho m n + sqrt(t^2 - (rho m)^2) f) / t for
+    fresh noise f, so (1 - t) x0_hat + t n_t is rho x_m plus fresh noise. At t = m it is n, and at
+    m = 0 it is f.
     """
     remaining = (1 - t) / (1 - m) * m
     added = (t.square() - remaining.square()).clamp(min=0).sqrt()
@@ -48,10 +49,10 @@ def renoise_boundary(
 def importance(
     noise: Float[Tensor, "n *latent"], fresh: Float[Tensor, "n *latent"], largest: float
 ) -> Float[Tensor, "n"]:
-    """Return exp(mean(f^2) / 2 - mean(noise^2) / 2), at most `largest`.
+    """Return exp(mean(fresh^2) / 2 - mean(noise^2) / 2), at most `largest`.
 
-    It is the density of the noise used over that of the fresh noise, to the power 1 / elements: 1
-    to within a few per cent for real latents.
+    It is the density ratio of the used noise and the fresh noise to the power 1 / elements. For
+    real latents it is within a few per cent of 1.
     """
     log_ratio = (fresh.square() - noise.square()).flatten(1).mean(1) / 2
     return log_ratio.exp().clamp(max=largest)
@@ -68,10 +69,10 @@ def moved_data_loss(
     normaliser: Float[Tensor, "n *latent"],
     huber: float | None = None,
 ) -> Float[Tensor, "n"]:
-    """Return half the mean square between x0_hat and sg(x0_hat + direction), over a distance.
+    """Return half the mean square of x0_hat - sg(x0_hat + direction), divided by a distance.
 
-    The distance is mean |x0_hat - normaliser|, constant. With `huber`, c, a square d^2 / 2 becomes
-    sqrt(d^2 + c^2) - c, whose gradient is bounded.
+    The distance is mean |x0_hat - normaliser|, without gradient. With `huber` = c, each square
+    d^2 / 2 becomes sqrt(d^2 + c^2) - c, which has a bounded gradient.
     """
     delta = x0_hat - (x0_hat + direction).detach()
     each = delta.square() / 2 if huber is None else (delta.square() + huber**2).sqrt() - huber
@@ -85,7 +86,7 @@ def mask_runaways(
     advantage: Float[Tensor, "n"],
     limit: float,
 ) -> Bool[Tensor, "n"]:
-    """Return True where an error has moved the way of its advantage, and (l - l_ref)^2 > limit."""
+    """Return True where an error l followed its advantage too far: (l - l_ref)^2 > limit."""
     change = (error - reference).detach()
     return (advantage * change < 0) & (change.square() > limit)
 
@@ -93,5 +94,5 @@ def mask_runaways(
 def levels_above(
     uniform: Float[Tensor, "n"], m: Float[Tensor, ""], highest: Float[Tensor, ""]
 ) -> Float[Tensor, "n"]:
-    """Return the noise levels that numbers in [0, 1) choose between m and a level above it."""
+    """Return noise levels between m and `highest`, chosen by `uniform` numbers in [0, 1)."""
     return m + (highest - m) * torch.as_tensor(uniform).clamp(min=1e-3)

@@ -1,4 +1,4 @@
-"""Compute the entropy of denoising steps, and lengthen steps until they have enough of it.
+"""Compute the entropy of denoising steps, and lengthen steps until their entropy is sufficient.
 
 Source: E-GRPO, arXiv:2601.00423.
 """
@@ -25,9 +25,9 @@ def merge_steps(
 ) -> Float[Tensor, "S"]:
     """Return the schedule with step k lengthened until exp(step_entropy) reaches the threshold.
 
-    eta is the noise level of step k. Points that the longer step passes over move to its end, where
-    steps of length 0 do nothing. The step never reaches sigma 0, and stops growing where more
-    length adds no noise, as with CPS.
+    `eta` is the noise level of step k. Schedule points inside the longer step move to its end and
+    become steps of length 0, which do nothing. The step never reaches sigma 0. It stops growing if
+    more length adds no noise, as with CPS.
     """
     merged, least = sigmas, -math.inf
     for j in range(k + 1, len(sigmas) - 1):

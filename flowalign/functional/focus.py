@@ -1,8 +1,9 @@
-"""Weigh the places of a picture by how surely they show a given subject, and how much of it.
+"""Weight the patches of an image by their match to a reference subject and by its detail.
 
-Source: FocusDPO, arXiv:2509.01181, of which the abstract was read: focus regions come from the
-correspondence to the reference and the reference's complexity, and move with the noise level;
-information-rich patches count more, uncertain ones less. The formulas here are a reconstruction.
+Source: FocusDPO, arXiv:2509.01181; a reconstruction from the abstract. According to the abstract,
+focus regions come from the correspondence to the reference and from its complexity, and change with
+the noise level. Information-rich patches weigh more, uncertain patches less. The formulas are our
+choice.
 """
 
 import torch
@@ -17,9 +18,9 @@ from flowalign.functional.transition import per_row
 def correspondence(
     features: Float[Tensor, "p D"], reference: Float[Tensor, "q D"]
 ) -> tuple[Float[Tensor, "p"], Int[Tensor, "p"]]:
-    """Return the cosine of each patch to the reference's patch that is most like it, and which.
+    """Return each patch's cosine to its most similar reference patch, and the index of that patch.
 
-    Negative cosines are 0: the reference has nothing like it.
+    Negative cosines become 0, because the reference has no similar patch.
     """
     cosine = normalize(features, dim=1) @ normalize(reference, dim=1).T
     best, which = cosine.max(1)
@@ -27,7 +28,7 @@ def correspondence(
 
 
 def complexity(patches: Float[Tensor, "q 3 h w"]) -> Float[Tensor, "q"]:
-    """Return the standard deviation of the pixels of each patch, divided by the largest of them.
+    """Return the pixel standard deviation of each patch, divided by the largest of all patches.
 
     A reference of one colour has complexity 0 everywhere.
     """
@@ -38,18 +39,18 @@ def complexity(patches: Float[Tensor, "q 3 h w"]) -> Float[Tensor, "q"]:
 def focus(
     match: Float[Tensor, "p"], which: Int[Tensor, "p"], detail: Float[Tensor, "q"]
 ) -> Float[Tensor, "p"]:
-    """Return match * (1 + detail) / 2: sure matches of rich places of the reference count most."""
+    """Return match * (1 + detail) / 2, largest for close matches of detailed reference patches."""
     return match * (1 + detail[which]) / 2
 
 
 def focus_weights(
     field: Float[Tensor, "n *mask"], sigma: Float[Tensor, "n"], floor: float, window: int
 ) -> Float[Tensor, "n *mask"]:
-    """Return the weights of places at a noise level: mean 1 in each row.
+    """Return the weights of positions at a noise level, with mean 1 per row.
 
-    They are floor + (1 - floor) f, with f the field near the data, and its mean over windows of
-    `window` places at pure noise, where only the layout can be told; in between both are mixed,
-    sigma of the mean. Places without the subject keep the floor.
+    The weights are floor + (1 - floor) f, then normalised. Here f = (1 - sigma) field + sigma m,
+    and m is the mean of the field over windows of `window` positions, because only the layout is
+    visible at pure noise. Positions without the subject have weight `floor` before normalisation.
     """
     pictures = field.flatten(0, -3)[:, None]
     coarse = avg_pool2d(pictures, window, 1, window // 2, count_include_pad=False)

@@ -1,9 +1,9 @@
-"""Compute the losses of reinforcement learning on the forward process; one number per row.
+"""Compute the losses of reinforcement learning on the forward process, one number per row.
 
-A row is a clean sample of the policy, noised again at one level sigma, with its advantage. e is a
-velocity residual v - d, d = noise - x0 the target, and l = mean(e^2) its error. Residuals of x0 are
-those of the velocity times -sigma, as x0_hat - x0 = -sigma (v - d). `same_group` [n, N] says which
-of N rows, those of all processes, belong to the group of each of n rows. The caller reduces.
+A row is a clean sample of the policy, noised again to a level sigma, with its advantage. The
+velocity residual is e = v - d with target d = noise - x0, and l = mean(e^2) is its error. Residuals
+of x0 are x0_hat - x0 = -sigma (v - d). `same_group` [n, N] marks, for each of n rows, the rows of
+its group among the N rows of all processes. The caller reduces the result.
 """
 
 from typing import Literal
@@ -17,11 +17,11 @@ from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
 
 _LEAST_SCALE = 1e-5
-"""Lower bound of the scales of residuals by which errors are divided, from DiffusionNFT's code."""
+"""Lower bound of the residual scale that divides an error, from DiffusionNFT's code."""
 
 
 def self_normalised_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n"]:
-    """Return mean(e^2) / mean|e| with a constant denominator: all rows have similar gradients.
+    """Return mean(e^2) / sg(mean|e|), so that all rows have gradients of similar size.
 
     Source: the adaptive weight of DiffusionNFT, arXiv:2509.16117, and its code.
     """
@@ -46,11 +46,11 @@ def nft(
 ) -> Float[Tensor, "n"]:
     """Return (r L(v+) + (1 - r) L(v-)) / beta for r = `optimal`.
 
-    v+ = v_old + beta (v - v_old) and v- = v_old - beta (v - v_old) are an implicit positive and an
-    implicit negative policy, and L is the self-normalised error of their x0. Where policy and old
-    policy are equal, the gradient is (2 r - 1) times that of L(v), whatever beta.
+    v+ = v_old + beta (v - v_old) is an implicit positive policy, v- = v_old - beta (v - v_old) an
+    implicit negative policy, and L the self-normalised error of x0. If policy and old policy are
+    equal, the gradient is (2 r - 1) times the gradient of L(v), for any beta.
 
-    Source: DiffusionNFT, arXiv:2509.16117, and its code, without its factor `largest`.
+    Source: DiffusionNFT, arXiv:2509.16117, and its code, without the factor `largest`.
     """
     s, change = per_row(sigma, policy), beta * (policy - old)
     positive = self_normalised_error(s * (old + change))
@@ -61,19 +61,22 @@ def nft(
 Weighting = Literal[
     "uniform", "sigma", "sigma_squared", "huber", "generalised_huber", "self_normalised"
 ]
-"""Function of a row's error that stands for minus its log-likelihood, see `negative_elbo`."""
+"""Function of a row's error that estimates its negative log-likelihood, see `negative_elbo`."""
 
 
 def negative_elbo(
     residual: Float[Tensor, "n *latent"], sigma: Float[Tensor, "n"], weighting: Weighting
 ) -> Float[Tensor, "n"]:
-    """Return minus the log-likelihood of the clean samples as one noise level estimates it.
+    """Return the negative log-likelihood of clean samples, estimated at one noise level.
 
-    uniform: l, the evidence lower bound with weight 1 of EPG, arXiv:2602.04663. sigma,
-    sigma_squared: times a power of sigma. huber: sigma (sqrt(l + 1e-10) - 1e-5).
-    generalised_huber: sigma ((l + 1e-10)^p - 1e-10^p) / p with p = 1/4, AWM's own choice. The first
-    five are those of AWM, arXiv:2509.25050, and its code. self_normalised: that of x0, which is
-    V-GRPO's, arXiv:2604.23380 as others describe it.
+    - uniform: l, the evidence lower bound with weight 1 of EPG, arXiv:2602.04663.
+    - sigma, sigma_squared: sigma l and sigma^2 l.
+    - huber: sigma (sqrt(l + 1e-10) - 1e-5).
+    - generalised_huber: sigma ((l + 1e-10)^p - 1e-10^p) / p with p = 1/4, the choice of AWM.
+    - self_normalised: the self-normalised error of x0, of V-GRPO, arXiv:2604.23380 (from a
+      secondary source).
+
+    The first five are in AWM, arXiv:2509.25050, and its code.
     """
     if weighting == "self_normalised":
         return self_normalised_error(per_row(sigma, residual) * residual)
@@ -94,7 +97,7 @@ def negative_elbo(
 def soft_clip(advantage: Float[Tensor, "n"], largest: float) -> Float[Tensor, "n"]:
     """Return largest * tanh(A / largest).
 
-    Source: V-GRPO, arXiv:2604.23380, its Eq. (17) as others describe it.
+    Source: V-GRPO, arXiv:2604.23380, Eq. (17) (from a secondary source).
     """
     return largest * (advantage / largest).tanh()
 
@@ -105,10 +108,10 @@ def reward_adjusted_matching(
     advantage: Float[Tensor, "n"],
     eta: float,
 ) -> Float[Tensor, "n"]:
-    """Return mean |v - sg(v_ref + eta A (d - v))|^2: the target is moved by the reward.
+    """Return mean |v - sg(v_ref + eta A (d - v))|^2, a regression to a reward-adjusted target.
 
-    Its gradient is that of mean |v - v_ref|^2 + eta A l.
-    Source: RAM, arXiv:2605.10759, as three accounts describe it; its code was not read.
+    Its gradient equals the gradient of mean |v - v_ref|^2 + eta A l.
+    Source: RAM, arXiv:2605.10759, from three secondary sources; we have not read its code.
     """
     moved = reference - per_row(eta * advantage, policy) * policy.detach()
     return sample_error(policy - moved)
@@ -119,10 +122,10 @@ def advantage_weighted_regression(
     old: Float[Tensor, "n *latent"],
     advantage: Float[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
-    """Return mean |v - (v_old + A (d - v_old))|^2: towards the sample from the old policy, or away.
+    """Return mean |v - (v_old + A (d - v_old))|^2, which moves v towards d if A > 0, else away.
 
-    Its gradient is that of (1 - A) mean |v - v_old|^2 + A l.
-    Source: FlowAWR, arXiv:2606.30376, as the documents of a reproduction describe it.
+    Its gradient equals the gradient of (1 - A) mean |v - v_old|^2 + A l.
+    Source: FlowAWR, arXiv:2606.30376, according to the documentation of a reproduction.
     """
     return sample_error(policy - per_row(1 - advantage, old) * old)
 
@@ -131,7 +134,7 @@ def advantage_weighted_regression(
 
 
 def same_group(rows: Int[Tensor, "n"], everywhere: Int[Tensor, "N"]) -> Bool[Tensor, "n N"]:
-    """Return which rows of all processes belong to the group of each row."""
+    """Return True where a row of all processes (column) is in the group of a row."""
     return rows[:, None] == everywhere[None, :]
 
 
@@ -146,9 +149,9 @@ def softmax_advantage(
     same_group: Bool[Tensor, "n N"],
     temperature: float,
 ) -> Float[Tensor, "n"]:
-    """Return G softmax(A / temperature) - 1 within groups of G: at least -1, and 0 on average.
+    """Return G softmax(A / temperature) - 1 within groups of size G; at least -1, with mean 0.
 
-    Source: FlowAWR, arXiv:2606.30376, its Eq. (11), with rewards in units of their deviation.
+    Source: FlowAWR, arXiv:2606.30376, Eq. (11), with rewards in units of their standard deviation.
     """
     logits = (everyone / temperature)[None].masked_fill(~same_group, -torch.inf)
     size = same_group.sum(1)
@@ -161,10 +164,10 @@ def group_preference(
     same_group: Bool[Tensor, "n N"],
     beta: float,
 ) -> Float[Tensor, "n"]:
-    """Return z = beta mean(A (l - l_ref)) over the group of each row, for `change` l - l_ref.
+    """Return z = beta mean(A (l - l_ref)) over the group of each row; `change` is l - l_ref.
 
-    DGPO minimises -log sigmoid(-z). Above 0 the policy prefers the worse samples of the group.
-    Source: DGPO, arXiv:2510.08425, and its code: a mean over the group, without a factor 1/2.
+    DGPO minimises -log sigmoid(-z). If z > 0, the policy prefers the worse samples of the group.
+    Source: DGPO, arXiv:2510.08425, and its code, with a mean over the group and no factor 1/2.
     """
     return group_mean(beta * advantage * change, same_group)
 
@@ -175,9 +178,9 @@ def dgpo(
     preference: Float[Tensor, "n"],
     stopped: Bool[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
-    """Return sigmoid(z) A l with a constant sigmoid, and without a gradient where `stopped`.
+    """Return sg(sigmoid(z)) A l, without gradient where `stopped`.
 
-    Over the rows of a group its mean has the gradient of -log sigmoid(-z) / beta.
+    Its mean over the rows of a group has the gradient of -log sigmoid(-z) / beta.
     Source: the code of DGPO, arXiv:2510.08425.
     """
     matched = torch.where(stopped, error.detach(), error)
@@ -190,9 +193,9 @@ def mask_outside_clip(
     advantage: Float[Tensor, "n"],
     clip: float,
 ) -> Bool[Tensor, "n"]:
-    """Return True where exp(l_old - l) has left [1 - clip, 1 + clip] in the advantage's direction.
+    """Return True where exp(l_old - l) left [1 - clip, 1 + clip] in the advantage's direction.
 
-    Source: the guard in the code of DGPO, arXiv:2510.08425.
+    Source: the clipping in the code of DGPO, arXiv:2510.08425.
     """
     ratio = (old - error).detach().exp()
     return torch.where(advantage > 0, ratio > 1 + clip, ratio < 1 - clip)
@@ -201,9 +204,9 @@ def mask_outside_clip(
 def implicit_reward(
     policy: Float[Tensor, "n *latent"], old: Float[Tensor, "n *latent"]
 ) -> Float[Tensor, "n"]:
-    """Return by how much the policy's self-normalised error is below the old policy's.
+    """Return the self-normalised error of the old policy minus the error of the policy.
 
-    Source: CRD, arXiv:2603.14128, as Flow-Factory implements it.
+    Source: CRD, arXiv:2603.14128, as implemented in Flow-Factory.
     """
     return self_normalised_error(old) - self_normalised_error(policy)
 
@@ -214,11 +217,11 @@ def crd(
     beta: float,
     form: Literal["mse", "bce"] = "mse",
 ) -> Float[Tensor, "n"]:
-    """Return the distance of beta times the implicit rewards from the optimalities, over beta.
+    """Return the distance between beta * implicit and `optimal`, divided by beta.
 
-    Both are centred: what is left after a constant mean over the row's group. mse: the square of
-    the difference. bce: the cross-entropy of sigmoid(beta R) with sigmoid(optimality).
-    Source: CRD, arXiv:2603.14128, as Flow-Factory implements it, without its factor `largest`.
+    Both inputs must be centred: the caller subtracts the mean over each row's group. mse: the
+    squared difference. bce: the cross-entropy of sigmoid(beta * implicit) with sigmoid(optimal).
+    Source: CRD, arXiv:2603.14128, as implemented in Flow-Factory, without the factor `largest`.
     """
     if form == "mse":
         return (beta * implicit - optimal).square() / beta
@@ -229,9 +232,9 @@ def crd(
 def adaptive_weight(
     optimal: Float[Tensor, "n"], largest: float, least: float
 ) -> Float[Tensor, "n"]:
-    """Return least + (largest - least) r: good samples are held nearer to the reference than bad.
+    """Return the KL weight least + (largest - least) r, which is higher for good samples.
 
-    Source: the reward-adaptive KL of CRD, arXiv:2603.14128, as Flow-Factory implements it.
+    Source: the reward-adaptive KL of CRD, arXiv:2603.14128, as implemented in Flow-Factory.
     """
     return least + (largest - least) * optimal
 
@@ -258,9 +261,9 @@ def norm_ratio(
 
 
 def norm_hinge(ratio: Float[Tensor, "n"], power: int) -> Float[Tensor, "n"]:
-    """Return max(0, ratio - 1)^power: 0 unless the policy predicts more than the reference.
+    """Return max(0, ratio - 1)^power, a penalty if the policy's norm exceeds the reference's.
 
-    Source: NormGuard, arXiv:2606.27771, of which we know that a hinge acts where ||v|| > ||v_ref||.
-    That it is relative, its power and its place per sample are a reconstruction.
+    Source: NormGuard, arXiv:2606.27771; a reconstruction. We only know that the paper's hinge acts
+    where ||v|| > ||v_ref||. The relative form, the power and the per-sample norm are our choice.
     """
     return (ratio - 1).clamp(min=0) ** power

@@ -10,10 +10,10 @@ from torch import Tensor
 def merge_factors(
     down: Sequence[Float[Tensor, "r i"]], up: Sequence[Float[Tensor, "o r"]]
 ) -> tuple[Float[Tensor, "r i"], Float[Tensor, "o r"]]:
-    """Return factors of rank r whose product is nearest to the mean of the products up @ down.
+    """Return factors of rank r with the product nearest to the mean of the products up @ down.
 
-    Averaging the factors themselves is something else: it mixes the up of one update with the down
-    of another. The singular values are divided evenly between both factors.
+    Averaging the factors would be wrong, because it multiplies the `up` of one update with the
+    `down` of another. The singular values are divided evenly between both factors.
     """
     rank = len(down[0])
     wide = torch.cat(list(down)).double()
@@ -26,7 +26,7 @@ def merge_factors(
 
 
 def _padded(part: Tensor, like: Tensor) -> Tensor:
-    """Return the factor with zeros where the layer is smaller than the rank, in the given dtype."""
+    """Return a factor padded with zeros to the shape and dtype of `like`."""
     out = torch.zeros_like(like)
     out[: part.shape[0], : part.shape[1]] = part
     return out

@@ -1,7 +1,7 @@
-"""Weigh the places of media: maps of datasets and of rewards, brought onto the grid of latents.
+"""Resize and normalise importance maps from datasets and rewards for the grid of latents.
 
-A map has a number of at least 0 for every place: [h, w] of a picture, [F, h, w] of a clip, at any
-resolution. Datasets hold it in files, rewards return it, and losses weigh errors by it.
+A map has a weight >= 0 for every position: [h, w] for an image, [F, h, w] for a clip, at any
+resolution. Maps come from dataset files or rewards. Losses multiply errors by them.
 """
 
 import torch
@@ -13,12 +13,12 @@ from torch.nn.functional import interpolate
 def average_on_grid(
     maps: Float[Tensor, "n *place"], grid: tuple[int, ...]
 ) -> Float[Tensor, "n 1 *grid"]:
-    """Average maps onto a grid with as many axes, one channel each."""
+    """Return maps, averaged onto a grid with the same number of axes, with one channel."""
     return interpolate(maps[:, None].float(), size=grid, mode="area")
 
 
 def normalise_mean(maps: Float[Tensor, "n *map"]) -> Float[Tensor, "n *map"]:
-    """Scale each map to mean 1; one that is 0 everywhere, or unknown somewhere, becomes ones."""
+    """Return maps scaled to mean 1; a map of zeros, or with a non-finite value, becomes ones."""
     flat = maps.flatten(1)
     known = flat.isfinite().all(1) & (flat.sum(1) > 0)
     row = (-1, *[1] * (maps.ndim - 1))
@@ -34,9 +34,10 @@ def paint_boxes(
     elsewhere: float,
     best: bool = True,
 ) -> Float[Tensor, "height width"]:
-    """Paint boxes, left, top, right and bottom in pixels, with values; other places get another.
+    """Return a map with boxes (left, top, right, bottom in pixels) filled with their values.
 
-    Where boxes overlap, the highest value counts if `best`, else the lowest.
+    The rest of the map is `elsewhere`. Where boxes overlap, the highest value counts if `best`,
+    else the lowest.
     """
     order = values.argsort(descending=not best)
     picture = torch.full((height, width), elsewhere)

@@ -1,9 +1,9 @@
-"""Caches rows of tensors by key: computed once by one of all processes, stored in a folder.
+"""Cache rows of tensors by key in a folder; each row is computed once, by one of all processes.
 
-<folder>/<hash of its keys>.safetensors holds up to 256 rows and about 64 MiB: `key`, a SHA-256 of
-what was encoded and how, and the tensors. Files are written atomically and never changed: several
-processes may share a folder, and a kill loses at most one file's work. They are mapped into memory,
-not read: a batch costs its own rows, however large the folder is.
+<folder>/<hash of its keys>.safetensors holds up to 256 rows and about 64 MiB. Its tensor `key` has
+SHA-256 hashes of the inputs and of the encoding settings. Files are written atomically and never
+changed, so several processes may share a folder, and a killed process loses at most one file.
+Files are mapped into memory, so a batch reads only its own rows, even from a large folder.
 """
 
 import hashlib
@@ -26,20 +26,20 @@ BYTES_PER_FILE = 1 << 26
 
 Key = bytes
 Keys = tuple[Key, ...]
-"""Keys of the rows that are computed from one input, such as a picture and its mirror image."""
+"""Keys of the rows that are computed from one input, such as an image and its mirror image."""
 Row = Mapping[str, Tensor]
 T = TypeVar("T")
 
 
 class TensorCache:
-    """Caches rows of tensors by key, in a folder or, without one, in memory."""
+    """Cache of tensor rows by key, in a folder or, if `folder` is None, in memory."""
 
     def __init__(self, folder: Path | None, processes: Processes = ALONE):
         self.folder, self.processes = folder, processes.ungrouped
         self.num_found = 0
         """Number of rows that `fill` found in the cache."""
         self.num_damaged = 0
-        """Number of files that this process found unreadable and deleted, with their rows."""
+        """Number of unreadable files that this process deleted."""
         self._places: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
         self._mapped: set[str] = set()
         self._pending: dict[tuple, dict[Key, Row]] = {}
@@ -47,7 +47,7 @@ class TensorCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
-        """Return the keys that neither this process nor another has written."""
+        """Return the keys that no process has written."""
         if any(key not in self._places for key in keys):
             self._refresh()
         return [key for key in keys if key not in self._places]
@@ -57,10 +57,11 @@ class TensorCache:
         wanted: Mapping[Keys, T],
         compute: Callable[[Sequence[tuple[Keys, T]]], dict[Key, str]],
     ) -> dict[Key, str]:
-        """Compute the missing rows, those of one input together; returns why any remain missing.
+        """Compute the missing rows; return the reason of each failure by key.
 
-        `compute` puts the rows of the keys that it is given. Processes that share a folder divide
-        what they miss among themselves and wait for one another; all of them must call this.
+        `compute` gets inputs with their missing keys, and puts the rows of these keys. Processes
+        that share a folder divide the missing inputs and wait for each other, so all of them must
+        call this.
         """
         keys = list(dict.fromkeys(chain(*wanted)))
         absent = dict.fromkeys(self.missing(keys))
@@ -76,7 +77,7 @@ class TensorCache:
         )  # a slow file system may hide new files
 
     def put(self, key: Key, row: Row) -> None:
-        """Add a row. It is written, and can be read, once its file is full or after `flush`."""
+        """Add a row. It is written and readable once its file is full, or after `flush`."""
         kind = tuple((name, value.dtype, value.shape) for name, value in row.items())
         alike = self._pending.setdefault(kind, {})
         alike[key] = row
@@ -85,12 +86,12 @@ class TensorCache:
             self._write(self._pending.pop(kind))
 
     def flush(self) -> None:
-        """Write the rows that were put and do not yet fill a file."""
+        """Write the remaining rows, which do not fill a file."""
         while self._pending:
             self._write(self._pending.popitem()[1])
 
     def read(self, keys: Sequence[Key]) -> dict[str, Tensor]:
-        """Return rows in the order of their keys, all of which were written.
+        """Return rows in the order of `keys`; every key must have been written.
 
         Raises:
             ValueError: Rows differ in shape.
@@ -145,13 +146,13 @@ class TensorCache:
         self._places |= {key: (table, row) for row, key in enumerate(keys)}
 
     def _discard(self, file: Path) -> None:
-        with suppress(FileNotFoundError):  # where another process was faster, it counts
+        with suppress(FileNotFoundError):  # the process that deletes the file counts it
             file.unlink()
             self.num_damaged += 1
 
 
 def _select_missing(wanted: Mapping[Keys, T], absent: Iterable[Key]) -> list[tuple[Keys, T]]:
-    """Return the inputs that have missing rows, with the keys of these rows."""
+    """Return the inputs with missing rows, each with its missing keys."""
     gone = set(absent)
     found = ((tuple(key for key in keys if key in gone), one) for keys, one in wanted.items())
     return [(keys, one) for keys, one in found if keys]

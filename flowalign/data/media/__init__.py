@@ -1,4 +1,4 @@
-"""Media: files to tensors and back, frames of clips, and pictures of them."""
+"""Decode and encode images and videos, select frames, and make thumbnails."""
 
 from flowalign.data.media.media import Media
 

@@ -36,16 +36,16 @@ __all__ = [
     "count_frames",
 ]
 _ROUNDING = 2e-3
-"""Tolerance in seconds: headers of videos count milliseconds, and round."""
+"""Tolerance in seconds, because video headers round to milliseconds."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Holds decoded frames in 8 bits, a quarter of their size in floating point."""
+    """Decoded frames in 8 bits, which take a quarter of the memory of float32."""
 
     pixels: UInt8[Tensor, "F 3 H W"]
     fps: float | None = None
-    """Frames per second of these frames; None for an image, or if unknown."""
+    """Frames per second of `pixels`; None for an image or if unknown."""
 
     @property
     def frames(self) -> Float[Tensor, "F 3 H W"]:
@@ -59,16 +59,17 @@ def decode(
     fps: float | None = None,
     num_frames: int | None = None,
 ) -> Clip:
-    """Decode all frames of a video, or those that a `Choice` of these options names.
+    """Decode all frames of a video, or the frames that a `FrameSelection` of the options selects.
 
-    An image is one frame. A folder of images is a clip at the rate of the medium, in the natural
-    order of names. A video's own rate goes before that, its mean rate if frames come unevenly. EXIF
-    data turn images, which also lose transparency; a display matrix turns videos.
+    An image is one frame. A folder of images is a clip in natural order of the file names, with
+    `medium.fps` frames per second. A video's own rate overrides `medium.fps`; it is the mean rate
+    if frames are unevenly spaced. Images are rotated by their EXIF data and lose transparency.
+    Videos are rotated by their display matrix.
 
     Raises:
-        MediaProblem: the file is missing, damaged, empty or of an unknown kind, or lacks frames
-            that were requested; none is ever repeated or made up.
-        ValueError: it is a video, and av is not installed.
+        MediaProblem: The file is missing, damaged, empty or of an unknown kind, or lacks requested
+            frames. Frames are never repeated or invented.
+        ValueError: The file is a video and av is not installed.
     """
     choice = FrameSelection(max_frames, fps, num_frames)
     path = Path(medium.path) if medium.path else None
@@ -84,14 +85,14 @@ def decode(
 
 
 def is_video(medium: Media) -> bool:
-    """Return whether a file is a video, by its name or by its first bytes; others are images."""
+    """Return whether a file is a video, by its name or first bytes; otherwise it is an image."""
     if medium.path:
         return Path(medium.path).suffix.lower() in VIDEOS
     return _looks_like_video(medium.data or b"")
 
 
 def _looks_like_video(data: bytes) -> bool:
-    """Recognise MP4 and its relatives, Matroska, GIF and AVI."""
+    """Return whether bytes begin like MP4 and related formats, Matroska, GIF or AVI."""
     return data[4:8] == b"ftyp" or data[:4] in (b"\x1aE\xdf\xa3", b"GIF8") or data[8:12] == b"AVI "
 
 
@@ -104,7 +105,7 @@ def _stack_frames(
     stated: float | None = None,
     tick: float = 0.0,
 ) -> Clip:
-    """Stack the frames that `choice` selects; `pixels` is called for these only."""
+    """Stack the frames that `choice` selects; `pixels` is called for selected frames only."""
     seconds: list[float] = []
 
     def noted() -> Iterator[TimedFrame]:
@@ -122,13 +123,13 @@ def _stack_frames(
     return Clip(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous(), rate)
 
 
-# Pictures -----------------------------------------------------------------------------------------
+# Images -------------------------------------------------------------------------------------------
 
 
 def _decode_picture(
     source: Path | io.BytesIO, name: str, fps: float | None, choice: FrameSelection
 ) -> Clip:
-    """Decode one frame, or those of an animated WebP."""
+    """Decode an image, or all frames of an animated WebP."""
     with _open_picture(source, name) as image:
         frames = ImageSequence.all_frames(image) if count_frames(image) > 1 else [image]
         lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
@@ -150,12 +151,12 @@ def _decode_picture(
 
 
 def count_frames(image: Image.Image) -> int:
-    """Return the frames of an opened image; of formats other than WebP only the first counts."""
+    """Return the number of frames of an opened image; 1 for formats other than WebP."""
     return image.n_frames if isinstance(image, WebPImageFile) else 1
 
 
 def _decode_folder(folder: Path, fps: float | None, choice: FrameSelection) -> Clip:
-    """Decode frames that are files; a broken file breaks the clip."""
+    """Decode a folder with one file per frame; one broken file makes the whole clip unusable."""
     paths = list_frame_files(folder)
     shown = (TimedFrame(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
 
@@ -215,9 +216,10 @@ def _decode_video(
 def _iterate_frames(
     container: Any, stream: Any, rate: float | None, name: str
 ) -> Iterator[TimedFrame]:
-    """Yield frames with their times in seconds; without timestamps, at an even rate.
+    """Yield frames with their times in seconds; without timestamps, evenly spaced at `rate`.
 
-    Decoders hide damage: they go on with what they have, and end early without an error.
+    Decoders do not report damage: they skip damaged data or stop early without an error. Corrupt
+    frames and a missing end are therefore detected here.
     """
     before = second = lasting = 0.0
     for i, frame in enumerate(container.decode(stream)):
@@ -242,7 +244,7 @@ def _count_packets(source: Path | io.BytesIO, name: str) -> int:
 
 
 def _ends_with(source: Path | io.BytesIO, trailer: bytes) -> bool:
-    """Return whether the last bytes are these, ignoring padding that some programs append."""
+    """Return whether a file ends with `trailer`, ignoring the padding that some programs append."""
     data = source.getvalue() if isinstance(source, io.BytesIO) else source.read_bytes()
     return data.rstrip(b"\0\r\n\t ").endswith(trailer)
 
@@ -264,7 +266,7 @@ def _open_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, Any
 
 
 def find_video_stream(container: Any, name: str) -> Any:
-    """Return the first video stream that is no cover art; raise MediaProblem if there is none."""
+    """Return the first video stream except cover art; raise MediaProblem if there is none."""
     from av.stream import Disposition
 
     for stream in container.streams.video:

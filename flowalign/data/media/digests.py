@@ -1,4 +1,4 @@
-"""List the files of a medium, and hash their contents."""
+"""List the frame files of a folder, and hash the contents of media."""
 
 import hashlib
 import os
@@ -27,8 +27,8 @@ def digest_media(medium: Media) -> bytes:
     """Return the SHA-256 of a file, or of the names and contents of a folder's frames in order.
 
     Raises:
-        MediaProblem: it has neither a path nor data, or its folder has no frames.
-        OSError: a file cannot be read.
+        MediaProblem: `medium` has neither a path nor data, or its folder has no frames.
+        OSError: A file cannot be read.
     """
     if medium.path is None:
         if medium.data is None:

@@ -1,4 +1,4 @@
-"""Write clips to files: MP4, WebM and GIF by PyAV, an animated WebP, or a folder of images."""
+"""Write clips as MP4, WebM or GIF with PyAV, as animated WebP, or as a folder of images."""
 
 import shutil
 from fractions import Fraction
@@ -19,22 +19,23 @@ _CODECS = {".mp4": "libx264", ".webm": "libvpx-vp9", ".gif": "gif"}
 _LOSSY = {".mp4": {"crf": "18"}, ".webm": {"crf": "18", "b:v": "0"}, ".gif": {}}
 _LOSSLESS = {".mp4": {"crf": "0"}, ".webm": {"lossless": "1"}, ".gif": {}}
 _MOST_OF_GIF = 100
-"""Highest frame rate of a GIF, which counts time in hundredths of a second."""
+"""Highest frame rate of a GIF, because GIF times are in hundredths of a second."""
 _BT709, _LIMITED = 1, 1
-"""Codes of the colour space and of its range in the headers of a video."""
+"""Codes of the colour space and of its range in video headers."""
 
 
 def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None:
-    """Write RGB in [0, 1] atomically, in the format that the extension of the name says.
+    """Write RGB in [0, 1] atomically, in the format of the file name extension.
 
-    `.mp4` is H.264 and `.webm` VP9: with half the resolution in colour, which every player shows,
-    but exact to 1/255 for clips of up to 64 pixels, whose shapes that would blur (some browsers do
-    not play these). `.gif` keeps 256 colours and times in 1/100 s; `.webp` is for pages, as it
-    stores equal frames in a row as one. A name without an extension is a folder of PNG files, which
-    keep every pixel but not the rate.
+    - `.mp4` is H.264 and `.webm` is VP9, both with 4:2:0 colour, which every player supports. Clips
+      of up to 64 pixels are stored exactly to 1/255, because 4:2:0 would blur their shapes; some
+      browsers do not play them.
+    - `.gif` has 256 colours and times in 1/100 s.
+    - `.webp` is meant for web pages; it stores repeated frames as one.
+    - No extension: a folder of PNG files, which keeps every pixel but not the frame rate.
 
     Raises:
-        ValueError: the extension is none of these, the sides are odd (a larger .mp4), the rate is
+        ValueError: The extension is not supported, the sides of a larger .mp4 are odd, the rate is
             not positive or too high (.gif), the folder exists, or av is not installed.
     """
     ending = path.suffix.lower()
@@ -61,7 +62,7 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
 
 
 def _write_folder(partial: Path, pixels: UInt8[Tensor, "F 3 H W"]) -> None:
-    """Write a PNG file per frame; equally long names keep the order under any sorting."""
+    """Write a PNG file per frame, with zero-padded names that sort in order everywhere."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     digits = max(4, len(str(len(pixels) - 1)))
@@ -94,7 +95,7 @@ def _write_video(
 
 
 def _convert_to_yuv(pixels: UInt8[Tensor, "F 3 H W"], colours: str) -> list:
-    """Convert frames to YUV at this chroma resolution; BT.709, as the header says."""
+    """Convert frames to YUV of pixel format `colours` in BT.709, as declared in the header."""
     from av import VideoFrame
     from av.video.reformatter import Colorspace
 
@@ -107,7 +108,7 @@ def _convert_to_yuv(pixels: UInt8[Tensor, "F 3 H W"], colours: str) -> list:
 
 
 def _convert_to_palette(pixels: UInt8[Tensor, "F 3 H W"]) -> list:
-    """Convert frames to the 256 colours that suit all of them best."""
+    """Convert frames to one shared palette of 256 colours."""
     from av import VideoFrame
 
     tower = Image.fromarray(np.concatenate(_to_arrays(pixels)))

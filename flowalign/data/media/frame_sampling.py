@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _CLOSE = 1e-6
-"""Tolerance in seconds: of two frames equally near to a requested time, the earlier is taken."""
+"""Tolerance in seconds; if two frames are equally near to a requested time, take the earlier."""
 
 
 class MediaProblem(ValueError):
-    """Says why a file gives no frames: the kind of problem, a colon, and the details."""
+    """Reason why a file gives no frames, as "kind: details"."""
 
 
 class TimedFrame(NamedTuple):
-    """Holds a frame and the second at which it appears, NaN if unknown."""
+    """Frame with its time in seconds, NaN if unknown."""
 
     second: float
     frame: Any
@@ -23,18 +23,18 @@ class TimedFrame(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameSelection:
-    """Selects frames of a clip; without any option, all of them."""
+    """Selection of frames of a clip; all frames if no option is set."""
 
     max_frames: int | None = None
-    """Largest number of frames, which are evenly spaced."""
+    """Largest number of evenly spaced frames; None: no limit."""
     fps: float | None = None
-    """Frames per second: those nearest to 0, 1 / fps, 2 / fps, ... seconds after the first, none
-    twice."""
+    """Frames per second: the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first,
+    each at most once; None: the rate of the clip."""
     num_frames: int | None = None
-    """Exact number of frames, the first ones."""
+    """Exact number of frames to take from the start; None: all."""
 
     def __post_init__(self) -> None:
-        """Reject combinations and values that no clip can satisfy."""
+        """Raise ValueError for combinations and values that no clip can satisfy."""
         if self.max_frames and (self.fps or self.num_frames):
             raise ValueError("max_frames goes neither with fps nor with num_frames")
         for name, value in vars(self).items():
@@ -42,10 +42,11 @@ class FrameSelection:
                 raise ValueError(f"{name} is {value}; it must be above 0")
 
     def of(self, shown: Iterable[TimedFrame], total: int, name: str) -> Iterator[TimedFrame]:
-        """Yield the selected frames; `total` is needed for evenly spaced ones only.
+        """Yield the selected frames of `shown`; `total` is only used with `max_frames`.
 
         Raises:
-            MediaProblem: on the way, where a selected frame is missing; `name` is the clip's.
+            MediaProblem: A selected frame is missing; raised when iteration reaches it. The message
+                contains `name`.
         """
         if self.fps:
             shown = sample_at_rate(shown, self.fps, name)
@@ -55,7 +56,7 @@ class FrameSelection:
         yield from take_exactly(shown, self.num_frames, name) if self.num_frames else shown
 
     def rate(self, fps: float | None, total: int) -> float | None:
-        """Return the frames per second of the selection, if the clip has `fps`."""
+        """Return the frames per second of the selection from a clip with `fps` and `total`."""
         if self.fps or not fps:
             return self.fps
         return fps * min(self.max_frames, total) / total if self.max_frames else fps
@@ -65,7 +66,7 @@ def sample_at_rate(shown: Iterable[TimedFrame], fps: float, name: str) -> Iterat
     """Yield the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first.
 
     Raises:
-        MediaProblem: the times are unknown, or one frame would be taken twice.
+        MediaProblem: The times are unknown, or a frame would be taken twice.
     """
     start, before, used, count, shown_so_far = 0.0, None, -math.inf, 0, 0
     for one in shown:
@@ -102,12 +103,12 @@ def take_exactly(shown: Iterable[TimedFrame], count: int, name: str) -> Iterator
 
 
 def estimate_rate(seconds: Sequence[float], stated: float | None, tick: float) -> float | None:
-    """Return the stated frames per second if frames at these seconds agree with it, else the mean.
+    """Return the stated frame rate if the frame times agree with it, else the mean rate.
 
-    Times are counted in ticks, so that they agree if they are less than one apart.
+    Times agree if they differ by less than `tick`, the resolution of the timestamps.
     """
     span = seconds[-1] - seconds[0] if len(seconds) > 1 else 0.0
-    if not span > 0:  # unknown, too
+    if not span > 0:  # also true for NaN, that is, for unknown times
         return stated
     if stated and abs(span - (len(seconds) - 1) / stated) < max(tick, _CLOSE):
         return stated

@@ -25,10 +25,10 @@ STRIP = 6
 def write_grid(
     path: Path, media: Float[Tensor, "n F 3 H W"], columns: int, fps: float | None
 ) -> str:
-    """Write images, or clips if there is `fps`, in rows of `columns`; return what the file shows.
+    """Write images, or clips if `fps` is set, in rows of `columns`; return a description.
 
-    A .png or .jpg file of clips holds a film strip of each, below each other; in any other file
-    they play, in rows as images are. The file is written atomically.
+    In a .png or .jpg file, each clip is a row of frames (a film strip). In other formats the clips
+    play next to each other. The file is written atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     num, num_frames = media.shape[:2]
@@ -49,7 +49,7 @@ def arrange_grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tens
     """Arrange images in rows of `columns`, with `PADDING` black pixels around each."""
     from torchvision.utils import make_grid
 
-    if len(pictures) == 1:  # to which make_grid adds nothing
+    if len(pictures) == 1:  # make_grid adds no padding to a single image
         return pad(pictures[0], [PADDING] * 4)
     return make_grid(pictures, nrow=columns, padding=PADDING)
 
@@ -57,7 +57,7 @@ def arrange_grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tens
 def fit_into(
     picture: Float[Tensor, "3 _ _"], height: int, width: int
 ) -> Float[Tensor, "3 height width"]:
-    """Return a picture resized to fit into a size, with black around it."""
+    """Return an image resized to fit into `height` x `width`, with black borders."""
     h, w = picture.shape[1:]
     scale = min(height / h, width / w)
     size = max(1, round(h * scale)), max(1, round(w * scale))
@@ -69,7 +69,7 @@ def fit_into(
 
 
 def write_picture(path: Path, picture: Float[Tensor, "3 h w"], alone: bool = False) -> None:
-    """Write RGB in [0, 1] in the format that the extension of the name says; JPEG alone has loss.
+    """Write RGB in [0, 1] in the format of the file name extension; lossless except for JPEG.
 
     The file is written atomically; for `alone` see `atomic_write`.
     """

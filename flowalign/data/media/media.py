@@ -1,4 +1,4 @@
-"""Describe an image or a video as it is stored."""
+"""Define `Media`, a stored image or video."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +12,18 @@ VIDEOS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".gif"})
 
 @dataclass(frozen=True)
 class Media:
-    """Refers to an image or a video by a path, by the bytes of a file, or only by a digest."""
+    """Image or video, identified by a path, by the bytes of a file, or only by a digest."""
 
     path: str | None = None
     data: bytes | None = field(default=None, repr=False)
     fps: float | None = None
-    """Frames per second, for files that do not state it."""
+    """Frames per second, for files that do not state it; or None."""
     digest: str | None = None
-    """SHA-256 of the file in hexadecimal, once it has been read."""
+    """SHA-256 of the file in hexadecimal; None until the file has been read."""
 
 
 def describe_missing(path: Path) -> str:
-    """Return what is wrong with a path at which there is no file: kind, colon, details."""
+    """Return the problem of a path without a file, as "kind: details"."""
     if path.is_symlink():
         return f"broken link: {path} points to {path.readlink()}"
     return f"missing file: {path}"

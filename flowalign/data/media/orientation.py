@@ -1,4 +1,4 @@
-"""Turn the frames of a video as players show them: phones store them as the sensor lay."""
+"""Rotate the frames of a video as players do; phones store frames as the sensor was held."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from flowalign.data.media.frame_sampling import MediaProblem
 
 
 class _Turn(NamedTuple):
-    """Describes a turn: swap rows and columns, if set; then read both forwards (1) or back (-1)."""
+    """Rotation: swap rows and columns if `swapped`, then apply the step (1 or -1) of each axis."""
 
     swapped: bool = False
     down: int = 1
@@ -16,15 +16,15 @@ class _Turn(NamedTuple):
 
 
 class Orientation:
-    """Converts the frames of one clip to RGB, turned as the first one's display matrix says.
+    """Conversion of the frames of one clip to RGB, rotated by the display matrix of the first.
 
-    PyAV frees a frame whose side data were requested only when garbage is collected, so only one
-    frame is asked; and frames never convert themselves: the converter's threads would wait for each
-    other forever where that happens after a fork.
+    Two traps: PyAV frees a frame only at garbage collection once its side data was read, so only
+    the first frame's side data is read. Frames must not convert themselves, because after a fork
+    the threads of their converter deadlock.
     """
 
     def __init__(self, name: str):
-        """Prepare for a clip of this name; av must be installed."""
+        """Prepare for the clip `name`; av must be installed."""
         from av.video.reformatter import VideoReformatter
 
         self.name = name
@@ -32,7 +32,11 @@ class Orientation:
         self._turn: _Turn | None = None
 
     def show(self, frame: Any) -> np.ndarray:
-        """Return frames as [height, width, RGB]; raise MediaProblem if a turn is no right angle."""
+        """Return a frame as [height, width, RGB].
+
+        Raises:
+            MediaProblem: The rotation is not a multiple of 90 degrees.
+        """
         self._turn = self._turn or _read_turn(frame, self.name)
         pixels = self._converter.reformat(frame, format="rgb24").to_ndarray()
         pixels = pixels.transpose(1, 0, 2) if self._turn.swapped else pixels
@@ -40,9 +44,9 @@ class Orientation:
 
 
 def _read_turn(frame: Any, name: str) -> _Turn:
-    """Read the turn from the display matrix of a frame.
+    """Read the rotation from the display matrix of a frame.
 
-    By the matrix [[a, b], [c, d]], a point (x, y), y down, goes to (a x + c y, b x + d y).
+    The matrix [[a, b], [c, d]] maps a point (x, y), y down, to (a x + c y, b x + d y).
     """
     for side in frame.side_data:
         if side.type.name == "DISPLAYMATRIX":

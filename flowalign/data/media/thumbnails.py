@@ -1,4 +1,4 @@
-"""Show clips on a page: as small looping animations, and as strips of some of their frames."""
+"""Make thumbnails of clips for web pages: small looping animations and strips of frames."""
 
 import io
 import itertools
@@ -10,11 +10,11 @@ from PIL import Image
 from torch import Tensor
 
 LONGEST, MOST_FRAMES = 192, 48
-"""Limits of a clip on a page: pixels of the longer side, and number of frames."""
+"""Limits of a clip on a web page: pixels of the longer side, and number of frames."""
 UNKNOWN_RATE = 8.0
-"""Frames per second at which a page plays a clip of unknown rate."""
+"""Frames per second at which a web page plays a clip of unknown rate."""
 EXACT = 64
-"""Longer side in pixels up to which a clip is stored without loss."""
+"""Largest length in pixels of the longer side for lossless storage of a clip."""
 
 
 def to_bytes(frames: Float[Tensor, "*f 3 H W"]) -> UInt8[Tensor, "*f 3 H W"]:
@@ -23,7 +23,7 @@ def to_bytes(frames: Float[Tensor, "*f 3 H W"]) -> UInt8[Tensor, "*f 3 H W"]:
 
 
 def to_images(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
-    """Return every frame as an image whose longer side has `side` pixels."""
+    """Return every frame as an image, resized to `side` pixels on its longer side."""
     scale = side / max(pixels.shape[-2:])
     height, width = (max(1, round(n * scale)) for n in pixels.shape[-2:])
     kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
@@ -32,10 +32,10 @@ def to_images(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
 
 
 def encode_loop(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None = None) -> bytes:
-    """Return an animated WebP that plays forever, its longer side scaled to `side` pixels.
+    """Return a looping animated WebP with its longer side scaled to `side` pixels.
 
-    Frames of up to `EXACT` pixels are stored without loss. Equal frames in a row are stored as one
-    that lasts longer.
+    Frames of up to `EXACT` pixels are stored losslessly. Repeated frames are stored as one longer
+    frame.
     """
     longer = max(pixels.shape[-2:])
     first, *others = to_images(pixels, side or longer)
@@ -56,20 +56,20 @@ def encode_loop(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None =
 
 
 def spread_frames(num_frames: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced frames, including the first and the last."""
+    """Return the indices of at most `most` evenly spaced frames, with the first and the last."""
     if num_frames <= most:
         return list(range(num_frames))
     return torch.linspace(0, num_frames - 1, most).round().long().tolist()
 
 
 def thin_frames(num_frames: int, fps: float, most: int) -> tuple[list[int], float]:
-    """Return every n-th frame, at most `most`, and the rate that keeps the duration."""
+    """Return the indices of every n-th frame, at most `most`, and the frame rate for them."""
     step = math.ceil(num_frames / most)
     return list(range(0, num_frames, step)), fps / step
 
 
 def reduce_size(frames: Float[Tensor, "F 3 H W"], longest: int) -> Float[Tensor, "F 3 h w"]:
-    """Average over areas where the longer side has more pixels than `longest`."""
+    """Downscale frames by area averaging if their longer side exceeds `longest` pixels."""
     ratio = longest / max(frames.shape[-2:])
     if ratio >= 1:
         return frames

@@ -1,4 +1,4 @@
-"""Reads preference datasets, in the schemas in which they are published, as streams of records."""
+"""Read preference datasets in their published schemas as streams of records."""
 
 import hashlib
 import itertools
@@ -59,16 +59,16 @@ _IDENTIFYING_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Dataset:
-    """Holds the files of a dataset and the schema of its rows; each iteration reads them again."""
+    """Files of a dataset and the schema of its rows; each iteration reads the files again."""
 
     files: Sequence[Path]
     """One or more files of the same format, or one folder of media."""
     root: Path
-    """Folder at which relative paths of media begin."""
+    """Base folder of relative media paths."""
     schema: Schema
     """Schema of the rows."""
     path: str = ""
-    """Path or pattern that named the files, for messages."""
+    """Path or pattern given by the user, for messages."""
 
     def __iter__(self) -> Iterator[Record]:
         """Yield all records in order; an unusable row gives a record with a problem."""
@@ -87,14 +87,14 @@ class Dataset:
             yield rows[0].where, record
 
     def size(self) -> int | None:
-        """Return the approximate number of records, or None if it is slow to count."""
+        """Return the approximate number of records; None if counting would be slow."""
         if self.schema.group or self.files[0].is_dir():
             return None
         counts = [count_rows(file) for file in self.files]
         return None if None in counts else sum(found or 0 for found in counts)
 
     def identity(self) -> str:
-        """Return a hash of the files' names and sizes, and of how each begins and ends."""
+        """Return a hash of the names, the sizes, and the first and last MiB of the files."""
         found = hashlib.sha256()
         for file in self.files:
             for path in list_files(file) if file.is_dir() else [file]:
@@ -106,13 +106,14 @@ class Dataset:
 
 
 def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Dataset:
-    """Open a folder of media, a dataset that `datasets` saved, tables, or shards in tar files.
+    """Open a folder of media, a dataset saved by `datasets`, tables, or tar shards.
 
-    The path may be a pattern of files of one format, such as `shards/{000..012}.tar`.
-    `schema="auto"` is detected by the columns; relative paths begin at `root`, or beside the file.
+    `path` may be a pattern of files of one format, such as `shards/{000..012}.tar`.
+    `schema="auto"` detects the schema from the columns. Relative paths start at `root`, or at the
+    folder of the file if `root` is None.
 
     Raises:
-        ValueError: The path holds no data, or its schema is unknown or not the only one that fits.
+        ValueError: The path holds no data, its schema is unknown, or several schemas fit.
     """
     if schema != "auto" and schema not in SCHEMAS:
         raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
@@ -148,7 +149,7 @@ def _group_rows(rows: Iterator[Row], schema: Schema) -> Iterator[list[Row]]:
 
 
 def _make_record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Record:
-    """Convert a group of rows to a record; invalid rows give one with a problem and no media."""
+    """Convert a group of rows to a record; invalid rows give a record with only a problem."""
     default_id = f"#{index + 1}"
     try:
         for row in rows:
@@ -160,9 +161,9 @@ def _make_record(schema: Schema, rows: Sequence[Row], root: Path, index: int) ->
 
 
 def _detect(path: str, columns: frozenset[str]) -> Schema:
-    """Return the only published schema that fits the columns, or else the generic one.
+    """Return the only published schema that fits the columns, else the generic schema.
 
-    One that needs all columns of another, and more, is meant rather than that other.
+    A schema that needs all columns of another schema, and more, takes precedence over it.
     """
     found = [schema for schema in SCHEMAS.values() if schema.fits(columns)]
     narrower = [s for s in found if any(set(s.columns) < set(other.columns) for other in found)]

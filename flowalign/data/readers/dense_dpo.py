@@ -1,4 +1,4 @@
-"""Reads DenseDPO data: two copies of one clip, and which of them is better in each segment."""
+"""Read DenseDPO data: two copies of a clip, with the better copy of each segment."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,11 +15,11 @@ _SCORES = {"a": "scores_a", "b": "scores_b"}
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """Put the better copy first, and label segments from its side: 1 where it is better.
+    """Put the better copy first, and label the segments in which it is better with 1.
 
-    The copy with the higher score is better as a whole, in the dimension overall. Without scores,
-    or with equal ones, the dimension is segments, and the copy that is better in more frames comes
-    first, or a if that is even. A loss of whole clips should ask for overall alone.
+    The copy with the higher score is the better one, in the dimension overall. Without scores, or
+    with equal scores, the dimension is segments: the copy that is better in more frames comes
+    first, or copy a in case of a tie. A loss on whole clips should only use the dimension overall.
     """
     row = rows[0]
     found = read_pair_columns(row)
@@ -51,7 +51,7 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
 def _ratings(
     row: Fields, score: Mapping[str, float | None], order: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Return scores of both copies, in `order`, in the dimensions in which both have one."""
+    """Return the scores of both copies, in `order`, for the dimensions that both have."""
     known = [read_scores(row, _SCORES[side]) for side in order]
     for side, found in zip(order, known, strict=True):
         if (value := score[side]) is not None:

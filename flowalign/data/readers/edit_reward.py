@@ -1,7 +1,7 @@
-"""Reads EditReward's data: pairs of edits with scores, and its benchmark of ranked edits.
+"""Read EditReward's data: pairs of edits with scores, and its benchmark of ranked edits.
 
-The benchmark exists in two forms: a file for each number of edits with one row per ranking, and the
-table of the hub with one row per pair. The columns are those that its evaluation code reads.
+The benchmark has two forms: a file per number of edits with one row per ranking, and a table on the
+Hub with one row per pair. The column names follow its evaluation code.
 """
 
 import re
@@ -37,7 +37,7 @@ def _both_bad(ranking: str) -> Sequence[str]:
 
 
 def _read_pair(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read training data: `path1` is preferred unless `tie_case`, and both edits have scores."""
+    """Read a row of training data: `path1` is preferred unless `tie_case`; both have scores."""
     row, ratings = rows[0], {}
     for dim, name in _RATINGS.items():
         both = [row.number(f"model{side}_{name}_score") for side in (1, 2)]
@@ -59,7 +59,7 @@ def _read_pair(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _read_ranking(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read a row of the benchmark's files; the letters of a ranking name the edits in order."""
+    """Read a row of the benchmark's files; the letters A, B, ... name the edits in order."""
     row, media = rows[0], rows[0].media("paths_generated")
     vote = row.row.fields["human_vote"]
     said = vote.get("ranking") if isinstance(vote, Mapping) else None
@@ -81,7 +81,7 @@ def _read_ranking(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read the rows of the hub's table that compare the edits of one sample, two by two."""
+    """Read the rows of the Hub's table that compare the edits of one sample pairwise."""
     first, media = rows[0], dict[str, Media]()
     verdicts = list[dict[str, float]]()
     for row in rows:
@@ -106,7 +106,7 @@ def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _join_verdicts(verdicts: Sequence[Mapping[str, float]], letters: Sequence[str]) -> list[float]:
-    """Return the ranks that give all these verdicts about two letters, each pair once."""
+    """Return the ranks that agree with pairwise verdicts, one for each pair of letters."""
     if sorted(map(sorted, verdicts)) != [list(pair) for pair in combinations(letters, 2)]:
         said = ", ".join(" with ".join(sorted(pair)) for pair in verdicts)
         raise RowProblem(f"its rows compare {said}, not each of {', '.join(letters)} once")

@@ -1,4 +1,4 @@
-"""Converts the columns of a row to parts of a record; a value of the wrong kind is a RowProblem."""
+"""Convert the columns of a row to parts of a record; raise RowProblem for wrong values."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,65 +10,65 @@ from flowalign.data.media.media import Media
 from flowalign.data.readers.stream_rows import Row, RowProblem
 
 REQUEST_MASK = "request_mask"
-"""Column of the mask that a request came with: a path. The column `mask` of pairs is another thing:
-a safetensors file of where two clips differ."""
+"""Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a
+safetensors file that marks the differing region of two clips."""
 _PLAIN = str | int | float | bool
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Gives access to the columns of a row by name and kind."""
+    """Columns of a row, read by name and type."""
 
     row: Row
     root: Path
-    """Folder at which relative paths of media begin."""
+    """Base folder of relative media paths."""
 
     def __contains__(self, name: str) -> bool:
         """Return whether the row has this column; null counts as absent."""
         return self.row.fields.get(name) is not None
 
     def text(self, name: str) -> str:
-        """Return a text; empty if it is absent."""
+        """Return a text; "" if absent."""
         value = self.row.fields.get(name)
         if value is None or isinstance(value, str):
             return value or ""
         raise RowProblem(f"{name} is {value!r}, not text")
 
     def number(self, name: str) -> float | None:
-        """Return a finite number, also from text; None if it is absent."""
+        """Return a finite number, also parsed from text; None if absent."""
         value = self.row.fields.get(name)
         return None if value is None else parse_number(value, name)
 
     def numbers(self, name: str, count: int) -> list[float] | None:
-        """Return `count` finite numbers; None if they are absent."""
+        """Return `count` finite numbers; None if absent."""
         value = self.row.fields.get(name)
         return None if value is None else parse_numbers(value, name, count)
 
     def medium(self, name: str, fps: float | None = None) -> Media:
-        """Return a medium from a path, the bytes of a file, or a struct with `bytes` or `path`."""
+        """Return an image or video from a path, bytes, or a struct with `bytes` or `path`."""
         return self._medium(self.row.fields.get(name), name, fps)
 
     def media(self, name: str) -> list[Media]:
-        """Return a list of at least one medium."""
+        """Return a list of at least one image or video."""
         value = self.row.fields.get(name)
         if not isinstance(value, list) or not value:
             raise RowProblem(f"{name} is not a list of media")
         return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
 
     def optional_media(self, name: str) -> list[Media]:
-        """Return a list of media; none if it is absent."""
+        """Return a list of media; [] if absent."""
         return self.media(name) if name in self else []
 
     def request_mask(self) -> Media | None:
-        """Return the mask of the request: a picture, in the column that ours are written to."""
+        """Return the inpainting mask of the request, an image in `REQUEST_MASK`; None if absent."""
         return self.medium(REQUEST_MASK) if REQUEST_MASK in self else None
 
     def of(self, value: Any, name: str) -> Media:
-        """Return a medium from a value inside a column; `name` says which in messages."""
+        """Return an image or video from a value inside a column; messages call it `name`."""
         return self._medium(value, name, None)
 
     def rest(self, *used: str) -> dict[str, Any]:
-        """Return the columns that were not used: numbers, texts, and lists and structs of them."""
+        """Return the columns except `used` that hold numbers, texts, lists or structs."""
         fields = self.row.fields.items()
         return {name: value for name, value in fields if name not in used and _is_plain(value)}
 
@@ -85,7 +85,7 @@ class Fields:
 
 
 def parse_number(value: Any, name: str) -> float:
-    """Convert a value to a finite number, also from text."""
+    """Convert a value, also a text, to a finite number."""
     try:
         result = float(value)
     except (TypeError, ValueError) as error:
@@ -103,20 +103,20 @@ def parse_numbers(value: Any, name: str, count: int) -> list[float]:
 
 
 def rank_values(values: Iterable[float]) -> list[float]:
-    """Rank values: 1 for the lowest, and for others one more than the number of lower values."""
+    """Return the rank of each value: 1 plus the number of lower values."""
     values = list(values)
     return [1.0 + sum(other < value for other in values) for value in values]
 
 
 def normalise_votes(votes: Sequence[float], name: str) -> list[float]:
-    """Scale counts or shares of votes to sum to 1."""
+    """Scale counts or shares of votes to the sum 1."""
     if min(votes) < 0 or sum(votes) <= 0:
         raise RowProblem(f"{name} {list(votes)} cannot be votes")
     return [vote / sum(votes) for vote in votes]
 
 
 def parse_choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterable[str]):
-    """Convert an answer about two media to their ranks; None if it is none of the given ones."""
+    """Convert an answer about two items to their ranks; None if the answer is unknown."""
     for answers, ranks in ((first, [1.0, 2.0]), (second, [2.0, 1.0]), (tie, [1.0, 1.0])):
         if answer in answers:
             return ranks

@@ -1,4 +1,4 @@
-"""Finds the files of a dataset, by its path or a pattern, and the reader of their format."""
+"""Find the files of a dataset by path or pattern, and the reader of their format."""
 
 import glob
 import json
@@ -27,24 +27,24 @@ FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".tar.gz": read_tar,
     ".tgz": read_tar,
 }
-"""Readers by the ending of a file's name."""
+"""Readers by file name ending."""
 _SHARDS = (".parquet", ".tar", ".tar.gz", ".tgz")
-"""Endings of files that make one dataset if a folder holds several."""
+"""Endings of files that together form one dataset in a folder."""
 _LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
-"""Files by which `datasets.save_to_disk` describes a dataset, and one in splits."""
+"""Files in which `datasets.save_to_disk` describes a dataset, or a dataset with splits."""
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 
 
 def find_files(source: str) -> list[Path]:
-    """Return the files of a dataset, all of one format, or the one folder of media that it is.
+    """Return the files of a dataset, all of one format, or a single folder of media.
 
-    `source` is a file, a folder, or a pattern: `{000..012}` and `{a,b}` name several files, all of
-    which must exist, and `*`, `?` and `[...]` those that there are.
+    `source` is a file, a folder, or a pattern. `{000..012}` and `{a,b}` expand to files that must
+    all exist; `*`, `?` and `[...]` match existing files.
 
     Raises:
-        ValueError: There is no such file, or its format is unknown, or not the only one.
+        ValueError: A file does not exist, its format is unknown, or the formats differ.
     """
     path = Path(source)
     if path.is_dir():
@@ -56,12 +56,12 @@ def find_files(source: str) -> list[Path]:
 
 
 def find_ending(path: Path) -> str | None:
-    """Return the ending of a file's name that says its format; None if it says none."""
+    """Return the file name ending that determines the format; None if it is unknown."""
     return next((ending for ending in FORMATS if path.name.lower().endswith(ending)), None)
 
 
 def _check_files(source: str, files: Sequence[Path]) -> list[Path]:
-    """Return the files if all of them can be read, and in the same way."""
+    """Return the files; raise ValueError unless all are readable and of one format."""
     for file in files:
         if file.is_symlink() and not file.exists():
             raise ValueError(f"{file} is a broken link to {file.readlink()}")
@@ -100,7 +100,7 @@ def _find_in_folder(folder: Path) -> list[Path]:
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Return the names of a pattern with braces, as a shell expands them."""
+    """Return the names of a pattern after brace expansion, as in a shell."""
     if not (found := _BRACES.search(pattern)):
         return [pattern]
     if numbers := _RANGE.match(found[1]):
@@ -114,7 +114,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _match_files(name: str) -> list[str]:
-    """Return the files that a pattern without braces matches, in order."""
+    """Return the sorted files that match a pattern without braces."""
     if not re.search(r"[*?\[]", name):
         return [name]
     if not (found := sorted(glob.glob(name, recursive=True))):

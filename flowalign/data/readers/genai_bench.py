@@ -1,4 +1,4 @@
-"""Reads GenAI-Bench in its three configurations: generated images, edited images, and videos."""
+"""Read GenAI-Bench in its three configurations: generated images, edited images and videos."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ _BOTH_BAD = "bothbad_vote"
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read `vote_type`; a pair of which people found both bad is a tie, and marked as such.
+    """Read `vote_type`; a pair that annotators judged "both bad" is a tie with `both_bad` set.
 
-    Of an edit the prompt is the instruction, and the source image is the reference.
+    For an edit, the prompt is the instruction and the source image is the reference.
     """
     row, edited = rows[0], "left_output_image" in rows[0]
     vote = row.text("vote_type")

@@ -1,4 +1,4 @@
-"""Reads rows of a prompt and one or more media, with or without ranks, votes and ratings."""
+"""Read rows with a prompt and one or more media, with optional ranks, votes and ratings."""
 
 from collections.abc import Mapping, Sequence
 
@@ -40,7 +40,7 @@ def _identity(row: Fields) -> str:
 
 
 def _by_dimension(row: Fields, column: str, count: int) -> dict[str, list[float]]:
-    """Read numbers per dimension from a mapping; a list without names is of dimension overall."""
+    """Read numbers per dimension from a mapping; a plain list has the dimension overall."""
     value = row.row.fields.get(column)
     if value is None:
         return {}

@@ -1,4 +1,4 @@
-"""Reads the Human Preference Datasets, versions 2 and 3."""
+"""Read the Human Preference Datasets, versions 2 and 3."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from flowalign.data.readers.stream_rows import RowProblem
 
 
 def _v2_train(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read the training set, in which 1 in `human_preference` marks the preferred picture."""
+    """Read the training set; a 1 in `human_preference` marks the preferred image."""
     row, media = rows[0], rows[0].media("file_path")
     preferred = row.numbers("human_preference", len(media))
     ranks = {"overall": rank_values(-mark for mark in preferred)} if preferred else {}
@@ -18,7 +18,7 @@ def _v2_train(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _v2_test(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read the test set, in which `rank` is the mean over annotators; the lowest is best."""
+    """Read the test set; `rank` is the mean rank over annotators, and the lowest is best."""
     row, media = rows[0], rows[0].media("image_path")
     means = row.numbers("rank", len(media))
     ranks = {"overall": rank_values(means)} if means else {}
@@ -27,7 +27,7 @@ def _v2_test(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _v3(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read HPDv3: `path1` is preferred; `choice_dist` counts its votes, then those of `path2`."""
+    """Read HPDv3: `path1` is preferred; `choice_dist` has the votes for `path1`, then `path2`."""
     row = rows[0]
     counts = row.numbers("choice_dist", 2)
     if counts and counts[0] < counts[1]:

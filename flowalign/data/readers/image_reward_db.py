@@ -1,4 +1,4 @@
-"""Reads ImageRewardDB: one row per picture, those of a prompt next to each other."""
+"""Read ImageRewardDB, which has one row per image; rows with the same prompt are adjacent."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def _record(rows: Sequence[Fields], _: str) -> Record:
 
 
 def _all(rows: Sequence[Fields], column: str) -> list[float] | None:
-    """Return one number per picture, or None if any is absent."""
+    """Return one number per image, or None if any is absent."""
     values = [row.number(column) for row in rows]
     return None if None in values else [value for value in values if value is not None]
 

@@ -1,4 +1,4 @@
-"""Reads single media with a thumb up or down, as KTO learns from them."""
+"""Read single images or videos with a thumbs-up or thumbs-down, for KTO."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "fals
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read a row; `desirable` in the metadata is the label, absent if that is no true or false."""
+    """Read a row; its label becomes `desirable` in the metadata unless it is not a boolean."""
     row = rows[0]
     metadata = row.rest(*_PROMPT, *_MEDIUM, "references", REQUEST_MASK)
     desirable = _LABELS.get(str(row.row.fields.get("label")).lower())

@@ -1,4 +1,4 @@
-"""Reads Local-DPO data: a real video, a copy with some places regenerated, and their mask."""
+"""Read Local-DPO data: a real video, a copy with regenerated regions, and their mask."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ _STRENGTH = ("strength", "yita")
 def emphasis(strength: float) -> float:
     """Return 1 + (eta - 0.75) / 0.15, the weight of a region regenerated from noise level eta.
 
-    Source: Local-DPO's code, whose eta is 0.75, 0.8 or 0.85.
+    Source: the code of Local-DPO, where eta is 0.75, 0.8 or 0.85.
     """
     return 1 + (strength - 0.75) / 0.15
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read a row; the pair's further columns are metadata, the noise level as `strength`."""
+    """Read a row; further columns become metadata, and the noise level becomes `strength`."""
     row = rows[0]
     strength = row.number(find_present(row, _STRENGTH))
     if strength is not None and not (emphasis(strength) > 0 and strength <= 1):

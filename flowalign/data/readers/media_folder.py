@@ -1,4 +1,4 @@
-"""Reads a folder of pictures and videos with prompts in text files beside them."""
+"""Read a folder of images and videos with prompts in text files of the same name."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ from flowalign.data.readers.stream_rows import Row
 
 
 def is_medium(path: Path) -> bool:
-    """Return whether the file name ends like that of a picture or a video."""
+    """Return whether the file name extension is an image or video extension."""
     return path.suffix.lower() in PICTURES | VIDEOS
 
 
 def list_files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders by name, and links that point nowhere.
+    """Yield the files of a folder and its subfolders, sorted by name, including broken links.
 
-    Links to folders are followed, except back to a folder that they lie in.
+    Links to folders are followed, except to a parent folder of the link.
     """
     here = folder.resolve()
     if here in above:
@@ -28,7 +28,7 @@ def list_files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
 
 
 def read_folder(folder: Path) -> Iterator[Row]:
-    """Yield a row per file by name, with subfolders; the .txt file of that name is its prompt."""
+    """Yield a row per image or video, sorted by name; the prompt is in NAME.txt, if it exists."""
     for number, path in enumerate(filter(is_medium, list_files(folder)), 1):
         name = path.relative_to(folder).as_posix()
         fields = {"id": name, "path": name}

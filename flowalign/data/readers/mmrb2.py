@@ -1,7 +1,7 @@
-"""Reads Multimodal RewardBench 2: pairs of answers to a prompt, for text-to-image and editing.
+"""Read Multimodal RewardBench 2: pairs of answers to a prompt, for text-to-image and editing.
 
-The benchmark's own files hold prompts and answers as lists of texts and images; the table of the
-hub has the images in columns of their own. Its other two tasks compare texts, and are refused.
+The benchmark's own files store prompts and answers as lists of texts and images; the table on the
+Hub has separate columns for images. The other two tasks compare texts, which is not supported.
 """
 
 import re
@@ -20,7 +20,7 @@ _Content = tuple[str, list[Media]]
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read `chosen`, which is A or B; the images of the prompt are the references."""
+    """Read `chosen`, which is A or B; images in the prompt are the references."""
     row = rows[0]
     content = _read_list if "prompt_content" in row else _read_columns
     prompt, references = content(row, "prompt")
@@ -49,7 +49,7 @@ def _take_only(media: Sequence[Media], side: str) -> Media:
 
 
 def _read_list(row: Fields, name: str) -> _Content:
-    """Return texts and images of a list of [kind, content], as the benchmark's files have it."""
+    """Return texts and images of a list of [kind, content], the format of the benchmark's files."""
     value = row.row.fields.get(name)
     parts = value.get("response_content") if isinstance(value, Mapping) else None
     parts = row.row.fields.get("prompt_content") if name == "prompt" else parts
@@ -65,7 +65,7 @@ def _is_part(part: Any) -> bool:
 
 
 def _read_columns(row: Fields, name: str) -> _Content:
-    """Return text and images of the columns `name_text` and `name_images` of the hub's table."""
+    """Return text and images of the columns `name_text` and `name_images` of the Hub's table."""
     texts = [part for part in _IMAGE.split(row.text(f"{name}_text")) if part]
     some = bool(row.row.fields.get(f"{name}_images"))  # text-to-image has an empty list
     return "\n".join(texts), row.media(f"{name}_images") if some else []

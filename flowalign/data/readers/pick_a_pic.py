@@ -1,4 +1,4 @@
-"""Reads Pick-a-Pic: two pictures as bytes, and which one its user picked."""
+"""Read Pick-a-Pic: two images as bytes, and the user's choice between them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Reads pairs to train on: a prompt, the chosen medium and the rejected one."""
+"""Read training pairs: a prompt, the chosen item and the rejected item."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _LABELS = (-1, 0, 1)
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     """Read a pair; it is a tie if both scores in its dimension are equal.
 
-    Further columns of the pair are in the metadata, see `pair_columns`.
+    Further columns of the pair go into the metadata, see `read_pair_columns`.
     """
     row = rows[0]
     dim, fps = row.text("dimension") or "overall", row.number("fps")
@@ -38,7 +38,7 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _prompt(row: Fields) -> str:
-    """Return the prompt: a text, or the user's turns of a conversation, joined by newlines."""
+    """Return the prompt, a text or the user's turns of a conversation joined by newlines."""
     value = row.row.fields.get(find_present(row, _PROMPT))
     if not isinstance(value, list):
         return row.text(find_present(row, _PROMPT))
@@ -47,7 +47,7 @@ def _prompt(row: Fields) -> str:
 
 
 def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
-    """Return scores of the chosen and the rejected medium, in the dimensions that both have."""
+    """Return the scores of the chosen and the rejected item, for the dimensions that both have."""
     chosen, rejected = (read_scores(row, name) for name in _SCORES)
     for side, names in zip((chosen, rejected), _SCORE, strict=True):
         value = row.number(find_present(row, names))
@@ -66,9 +66,9 @@ def read_scores(row: Fields, column: str) -> dict[str, float]:
 
 
 def read_pair_columns(row: Fields) -> dict[str, Any]:
-    """Read and check the optional columns of a pair, by their names.
+    """Return the checked optional columns of a pair by name.
 
-    These are gap, weight, stage, segments, mask, mask_rejected, weight_map_chosen and
+    The columns are gap, weight, stage, segments, mask, mask_rejected, weight_map_chosen and
     weight_map_rejected.
     """
     found: dict[str, Any] = {name: row.number(name) for name in ("gap", "weight") if name in row}
@@ -109,7 +109,7 @@ def _parse_whole(value: Any, name: str, at_least: int = 0) -> int:
 
 
 def read_safetensors_path(row: Fields, name: str) -> str:
-    """Return the path of a safetensors file; any other ending is a RowProblem."""
+    """Return the path of a safetensors file; raise RowProblem for any other ending."""
     value = row.text(name)
     if not value.endswith(".safetensors"):
         raise RowProblem(f"{name} is {value!r}; convert it to .safetensors, no pickle is read")

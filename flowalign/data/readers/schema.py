@@ -1,4 +1,4 @@
-"""Defines `Schema`: the columns that identify a format, and how its rows become records."""
+"""Define `Schema`: the columns that identify a format, and the conversion of rows to records."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from flowalign.data.readers.stream_rows import Row
 
 @dataclass(frozen=True)
 class Schema:
-    """Describes one way in which a preference dataset is published."""
+    """Published format of a preference dataset."""
 
     name: str
     columns: tuple[tuple[str, ...], ...]
     """Required columns, each with its alternative names."""
     record: Callable[[Sequence[Fields], str], Record]
-    """Converts a row, or all rows of a group, to a record; the text is the default id."""
+    """Function that converts the rows of a group, and a default id, to a record."""
     group: str = ""
-    """Column whose equal values in adjacent rows make one record of them; empty: none does."""
+    """Column for grouping: adjacent rows with equal values form one record; empty: no grouping."""
     group_end: str = ""
-    """Text before which the group's name ends in that column; empty: the whole value names it."""
+    """Separator that ends the group name in the column `group`; empty: the name is the value."""
 
     def fits(self, columns: Set[str]) -> bool:
         """Return whether all required columns are present."""
         return all(any(name in columns for name in names) for names in self.columns)
 
     def group_of(self, row: Row) -> object:
-        """Return what rows of one record share."""
+        """Return the group name of a row, equal for all rows of one record."""
         value = row.fields.get(self.group, row.where)
         return str(value).partition(self.group_end)[0] if self.group_end else value
 
@@ -37,5 +37,5 @@ class Schema:
 
 
 def find_present(fields: Fields, names: Sequence[str]) -> str:
-    """Return the first of the names that the row has, or the first name if it has none."""
+    """Return the first of `names` that the row has, or `names[0]` if it has none."""
     return next((name for name in names if name in fields), names[0])

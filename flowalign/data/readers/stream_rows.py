@@ -1,4 +1,4 @@
-"""Reads the rows of a JSONL, JSON, CSV or parquet file as a stream."""
+"""Read the rows of a JSONL, JSON, CSV, parquet or Arrow file as a stream."""
 
 import csv
 import json
@@ -10,28 +10,28 @@ from typing import Any
 
 _CHARACTERS_AT_ONCE = 1 << 16
 _LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')
-"""Where the list of a JSON file of rows begins."""
+"""Pattern of the beginning of the list in a JSON file of rows."""
 _ROWS_AT_ONCE = 64
 
 
 class RowProblem(ValueError):
-    """Says what is wrong with one row; the others can still be used."""
+    """Error in one row; the remaining rows can still be used."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the columns of one row, and its place in a file."""
+    """Columns of one row, with its location in a file."""
 
     number: int
-    """Number of the row, from 1; in a JSONL file, of the line."""
+    """Number of the row from 1; in a JSONL file the line number."""
     file: Path
     fields: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why the row cannot be read; empty if it can."""
+    """Reason why the row cannot be read; empty if it can."""
 
     @property
     def where(self) -> str:
-        """File and row, for messages."""
+        """Return file and row, for messages."""
         return f"{self.file.name} row {self.number}"
 
 
@@ -54,12 +54,12 @@ def _parse_line(number: int, path: Path, line: bytes) -> Row:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """Yield the objects of one long list without loading the whole list.
+    """Yield the objects of a JSON list without loading the whole list.
 
     The list may be the first value of an object, as in `{"pairs": [...]}`.
 
     Raises:
-        ValueError: The file is not a JSON list, or breaks off.
+        ValueError: The file is not a JSON list, or is truncated.
     """
     for number, item in enumerate(_iterate_items(path), 1):
         if isinstance(item, dict):
@@ -69,7 +69,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 
 def _iterate_items(path: Path) -> Iterator[Any]:
-    """Yield the items of a JSON list; reads on whenever the buffer ends within an item."""
+    """Yield the items of a JSON list; read more whenever the buffer ends inside an item."""
     decoder, at_end = json.JSONDecoder(), False
     with path.open(encoding="utf-8") as file:
         text = file.read(_CHARACTERS_AT_ONCE)
@@ -90,7 +90,7 @@ def _iterate_items(path: Path) -> Iterator[Any]:
 
 
 def read_csv(path: Path) -> Iterator[Row]:
-    """Yield one row per line of a CSV file; cells are text, and empty ones are absent."""
+    """Yield one row per line of a CSV file; cells are texts, and empty cells are absent."""
     csv.field_size_limit(1 << 30)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, restkey="")
@@ -102,7 +102,7 @@ def read_csv(path: Path) -> Iterator[Row]:
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
-    """Yield the rows of a parquet file; a few are in memory at a time."""
+    """Yield the rows of a parquet file, with only a few rows in memory at a time."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -116,7 +116,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 def read_arrow(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow stream, of which `datasets` saves are made."""
+    """Yield the rows of an Arrow stream, the file format of `datasets.save_to_disk`."""
     try:
         import pyarrow
     except ImportError as error:
@@ -139,7 +139,7 @@ def _number_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
 
 
 def count_rows(path: Path) -> int | None:
-    """Return the approximate number of rows of a file, or None if it is slow to count."""
+    """Return the approximate number of rows of a file; None if counting would be slow."""
     if path.suffix.lower() == ".parquet":
         from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""Reads shards of samples in tar files, as webdataset writes them; nothing is unpacked to disk."""
+"""Read tar shards of samples in the webdataset format, without unpacking them to disk."""
 
 import itertools
 import json
@@ -13,21 +13,21 @@ from flowalign.data.media.media import PICTURES, VIDEOS
 from flowalign.data.readers.stream_rows import Row, RowProblem
 
 _BLOCK = 512
-"""Bytes of a block of a tar file, which ends with blocks of zeros."""
+"""Bytes per block of a tar file; the file ends with blocks of zeros."""
 _COLUMNS = {"txt": "prompt", "caption": "prompt"}
 _COLUMNS |= {kind[1:]: "image" for kind in PICTURES} | {kind[1:]: "video" for kind in VIDEOS}
-"""Columns of members by their extension; `a.chosen.png` is of the column `chosen`."""
+"""Columns of members by extension; `a.chosen.png` has the column `chosen`."""
 _Member = tuple[str, str, bytes | None]
 
 
 def read_tar(path: Path) -> Iterator[Row]:
-    """Yield a row per sample: the adjacent members whose names agree up to the first dot.
+    """Yield a row per sample: adjacent members with equal names up to the first dot.
 
-    A picture, a video or a text is a column. The entries of a `.json` file are columns where no
-    other member is one. Members of other kinds are left out.
+    An image, video or text member is a column. The entries of a `.json` member are columns unless
+    another member has the same column. Members of other types are skipped.
 
     Raises:
-        ValueError: The file is no tar file, or breaks off.
+        ValueError: The file is not a tar file, or is truncated.
     """
     samples = itertools.groupby(_iterate_members(path), lambda member: member[0])
     for number, (key, members) in enumerate(samples, 1):
@@ -42,20 +42,20 @@ def _iterate_members(path: Path) -> Iterator[_Member]:
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file) as archive:
             for member in archive:
-                vars(archive)["members"].clear()  # headers of a long shard would fill the memory
+                vars(archive)["members"].clear()  # tarfile keeps all headers: too many in a shard
                 place = PurePosixPath(member.name)
                 stem, dot, extension = place.name.partition(".")
                 if stem and dot and not member.isdir():
                     content = archive.extractfile(member) if member.isfile() else None
                     yield str(place.with_name(stem)), extension, content and content.read()
-            if archive.fileobj is file:  # a compressed file has an end of its own
+            if archive.fileobj is file:  # the decompressor detects a truncated compressed file
                 _check_end(file, archive.offset)
     except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} breaks off or is not a tar file: {error}") from error
 
 
 def _check_end(file: BinaryIO, end: int) -> None:
-    """Refuse a part of a header, which tarfile takes for the end."""
+    """Raise ReadError for a truncated header, which tarfile accepts as the end of the file."""
     file.seek(end)
     if file.read(_BLOCK).strip(b"\0"):
         raise tarfile.ReadError("unexpected end of data")
@@ -89,7 +89,7 @@ def _parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _parse_value(kind: str, content: bytes) -> Any:
-    """Return the text of a text, what a JSON file says, or the bytes of a medium."""
+    """Return the text of a text file, the value of a JSON file, or the bytes of other files."""
     try:
         if kind == "json":
             return json.loads(content)

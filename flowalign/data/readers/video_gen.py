@@ -1,4 +1,4 @@
-"""Reads VideoGen-RewardBench: pairs of videos, with an answer in words in each dimension."""
+"""Read VideoGen-RewardBench: pairs of videos with an answer per dimension."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from flowalign.data.readers.stream_rows import RowProblem
 
 
 def _video_gen(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read answers A, B, same or invalid in each dimension; invalid counts as no answer."""
+    """Read the answers A, B, same or invalid per dimension; invalid counts as no answer."""
     row, ranks = rows[0], {}
     for dim in ("VQ", "MQ", "TA", "Overall"):
         answer = row.text(dim)

@@ -1,4 +1,4 @@
-"""Reads VisionRewardDB: media with many whole-number judgements, and pairs with one answer."""
+"""Read VisionRewardDB: items with many integer ratings, and pairs with one answer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ _ANSWERS = (("A", "1"), ("B", "2", "-1"), ("tie", "same", "0"))
 
 
 def _annotated(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read each entry of `annotation` as a rating; blanks in its name become underscores."""
+    """Read each entry of `annotation` as a rating; spaces in its name become underscores."""
     row = rows[0]
     annotation = row.row.fields["annotation"]
     if not isinstance(annotation, Mapping):
@@ -34,7 +34,7 @@ def _annotated(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _pair(rows: Sequence[Fields], default_id: str) -> Record:
-    """Read `standard_answer`: 1 or A is the first, 2, -1 or B the second, 0 or tie neither."""
+    """Read `standard_answer`: 1 or A for the first; 2, -1 or B for the second; 0 or tie."""
     row = rows[0]
     answer = row.row.fields.get("standard_answer")
     ranks = None if answer is None else parse_choice(str(answer), *_ANSWERS)
