@@ -54,7 +54,7 @@ def test_the_list_has_label_source_and_what_it_is(capsys):
     code, out, _ = told(capsys, "shapes")
     assert code == 0
     text = " ".join(out.replace("│", " ").split())
-    assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on the embedded shapes model" in text
+    assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on Shapes, the bundled toy" in text
     assert "shapes_edit [run on CPU]" in text
     assert "arXiv:2508.04324" in text
     assert NAMES["credit/shapes/mixgrpo"].papers[0] == "2507.21802v7"

@@ -324,19 +324,22 @@ def test_letters_beside_values_are_explained_in_a_file_they_come_from():
         assert not unknown, f"{file}: no header says what {sorted(unknown)} is"
 
 
-def test_files_of_published_models_say_that_nothing_was_run():
-    for folder in ("credit/sd35_medium", "credit/flux1_dev", "credit/sd15", "reward_gradient"):
-        for file in sorted((ROOT / "configs" / folder).glob("*.yaml")):
-            assert "nothing here was run on the real model" in file.read_text().lower()
-    for model in SINCE:
-        file = ROOT / f"configs/models/{model}.yaml"
-        assert "nothing here was run on the real model" in file.read_text().lower()
+def test_files_of_published_models_are_labelled_as_checked_only():
+    """The label of the first line is the only note that no GPU ran the file."""
+    folders = "credit/sd35_medium", "credit/flux1_dev", "credit/sd15", "reward_gradient"
+    files = [file for one in folders for file in (ROOT / "configs" / one).glob("*.yaml")]
+    files += [ROOT / f"configs/models/{model}.yaml" for model in SINCE]
+    assert len(files) > 40
+    for file in files:
+        assert file.read_text().startswith("# [checked only] "), file
 
 
 def test_every_method_names_its_source():
     for method in METHODS:
         file = ROOT / f"configs/methods/{method}.yaml"
-        assert re.search(r"# Source: .*(arXiv:\d{4}\.\d{5}|ours)", "\n".join(header(str(file))))
+        assert re.search(
+            r"# Source: .*(arXiv:\d{4}\.\d{5}|our design)", "\n".join(header(str(file)))
+        )
 
 
 def test_embedded_runs_of_one_update_per_rollout_say_so():
