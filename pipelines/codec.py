@@ -1,4 +1,4 @@
-"""Encodes media to latents and decodes them, by the VAE of a diffusers pipeline."""
+"""Encodes images and videos to latents and decodes them with the VAE of a diffusers pipeline."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -16,18 +16,18 @@ from pipelines.parts.memory import peak_bytes
 class Codec(DifferentiableDecoder):
     """Encodes images to normalised latents, and decodes them with or without a gradient.
 
-    A family whose latents are normalised in another way has a subclass with `normalize` and
-    `denormalize`, or with `encode` and `decode`.
+    Override `normalize` and `denormalize` for a family that normalises latents in another way, or
+    override `encode` and `decode`.
     """
 
     settings_key: str = "policy"
-    """Key of a run file under which the memory settings of the policy are."""
+    """Key of a run file that holds the memory settings of the policy."""
     num_frames: int | None = None
     """Frames of a clip; None for images."""
     fps: float | None = None
     """Frames per second of a clip; None for images."""
     shift: float | None = None
-    """Shift of the noise schedule for media of this size; None keeps that of the folder."""
+    """Shift of the noise schedule at this resolution; None keeps the value in the folder."""
     folder: Folder
     vae: Any
     """VAE in float32, once the pipeline is loaded."""
@@ -35,10 +35,10 @@ class Codec(DifferentiableDecoder):
     def __init__(self, height: int, width: int, *options: object):
         self.height, self.width = height, width
         self.options = options
-        """Further settings that change how media are encoded, part of the digest."""
+        """Further settings that change the encoding. They are part of the digest."""
 
     def open(self, vae: Any) -> None:
-        """Take over a loaded VAE: freeze it in float32, and apply the memory settings to it."""
+        """Take over a loaded VAE: freeze it in float32 and apply the memory settings."""
         self.vae = _recompute_decoding(vae.float())
         self.set_up()
 
@@ -46,19 +46,19 @@ class Codec(DifferentiableDecoder):
         """Apply the memory settings to the VAE."""
 
     def on_meta(self) -> Any:
-        """Return a copy whose VAE is on the meta device, for estimates."""
+        """Return a copy with its VAE on the meta device, for memory estimates."""
         other = copy(self)
         other.vae = self.folder.vae_on_meta()
         other.set_up()
         return other
 
     def decode(self, x: Tensor) -> Tensor:
-        """Return media in [0, 1], with a gradient if one is recorded."""
+        """Return images or clips in [0, 1]. The gradient is recorded if autograd is enabled."""
         image = self.vae.decode(self.denormalize(x), return_dict=False)[0]
         return (image / 2 + 0.5).clamp(0, 1)[:, None]
 
     def embed(self, media: Tensor) -> Tensor:
-        """Return the latents of media in [0, 1], which are resized and cropped to the size."""
+        """Return the latents of images or clips in [0, 1], after resizing and cropping them."""
         pixels = media.to(self.vae.device, torch.float32)
         return self.encode(crop_images(pixels, self.height, self.width, self.folder.path))
 
@@ -68,7 +68,7 @@ class Codec(DifferentiableDecoder):
         return self.normalize(encoded if isinstance(encoded, Tensor) else encoded.mode())
 
     def normalize(self, z: Tensor) -> Tensor:
-        """Return latents of the VAE as the network sees them."""
+        """Return VAE latents normalised for the network."""
         config = self.vae.config
         return (z - (config.get("shift_factor") or 0.0)) * config.scaling_factor
 
@@ -82,23 +82,23 @@ class Codec(DifferentiableDecoder):
         return media if frames is None else media[:, list(frames)]
 
     def render_bytes(self, latent_shape: Sequence[int]) -> int:
-        """Render latents of the meta device, forward and backward."""
+        """Return the peak bytes of rendering latents forward and backward, on the meta device."""
         other = self.on_meta()
         _recompute_decoding(other.vae)
         x = torch.empty(1, *latent_shape, device="meta", requires_grad=True)
         return peak_bytes(lambda: other.render(x).sum().backward(), with_gradient=True)
 
     def digest(self) -> str:
-        """Return the identity of the VAE with these settings."""
+        """Return the digest of the VAE with these settings."""
         return digest(self.vae, self.vae.config, self.height, self.width, *self.options)
 
     def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:  # noqa: ARG002
-        """Return a plan with the memory of VAE and encoders, where it is known."""
+        """Return the plan with the memory of VAE and encoders added, where it is known."""
         return plan
 
 
 class SingleFrameCodec(Codec):
-    """Encodes images as clips of one frame, by a VAE with statistics of each channel."""
+    """Encodes images as clips of one frame, with a VAE that has statistics per channel."""
 
     def decode(self, x: Tensor) -> Tensor:
         image = self.vae.decode(self.denormalize(x)[:, :, None], return_dict=False)[0]
@@ -117,14 +117,14 @@ class SingleFrameCodec(Codec):
         return x * std + mean
 
     def _statistics(self) -> list[Tensor]:
-        """Return mean and standard deviation of raw latents."""
+        """Return the mean and standard deviation of raw latents."""
         config = self.vae.config
         values = torch.tensor([config.latents_mean, config.latents_std], device=self.vae.device)
         return list(values[:, :, None, None])
 
 
 def _recompute_decoding(vae: Any) -> Any:
-    """Freeze a VAE, and let it recompute activations in a backward pass where its class can."""
+    """Freeze a VAE and turn on gradient checkpointing if its class supports it."""
     vae.requires_grad_(False)
     if vae._supports_gradient_checkpointing:
         vae.enable_gradient_checkpointing()

@@ -1,4 +1,4 @@
-"""Composes a policy of a network, a codec and a text encoder of a diffusers pipeline."""
+"""Composes a policy from the network, codec and text encoder of a diffusers pipeline."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from pipelines.text_encoder import TextEncoder
 
 
 class DiffusersPolicy(Policy):
-    """Wraps a diffusers pipeline with a denoiser, a `vae` and a `scheduler` as a policy.
+    """Policy that wraps a diffusers pipeline with a denoiser, a `vae` and a `scheduler`.
 
-    It holds a `network`, a `codec` and a `text_encoder`. A model family is one subclass: its two
-    classes, a constructor, and the abstract methods below together with `encode` and `velocity`.
-    The constructor is cheap; `load` reads the weights. With `lora` None the whole denoiser is
-    trained.
+    It holds a `network`, a `codec` and a `text_encoder`. A model family is one subclass. It sets
+    `pipeline_class` and `transformer_class`, defines a constructor, and implements `encode`,
+    `velocity` and the abstract methods below. The constructor is cheap; `load` reads the weights.
+    With `lora` None the whole denoiser is trained.
     """
 
     pipeline_class: Any
@@ -38,23 +38,23 @@ class DiffusersPolicy(Policy):
     transformer_class: Any
     """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
     denoiser_name: str = "transformer"
-    """Name of the pipeline component that is the denoiser, or the first of two."""
+    """Name of the pipeline component that is the denoiser, or the first of two denoisers."""
     latents_argument: str = "hidden_states"
     """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     skip_components: Mapping[str, Any] = {}
-    """Arguments to `from_pretrained` that skip components which a policy does not need."""
+    """Arguments to `from_pretrained` that skip components which the policy does not need."""
     conditions_on_size: bool = False
     """Whether the conditioning contains the image size, as SDXL's does."""
     unit_noise: bool = False
-    """Whether initial noise has unit variance whatever the first sigma, as in video pipelines."""
+    """Whether initial noise has unit variance for any first sigma, as in video pipelines."""
     network: Network
     text_encoder: TextEncoder
     codec: Codec
     denoiser: Any
     pipe: Any
-    """Pipeline, once it is loaded."""
+    """Pipeline. Set by `load`."""
     latent_shape: tuple[int, ...]
-    """Shape of one state, once the pipeline is loaded."""
+    """Shape of the latents of one sample. Set by `load`."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class DiffusersPolicy(Policy):
 
     @abstractmethod
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        """Return the latent shape of one sample, given the configurations of denoiser and VAE.
+        """Return the latent shape of one sample, given the configs of denoiser and VAE.
 
         Raises:
-            ValueError: the model cannot produce the requested size.
+            ValueError: The model cannot produce the requested size.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class DiffusersPolicy(Policy):
 
     @abstractmethod
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        """Return the pipeline's schedule: num_steps + 1 values from the state of `noise` to 0."""
+        """Return the pipeline's schedule: num_steps + 1 sigmas from the initial noise to 0."""
 
     def check_setup(self, setup: Setup) -> None:
         sizes = {"height": self.height, "width": self.width}
@@ -191,11 +191,11 @@ class DiffusersPolicy(Policy):
 
 
 def _check(policy: DiffusersPolicy) -> None:
-    """Check settings and folder of a policy, reading configuration files alone.
+    """Check the settings and the folder of a policy. Only configuration files are read.
 
     Raises:
-        ValueError: the folder is not of this family or lacks a part, the model cannot produce the
-            requested size, or prompts have no tokens.
+        ValueError: The folder belongs to another family or lacks a component, the model cannot
+            produce the requested size, or `max_sequence_length` is below 1.
     """
     check_folder(policy.folder, policy.denoiser_name, policy.network.kind.__name__)
     if policy.max_sequence_length < 1:
@@ -215,5 +215,5 @@ def _count_tokens(policy: DiffusersPolicy, size: Mapping[str, int]) -> int:
 
 
 def _configs(policy: DiffusersPolicy) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configurations of denoiser and VAE."""
+    """Return the configs of denoiser and VAE."""
     return policy.folder.config(policy.denoiser_name), policy.folder.config("vae")

@@ -1,4 +1,4 @@
-"""Reads, moves, frees and identifies the encoders of prompts of a diffusers pipeline."""
+"""Loads, moves, frees and identifies the prompt encoders of a diffusers pipeline."""
 
 import hashlib
 import inspect
@@ -21,16 +21,17 @@ from pipelines.parts.encoding import digest, probe_request
 from pipelines.parts.folder import INDEX
 
 PREFIXES = ("text_encoder", "image_encoder")
-"""Prefixes of the names of components that only `encode` needs."""
+"""Name prefixes of the components that only `encode` needs."""
 _CHANGES_NOTHING = {"self", "path", "lora", "gradient_checkpointing", "memory"}
-"""Settings of policies on which no `encode` depends; of the path, files are read. All others are
-attributes by their names."""
+"""Settings of policies that do not affect `encode`. The path is identified by its files. Every
+other setting is an attribute with the name of its constructor argument."""
 _WHOLE, _PIECES, _PIECE = 1 << 20, 1024, 4096
-"""Bytes of a file that its digest reads: the first, and of equally spaced pieces."""
+"""Bytes that the digest of a file reads at its beginning, the maximum number of further pieces, and
+the bytes of each piece."""
 
 
 class TextEncoder(PromptEncoder):
-    """Holds the encoders of prompts of a pipeline, of text and of images."""
+    """Text and image encoders of a pipeline's prompts."""
 
     pipe: Any
     """Loaded pipeline."""
@@ -49,7 +50,7 @@ class TextEncoder(PromptEncoder):
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Return the prefixes of components that wait on the CPU while nothing is encoded."""
+        """Return the name prefixes of components that stay on the CPU except while they encode."""
         return PREFIXES if self.offload else ()
 
     @property
@@ -59,9 +60,9 @@ class TextEncoder(PromptEncoder):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep encoders on the device inside this context; offloaded ones return to the CPU.
+        """Keep the encoders on the device inside this context, then move offloaded ones to the CPU.
 
-        Every `encode` of a policy that can offload them does its work within it.
+        Policies that can offload their encoders run `encode` inside this context.
         """
         components = self.pipe.components.items()
         moved = [one for name, one in components if one and name.startswith(self.offloaded)]
@@ -74,7 +75,7 @@ class TextEncoder(PromptEncoder):
                 encoder.to("cpu")
 
     def skipped(self) -> dict[str, None]:
-        """Return the components that `load` leaves out."""
+        """Return the components that `load` leaves out, as keyword arguments."""
         return dict.fromkeys(self.names) if self.cache else {}
 
     def read(self, device: torch.device) -> None:
@@ -101,7 +102,7 @@ class TextEncoder(PromptEncoder):
         return [probe_request(text, self.input_spec, *self.size) for text in ("a", "b")]
 
     def stored_bytes(self) -> int:
-        """Return the bytes of the encoders as they are stored, from configurations alone."""
+        """Return the stored size of the encoders in bytes, computed from configs only."""
         total, folder = 0, self.network.folder
         for name in self.names:
             library, kind = folder.components()[name]
@@ -116,7 +117,7 @@ class TextEncoder(PromptEncoder):
         return total
 
     def digest(self, *settings: object) -> str:
-        """Return the identity of the loaded encoders, their tokenizers and settings."""
+        """Return the digest of the loaded encoders, their tokenizers and settings."""
         components, text = self.pipe.components, ""
         loaded = (n for n in components if n.startswith("text_encoder") and components[n])
         for name in sorted(loaded):
@@ -131,7 +132,7 @@ class TextEncoder(PromptEncoder):
         return text
 
     def digest_cache(self, policy: Policy) -> str:
-        """Return the identity of encoders that are not loaded, as conditioning is cached."""
+        """Return the digest of encoders that are not loaded because their outputs are cached."""
         content = f"{self.digest_files()} {self.describe_settings(policy)}"
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Defines the settings of videos, and encodes and decodes them within the allowed memory."""
+"""Defines the settings of videos, and encodes and decodes them within a memory budget."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -15,52 +15,53 @@ from pipelines.parts.encoding import crop_clips
 from pipelines.parts.memory import peak_bytes
 
 _LARGE = 10**9
-"""Peak bytes of decoding above which `extend_plan` takes a second to find cheaper settings."""
+"""Peak bytes of decoding above which `extend_plan` searches for cheaper settings (about a second).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """Describes the clips that a policy generates: resolution, length and frame rate."""
+    """Resolution, length and frame rate of the clips that a policy generates."""
 
     height: PositiveInt
     width: PositiveInt
     num_frames: PositiveInt
-    """Frames per clip. The VAE must be able to take it, mostly 4 k + 1 or 8 k + 1."""
+    """Frames per clip. The VAE restricts it, usually to 4 k + 1 or 8 k + 1."""
     fps: PositiveFloat
-    """Frames per second. Clips are embedded frame by frame without resampling, so a reader must
-    give them at this rate."""
+    """Frames per second. Clips are embedded frame by frame without resampling, so the reader must
+    deliver them at this rate."""
     shift: PositiveFloat | None = None
-    """Shift of the schedule towards high noise, larger for larger videos; None: the folder's own
-    value. A shift maps sigma to shift sigma / (1 + (shift - 1) sigma)."""
+    """Shift of the schedule towards high noise, larger for larger videos. A shift maps sigma to
+    shift sigma / (1 + (shift - 1) sigma). None keeps the value in the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Trades time for memory; every setting costs time.
+    """Settings that save memory; each one costs time.
 
-    Two settings change frames, and with them rewards: tiles are blended where they overlap, and so
-    are the windows of `decode_frames` with LTX-Video and HunyuanVideo. With Wan the chunks are
-    exact.
+    Two settings change the frames and therefore the rewards. `tile` blends overlapping tiles.
+    `decode_frames` blends overlapping windows for LTX-Video and HunyuanVideo; for Wan it is exact.
     """
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more time."""
+    """Recompute activations in the backward pass; takes about a third more time."""
     tile: bool = False
-    """Run the VAE on tiles of a frame, of diffusers' tile size for the family."""
+    """Run the VAE on tiles of a frame, with diffusers' tile size for the family."""
     slice: bool = False
-    """Run the VAE on one sample at a time; decoded media are collected in main memory."""
+    """Run the VAE on one sample at a time and collect the decoded samples in main memory."""
     decode_frames: PositiveInt | None = None
-    """Latent frames that the decoder holds at a time, see the policy; None: diffusers' default."""
+    """Number of latent frames that the decoder processes at a time; None uses diffusers' default.
+    The policy class documents which values it supports."""
     offload_text: bool = False
-    """Keep text encoders, and image encoders of prompts, on the device only while they encode."""
+    """Keep the text and image encoders of prompts on the device only while they encode."""
 
 
 class VideoCodec(Codec):
     """Encodes clips to latents [n, C, F', H', W'], and decodes them.
 
-    A family defines how its VAE can decode a clip in several pieces (`pieces`), and `statistics`
-    other than one factor. A clip that is longer than the policy's is cut to its first frames; a
-    shorter one is refused.
+    A family can override `pieces` to decode a clip in several pieces, and `statistics` to normalise
+    latents by more than one factor. Clips that are longer than the policy's are cut to the first
+    frames; shorter clips raise ValueError.
     """
 
     settings_key = "policy.memory"
@@ -81,11 +82,11 @@ class VideoCodec(Codec):
             self.vae.enable_slicing()
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and std of raw VAE latents, 1 or C values, by which x is normalised."""
+        """Return mean and std (1 or C values each) that normalise raw VAE latents."""
         return torch.zeros(1), torch.tensor([1 / self.vae.config.scaling_factor])
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
-        """Yield decoded frames in [-1, 1] as the VAE gives them, in order, in pieces."""
+        """Yield consecutive pieces of the decoded frames in [-1, 1]."""
         yield self.vae.decode(z, return_dict=False)[0]
 
     def decode(self, x: Tensor) -> Tensor:
@@ -121,13 +122,13 @@ class VideoCodec(Codec):
         return mean, std
 
     def clip_shape(self, latent_shape: Sequence[int]) -> Sequence[int]:
-        """Return the shape of the video's latents within a state of this shape."""
+        """Return the shape of the video latents within a state of shape `latent_shape`."""
         return latent_shape
 
     def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:
-        """Add the memory of decoding, VAE and encoders to a plan, and settings that save some.
+        """Return the plan with the memory of decoding, VAE and encoders, and with possible savings.
 
-        The VAE, in float32, is counted with the text encoders: it stays on the device.
+        The VAE stays on the device in float32, so `text_bytes` includes it.
         """
         memory, encoders = self.memory, encoder_bytes()
         vae_bytes = 4 * sum(p.numel() for p in self.folder.vae_on_meta().parameters())
@@ -155,12 +156,12 @@ def shape_of_clip(
 ) -> tuple[int, int, int, int]:
     """Return the latent shape of a policy's clips.
 
-    `unit` is the number of channels, of frames for each latent frame but the first, and of pixels
-    along a side of a latent; `patch` the number of latents that make a token along frames, rows
-    and columns.
+    `unit` holds the number of latent channels, of frames per latent frame (except the first), and
+    of pixels along a side of a latent. `patch` holds the number of latents per token along frames,
+    rows and columns.
 
     Raises:
-        ValueError: The model cannot make this number of frames, or this size.
+        ValueError: The model cannot produce this number of frames or this size.
     """
     channels, frames, pixels = unit
     num_frames = check_num_frames(policy.num_frames, frames, policy.path)
@@ -181,16 +182,16 @@ def count_patches(latent_shape: Sequence[int], patch: Sequence[int]) -> int:
 
 
 def refuse_decode_frames(memory: Memory, reason: str) -> None:
-    """Raise ValueError if `memory.decode_frames` is set for a decoder that cannot obey it."""
+    """Raise ValueError if `memory.decode_frames` is set for a decoder that does not support it."""
     if memory.decode_frames is not None:
         raise ValueError(f"memory.decode_frames is {memory.decode_frames}; {reason}")
 
 
 def check_num_frames(num_frames: int, unit: int, path: str) -> int:
-    """Return `num_frames` if the VAE can take it.
+    """Return `num_frames` if the VAE supports it.
 
     Raises:
-        ValueError: it is not 1 + a multiple of `unit`; the message names the nearest such numbers.
+        ValueError: It is not 1 + a multiple of `unit`. The message names the nearest valid numbers.
     """
     if num_frames < 1 or (num_frames - 1) % unit:
         below = max(1, num_frames - (num_frames - 1) % unit)
@@ -204,7 +205,7 @@ def check_num_frames(num_frames: int, unit: int, path: str) -> int:
 def decode_bytes(codec: VideoCodec, memory: Memory, clip_shape: Sequence[int]) -> int:
     """Return the peak bytes of decoding one sample with these settings, without the VAE's weights.
 
-    It decodes tensors of the meta device. With tiles, one tile is decoded and the video counts
+    Decoding runs on the meta device. With tiling, one tile is decoded and the video is counted
     twice.
     """
     other = copy(codec)
@@ -221,7 +222,7 @@ def decode_bytes(codec: VideoCodec, memory: Memory, clip_shape: Sequence[int]) -
 
 
 def _lighter(memory: Memory) -> dict[str, Memory]:
-    """Return settings that may lower the decoding peak, keyed by what a run file would say."""
+    """Return settings that may lower the decoding peak, keyed by their line in a run file."""
     if memory.tile:
         return {}
     found = {}

@@ -1,1 +1,1 @@
-"""Wraps any diffusers pipeline as a policy, by replaying its own denoising loop."""
+"""Wraps any diffusers pipeline as a policy by replaying its own denoising loop."""

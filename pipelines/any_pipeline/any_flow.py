@@ -1,4 +1,4 @@
-"""Wraps any flow-matching pipeline of diffusers as a policy, by its own unmodified `__call__`."""
+"""Wraps any flow-matching pipeline of diffusers as a policy, using its unmodified `__call__`."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -48,46 +48,48 @@ from pipelines.policy import DiffusersPolicy, Precision
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter."""
 _SHORT, _LONG = "a", "a red ball beside two cats"
-"""Prompts of different lengths, by which the layout of conditions is found."""
+"""Prompts of different lengths that reveal the layout of conditions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Says how the pipeline's `__call__` is called beside prompts, height and width."""
+    """Arguments of the pipeline's `__call__` other than prompts, height and width."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `__call__` by name, such as guidance_scale, negative_prompt, num_frames or
-    max_sequence_length. What is not named has the pipeline's default."""
+    max_sequence_length. Missing arguments keep the pipeline's defaults."""
     evaluations: PositiveInt = 1
-    """Network evaluations that the pipeline makes for a step: mostly 2 with guidance. `load`
-    counts them, and refuses another number."""
+    """Network evaluations per denoising step, usually 2 with guidance. `load` counts them and
+    raises ValueError if the number differs."""
     fps: PositiveFloat | None = None
-    """Frames per second of clips; null for pictures."""
+    """Frames per second of clips; null for images."""
     pictures: NonNegativeInt = 0
-    """Pictures that come with every prompt, for pipelines whose `__call__` takes an `image`: the
-    first frame of clips, sources of edits elsewhere; with a mask where it takes a `mask_image`."""
+    """Number of images per prompt, for pipelines with an `image` argument in `__call__`. The image
+    is the first frame of a clip, or the source of an edit. If `__call__` has a `mask_image`
+    argument, every prompt also needs a mask."""
     one_request: bool = False
-    """Call the pipeline with one request at a time; those of Qwen-Image-Edit take no more."""
+    """Call the pipeline with one request at a time. Qwen-Image-Edit pipelines need it."""
     decode_one: bool = False
-    """Decode and encode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5
-    takes no more."""
+    """Decode and encode one sample at a time. It saves memory, and the autoencoder of HunyuanVideo
+    1.5 needs it."""
 
     def together(self, samples: Tensor) -> int:
-        """Return how many of these samples the autoencoder gets together."""
+        """Return the number of samples that one call of the autoencoder takes."""
         return 1 if self.decode_one or self.one_request else max(1, len(samples))
 
 
 class AnyFlow(DiffusersPolicy):
-    """Wraps any flow-matching pipeline that makes one state from a request, of one network.
+    """Wraps any flow-matching pipeline that has one network and one state per request.
 
-    The pipeline's `__call__` computes everything. What it encodes is recorded once per request and
-    returned to it again; with a scheduler of one time it gives the velocity, with one of no time
-    it decodes. States are those of the pipeline's sampler, packed where it packs. `load` makes two
-    steps and refuses a pipeline whose steps are not replayed.
+    The pipeline's `__call__` computes everything. The results of its encoding methods are recorded
+    once per request and replayed in every later call. A scheduler with a single timestep turns the
+    call into one velocity evaluation; a scheduler with no timestep turns it into decoding. States
+    are those of the pipeline's sampler, packed if the pipeline packs them. `load` makes two steps
+    and raises ValueError if the replayed velocities differ.
 
-    Pictures of a request cover the policy's size, are cropped to it around their centre, and go to
-    the pipeline as its `image`. It is the fallback where a family has no policy of its own, which
-    is faster and whose plan also has the memory of encoders and decoder.
+    Images of a request are resized and centre-cropped to the policy's size, and passed to the
+    pipeline as `image`. Use this class for families without a policy class. A family's policy is
+    faster, and its plan includes the memory of encoders and decoder.
     """
 
     pipeline_class: Any = DiffusionPipeline
@@ -111,7 +113,7 @@ class AnyFlow(DiffusersPolicy):
         self.network.computes_at_load = True
 
     def identify(self) -> None:
-        """Find the classes of pipeline and network, by configuration files, and what it takes."""
+        """Find the pipeline class, network class and required inputs from configuration files."""
         if self.folder.pipeline is not DiffusionPipeline:
             return  # known since the plan
         name, size = self.denoiser_name, (self.height, self.width)
@@ -155,7 +157,7 @@ class AnyFlow(DiffusersPolicy):
         check_replay(self, self.stock, request)
 
     def read(self, device: torch.device) -> None:
-        """Read the weights and find the layout of conditions, and check no step."""
+        """Read the weights and find the layout of conditions, without checking a step."""
         self.identify()
         super().load(device)
         self.pipe.set_progress_bar_config(disable=True)
@@ -184,7 +186,7 @@ class AnyFlow(DiffusersPolicy):
         return (1 + sources) * places + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:  # noqa: ARG002
-        """Return the sigmas that the pipeline sets; one step goes from the first of them to 0."""
+        """Return the sigmas that the pipeline sets. One step goes from the first sigma to 0."""
         found = self.stock.trace(max(2, num_steps))[1]
         return found[[0, -1]] if num_steps == 1 else found
 
@@ -227,7 +229,7 @@ class AnyFlow(DiffusersPolicy):
         return (media if media.ndim == 5 else media[:, None]).float()
 
     def finish(self, x: Tensor) -> Tensor:
-        """Run what the pipeline does after its last step."""
+        """Run the part of the pipeline that follows its last denoising step."""
         rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.blank.items()}
         others = replay_calls(self.layout.returned(rows, x))
         if "strength" not in inspect.signature(self.folder.pipeline.__call__).parameters:

@@ -1,4 +1,4 @@
-"""Builds pipelines from configuration files alone, whose calls run until their first evaluation."""
+"""Builds pipelines from configuration files that run until the first network evaluation."""
 
 import ast
 import importlib
@@ -14,14 +14,14 @@ from torch import Tensor
 from pipelines.parts.folder import Folder
 
 _WITHOUT_WEIGHTS = "scheduler", "guider", "processor"
-"""Parts that constructors of pipelines use, and that hold no weights."""
+"""Names of pipeline components that have no weights."""
 
 
 def build_on_meta(folder: Folder, denoiser: str) -> Any:
-    """Build a pipeline from configurations: networks on the meta device, no encoder, all on CPU.
+    """Build a pipeline from configs, with networks on the meta device and without encoders.
 
-    Its `encode_prompt` gives as many texts and masks as its `__call__` unpacks, and its
-    autoencoder encodes every picture to zeros.
+    Its execution device is the CPU. `encode_prompt` returns one tensor for each text and mask that
+    `__call__` unpacks. The autoencoder encodes every image to zeros.
     """
     cls = folder.pipeline
     on_cpu = {"_execution_device": property(lambda _: torch.device("cpu"))}
@@ -48,7 +48,7 @@ def build_on_meta(folder: Folder, denoiser: str) -> Any:
 
 
 def _encode_to_zeros(vae: Any) -> Any:
-    """Make an autoencoder of the meta device return latents of the right shape on the CPU."""
+    """Make an autoencoder on the meta device return zero latents of the right shape on the CPU."""
     encode = vae.encode
 
     def zeros(pixels: Tensor) -> Any:
@@ -66,7 +66,7 @@ def _encode_to_zeros(vae: Any) -> Any:
 
 
 def _text_names(cls: type) -> list[str]:
-    """Return the names by which `__call__` unpacks what `encode_prompt` returns."""
+    """Return the names to which `__call__` assigns the results of `encode_prompt`."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__call__)))
     found = [
         [ast.unparse(name) for name in node.targets[0].elts]

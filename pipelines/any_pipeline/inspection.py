@@ -1,4 +1,4 @@
-"""Tries on a pipeline's folder what training needs, and says what works."""
+"""Tests on a pipeline folder which operations of training work."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,10 +18,10 @@ _PROMPT = "a red ball beside two cats"
 def inspect_pipeline(
     path: str, height: int, width: int, arguments: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return what works of a pipeline in float32, and why not what does not.
+    """Return a report in float32: for each operation its result, or "no" and the reason.
 
     Raises:
-        ValueError: The pipeline cannot be wrapped at all, or its weights cannot be read.
+        ValueError: The pipeline cannot be wrapped, or its weights cannot be read.
     """
     policy = AnyFlow(path, height, width, Call(arguments=arguments), lora=None, precision="fp32")
     policy.read(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -66,7 +66,7 @@ def _embedded(policy: AnyFlow, state: torch.Tensor) -> str:
 
 
 def _targets(network: nn.Module) -> str:
-    """Say how many linear layers the default names hit."""
+    """Return the number of linear layers that the default LoRA target names match, as text."""
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     names = LORA.target_modules
     hit = [one for one in linear if one.endswith(tuple(f".{name}" for name in names))]

@@ -1,4 +1,4 @@
-"""Finds how a pipeline turns its states into what its autoencoder decodes, and turns it round."""
+"""Finds and inverts the map from a pipeline's states to the latents that its autoencoder takes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -12,30 +12,31 @@ from torch import Tensor
 from pipelines.any_pipeline.replay import CallStopped, catch_result
 
 _DIGITS = 1024
-"""Base in which places are written: float32 holds such numbers times a scale exactly enough."""
+"""Base in which indices are encoded. Float32 represents such digits times a scale exactly enough.
+"""
 
 
 @dataclass(frozen=True)
 class LatentMap:
-    """Holds z = scale x[place] + shift, which unpacks and denormalises a state for an autoencoder.
+    """Map z = scale x[place] + shift, which unpacks and denormalises a state for an autoencoder.
 
-    It is found from what the autoencoder is given for states of zeros, of ones and of places.
+    It is found by recording the input of the autoencoder for states of zeros, ones and indices.
     """
 
     vae: Any
     shape: Sequence[int]
-    """Of a state."""
+    """Shape of a state."""
     place: Tensor
-    """Place in the flat state of every value that the autoencoder gets."""
+    """Index into the flat state for every value that the autoencoder receives."""
     scale: Tensor
     shift: Tensor
 
     @classmethod
     def of(cls, vae: Any, finish: Callable[[Tensor], Any], shape: Sequence[int]) -> "LatentMap":
-        """Find the map of a pipeline whose last part, after all steps, is `finish`.
+        """Find the map of a pipeline; `finish` runs the part after its last denoising step.
 
         Raises:
-            ValueError: The autoencoder does not get every value of a state once.
+            ValueError: The autoencoder does not receive every value of a state exactly once.
         """
 
         def given(flat: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class LatentMap:
         return cls(vae, shape, place, scale, shift)
 
     def encoded(self, clips: Float[Tensor, "n 3 F h w"]) -> Float[Tensor, "n *latent"]:
-        """Return the states of clips in [-1, 1], or of pictures as clips of one frame."""
+        """Return the states of clips in [-1, 1], or of images given as clips of one frame."""
         media = clips if self.scale.ndim == 5 else clips[:, :, 0]
         found = self.vae.encode(media, return_dict=False)[0]
         z = found if isinstance(found, Tensor) else found.mode()
@@ -66,7 +67,7 @@ class LatentMap:
 
 @contextmanager
 def _decoding(vae: Any) -> Any:
-    """Stop at `decode` with what it is given, inside this context."""
+    """Raise `CallStopped` with the input of `decode`, inside this context."""
 
     def stop(z: Tensor, *_: Any, **__: Any) -> None:
         raise CallStopped(z.float())

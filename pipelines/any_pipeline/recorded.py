@@ -1,4 +1,4 @@
-"""Keeps what a pipeline's own encoding methods return, one row per request, to return it again."""
+"""Records the results of a pipeline's encoding methods, one row per request, for replay."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,48 +13,49 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from flowalign.types import Cond
 
 STATE = "prepare_latents"
-"""Method of every pipeline whose first result is the initial state."""
+"""Method of every pipeline that returns the initial state as its first result."""
 Calls = Sequence[tuple[str, Any]]
 """Names and results of the methods that a pipeline called, in order."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Says how one tensor among the results depends on the requests of a call."""
+    """Dependence of one recorded tensor on the requests of a call."""
 
     kind: Literal["state", "rows", "listed", "lone", "shared"]
-    """The initial state; one row per request; a list with a tensor per request; one row for all
-    requests of a call, which therefore is of one; alike for all."""
+    """Kind of the tensor. `state`: the initial state. `rows`: one row per request. `listed`: a list
+    with one tensor per request. `lone`: a single row, so the call can have only one request.
+    `shared`: the same for all requests."""
     axis: int | None = None
-    """Axis, of one request's row, whose length depends on the prompt."""
+    """Axis that has a prompt-dependent length, in a row with batch axis; None if there is none."""
     value: Any = None
-    """What is alike for all."""
+    """Value of a `shared` leaf."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Maps the results of a pipeline's methods to `Cond`, and back.
 
-    Texts of different lengths are padded for keeping alone: the network gets them as its pipeline
-    made them, and a call takes only requests of equal lengths.
+    Texts of different lengths are padded only for storage. The network receives them unpadded, as
+    the pipeline made them, so a call takes only requests of equal lengths.
     """
 
     names: tuple[str, ...]
-    """Methods in the order of their calls."""
+    """Names of methods in the order of their calls."""
     spec: TreeSpec
     leaves: tuple[Leaf, ...]
     longest: int
-    """Length to which texts are padded."""
+    """Length to which texts are padded, in tokens."""
 
     @classmethod
     def of(cls, short: Calls, long: Calls, both: Calls, longest: int) -> "Layout":
-        """Find the layout from a short prompt, a longer one, and the longer one twice.
+        """Find the layout from recordings of a short prompt, a longer one, and that one twice.
 
-        The pictures of the short and of the longer one differ, if there are any. A pipeline that
-        takes one request a call has the longer one once more in place of twice.
+        If requests have images, the images of the short and the longer prompt must differ. For a
+        pipeline that takes one request per call, `both` is a second recording of the longer prompt.
 
         Raises:
-            ValueError: The results do not tell one request from another.
+            ValueError: The results cannot be attributed to single requests.
         """
         (first, spec), (second, other), (third, _) = (_flatten(one) for one in (short, long, both))
         names = tuple(name for name, _ in short)
@@ -69,11 +70,11 @@ class Layout:
 
     @property
     def ragged(self) -> bool:
-        """Whether some text has a length of its own, so that requests are encoded one by one."""
+        """Whether text lengths depend on the prompt, so that requests are encoded one by one."""
         return any(leaf.axis is not None for leaf in self.leaves)
 
     def kept(self, recordings: Sequence[Calls]) -> Cond:
-        """Return one row per request of what depends on requests.
+        """Return the request-dependent results as conditions, one row per request.
 
         Raises:
             ValueError: A text is longer than `longest`.
@@ -92,9 +93,9 @@ class Layout:
         return cond
 
     def lengths(self, cond: Cond) -> Int[Tensor, "n texts"] | None:
-        """Return the lengths of each request's texts; None if texts have one length.
+        """Return the text lengths of each request; None if all requests can share a call.
 
-        Requests that cannot share a call have a number each.
+        If requests cannot share a call, a column of distinct numbers separates them.
         """
         found = [value for name, value in cond.items() if name.endswith(".length")]
         for k, leaf in enumerate(self.leaves):
@@ -103,7 +104,7 @@ class Layout:
         return torch.stack(found, 1) if found else None
 
     def returned(self, cond: Cond, x: Tensor) -> list[tuple[str, Any]]:
-        """Return what the methods return for these requests, all of equal lengths, and state x."""
+        """Return the methods' results for requests of equal lengths, with x as the state."""
         flat = [
             self._given(k, leaf, cond, x) if leaf.kind != "shared" else leaf.value
             for k, leaf in enumerate(self.leaves)
@@ -150,13 +151,13 @@ def _leaf(short: Any, long: Any, both: Any) -> Leaf:
 
 
 def _are_equal(short: list[Any], long: list[Any]) -> bool:
-    """Return whether two lists hold equal tensors, or none."""
+    """Return whether all tensors of two lists are equal."""
     pairs = [pair for pair in zip(short, long, strict=False) if isinstance(pair[0], Tensor)]
     return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _ragged_axis(short: Tensor, long: Tensor) -> int | None:
-    """Return the axis whose length the prompt decides."""
+    """Return the axis with a prompt-dependent length."""
     differ = [k for k in range(short.ndim) if short.shape[k] != long.shape[k]]
     if len(differ) > 1:
         raise ValueError(f"{len(differ)} axes of a text have lengths of their own")
@@ -164,7 +165,7 @@ def _ragged_axis(short: Tensor, long: Tensor) -> int | None:
 
 
 def group_calls(num_rows: int, sigma: Tensor, lengths: Tensor | None) -> list[tuple[Any, Tensor]]:
-    """Return the rows of calls of one time and of texts of equal lengths, and the times."""
+    """Return groups of rows that share a time and text lengths, each with its time."""
     if sigma.numel() == 1 and lengths is None:
         return [(slice(None), sigma)]
     times = sigma.expand(num_rows)

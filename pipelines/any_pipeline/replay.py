@@ -1,7 +1,7 @@
-"""Runs the stock `__call__` of a diffusers pipeline with some methods and the scheduler exchanged.
+"""Runs the stock `__call__` of a diffusers pipeline with replaced methods and scheduler.
 
-The pipeline's own code then is the velocity, the schedule and the decoder, and nothing of it is
-written a second time.
+The pipeline's own code then provides the velocity, the schedule and the decoder, so that it is not
+reimplemented.
 """
 
 import inspect
@@ -23,16 +23,16 @@ STAGES = (
     "prepare_image_latents",
     "prepare_mask_latents",
 )
-"""Methods whose results are recorded once and returned again."""
+"""Methods with results that are recorded once and replayed."""
 
 
 WAY_OUT = "use a policy of pipelines/ or write one, docs/tutorials/103_your_pipeline.md"
 _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError)
-"""What pipelines raise that do more, or other things, than is replayed."""
+"""Errors of pipelines that do more than can be replayed."""
 
 
 class CallStopped(Exception):
-    """Stops a call where what was wanted of it is there."""
+    """Stops a call as soon as the result is available."""
 
     def __init__(self, found: Any = None):
         super().__init__()
@@ -41,7 +41,7 @@ class CallStopped(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """Holds one step of a recorded rollout."""
+    """One step of a recorded rollout."""
 
     x: Tensor
     sigma: Tensor
@@ -49,7 +49,7 @@ class Step:
 
 
 class _Recorder:
-    """Makes Euler steps along the scheduler's own sigmas, and keeps them."""
+    """Scheduler mixin that makes Euler steps along the scheduler's own sigmas and records them."""
 
     def set_timesteps(
         self,
@@ -71,7 +71,7 @@ class _Recorder:
 
 
 class _Velocity:
-    """Has one time or none, and stops the call with the velocity at that time."""
+    """Scheduler mixin with one timestep or none that stops the call with the velocity."""
 
     times: Tensor
 
@@ -93,7 +93,7 @@ class _Velocity:
 
 
 class _StandStill(_Velocity):
-    """Has one time, and a step that changes nothing."""
+    """Scheduler mixin with one timestep and a step that returns its state unchanged."""
 
     times = torch.ones(1)
 
@@ -107,25 +107,25 @@ def _mix(mixin: type, kind: type) -> Any:
 
 
 def build_recorder(scheduler: Any) -> Any:
-    """Return a scheduler of the same configuration that keeps the Euler steps it makes."""
+    """Return a scheduler with the same config that records its Euler steps."""
     return _mix(_Recorder, type(scheduler)).from_config(scheduler.config)
 
 
 def build_at_times(scheduler: Any, times: Tensor) -> Any:
-    """Return a scheduler that has these times, one or none, and stops with the velocity."""
+    """Return a scheduler with these timesteps (one or none) that stops with the velocity."""
     made = _mix(_Velocity, type(scheduler)).from_config(scheduler.config)
     made.times = times
     return made
 
 
 def build_standing(scheduler: Any) -> Any:
-    """Return a scheduler that makes one step, and changes nothing by it."""
+    """Return a scheduler that makes one step and leaves the state unchanged."""
     return _mix(_StandStill, type(scheduler)).from_config(scheduler.config)
 
 
 @contextmanager
 def skip_network(network: nn.Module) -> Iterator[None]:
-    """Let a network return its state and compute nothing, inside this context."""
+    """Replace the network by the identity on its state, inside this context."""
     vars(network)["forward"] = lambda hidden_states, **_: (hidden_states,)
     try:
         yield
@@ -135,7 +135,7 @@ def skip_network(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exchange(pipe: Any, others: Mapping[str, Any]) -> Iterator[None]:
-    """Give a pipeline other methods and components inside this context."""
+    """Replace methods and components of a pipeline inside this context."""
     kept = dict(vars(pipe))
     vars(pipe).update(others)
     try:
@@ -152,13 +152,13 @@ def call(pipe: Any, **arguments: Any) -> Any:
 
 @dataclass
 class Recording:
-    """Keeps what the `STAGES` of a pipeline return during a call."""
+    """Results of the `STAGES` that a pipeline runs during a call."""
 
     pipe: Any
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return the methods that keep their results."""
+        """Return wrapped methods that record their results."""
         return {name: self._keep(name) for name in STAGES if name in dir(type(self.pipe))}
 
     def _keep(self, name: str) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ class Recording:
 
 
 def replay_calls(calls: Sequence[tuple[str, Any]]) -> dict[str, Callable[..., Any]]:
-    """Return methods that give these results, each in the order in which it was called."""
+    """Return methods that replay the recorded results in the order of their calls."""
     results: dict[str, list[Any]] = {}
     for name, result in calls:
         results.setdefault(name, []).append(result)
@@ -186,7 +186,7 @@ def _take_turns(results: Sequence[Any]) -> Callable[..., Any]:
 
 @contextmanager
 def catch_result() -> Iterator[CallStopped]:
-    """Yield what later holds the velocity at which a call stops inside this context."""
+    """Yield an object with `found`, the velocity at which the call stops inside this context."""
     stop = CallStopped()
     try:
         yield stop
@@ -196,7 +196,7 @@ def catch_result() -> Iterator[CallStopped]:
 
 @contextmanager
 def count_rows(network: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the number of rows of each evaluation inside this context."""
+    """Yield a list to which every network evaluation in this context appends its number of rows."""
     rows: list[int] = []
 
     def count(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ def count_rows(network: nn.Module) -> Iterator[list[int]]:
 
 @contextmanager
 def failure_context(path: str, cls: type) -> Iterator[None]:
-    """Turn the failure of a call into one line that names the pipeline and the way out."""
+    """Turn errors of a call into one line that names the pipeline and the alternative."""
     try:
         yield
     except _FAILURES as error:
@@ -225,7 +225,7 @@ def failure_context(path: str, cls: type) -> Iterator[None]:
 
 @contextmanager
 def stop_at_network(network: nn.Module) -> Iterator[None]:
-    """Stop a call where it would evaluate a network, inside this context."""
+    """Stop a call at its first network evaluation, inside this context."""
 
     def stop(*_: Any) -> None:
         raise CallStopped
@@ -240,11 +240,11 @@ def stop_at_network(network: nn.Module) -> Iterator[None]:
 
 
 def initial_state(result: Any) -> Any:
-    """Return the initial state among what `prepare_latents` returns."""
+    """Return the initial state from the results of `prepare_latents`."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def select_accepted(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the `__call__` of a pipeline has."""
+    """Return the arguments that the pipeline's `__call__` accepts."""
     known = inspect.signature(cls.__call__).parameters
     return {name: value for name, value in arguments.items() if name in known}

@@ -1,4 +1,4 @@
-"""Calls a stock pipeline of diffusers, whole or in part, with the settings of a policy."""
+"""Calls a stock diffusers pipeline, completely or in part, with the settings of a policy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,27 +31,28 @@ from pipelines.parts.references import read_hole, to_image
 
 @dataclass
 class StockCall:
-    """Calls the `__call__` of a pipeline with any denoiser."""
+    """Caller of a pipeline's `__call__` with any denoiser."""
 
     folder: Folder
     name: str
-    """Name of the component that is the denoiser."""
+    """Name of the denoiser component."""
     size: tuple[int, int]
-    """Height and width."""
+    """Height and width in pixels."""
     arguments: Mapping[str, Any]
     """Further arguments of the call."""
     precision: str
     blank_request: Request
-    """Request that stands for any other where only the shape of results counts."""
+    """Request used where only the shape of results matters."""
     pipe: Any = None
     """Loaded pipeline."""
     meta_pipe: Any = None
-    """Pipeline on the meta device, once a call was traced."""
+    """Pipeline on the meta device. Set by the first `trace`."""
 
     def record(self, denoiser: Any, requests: Sequence[Request]) -> Calls:
-        """Return what the pipeline encodes for these requests, in a call that stops at the network.
+        """Return the encoding results for these requests, from a call that stops at the network.
 
-        Initial noise is recorded as well, and not used. All have the pictures of the first.
+        The initial noise is recorded but not used. All requests get the images of the first
+        request.
         """
         recording = Recording(self.pipe)
         others = {"scheduler": build_recorder(self.pipe.scheduler), **recording.methods()}
@@ -67,7 +68,10 @@ class StockCall:
         output_type: str = "latent",
         num_steps: int = 2,
     ) -> Any:
-        """Call the pipeline on requests, or on so many, with other methods and components."""
+        """Call the pipeline with replaced methods and components.
+
+        An integer `requests` means this number of blank requests.
+        """
         if isinstance(requests, int):
             requests = [self.blank_request] * requests
         with exchange(self.pipe, {**others, self.name: denoiser}):
@@ -77,20 +81,20 @@ class StockCall:
     def rollout(
         self, denoiser: Any, requests: Sequence[Request], num_steps: int
     ) -> tuple[list[Step], int]:
-        """Return the steps that the pipeline makes by itself, and how many rows it evaluates."""
+        """Return the steps of the unmodified pipeline and the number of rows that it evaluates."""
         scheduler = build_recorder(self.pipe.scheduler)
         with count_rows(denoiser) as rows, self.autocast(self.precision):
             self.run(denoiser, requests, {"scheduler": scheduler}, num_steps=num_steps)
         return scheduler.steps, sum(rows)
 
     def autocast(self, precision: str | None = None) -> Any:
-        """Compute in a precision, by default the current one, inside this context."""
+        """Return a context that computes in `precision`, by default the current one."""
         precision = precision or current_precision(self.precision)
         device = self.pipe.vae.device.type
         return torch.autocast(device, DTYPES[precision], enabled=precision != "fp32")
 
     def trace(self, num_steps: int) -> tuple[tuple[int, ...], Tensor]:
-        """Return the shape of a state and the sigmas, of a call without weights."""
+        """Return the shape of a state and the sigmas, from a call without weights."""
         path, cls = self.folder.path, self.folder.pipeline
         with failure_context(path, cls):
             pipe = self.meta_pipe = self.meta_pipe or build_on_meta(self.folder, self.name)
@@ -121,7 +125,7 @@ class StockCall:
         return select_accepted(self.folder.pipeline, known) | images | dict(self.arguments)
 
     def _images(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call that are images of a request."""
+        """Return the image arguments of the pipeline's call for a request."""
         shown = [to_image(resize_to_cover(one.read(), *self.size)) for one in request.references]
         images: dict[str, Any] = {"image": shown[0] if len(shown) == 1 else shown} if shown else {}
         if request.mask is not None:

@@ -1,4 +1,4 @@
-"""Tells by its configuration files whether a pipeline can be wrapped as it is."""
+"""Decides from configuration files whether a pipeline can be wrapped."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,18 +17,18 @@ _OURS = {
     *("self", "prompt", "height", "width", "latents", "generator", "num_inference_steps"),
     *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict"),
 }
-"""Arguments of `__call__` that are no setting: the policy gives them, or they are self."""
+"""Arguments of `__call__` that are not settings, because the policy supplies them."""
 _TOLERANCE = 1e-3
-"""Largest relative difference of a replayed velocity; kernels on a GPU may sum in another order."""
+"""Largest relative difference of a replayed velocity; GPU kernels may sum in another order."""
 
 
 def find_classes(path: str, name: str, pictures: int) -> tuple[type[DiffusionPipeline], Any]:
-    """Return the classes of a pipeline and of its network, the component `name`.
+    """Return the class of a pipeline and of its network, the component `name`.
 
-    Every prompt comes with so many pictures.
+    `pictures` is the number of images per prompt.
 
     Raises:
-        ValueError: The pipeline cannot be wrapped; the message names the way out.
+        ValueError: The pipeline cannot be wrapped. The message names an alternative.
     """
     kind = Folder(DiffusionPipeline, path).setting("_class_name")
     if kind not in dir(diffusers):
@@ -42,7 +42,7 @@ def find_classes(path: str, name: str, pictures: int) -> tuple[type[DiffusionPip
 
 
 def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]) -> str:
-    """Return why the components are not those of a pipeline that can be wrapped, or ""."""
+    """Return the reason why the components cannot be wrapped, or ""."""
     cls = folder.pipeline
     if name not in components:
         return f"it has no {name}"
@@ -64,7 +64,7 @@ def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]
 
 
 def _refuse_images(cls: type[DiffusionPipeline], pictures: int) -> str:
-    """Return why the pipeline cannot be called with so many pictures a prompt, or ""."""
+    """Return the reason why the pipeline does not take `pictures` images per prompt, or ""."""
     parameters = inspect.signature(cls.__call__).parameters
     if pictures and "image" not in parameters:
         return f"it takes no image, and call.pictures is {pictures}"
@@ -77,7 +77,7 @@ def _refuse_images(cls: type[DiffusionPipeline], pictures: int) -> str:
 
 
 def check_arguments(cls: type[DiffusionPipeline], names: Iterable[str]) -> None:
-    """Raise ValueError for an argument that the pipeline does not take, or that is no setting."""
+    """Raise ValueError for an argument that the pipeline does not take or that is not a setting."""
     known = inspect.signature(cls.__call__).parameters.keys() - _OURS
     if unknown := sorted(set(names) - known):
         raise ValueError(
@@ -87,10 +87,10 @@ def check_arguments(cls: type[DiffusionPipeline], names: Iterable[str]) -> None:
 
 
 def check_replay(policy: Policy, stock: StockCall, request: Request) -> None:
-    """Make two steps as a pipeline does, and compare the velocities that a policy replays.
+    """Make two steps as the pipeline does, and compare them with the velocities of the policy.
 
     Raises:
-        ValueError: The velocities differ, or the pipeline makes another number of evaluations.
+        ValueError: The velocities differ, or the number of evaluations per step does.
     """
     cls = stock.folder.pipeline
     with failure_context(stock.folder.path, cls):
@@ -108,7 +108,7 @@ def check_replay(policy: Policy, stock: StockCall, request: Request) -> None:
 
 @torch.no_grad()
 def replay_difference(policy: Policy, steps: Sequence[Step], request: Request) -> float:
-    """Return how far replayed velocities are from a rollout's, relative to the largest."""
+    """Return the largest difference of replayed velocities, relative to the largest value."""
     cond = policy.encode([request])
     velocities = [policy.velocity(step.x.float(), step.sigma, cond) for step in steps]
     return max(

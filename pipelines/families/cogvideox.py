@@ -26,20 +26,22 @@ from pipelines.video import (
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter: on the attention of every block."""
 WORDS = 226
-"""Length of prompts in tokens of the published models; the folder's network replaces it."""
+"""Prompt length of the published models, in tokens. The value in the folder's network replaces it.
+"""
 
 
 class CogVideoX(DiffusersPolicy):
     """Wraps a `CogVideoXPipeline` folder or hub identifier as a text-to-video policy.
 
-    It is a diffusion model in flow coordinates, see `pipelines.UNetPolicy`: an Euler step is
-    its deterministic DDIM step, and times are evenly spaced from the last one, which here is pure
-    noise. `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is
-    constant over time, which is the pipeline's default. The network fixes the length of prompts.
+    It is a diffusion model in flow coordinates, see `pipelines.UNetPolicy`. An Euler step equals
+    its deterministic DDIM step. Timesteps are evenly spaced from the last one, which is pure noise
+    for this model. `guidance` above 1 makes the guided velocity the policy, at two evaluations
+    each. The scale is constant over time, as in the pipeline's default. The network fixes the
+    length of prompts.
 
     Its autoencoder takes 1 + 8 k frames and always decodes two latent frames at a time, which is
-    exact, so `memory.decode_frames` is refused. CogVideoX 1.5 generates latent frames that its
-    pipeline throws away (`patch_size_t`); it is refused, too.
+    exact, so setting `memory.decode_frames` raises ValueError. CogVideoX 1.5 (`patch_size_t`) is
+    not supported, because its pipeline generates latent frames and then discards them.
     """
 
     pipeline_class = CogVideoXPipeline
@@ -107,7 +109,7 @@ class CogVideoX(DiffusersPolicy):
         return predict_flow(self.pipe.scheduler, predict, x, sigma)
 
     def _positions(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Compute the rotary embeddings of the tokens; None for networks without (only 5B has)."""
+        """Return the rotary embeddings of the tokens; None for networks without them (2B)."""
         if not self.pipe.transformer.config.use_rotary_positional_embeddings:
             return None
         return self.pipe._prepare_rotary_positional_embeddings(

@@ -16,9 +16,9 @@ from pipelines.policy import DiffusersPolicy
 
 
 class ExtendedPolicy(Policy):
-    """Adds layers to the network of a frozen policy, `base`; only the layers are trained.
+    """Frozen policy, `base`, with additional trained layers in its network.
 
-    diffusers cannot load what is saved.
+    diffusers cannot load the saved weights.
     """
 
     weights_file: str
@@ -84,5 +84,5 @@ class ExtendedPolicy(Policy):
         return float(difference.abs().max())
 
     def probe_conditioning(self) -> Cond:
-        """Return the conditioning of two samples by which saved weights are verified."""
+        """Return the conditioning of two samples that verify saved weights."""
         return self.encode(plain_requests(["a", "b"]))

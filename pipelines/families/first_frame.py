@@ -1,8 +1,8 @@
-"""Keeps a given first frame in place of the first latent frame, as image-to-video pipelines do.
+"""Conditions on a first frame by fixing the first latent frame, as image-to-video pipelines do.
 
-The network sees the given frame, clean and at time 0, whatever the state has in its place. There
-the velocity leads from the state straight to the given frame, so that whole clips can be sampled,
-decoded and noised like any other, and the network gets no gradient for a frame that it is given.
+The network sees the given frame, clean and at time 0, instead of the first latent frame of the
+state. In this frame the velocity points straight from the state to the given frame. Clips can
+therefore be sampled, decoded and noised as a whole, and no gradient flows for the given frame.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from pipelines.parts.references import crop_first_frames
 from pipelines.policy import DiffusersPolicy
 
 _TEXT = 512
-"""Number of text tokens beside the image tokens, hard-coded in diffusers' network of Wan."""
+"""Number of text tokens next to the image tokens, hard-coded in diffusers' Wan network."""
 
 
 @torch.no_grad()
@@ -27,10 +27,10 @@ def encode_first_frames(
     requests: Sequence[Request],
     prepared: Callable[[Image.Image], Image.Image] = lambda frame: frame,
 ) -> Float[Tensor, "n C 1 h w"]:
-    """Return the normalised latents of the first frame of each request; equal ones are made once.
+    """Return the normalised latents of each request's first frame, encoding equal frames once.
 
-    A frame is cropped around its centre to the aspect ratio of the video, prepared, and then
-    treated like in the pipeline.
+    A frame is centre-cropped to the aspect ratio of the video, transformed by `prepared`, and then
+    processed as in the pipeline.
     """
     frames, rows = crop_first_frames(requests, policy.width / policy.height)
     processor, device = policy.pipe.video_processor, policy.pipe.vae.device
@@ -41,7 +41,7 @@ def encode_first_frames(
 def insert_first_frame(
     x: Float[Tensor, "n C f h w"], first: Float[Tensor, "n C 1 h w"]
 ) -> Float[Tensor, "n C f h w"]:
-    """Return what the network sees of state x: the given first frame, and then x."""
+    """Return the input of the network for state x: the given first frame, then the rest of x."""
     return torch.cat([first, x[:, :, 1:]], 2)
 
 
@@ -51,9 +51,9 @@ def lead_to_first_frame(
     sigma: Float[Tensor, "*n"],
     first: Float[Tensor, "n C 1 h w"],
 ) -> Float[Tensor, "n C f h w"]:
-    """Return v with a first frame that leads x to the given one at sigma = 0: (x - first) / sigma.
+    """Return v with the first frame replaced by (x - first) / sigma, which leads to `first` at 0.
 
-    sigma is above 0.
+    sigma must be above 0.
     """
     course = (x[:, :, :1] - first) / sigma.expand(len(x)).view(-1, 1, 1, 1, 1)
     return torch.cat([course, v[:, :, 1:]], 2)
@@ -62,7 +62,7 @@ def lead_to_first_frame(
 def mask_first_times(
     time: Float[Tensor, "n *tokens"], num_tokens: int, num_frames: int
 ) -> Float[Tensor, "n t"]:
-    """Return one time per token, frame by frame: 0 for those of the first frame."""
+    """Return one time per token, frame by frame, with time 0 for tokens of the first frame."""
     times = time.reshape(len(time), -1).repeat(1, num_tokens if time.ndim == 1 else 1)
     times[:, : num_tokens // num_frames] = 0
     return times
@@ -71,10 +71,10 @@ def mask_first_times(
 def encode_conditions(
     policy: DiffusersPolicy, requests: Sequence[Request], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return what a network of Wan sees of first frames beside the state.
+    """Return the first-frame inputs of a Wan network.
 
-    "image" is the mask and the latents of a clip whose first frame is given, the rest grey; "clip",
-    for a network that takes them, features of the frame in `dtype`.
+    "image" holds the mask and the latents of a clip with the given first frame followed by grey
+    frames. "clip" holds features of the frame in `dtype`, if the network takes them.
     """
     frames, rows = crop_first_frames(requests, policy.width / policy.height)
     cond = {"image": torch.cat([_encode_first_frame(policy, frame) for frame in frames])[rows]}
@@ -87,7 +87,7 @@ def encode_conditions(
 
 
 def _encode_first_frame(policy: DiffusersPolicy, frame: Image.Image) -> Tensor:
-    """Return mask and latents of a clip whose first frame is `frame`, the rest grey."""
+    """Return mask and latents of a clip that starts with `frame` and continues in grey."""
     device, pipe = policy.denoiser.device, policy.pipe
     pixels = pipe.video_processor.preprocess(frame, policy.height, policy.width).to(device)
     assert policy.num_frames, "the policy generates clips"

@@ -28,20 +28,20 @@ LORA = Lora(
         "ff_context.net.2",
     ),
 )
-"""Default adapter, from Flow-GRPO's FLUX.1 script; single-stream blocks get it on attention only.
+"""Default adapter, from Flow-GRPO's FLUX.1 script. Single-stream blocks are adapted only in
+attention.
 
-A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
-"""
+If a run file sets only some fields of `lora`, the other fields use the defaults of `Lora`."""
 
 
 class Flux1(DiffusersPolicy):
     """Wraps a `FluxPipeline` folder or hub identifier as a text-to-image policy.
 
     `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
-    scale: one evaluation per velocity. A model without the input (schnell) takes None.
+    scale, so a velocity takes one evaluation. A model without this input (schnell) takes None.
 
-    States are latents of the autoencoder's shape, equal to what the pipeline draws from a seed;
-    they are packed into tokens of 2 x 2 only for the network.
+    States have the shape of the autoencoder's latents, and equal seeds give the pipeline's noise.
+    They are packed into tokens of 2 x 2 only for the network.
     """
 
     pipeline_class = FluxPipeline
@@ -65,11 +65,11 @@ class Flux1(DiffusersPolicy):
         self.embedded_guidance = embedded_guidance
 
     def condition_channels(self, vae: Config) -> int:  # noqa: ARG002 (Flux1Fill uses it)
-        """Return the number of channels that the network gets beside those of the latents."""
+        """Return the number of input channels of the network in addition to the latent channels."""
         return 0
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (editing uses it)
-        """Return the tokens that the network gets, those of x first, and their positions."""
+        """Return the input tokens of the network, those of x first, and their positions."""
         return pack(x), positions(0, self.grid, x)
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

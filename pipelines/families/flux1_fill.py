@@ -1,4 +1,4 @@
-"""Wraps FLUX.1 Fill as a flowalign policy: it paints what the mask of a request leaves open."""
+"""Wraps FLUX.1 Fill as a flowalign policy that inpaints the masked part of an image."""
 
 from collections.abc import Sequence
 
@@ -20,13 +20,14 @@ from pipelines.policy import Precision
 class Flux1Fill(Flux1):
     """Wraps a `FluxFillPipeline` folder or hub identifier as an inpainting policy.
 
-    A request has one reference, and a mask of its size that is white where to paint. Both are
-    resized to cover the policy's size and cropped to it around the centre. What surrounds the mask
-    is painted anew, too, and not pasted back, as in the pipeline.
+    A request has one reference image and a mask of the same size, white where to paint. Both are
+    resized and centre-cropped to the policy's size. As in the pipeline, pixels outside the mask are
+    also generated and not pasted back.
 
-    `cond` holds, beside the text, "source": latents of the picture without the masked part, and
-    the mask, which the network sees with the state. The pipeline draws these latents from the
-    distribution of the autoencoder; here they are its mode, so that a request is always the same.
+    In addition to the text, `cond` holds "source", which the network sees with the state: the mask,
+    and the latents of the image without the masked part. The pipeline samples these latents from
+    the autoencoder's distribution. This policy uses the mode, so that a request always has the same
+    inputs.
     """
 
     pipeline_class = FluxFillPipeline
@@ -58,18 +59,18 @@ class Flux1Fill(Flux1):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        """Encode prompts, pictures and masks, one row per request.
+        """Encode prompts, images and masks, one row per request.
 
         Raises:
-            ValueError: a request comes with another number of pictures than one, or with a mask
-                that is missing, of another size or without a hole.
+            ValueError: A request does not have exactly one image, or its mask is missing, differs
+                in size or is black.
         """
         check_references(self, requests)
         sources = torch.cat([self._masked(request) for request in requests])
         return {**super().encode(requests), "source": sources}
 
     def _masked(self, request: Request) -> Tensor:
-        """Return latents of the picture around the mask, and the mask, of one request."""
+        """Return the latents of a request's image outside the mask, and the mask."""
         picture, device = request.references[0].read(), self.pipe.vae.device
         assert request.mask is not None  # checked by now
         hole = read_hole(request.mask, picture, self.height, self.width).to(device, torch.float32)

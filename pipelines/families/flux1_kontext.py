@@ -1,4 +1,4 @@
-"""Wraps FLUX.1 Kontext as a flowalign policy: every request comes with the picture to be edited."""
+"""Wraps FLUX.1 Kontext as a flowalign policy: every request has the image to edit."""
 
 from collections.abc import Sequence
 from math import prod
@@ -17,9 +17,9 @@ from pipelines.parts.references import check_references
 class Flux1Kontext(Flux1):
     """Wraps a `FluxKontextPipeline` folder or hub identifier as an editing policy.
 
-    A request has one reference. It is resized to cover the policy's size and cropped to it around
-    the centre; one of that size is treated as in the pipeline with `_auto_resize=False`. `cond`
-    holds its latents as "source", beside the text; their tokens follow those of the state.
+    A request has one reference image, resized and centre-cropped to the policy's size. An image of
+    this size is processed as in the pipeline with `_auto_resize=False`. `cond` holds its latents as
+    "source" in addition to the text; their tokens follow those of the state.
     """
 
     pipeline_class = FluxKontextPipeline
@@ -30,10 +30,10 @@ class Flux1Kontext(Flux1):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        """Encode instructions and their pictures, one row per request.
+        """Encode instructions and their images, one row per request.
 
         Raises:
-            ValueError: a request comes with another number of pictures than one.
+            ValueError: A request does not have exactly one image.
         """
         check_references(self, requests)
         pictures = [request.references[0].read()[None] for request in requests]

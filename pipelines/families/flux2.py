@@ -31,10 +31,11 @@ LORA = Lora(
 class Flux2(DiffusersPolicy):
     """Wraps a `Flux2Pipeline` folder or hub identifier as a text-to-image policy.
 
-    `embedded_guidance` is an input of the network: one evaluation per velocity, and no negative
-    prompt. Prompts are padded to `max_sequence_length`, and the network attends to the padding:
-    another length is another model. States are patches of 2 x 2 latents, normalised by the
-    statistics in the autoencoder's batch norm; the pipeline draws its noise in this shape.
+    `embedded_guidance` is an input of the network, so a velocity takes one evaluation and no
+    negative prompt. Prompts are padded to `max_sequence_length`, and the network attends to the
+    padding, so another length changes the model's output. States are patches of 2 x 2 latents,
+    normalised by the statistics in the autoencoder's batch norm. The pipeline draws its noise in
+    this shape.
     """
 
     pipeline_class: Any = Flux2Pipeline
@@ -90,7 +91,7 @@ class Flux2(DiffusersPolicy):
         return self.evaluate(x, sigma, cond["text"])
 
     def evaluate(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-        """Evaluate the network with a text."""
+        """Evaluate the network with encoded prompts."""
         guidance = self.embedded_guidance
         v = self.call_denoiser(
             x.flatten(2).mT,
@@ -115,6 +116,6 @@ class PatchCodec(Codec):
         return pixel_shuffle(x * std + mean, 2)
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of patches, which the batch norm has fixed."""
+        """Return the mean and standard deviation of patches, stored in the batch norm."""
         bn, eps = self.vae.bn, self.vae.config.batch_norm_eps
         return bn.running_mean[:, None, None], (bn.running_var[:, None, None] + eps).sqrt()

@@ -18,8 +18,9 @@ class Flux2Klein(Flux2):
     """Wraps a `Flux2KleinPipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each; the negative
-    prompt is empty. Train the base model: the distilled one makes pictures in four steps without
-    guidance, which is refused with it, and training by many steps undoes the distillation.
+    prompt is empty. Train the base model. The distilled model generates images in four steps
+    without guidance. Guidance above 1 raises ValueError for it, and training with many steps undoes
+    the distillation.
     """
 
     pipeline_class = Flux2KleinPipeline

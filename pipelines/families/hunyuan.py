@@ -23,7 +23,7 @@ from pipelines.video import Memory, Video, VideoCodec
 
 
 class HunyuanCodec(VideoCodec):
-    """Decodes clips in windows of frames."""
+    """Encodes clips, and decodes them in windows of frames."""
 
     def set_up(self) -> None:
         super().set_up()
@@ -40,12 +40,12 @@ class HunyuanVideo(DiffusersPolicy):
     """Wraps a `HunyuanVideoPipeline` folder or hub identifier as a text-to-video policy.
 
     `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
-    scale; a model without the input takes None. `guidance` above 1 adds true classifier-free
+    scale; a model without this input takes None. `guidance` above 1 adds true classifier-free
     guidance away from the empty prompt, at two evaluations per velocity. Prompts are placed in the
     pipeline's own template.
 
-    The pipeline decodes windows of 5 latent frames and blends them where they overlap;
-    `memory.decode_frames` sets another size, and windows hold one latent frame more than that.
+    The pipeline decodes windows of 5 latent frames and blends their overlaps.
+    `memory.decode_frames` sets another size; a window holds one latent frame more than this size.
     """
 
     pipeline_class = HunyuanVideoPipeline

@@ -20,19 +20,19 @@ from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import Memory, Video, VideoCodec, refuse_decode_frames
 
 _FIXED = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
-"""Settings of classifier-free guidance in a folder, with the values that this policy computes."""
+"""Guidance settings of a folder with the only values that this policy supports."""
 
 
 class HunyuanVideo15(DiffusersPolicy):
     """Wraps a `HunyuanVideo15Pipeline` folder or hub identifier as a text-to-video policy.
 
-    `guidance` takes the place of the scale in the folder's guider; above 1 it makes the guided
-    velocity the policy, at two evaluations each. Only words between double quotes reach the second
-    text encoder, which is for text that is to be seen. The autoencoder takes one clip at a time,
-    and its attention has a mask of as many rows and columns as a tile has latents in all frames:
-    clips of full size need `memory.tile`.
+    `guidance` replaces the scale in the folder's guider. Above 1 it makes the guided velocity the
+    policy, at two evaluations each. The second text encoder receives only text in double quotes,
+    which is text to render in the video. The autoencoder takes one clip at a time. Its attention
+    mask has one row and one column per latent of a tile over all frames, so full-size clips need
+    `memory.tile`.
 
-    The pipeline has no loader of adapters; what is saved loads by
+    The pipeline has no adapter loader. Load saved adapters by
     pipe.transformer.load_lora_adapter(folder, prefix="transformer",
     weight_name="pytorch_lora_weights.safetensors").
     """
@@ -125,6 +125,6 @@ class HunyuanVideo15(DiffusersPolicy):
         )
 
     def first_frame(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (HunyuanVideo15I2V uses it)
-        """Return latents and mask of a given first frame, and its features; zeros say none."""
+        """Return latents and mask of the first frame, and its features; zeros if there is none."""
         features = self.pipe.vision_num_semantic_tokens, self.pipe.vision_states_dim
         return x.new_zeros(len(x), 1 + x.shape[1], *x.shape[2:]), x.new_zeros(len(x), *features)

@@ -15,11 +15,11 @@ from pipelines.parts.references import crop_first_frames
 class HunyuanVideo15I2V(HunyuanVideo15):
     """Wraps a `HunyuanVideo15ImageToVideoPipeline` folder or hub identifier as a policy.
 
-    The one reference of a request is the first frame. It is cropped around its centre to the aspect
-    ratio of the video, and resized to it; the pipeline itself takes the nearest size of its
-    buckets. Every latent frame is denoised, the first as well: the network sees the given one
-    beside the state. `cond` holds, beside the text, "first": latents of the frame, and "features"
-    of it. Everything else is the same as for `HunyuanVideo15`.
+    The single reference of a request is the first frame. It is centre-cropped to the aspect ratio
+    of the video and resized to its size; the pipeline itself uses the nearest size of its buckets.
+    All latent frames are denoised, including the first, and the network receives the given frame in
+    addition to the state. In addition to the text, `cond` holds "first", the latents of the frame,
+    and its "features". In all other respects the class equals `HunyuanVideo15`.
     """
 
     pipeline_class = HunyuanVideo15ImageToVideoPipeline

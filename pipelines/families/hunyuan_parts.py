@@ -1,4 +1,4 @@
-"""Computes what the policies of HunyuanVideo, 1.0 and 1.5, share."""
+"""Functions that the policies of HunyuanVideo 1.0 and 1.5 share."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def hunyuan_shape(policy: DiffusersPolicy, transformer: Config, vae: Config) -> 
 def count_hunyuan_tokens(
     policy: DiffusersPolicy, latent_shape: tuple[int, ...], transformer: Config
 ) -> int:
-    """Count the tokens of video and text, which the network attends over together."""
+    """Count the tokens of video and text, which share one attention."""
     return count_patches(latent_shape, _patch(transformer)) + policy.max_sequence_length
 
 
 def even_sigmas(scheduler: Any, num_steps: int) -> Tensor:
-    """Return the sigmas that the scheduler shifts from even steps."""
+    """Return the sigmas that the scheduler shifts from evenly spaced ones."""
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
     return scheduler.sigmas.clone()
 

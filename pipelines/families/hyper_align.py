@@ -18,12 +18,13 @@ from pipelines.policy import Precision
 class HyperAlign(ExtendedPolicy):
     """Extends `SD3` with low-rank weights that a hypernetwork writes for each sample.
 
-    Only the hypernetwork is trained. diffusers cannot load what is saved: weights differ between
-    samples.
+    Only the hypernetwork is trained. diffusers cannot load the saved weights, because the LoRA
+    weights differ between samples.
 
-    Source: HyperAlign, arXiv:2601.15968, as a reconstruction: its formulas and code are not
-    published. Known are the inputs, the three times of writing, an encoder that reduces the state,
-    and a transformer decoder; sizes and the maps to the factors are ours.
+    Source: HyperAlign, arXiv:2601.15968. This is a reconstruction, because the paper's formulas and
+    code are not published. The paper specifies the inputs, the three choices of writing times, an
+    encoder that reduces the state, and a transformer decoder. Sizes and the maps to the factors are
+    our choice.
     """
 
     weights_file = "hypernetwork.safetensors"
@@ -83,7 +84,7 @@ class HyperAlign(ExtendedPolicy):
 def attach(
     network: nn.Module, prompt_width: int, latent_shape: Sequence[int], hyper: Hyper
 ) -> Hypernetwork:
-    """Wrap the layers that a LoRA would adapt, and add the hypernetwork that serves them."""
+    """Wrap the layers that a LoRA would adapt, and add the hypernetwork for their weights."""
     suffixes, sizes = Lora().target_modules, []
     linear = {n: m for n, m in network.named_modules() if n.endswith(suffixes)}
     for name, layer in linear.items():

@@ -1,4 +1,4 @@
-"""Defines the network of HyperAlign: it writes low-rank weights of another network's layers."""
+"""Defines the network of HyperAlign, which writes low-rank weights of another network's layers."""
 
 import math
 from collections.abc import Sequence
@@ -17,26 +17,27 @@ HEADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """Configures when a hypernetwork writes, and its size.
+    """Size of a hypernetwork, and the noise levels at which it writes weights.
 
-    Weights that are kept over steps do not depend on the state at which they were written, because
-    a policy sees one state at a time.
+    Weights that are kept over several steps cannot depend on the state, because a policy sees only
+    the current state.
     """
 
     when: Literal["every_step", "once", "key_steps"] = "every_step"
-    """every_step: from state, noise level and prompt. once: from the prompt alone. key_steps: from
-    the prompt and the lowest of `key_levels` that the noise level has not passed."""
+    """Time of writing. every_step: from state, noise level and prompt. once: from the prompt only.
+    key_steps: from the prompt and the lowest of `key_levels` that the noise level has not passed.
+    """
     key_levels: tuple[UnitInterval, ...] = (1.0, 0.75, 0.5)
     """Noise levels of `key_steps`."""
     rank: PositiveInt = 4
-    """Rank of the weights that are written."""
+    """Rank of the written weights."""
     hidden: PositiveInt = 64
     """Width of the hypernetwork."""
     blocks: PositiveInt = 1
-    """Blocks of its decoder."""
+    """Number of decoder blocks."""
 
     def __post_init__(self) -> None:
-        """Reject a width that heads do not divide, and key levels after the beginning."""
+        """Raise ValueError if HEADS does not divide `hidden`, or key levels lack 1.0."""
         if self.hidden % HEADS:
             raise ValueError(
                 f"policy.hyper.hidden is {self.hidden}; it must be a multiple of {HEADS}, the heads"
@@ -48,7 +49,7 @@ class Hyper:
             )
 
     def level(self, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-        """Return the noise level at which the weights for each of these levels are written."""
+        """Return, for each noise level, the noise level at which its weights are written."""
         if self.when == "every_step":
             return sigma
         if self.when == "once":
@@ -58,14 +59,14 @@ class Hyper:
 
 
 class LowRank(NamedTuple):
-    """Holds the factors of a layer's weight update for each sample: up @ down."""
+    """Factors of a layer's weight update for each sample: up @ down."""
 
     down: Float[Tensor, "n r d_in"]
     up: Float[Tensor, "n d_out r"]
 
 
 class HyperLinear(nn.Module):
-    """Wraps a linear layer, to which each sample adds weights of its own while they are set."""
+    """Linear layer with an optional low-rank weight update per sample."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -73,7 +74,7 @@ class HyperLinear(nn.Module):
         self.written: LowRank | None = None
 
     def forward(self, x: Float[Tensor, "m tokens d_in"]) -> Float[Tensor, "m tokens d_out"]:
-        """Return (W + up @ down) x; rows that hold the samples several times share weights."""
+        """Return (W + up @ down) x. If x repeats the samples, the repetitions share weights."""
         y = self.linear(x)
         if self.written is None:
             return y
@@ -83,11 +84,11 @@ class HyperLinear(nn.Module):
 
 
 class Hypernetwork(nn.Module):
-    """Reads prompt, noise level and, if it is given one, the state; writes weights of all layers.
+    """Network that maps prompt, noise level and optionally the state to weights of all layers.
 
-    The state is read by a strided convolution. Each layer has a learned query, and a transformer
-    decoder lets it attend to what was read. Linear maps that layers of one size share turn its
-    answer into both factors. `up` starts at 0, so the network begins as it was.
+    A strided convolution reads the state. Each layer has a learned query, and a transformer decoder
+    lets it attend to the inputs. Linear maps, shared by layers of equal size, turn the decoder's
+    output into both factors. `up` starts at 0, so the initial policy equals the base model.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Hypernetwork(nn.Module):
 
 
 def _linear(width: int, outputs: int, std: float) -> nn.Linear:
-    """Return a linear map without offset at first, and with weights of this deviation."""
+    """Return a linear layer with zero bias and normal weights of standard deviation `std`."""
     made = nn.Linear(width, outputs)
     nn.init.normal_(made.weight, std=std)
     nn.init.zeros_(made.bias)

@@ -1,4 +1,4 @@
-"""Wraps Krea 2 as a flowalign policy: latents of Qwen-Image, texts of twelve layers."""
+"""Wraps Krea 2 as a flowalign policy: latents of Qwen-Image, text states of twelve layers."""
 
 from math import prod
 from typing import Any
@@ -16,22 +16,21 @@ from pipelines.parts.packing import pack, positions
 from pipelines.policy import Precision
 
 LORA = Lora(rank=32, alpha=32, target_modules=(*ATTENTION, "to_gate"))
-"""Default adapter: attention, what diffusers' dreambooth recommends for long runs.
+"""Default adapter: attention, as diffusers' dreambooth recommends for long runs.
 
-The names are those of the blocks that fuse the layers of a text, too. A run file that gives some
-fields of `lora` gets the others from `Lora`, not from here.
-"""
+These names also match the blocks that fuse the layers of a text. If a run file sets only some
+fields of `lora`, the other fields use the defaults of `Lora`."""
 DISTILLED_SHIFT = 1.15
-"""Shift of the distilled model, whatever the size. Source: diffusers' Krea2Pipeline."""
+"""Shift of the distilled model at any size. Source: diffusers' Krea2Pipeline."""
 
 
 class Krea2(QwenImage):
     """Wraps a `Krea2Pipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. It is the
-    usual scale: the pipeline's `guidance_scale`, which is added on top of the conditional velocity,
+    usual scale. The pipeline's `guidance_scale` is added on top of the conditional velocity, so it
     is one less. `cond` holds the hidden states of several layers of the text encoder, which the
-    network fuses: with the released model 31 MB a prompt of 512 tokens in bf16.
+    network fuses. With the released model this takes 31 MB for a prompt of 512 tokens in bf16.
     """
 
     pipeline_class: Any = Krea2Pipeline

@@ -20,7 +20,8 @@ from pipelines.video import Memory, Video, VideoCodec, count_patches, shape_of_c
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter: on self- and cross-attention of every block."""
 DECODE_TIME, DECODE_NOISE = 0.05, 0.025
-"""Timestep input and noise share of decoders with the last step (diffusers' guide, from 0.9.1)."""
+"""Timestep and noise share of decoders that do the last denoising step. Source: diffusers' guide,
+from 0.9.1."""
 
 
 class LTXCodec(VideoCodec):
@@ -42,7 +43,7 @@ class LTXCodec(VideoCodec):
 
 
 def latent_unit(vae: Config) -> tuple[int, int, int]:
-    """Return channels, frames and pixels of a latent, see `shape_of_clip`."""
+    """Return the channels, frames and pixels per latent, see `shape_of_clip`."""
     halved = 2 ** sum(vae["spatio_temporal_scaling"])
     frames = vae.get("temporal_compression_ratio") or vae["patch_size_t"] * halved
     pixels = vae.get("spatial_compression_ratio") or vae["patch_size"] * halved
@@ -50,7 +51,7 @@ def latent_unit(vae: Config) -> tuple[int, int, int]:
 
 
 def patch_of(transformer: Config) -> tuple[int, int, int]:
-    """Return the number of latents that make a token along frames, rows and columns."""
+    """Return the number of latents per token along frames, rows and columns."""
     size = transformer["patch_size"]
     return transformer["patch_size_t"], size, size
 
@@ -58,13 +59,12 @@ def patch_of(transformer: Config) -> tuple[int, int, int]:
 class LTX(DiffusersPolicy):
     """Wraps an `LTXPipeline` folder or hub identifier as a text-to-video policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is not
-    rescaled, which is the pipeline's default. The frame rate is an input of the network. A decoder
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. It is not
+    rescaled, as in the pipeline's default. The frame rate is an input of the network. A decoder
     conditioned on a timestep (0.9.1 and later) adds noise; each sample always gets the same noise.
 
-    `memory.decode_frames` bounds the latent frames decoded together to that number plus one; these
-    windows are blended where they overlap. Without it the clip is decoded at once, like the
-    pipeline does.
+    With `memory.decode_frames` the clip is decoded in windows of this many latent frames plus one,
+    and overlapping windows are blended. Without it the clip is decoded at once, as in the pipeline.
     """
 
     pipeline_class = LTXPipeline

@@ -24,14 +24,14 @@ from pipelines.video import Memory, Video, count_patches, shape_of_clip
 
 
 class LTX2(DiffusersPolicy):
-    """Wraps an `LTX2Pipeline` folder or hub identifier as a policy of clips with their sound.
+    """Wraps an `LTX2Pipeline` folder or hub identifier as a policy of clips with sound.
 
-    States carry the latents of the sound behind those of the frames, see `SoundCodec`. `decode`
-    gives the frames, `sound` the waveform. Stored clips have no sound here, so `embed` refuses
-    them: pairs are made of rollouts.
+    A state holds the latents of the frames followed by those of the sound, see `SoundCodec`.
+    `decode` returns the frames, `sound` the waveform. Stored clips are read without sound, so
+    `embed` raises ValueError; preference pairs must come from rollouts.
 
-    Each of guidance, `streams.perturbed` and `streams.modality` that is in use costs an evaluation
-    beside the conditional one.
+    The conditional velocity takes one evaluation. `guidance`, `streams.perturbed` and
+    `streams.modality` each take one more if they are in use.
     """
 
     pipeline_class: Any = LTX2Pipeline
@@ -89,7 +89,7 @@ class LTX2(DiffusersPolicy):
 
     @property
     def others(self) -> Mapping[str, tuple[float, float]]:
-        """Return what is guided away from, with its weights in video and audio.
+        """Return the evaluations to guide away from, with their weights in video and audio.
 
         A copy of this policy without guidance makes one evaluation.
         """
@@ -106,7 +106,7 @@ class LTX2(DiffusersPolicy):
         return stack_rows([different[prompt] for prompt in prompts])
 
     def _connected(self, prompt: str) -> dict[str, Tensor]:
-        """Return what the connectors make of one prompt: states of all layers are large."""
+        """Return the connectors' outputs for one prompt; prompts are separate to save memory."""
         states, mask, *_ = self.pipe.encode_prompt(
             [prompt],
             do_classifier_free_guidance=False,
@@ -129,7 +129,7 @@ class LTX2(DiffusersPolicy):
     def _evaluated(
         self, video: Tensor, audio: Tensor, sigma: Tensor, cond: Cond, way: str = ""
     ) -> list[Tensor]:
-        """Return the flat velocities of video and audio in the evaluation of this name."""
+        """Return the flat velocities of video and audio; `way` names the evaluation."""
         ending, (frames, height, width) = NEGATIVE if way == "negative" else "", self.grid
         v, v_audio = self.network.evaluate(
             self.denoiser,

@@ -1,4 +1,4 @@
-"""Combines the evaluations of LTX-2: guidances of its two streams, video and audio."""
+"""Combines the evaluations of LTX-2 into guided velocities of its two streams, video and audio."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,26 @@ from flowalign.types import Guidance, NonNegativeInt, UnitInterval
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Configures what LTX-2 has beside the guidance of the video; defaults are its pipeline's."""
+    """Guidance settings of LTX-2 except the guidance of the video; defaults follow its pipeline."""
 
     audio_guidance: Guidance | None = 7.0
-    """Classifier-free guidance scale of the audio; null: that of the video."""
+    """Classifier-free guidance scale of the audio; null uses the scale of the video."""
     perturbed: Guidance = 1.0
-    """Scale of guidance away from a network whose `perturbed_blocks` have no self-attention; 0
-    leaves that evaluation out."""
+    """Scale of guidance away from a network without self-attention in `perturbed_blocks`; 0 skips
+    this evaluation."""
     perturbed_blocks: tuple[NonNegativeInt, ...] = (28,)
-    """Blocks that are perturbed, by their number."""
+    """Indices of the perturbed blocks."""
     modality: Guidance = 3.0
-    """Scale of guidance away from streams that do not see each other; 1 leaves it out."""
+    """Scale of guidance away from streams that do not attend to each other; 1 skips this
+    evaluation."""
     rescale: UnitInterval = 0.7
-    """Share by which the deviation of the guided clean estimate is brought back to that of the
-    conditional one."""
+    """Share (0 to 1) by which the standard deviation of the guided clean estimate is restored to
+    that of the conditional estimate."""
 
     def weights(self, guidance: float) -> dict[str, tuple[float, float]]:
-        """Return the weights in video and audio of what is guided away from, if it is in use.
+        """Return the (video, audio) weights of each evaluation in use, keyed by its name.
 
-        `guidance` is the scale of the video. An evaluation is in use if it is in either stream.
+        `guidance` is the scale of the video. An evaluation is in use if either weight is above 0.
         """
         audio = guidance if self.audio_guidance is None else self.audio_guidance
         found = {
@@ -42,7 +43,7 @@ class Streams:
         return {name: pair for name, pair in found.items() if max(pair) > 0}
 
     def inputs(self, name: str) -> dict[str, Any]:
-        """Return what the network gets in the evaluation of this name, beside the conditional."""
+        """Return the additional network inputs of the named evaluation."""
         ways = {
             "perturbed": {"spatio_temporal_guidance_blocks": list(self.perturbed_blocks)},
             "isolated": {"isolate_modalities": True},
@@ -50,7 +51,7 @@ class Streams:
         return ways.get(name, {})
 
     def check_blocks(self, depth: int, path: str) -> None:
-        """Raise ValueError if the network at `path` lacks the blocks that are to be perturbed."""
+        """Raise ValueError if the network at `path` lacks one of `perturbed_blocks`."""
         blocks = self.perturbed_blocks
         if self.perturbed > 0 and not all(block < depth for block in blocks or [depth]):
             raise ValueError(
@@ -83,9 +84,9 @@ def guide(
 ) -> Float[Tensor, "n d"]:
     """Return v + sum of weight (v - other), rescaled as a clean estimate x0 = x - sigma v.
 
-    x0 of the result is f x0 of the sum, where f = rescale std(x0 of v) / std(x0 of the sum)
-    + 1 - rescale, with deviations over a sample. Source: diffusers' `LTX2Pipeline`, which adds the
-    guidances to x0, what is the same.
+    x0 of the result is f x0 of the sum, where f = rescale std(x0 of v) / std(x0 of the sum) + 1 -
+    rescale, with standard deviations over a sample. Source: diffusers' `LTX2Pipeline`, which adds
+    the guidance terms to x0 with the same result.
     """
     summed = v + sum((weight * (v - other) for weight, other in others), 0 * v)
     if rescale == 0:

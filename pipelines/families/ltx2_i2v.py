@@ -1,4 +1,4 @@
-"""Wraps LTX-2 image-to-video with sound as a flowalign policy: requests come with a first frame."""
+"""Wraps LTX-2 image-to-video with sound as a flowalign policy: a request has its first frame."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -23,9 +23,9 @@ from pipelines.parts.folder import Config
 class LTX2I2V(LTX2):
     """Wraps an `LTX2ImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
 
-    The one reference of a request is the first frame, see `first_frame`: it stands in
-    place of the first latent frame of the video, at time 0, and audio is denoised whole. As in the
-    pipeline, the frame is compressed like the frames of clips that the model was trained on.
+    The single reference of a request is the first frame. It replaces the first latent frame of the
+    video, at time 0, see `first_frame`; all of the audio is denoised. As in the pipeline, the frame
+    is compressed like the frames of clips that the model was trained on.
     """
 
     pipeline_class = LTX2ImageToVideoPipeline

@@ -1,4 +1,4 @@
-"""Decodes clips with sound: one state of both, of which frames and a waveform are decoded."""
+"""Decodes clips with sound from one state that holds the latents of both."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from pipelines.families.ltx2_state import Parts, audio_shape, waveform
 
 
 class SoundCodec(LTXCodec):
-    """Decodes the frames and the sound of a clip, whose latents are in one flat vector.
+    """Decodes the frames and the sound of a clip from one flat vector of latents.
 
-    `state_parts` names them. Whoever samples, adds noise, compares or stores states then needs to
-    know nothing of the second part, and densities are of both.
+    `state_parts` divides the vector. Code that samples, adds noise, compares or stores states
+    handles only the vector, and densities include both parts.
     """
 
     state_parts: Parts
 
     def divide(self, clip: tuple[int, ...], audio_vae: Mapping[str, Any]) -> Parts:
-        """Divide states into latents of a clip and those of its sound."""
+        """Set and return the division of states into latents of a clip and of its sound."""
         seconds = self.video.num_frames / self.video.fps
         self.state_parts = Parts(clip, audio_shape(audio_vae, seconds))
         return self.state_parts

@@ -1,4 +1,4 @@
-"""Describes the state of LTX-2: latents of a video and of its sound, in one flat vector."""
+"""Defines the state of LTX-2: latents of a video and of its sound in one flat vector."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 _UNIT = 4
-"""Spectrogram frames of a latent, and frequencies; a constant of diffusers' audio autoencoder."""
+"""Spectrogram frames, and frequencies, per latent; a constant of diffusers' audio autoencoder."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Names the parts of a state: the video's latents, then the audio's."""
+    """Shapes of the two parts of a state: the video's latents, then the audio's."""
 
     video: tuple[int, ...]
-    """(C, F, H, W)."""
+    """Shape (C, F, H, W)."""
     audio: tuple[int, int, int]
-    """(C, L, M): L latents along time, of M frequencies."""
+    """Shape (C, L, M): L latents along time, M along frequency."""
 
     @property
     def size(self) -> int:
@@ -43,21 +43,21 @@ class Parts:
     def joined(
         self, video: Float[Tensor, "n C f h w"], audio: Float[Tensor, "n c l m"]
     ) -> Float[Tensor, "n d"]:
-        """Return the state of these latents of video and audio."""
+        """Return the state that holds these latents of video and audio."""
         return torch.cat([video.flatten(1), audio.flatten(1)], 1)
 
     def audio_of(self, tokens: Float[Tensor, "n l t"]) -> Float[Tensor, "n c l m"]:
-        """Return the audio latents of tokens, one along time each."""
+        """Return the audio latents of tokens, given one token per latent along time."""
         return tokens.unflatten(2, (-1, self.audio[2])).transpose(1, 2)
 
 
 def audio_tokens(audio: Float[Tensor, "n c l m"]) -> Float[Tensor, "n l t"]:
-    """Return audio latents as tokens, as the network and the statistics have them."""
+    """Return audio latents as tokens, the layout of the network and of the statistics."""
     return audio.transpose(1, 2).flatten(2)
 
 
 def audio_shape(config: Mapping[str, Any], seconds: float) -> tuple[int, int, int]:
-    """Return the shape of audio latents of this length, for the configuration of an autoencoder."""
+    """Return the shape of audio latents for this duration, given the autoencoder's config."""
     rate = config["sample_rate"] / config["mel_hop_length"] / _UNIT
     return config["latent_channels"], round(seconds * rate), config["mel_bins"] // _UNIT
 

@@ -1,4 +1,4 @@
-"""Wraps LTX-Video image-to-video as a flowalign policy: a request comes with its first frame."""
+"""Wraps LTX-Video image-to-video as a flowalign policy: a request has its first frame."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ from pipelines.families.ltx import LTX
 class LTXI2V(LTX):
     """Wraps an `LTXImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
 
-    The one reference of a request is the first frame, see `first_frame`: it stands in
-    place of the first latent frame, at time 0. The pipeline draws its latents from the encoder's
-    distribution; here they are the mode. Everything else is the same as for `LTX`.
+    The single reference of a request is the first frame. It replaces the first latent frame, at
+    time 0, see `first_frame`. The pipeline samples its latents from the encoder's distribution;
+    this policy uses the mode. In all other respects the class equals `LTX`.
     """
 
     pipeline_class = LTXImageToVideoPipeline

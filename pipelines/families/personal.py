@@ -1,4 +1,4 @@
-"""Wraps Stable Diffusion with user conditioning, for preferences that differ between people."""
+"""Wraps Stable Diffusion with user conditioning, for preferences that differ between users."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,19 +29,19 @@ from pipelines.policy import Precision
 
 
 class UserEmbeddings(UserConditioning):
-    """Conditions on users by the embeddings of a file, and on unknown users by zeros."""
+    """Embeddings of users from a file; unknown users get zeros."""
 
     embeddings: Mapping[str, Tensor]
-    """Embeddings by user, once they are loaded; "" has that of unknown users."""
+    """Embeddings by user, set by `load`; the key "" holds the embedding of unknown users."""
 
     def __init__(self, file: str):
         self.file = file
 
     def read(self) -> dict[str, Tensor]:
-        """Read the embeddings by user in float32, and zeros for "".
+        """Read the embeddings by user in float32, and add zeros for "".
 
         Raises:
-            ValueError: they do not all have one shape [tokens, dim].
+            ValueError: The embeddings do not all have one shape [tokens, dim].
         """
         tensors = read_tensors(require_file(Path(self.file)))
         shapes = {tuple(e.shape) for e in tensors.values()}
@@ -53,12 +53,12 @@ class UserEmbeddings(UserConditioning):
         return {user: e.float() for user, e in tensors.items()} | {"": torch.zeros(*shapes.pop())}
 
     def load(self, device: torch.device) -> None:
-        """Read the embeddings to a device."""
+        """Load the embeddings to a device."""
         self.embeddings = {user: e.to(device) for user, e in self.read().items()}
 
     @property
     def known(self) -> list[str]:
-        """Return the users who have an embedding."""
+        """Return the users that have an embedding."""
         return [user for user in self.embeddings if user]
 
     @property
@@ -81,21 +81,21 @@ class UserEmbeddings(UserConditioning):
 
 
 class PersonalSD15(ExtendedPolicy):
-    """Extends `SD15` with attention to the user beside the prompt; only this part is trained.
+    """Extends `SD15` with attention to the user, and trains only this part.
 
     Every cross-attention becomes Attn(Q, K, V) + strength Attn(Q, u W_k, u W_v), where u is the
-    embedding of a user and W_v starts at 0, so the untrained policy is the base model. `users` is a
-    safetensors file of embeddings [tokens, dim] by user. The empty user "" and users that the file
-    lacks get u = 0, for which the policy equals the base model whatever was learned; so does the
-    unconditional half of guidance. `strength` from 0 to 1 interpolates from the base model to the
-    user's.
+    embedding of a user. W_v starts at 0, so the untrained policy is the base model. `users` is a
+    safetensors file of embeddings [tokens, dim] by user. The empty user "" and users that are not
+    in the file get u = 0, which reduces the policy to the base model after any training. The
+    unconditional half of guidance also uses u = 0. `strength` from 0 to 1 interpolates from the
+    base model to the user's.
 
-    Source: PPD, arXiv:2501.06655, known from secondary sources, where u is the hidden state of a
-    vision-language model that sees four of a user's choices, and the model is Stable Cascade.
+    Source: PPD, arXiv:2501.06655, known from secondary sources. There u is the hidden state of a
+    vision-language model that sees four choices of a user, and the model is Stable Cascade.
     """
 
     weights_file = "user_attention.safetensors"
-    """Keys and values of the user attention, by layer of the UNet."""
+    """File of the keys and values of the user attention, by layer of the UNet."""
     user_conditioning: UserEmbeddings
 
     def __init__(

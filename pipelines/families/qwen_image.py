@@ -20,22 +20,23 @@ from pipelines.parts.packing import grid_of, pack, unpack
 from pipelines.policy import DiffusersPolicy, Precision
 
 NEGATIVE = " "
-"""Negative prompt of guidance. Source: diffusers' page on Qwen-Image; none means no guidance."""
+"""Negative prompt of guidance. Source: diffusers' page on Qwen-Image. The pipeline uses no guidance
+without a negative prompt."""
 
 
 class QwenImage(DiffusersPolicy):
     """Wraps a `QwenImagePipeline` folder or hub identifier as a text-to-image policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; every token of
-    it has the norm of the conditional velocity's. Prompts are padded to `max_sequence_length`, of
-    which `cond` holds the mask, and cut there.
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Each token of
+    the guided velocity is rescaled to the norm of the conditional velocity. Prompts are padded or
+    truncated to `max_sequence_length`; `cond` holds their mask.
     """
 
     pipeline_class: Any = QwenImagePipeline
     transformer_class: Any = QwenImageTransformer2DModel
     codec_class = SingleFrameCodec
     negative: str = NEGATIVE
-    """What guidance moves away from."""
+    """Negative prompt of guidance."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class QwenImage(DiffusersPolicy):
         return restore_norm(v, v_neg + self.guidance * (v - v_neg))
 
     def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
-        """Evaluate the network with the text of this ending, and return the tokens of x."""
+        """Evaluate the network with the text of suffix `ending`, and return the tokens of x."""
         tokens, shapes = self.seen(x, cond)
         v = self.call_denoiser(
             tokens,
@@ -106,14 +107,14 @@ class QwenImage(DiffusersPolicy):
         return v[:, : prod(self.grid)]
 
     def unpacked(self, tokens: Tensor) -> Tensor:
-        """Return latents of the tokens of x."""
+        """Return latents, given the tokens of x."""
         return unpack(tokens, self.grid)
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:  # noqa: ARG002 (QwenImageEdit uses it)
-        """Return the tokens that the network gets, those of x first, and the pictures' shapes."""
+        """Return the input tokens of the network, those of x first, and the images' shapes."""
         return pack(x), [(1, *self.grid)]
 
 
 def restore_norm(v: Float[Tensor, "n tokens d"], guided: Tensor) -> Float[Tensor, "n tokens d"]:
-    """Return the guided velocity with the norm that v has at each token."""
+    """Return the guided velocity, rescaled at each token to the norm of v."""
     return guided * (v.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))

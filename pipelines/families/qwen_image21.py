@@ -1,4 +1,4 @@
-"""Wraps Qwen-Image 2.1 as a flowalign policy: no padding, and pictures with an alpha channel."""
+"""Wraps Qwen-Image 2.1 as a flowalign policy: no padding, and images with an alpha channel."""
 
 from math import prod
 from typing import Any
@@ -20,11 +20,11 @@ from pipelines.parts.rows import evaluate_by_kind
 from pipelines.policy import Precision
 
 LORA = Lora(target_modules=("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"))
-"""Default adapter: attention, of which this network has one stream."""
+"""Default adapter: attention, which has one stream in this network."""
 
 
 class AlphaCodec(SingleFrameCodec):
-    """Lays decoded images over white by their alpha channel, and encodes opaque ones."""
+    """Blends decoded images over white by their alpha channel, and encodes images as opaque."""
 
     def decode(self, x: Tensor) -> Tensor:
         colours, alpha = super().decode(x).split([3, 1], dim=2)
@@ -37,13 +37,13 @@ class AlphaCodec(SingleFrameCodec):
 class QwenImage21(QwenImage):
     """Wraps a `QwenImage21Pipeline` folder or hub identifier as a text-to-image policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it keeps no
-    norm. In this network the place of a picture follows the padded text, so what a prompt gives in
-    the pipeline depends on the longest prompt of its call. Here nothing is padded: prompts of
-    different lengths are evaluated apart, each as in a call of its own. Longer ones than
-    `max_sequence_length` are refused, because the pipeline cuts nothing.
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each, without
+    restoring its norm. In this network the position of an image follows the padded text, so in the
+    pipeline the output for a prompt depends on the longest prompt of the call. This policy pads
+    nothing. It evaluates prompts of different lengths in separate calls. Prompts that are longer
+    than `max_sequence_length` raise ValueError, because the pipeline truncates nothing.
 
-    Decoded pictures are laid over white by their alpha channel; encoded ones are opaque.
+    Decoded images are blended over white by their alpha channel; images are encoded as opaque.
     """
 
     pipeline_class: Any = QwenImage21Pipeline

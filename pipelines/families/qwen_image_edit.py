@@ -1,4 +1,4 @@
-"""Wraps Qwen-Image-Edit Plus as a flowalign policy: requests come with one to several pictures."""
+"""Wraps Qwen-Image-Edit Plus as a flowalign policy: requests have one or more images."""
 
 from collections.abc import Sequence
 from math import prod
@@ -24,15 +24,15 @@ from pipelines.policy import Precision
 class QwenImageEdit(QwenImage):
     """Wraps a `QwenImageEditPlusPipeline` folder or hub identifier as an editing policy.
 
-    A request has one to `references.most` pictures. They are cropped around their centre to the
-    proportions of the policy's size, then treated as in the pipeline: the text encoder sees them
-    with the instruction, and with the negative prompt, at 384 x 384 pixels, and the network at
-    `references.area` pixels, which are 1024 x 1024 in the pipeline.
+    A request has one to `references.most` images. They are centre-cropped to the policy's aspect
+    ratio and then processed as in the pipeline. The text encoder sees them at 384 x 384 pixels,
+    together with the instruction or the negative prompt. The network sees them at `references.area`
+    pixels; the pipeline uses 1024 x 1024.
 
-    `cond` holds, beside the text, "sources": latents of the pictures, and "count": how many there
-    are. Requests of several numbers of pictures are evaluated one number after another. Text and
-    pictures together have at most `references.max_tokens`; the pipeline cuts nothing, so a longer
-    instruction is refused.
+    In addition to the text, `cond` holds "sources", the latents of the images, and "count", their
+    number. Requests with different counts are evaluated in separate calls. Text and images together
+    may have at most `references.max_tokens`. Longer instructions raise ValueError, because the
+    pipeline truncates nothing.
     """
 
     pipeline_class = QwenImageEditPlusPipeline
@@ -67,16 +67,16 @@ class QwenImageEdit(QwenImage):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        """Encode instructions with their pictures, one row per request.
+        """Encode instructions with their images, one row per request.
 
         Raises:
-            ValueError: a request has no picture, too many, or with them too many tokens.
+            ValueError: A request has no image or too many, or has too many tokens.
         """
         check_references(self, requests)
         return stack_rows([self._edit(request) for request in requests])
 
     def _edit(self, request: Request) -> dict[str, Tensor]:
-        """Encode one request: the pipeline shows all pictures of a call with every prompt."""
+        """Encode one request; the pipeline would show all images of a call to every prompt."""
         proportion = self.width / self.height
         pictures = [crop_reference(one, proportion) for one in request.references]
         shown = for_text(self.pipe, pictures, proportion)
@@ -95,7 +95,7 @@ class QwenImageEdit(QwenImage):
         return pad_text(text, mask, self.max_sequence_length)
 
     def _sources(self, pictures: list[Image.Image]) -> Tensor:
-        """Return latents [1, references.most, C, h, w] of the pictures, and zeros behind them."""
+        """Return latents [1, references.most, C, h, w] of the images, padded with zeros."""
         patch, device = self.height // self.grid[0], self.pipe.vae.device
         height, width = (patch * side for side in self.reference_grid)
         pixels = [self.pipe.image_processor.preprocess(p, height, width) for p in pictures]

@@ -1,4 +1,4 @@
-"""Sizes the pictures of Qwen-Image-Edit's requests, as text encoder and network see them."""
+"""Computes sizes of reference images for the text encoder and network of Qwen-Image-Edit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from flowalign.types import PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """Configures the pictures of a request, as the text encoder and the network see them."""
+    """Number and sizes of a request's images."""
 
     most: PositiveInt = 1
-    """Number of pictures that a request may have."""
+    """Maximum number of images per request."""
     area: PositiveInt = 1024 * 1024
-    """Pixels of each picture that the network sees. Default: those of the pipeline."""
+    """Pixels of each image that the network sees. Default: the pipeline's 1024 x 1024."""
     max_tokens: PositiveInt = 1024
-    """Tokens of an instruction together with its pictures, to which all are padded."""
+    """Maximum tokens of an instruction with its images; all requests are padded to it."""
 
     def grid(self, proportion: float, patch: int, path: str) -> tuple[int, int]:
-        """Return rows and columns of a picture's tokens of `patch` pixels, for the model at `path`.
+        """Return rows and columns of an image's tokens of `patch` pixels, for the model at `path`.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The area is too small for one token.
         """
         width, height = calculate_dimensions(self.area, proportion)
         if height < patch or width < patch:
@@ -40,6 +40,6 @@ class References:
 
 
 def for_text(pipe: Any, pictures: Sequence[Image.Image], proportion: float) -> list[Image.Image]:
-    """Return pictures of the size that the text encoder sees."""
+    """Return images in the size that the text encoder sees."""
     width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, proportion)
     return [pipe.image_processor.resize(one, height, width) for one in pictures]

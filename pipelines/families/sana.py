@@ -18,19 +18,19 @@ from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(target_modules=ATTENTION)
-"""Default adapter: attention of both kinds; diffusers' dreambooth has it without `to_out.0`."""
+"""Default adapter: attention of both kinds; diffusers' dreambooth leaves out `to_out.0`."""
 UNIT = 32
-"""Both sides of a picture are multiples of it. Source: diffusers' SanaPipeline."""
+"""Unit of an image's height and width, in pixels. Source: diffusers' SanaPipeline."""
 
 
 class Sana(DiffusersPolicy):
     """Wraps a `SanaPipeline` folder or hub identifier as a text-to-image policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Prompts come
-    with the instruction that is a default of the pipeline's call. The released folders name a
-    solver of second order, which looks back at earlier steps; the policy makes Euler steps of the
-    same flow and shift, with times that are not rounded. It is the pipeline with flow-matching
-    Euler, ready sigmas, and without `use_resolution_binning`.
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Prompts are
+    prefixed with the pipeline's default instruction. The released folders name a second-order
+    solver, which uses earlier steps. The policy makes Euler steps of the same flow and shift, with
+    timesteps that are not rounded. It equals the pipeline with a flow-matching Euler scheduler,
+    given sigmas, and without `use_resolution_binning`.
     """
 
     pipeline_class = SanaPipeline
@@ -93,6 +93,6 @@ class Sana(DiffusersPolicy):
 
 
 def _instruction() -> list[str]:
-    """Return what the pipeline's call writes before a prompt."""
+    """Return the instruction that the pipeline prepends to a prompt."""
     call = inspect.signature(SanaPipeline.__call__)
     return call.parameters["complex_human_instruction"].default

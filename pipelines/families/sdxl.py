@@ -16,8 +16,8 @@ class SDXL(UNetPolicy):
     """Wraps a `StableDiffusionXLPipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The size
-    conditioning says that the original image had the policy's size and was not cropped; it is part
-    of `cond`.
+    conditioning is part of `cond`. It claims that the original image had the policy's size and was
+    not cropped.
     """
 
     pipeline_class = StableDiffusionXLPipeline

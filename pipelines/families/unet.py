@@ -17,23 +17,22 @@ from pipelines.policy import DiffusersPolicy
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
 """Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO.
 
-A run file that gives some fields of `lora` gets the others from `Lora`, whose `target_modules` are
-those of a transformer: give these, too.
-"""
+If a run file sets only some fields of `lora`, the other fields use the defaults of `Lora`. Its
+`target_modules` match transformers, so always set `target_modules` for a UNet."""
 
 
 class UNetPolicy(DiffusersPolicy):
     """Wraps a variance-preserving, discrete-time diffusion model as a policy in flow coordinates.
 
-    States are flow states, see `functional.diffusion`: whether the network predicts the noise, v or
-    the data, its velocity is that of a flow, and an Euler step is the model's deterministic DDIM
-    step. Times run from the last one that the model knows, sigma_max < 1, to sigma = 0, evenly
-    ("trailing") whatever the scheduler's file says: a fixed first time lets `noise` draw states of
-    the right scale without knowing the number of steps. Between the model's times the network gets
-    fractional ones; sigmas beyond its times get the nearest.
+    States are flow states, see `functional.diffusion`. The network may predict the noise, v or the
+    data; its output is converted to the velocity of a flow. An Euler step equals the model's
+    deterministic DDIM step. Timesteps run evenly ("trailing") from the model's last one, sigma_max
+    < 1, to sigma = 0, regardless of the scheduler's file. With a fixed first timestep, `noise` can
+    draw states of the right scale without knowing the number of steps. Between the model's
+    timesteps the network receives fractional ones; sigmas outside their range get the nearest.
 
-    `cond` holds "text", the UNet's added conditions by their names, and a "_neg" entry for each of
-    them that differs without the prompt.
+    `cond` holds "text", the UNet's added conditions by their names, and a "_neg" entry for each
+    condition that differs without the prompt.
     """
 
     transformer_class = UNet2DConditionModel

@@ -28,9 +28,10 @@ from pipelines.video import (
 )
 
 LORA = Lora(target_modules=(*ATTENTION, "add_k_proj", "add_v_proj"))
-"""Default adapter: attention, also to a first frame. Source: Flow-GRPO's Wan 2.1 script."""
+"""Default adapter: attention, including attention to a first frame. Source: Flow-GRPO's Wan 2.1
+script."""
 VIDEO = Video(height=480, width=832, num_frames=81, fps=16.0)
-"""Video format that Wan 2.1 was released for."""
+"""Default video format, for which Wan 2.1 was released."""
 
 
 class WanCodec(VideoCodec):
@@ -49,9 +50,9 @@ class Wan(DiffusersPolicy):
     """Wraps a `WanPipeline` folder or hub identifier with one network as a text-to-video policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Schedule and
-    times are those of the folder's scheduler, with its shift or `video.shift`: UniPC starts just
-    below 1, and its times are whole, floor(1000 sigma), of which a shift of 1 may make one larger
-    by 1. Steps are those of transition kernels, not UniPC's, which look back at earlier ones.
+    timesteps come from the folder's scheduler, with its shift or with `video.shift`. UniPC starts
+    just below sigma 1. Its timesteps are integers, floor(1000 sigma); with a shift of 1 some of
+    them can be larger by 1. Steps follow the transition kernel, not UniPC's multistep update.
     `memory.decode_frames` is exact (`parts.streaming`); without it decoding holds two videos.
     """
 
@@ -59,9 +60,9 @@ class Wan(DiffusersPolicy):
     transformer_class = WanTransformer3DModel
     unit_noise = True
     experts: Experts | None = None
-    """Division of noise levels between two networks; None: there is one."""
+    """Division of noise levels between two networks; None if there is one network."""
     sees_first_frame: bool = False
-    """Whether the network gets the first frame of a request in channels of its own."""
+    """Whether the network receives the first frame of a request in separate channels."""
 
     def __init__(
         self,

@@ -13,11 +13,11 @@ from pipelines.video import Memory, Video
 class Wan22(Wan):
     """Wraps a `WanPipeline` folder with two networks (Wan 2.2 A14B) as a text-to-video policy.
 
-    Everything else is the same as for `Wan`, which also takes the 5B model of Wan 2.2, because that
-    has one network. `guidance` is that of high noise; at 1 or less neither network is guided, like
-    in the pipeline.
+    In all other respects it equals `Wan`. The 5B model of Wan 2.2 has one network, so use `Wan` for
+    it. `guidance` is the scale of the high-noise network. If it is 1 or less, neither network is
+    guided, as in the pipeline.
 
-    The adapter of the first network is saved as usual, that of the second in the folder
+    The adapter of the first network is saved as usual, the adapter of the second one in the folder
     `transformer_2`: pipe.load_lora_weights(folder + "/transformer_2", load_into_transformer_2=True)
     """
 
@@ -39,8 +39,8 @@ class Wan22(Wan):
 class Wan22I2V(Wan):
     """Wraps a `WanImageToVideoPipeline` folder with two networks (Wan 2.2 A14B) as a policy.
 
-    The first frame is a condition beside the state as for `WanI2V`, the networks are those of high
-    and low noise as for `Wan22`. Released folders have no encoder of image features.
+    As in `WanI2V`, the first frame is a condition in addition to the state. As in `Wan22`, there
+    are networks for high and low noise. Released folders have no encoder of image features.
     """
 
     pipeline_class = WanImageToVideoPipeline

@@ -11,31 +11,31 @@ from flowalign.types import Guidance, ModelPlan, UnitInterval
 from pipelines.parts.folder import Folder
 
 _NAMES = {"high": "transformer", "low": "transformer_2"}
-"""Names of the components."""
+"""Component names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Divides the noise levels between the two networks."""
+    """Division of the noise levels between the two networks."""
 
     guidance_2: Guidance | None = None
-    """Guidance scale of the low-noise network; None: that of the high-noise network."""
+    """Guidance scale of the low-noise network; None uses the scale of the high-noise network."""
     boundary_ratio: UnitInterval | None = None
-    """Timesteps of at least 1000 times this go to the high-noise network; None: the folder's
+    """Share of 1000 timesteps from which the high-noise network is used; None uses the folder's
     value."""
     train: Literal["both", "high", "low"] = "both"
-    """Which networks are trained; the others stay frozen."""
+    """Networks to train; the other network stays frozen."""
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Return the names of the components that are trained."""
+        """Return the names of the trained components."""
         return tuple(_NAMES.values()) if self.train == "both" else (_NAMES[self.train],)
 
 
 class TwoNetworks(nn.Module):
-    """Routes each row of a batch to the high-noise or the low-noise network by its timestep.
+    """Network that routes each row to the high-noise or the low-noise network by its timestep.
 
-    A batch may contain rows of both sides; each network sees only its own.
+    A batch may contain rows for both networks; each network sees only its own rows.
     """
 
     def __init__(self, high: Any, low: Any, boundary: float):
@@ -50,7 +50,7 @@ class TwoNetworks(nn.Module):
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **rest: Any
     ) -> tuple[Tensor, ...]:
-        """Evaluate each row with the network in charge of its timestep."""
+        """Evaluate each row with the network for its timestep."""
         high = timestep >= self.boundary
         sides = [(self.high, high.nonzero().flatten()), (self.low, (~high).nonzero().flatten())]
         answers = [
@@ -68,7 +68,7 @@ class TwoNetworks(nn.Module):
 
 
 def join_experts(folder: Folder, experts: Experts, components: Mapping[str, Any]) -> TwoNetworks:
-    """Join the two networks of a pipeline at the boundary of its folder, or that of `experts`."""
+    """Join the two networks of a pipeline at the boundary of `experts`, by default the folder's."""
     ratio = experts.boundary_ratio
     if ratio is None:
         ratio = folder.setting("boundary_ratio")
@@ -77,6 +77,6 @@ def join_experts(folder: Folder, experts: Experts, components: Mapping[str, Any]
 
 
 def plan_experts(experts: Experts, one: ModelPlan) -> ModelPlan:
-    """Return the plan of both networks, given that of one."""
+    """Return the plan of both networks, given the plan of one network."""
     trainable = len(experts.trained) * one.trainable
     return replace(one, parameters=2 * one.parameters, trainable=trainable, networks=2)

@@ -1,4 +1,4 @@
-"""Wraps Wan image-to-video with one network: every request comes with its first frame."""
+"""Wraps Wan image-to-video with one network: every request has its first frame."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ from pipelines.parts.folder import Config
 class WanI2V(Wan):
     """Wraps a `WanImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
 
-    The one reference of a request is the first frame. It is cropped around its centre to the aspect
-    ratio of the video, then treated like in the pipeline.
+    The single reference of a request is the first frame. It is centre-cropped to the aspect ratio
+    of the video, then processed as in the pipeline.
 
-    `cond` holds, beside the text, "image": the first frame's mask and latents, which the network
-    sees with the state, and, for a network that takes them, "clip": features of the image. Such a
-    network needs prompts of 512 tokens.
+    In addition to the text, `cond` holds "image", the mask and latents of the first frame, which
+    the network sees with the state. For networks that take image features, it also holds "clip";
+    these networks need prompts of 512 tokens.
     """
 
     pipeline_class = WanImageToVideoPipeline
@@ -33,11 +33,10 @@ class WanI2V(Wan):
 
 
 class WanTI2V(Wan):
-    """Wraps a folder of Wan 2.2 5B, which makes clips of text alone as well, for image-to-video.
+    """Wraps a folder of Wan 2.2 5B, which also supports text-to-video, for image-to-video.
 
-    The one reference of a request is the first frame, see `first_frame`: it stands in
-    place of the first latent frame, whose tokens have time 0. Everything else is the same as for
-    `Wan`.
+    The single reference of a request is the first frame. It replaces the first latent frame, and
+    its tokens have time 0, see `first_frame`. In all other respects the class equals `Wan`.
     """
 
     pipeline_class = WanImageToVideoPipeline

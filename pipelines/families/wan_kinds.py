@@ -1,4 +1,4 @@
-"""Tells folders of Wan apart, and names the policy of each."""
+"""Distinguishes the kinds of Wan folders, and names the policy class for each."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ _CHANNELS = (
 
 
 def check_kind(policy: Any, transformer: Config, channels: int) -> None:
-    """Check that a folder has the networks of a policy, each of so many channels.
+    """Check that a folder has the networks of a policy, each with `channels` input channels.
 
     Raises:
-        ValueError: It has not; the message names the policies for its kind.
+        ValueError: It does not. The message names the policies for each kind.
     """
     there = 1 if policy.folder.setting("boundary_ratio") is None else 2
     wanted = 2 if policy.experts else 1

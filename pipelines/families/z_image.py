@@ -1,4 +1,4 @@
-"""Wraps Z-Image as a flowalign policy: texts without padding, time that runs from noise."""
+"""Wraps Z-Image as a flowalign policy: texts without padding, and time that starts at noise."""
 
 from collections.abc import Sequence
 from math import prod
@@ -21,17 +21,17 @@ from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(target_modules=ATTENTION)
-"""Default adapter: attention of all blocks, refiners included; layers of diffusers' dreambooth."""
+"""Default adapter: attention of all blocks including refiners, as in diffusers' dreambooth."""
 
 
 class ZImage(DiffusersPolicy):
     """Wraps a `ZImagePipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. It is the
-    usual scale: the pipeline's `guidance_scale`, which is added on top of the conditional velocity,
+    usual scale. The pipeline's `guidance_scale` is added on top of the conditional velocity, so it
     is one less. The pipeline's `cfg_normalization` and `cfg_truncation` are off, as by default.
 
-    The network sees a text without padding. `cond` holds it padded, with its length.
+    The network sees texts without padding. `cond` holds them padded, with their lengths.
     """
 
     pipeline_class = ZImagePipeline
@@ -86,7 +86,7 @@ class ZImage(DiffusersPolicy):
         return v_neg + self.guidance * (v - v_neg)
 
     def evaluate(self, x: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
-        """Evaluate the network, whose time is 0 at noise, and whose velocity points to data."""
+        """Return the velocity. The network's time is 0 at noise and its output points to data."""
         return -self.call_denoiser(x, t=(1000 - 1000 * sigma) / 1000, cap_feats=texts)
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
@@ -102,5 +102,5 @@ class ZImage(DiffusersPolicy):
 def remove_padding(
     texts: Float[Tensor, "n longest d"], lengths: Tensor
 ) -> list[Float[Tensor, "length d"]]:
-    """Return the first tokens of each text, as many as it has."""
+    """Return each text truncated to its length."""
     return [text[:length] for text, length in zip(texts, lengths.tolist(), strict=True)]

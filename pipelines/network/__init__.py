@@ -1,1 +1,1 @@
-"""Prepares, stores, divides, speeds up and saves the networks of a pipeline."""
+"""Prepares, stores, shards, accelerates and saves the networks of a pipeline."""

@@ -1,12 +1,13 @@
-"""Writes adapters that act alike in diffusers, PEFT and ComfyUI, and reads them back.
+"""Writes adapters that have the same effect in diffusers, PEFT and ComfyUI, and reads them back.
 
     pytorch_lora_weights.safetensors  for diffusers and ComfyUI: lora_B is times alpha / rank
     adapter_model.safetensors         for PEFT, with adapter_config.json: as it was trained
 
-diffusers finds alpha in the metadata of a file, ComfyUI in tensors that diffusers refuses, others
-nowhere. The first file therefore acts at strength 1 for whoever knows only its tensors, and its
-metadata say alpha = rank. Multiplying is exact where alpha / rank is a power of two and rounds
-lora_B once elsewhere, so flowalign itself reads the second file.
+Programs disagree about alpha: diffusers reads it from the metadata of a file, ComfyUI from tensors
+that diffusers rejects, and other programs ignore it. The first file therefore folds alpha / rank
+into lora_B and sets alpha = rank in its metadata. Programs that read only its tensors apply it at
+strength 1. Folding is exact if alpha / rank is a power of two; otherwise it rounds lora_B once.
+flowalign itself reads the second file.
 """
 
 import json
@@ -47,18 +48,19 @@ _WAN_LAYERS = {
     "ffn.net.0.proj": "ffn.0",
     "ffn.net.2": "ffn.2",
 }
-"""Layers of a block of Wan: their names in diffusers, and in the original code and ComfyUI."""
+"""Names of the layers in a Wan block: diffusers' name to the name in the original code and ComfyUI.
+"""
 
 
 def is_adapted(denoiser: ModelMixin) -> bool:
-    """Return whether a LoRA adapter has been added."""
+    """Return whether the denoiser has a LoRA adapter."""
     return bool(denoiser._hf_peft_config_loaded)
 
 
 def adapter_place(part: str, folder: str) -> tuple[str, Path]:
-    """Return a part's name inside adapter files, and the folder that holds its files.
+    """Return a component's name inside adapter files, and the folder of its files.
 
-    diffusers gives both networks of Wan 2.2 the same name, so the second has a folder of its own.
+    diffusers gives both networks of Wan 2.2 the same name, so the second one has a separate folder.
     """
     name = part.removesuffix("_2")
     return name, Path(folder) if name == part else Path(folder) / part
@@ -73,7 +75,7 @@ def save_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
 def save_for_diffusers(
     part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Save the adapter with alpha / rank inside lora_B, under names of diffusers or the model."""
+    """Save the adapter with alpha / rank folded into lora_B, under keys that diffusers reads."""
     name, where = adapter_place(part, folder)
     where.mkdir(parents=True, exist_ok=True)
     config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
@@ -88,7 +90,7 @@ def save_for_diffusers(
 def save_for_peft(
     part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Save the adapter as it was trained, with alpha of every layer and its configuration."""
+    """Save the adapter as it was trained, with the alpha of every layer and the PEFT config."""
     _, where = adapter_place(part, folder)
     where.mkdir(parents=True, exist_ok=True)
     config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
@@ -110,11 +112,11 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
-    """Load what `save_adapter` wrote, or a file for diffusers alone.
+    """Load files that `save_adapter` wrote, or a single file for diffusers.
 
     Raises:
         ValueError: Tensors are missing or unexpected, or the adapter was trained with another
-            alpha: tensors of equal shape do not tell how strongly they act.
+            alpha.
     """
     name, where = adapter_place(part, folder)
     file = where / PEFT_FILE
@@ -131,7 +133,7 @@ def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
 
 
 def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
-    """Load a saved adapter the way a user of plain diffusers does."""
+    """Load a saved adapter as a user of plain diffusers does."""
     name, where = adapter_place(part, folder)
     if "load_lora_weights" not in dir(pipe):  # the network of such a pipeline has its own loader
         pipe.components[part].load_lora_adapter(where, prefix=name, weight_name=LORA_FILE)
@@ -150,9 +152,9 @@ def difference_of_copy(part: str, denoiser: ModelMixin, folder: str) -> float:
 
 @contextmanager
 def fold_alpha(denoisers: Iterable[ModelMixin]) -> Iterator[None]:
-    """Compute with alpha / rank inside lora_B, as the file for diffusers has it, in this context.
+    """Fold alpha / rank into lora_B inside this context, as in the file for diffusers.
 
-    Velocities change by rounding, and not at all where alpha / rank is a power of two.
+    Velocities change by rounding only, and not at all if alpha / rank is a power of two.
     """
     layers: list[tuple[LoraLayer, Any, float]] = [
         (layer, layer.lora_B["default"].weight, layer.scaling["default"])
@@ -171,11 +173,11 @@ def fold_alpha(denoisers: Iterable[ModelMixin]) -> Iterator[None]:
 
 
 def adapter_keys(part: str, denoiser: ModelMixin, names: Iterable[str]) -> dict[str, str]:
-    """Return the keys of tensors in the file for diffusers, which ComfyUI knows as well.
+    """Return the keys of adapter tensors in the file for diffusers, which ComfyUI also reads.
 
-    Where ComfyUI's network has layers of other names than that of diffusers, the keys are those of
-    a form that both can read: original names of Wan, LTX-Video and LTX-2, and those of attention
-    processors in UNets. Adapters of layers outside of Wan's blocks have no such form.
+    If ComfyUI's network has other layer names than diffusers' network, the keys use a form that
+    both can read: the original names for Wan, LTX-Video and LTX-2, and the attention processors'
+    names for UNets. If an adapter has layers outside of Wan's blocks, it keeps diffusers' names.
     """
     if isinstance(denoiser, UNet2DConditionModel):
         return {name: _unet_key(name) for name in names}
@@ -203,7 +205,7 @@ def _unet_key(name: str) -> str:
 
 
 def adapter_tensors(denoiser: ModelMixin) -> dict[str, Tensor]:
-    """Return the tensors of the adapter by their names in the network."""
+    """Return the adapter's tensors, keyed by their names in the network."""
     state: Any = get_peft_model_state_dict(denoiser)
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
@@ -216,7 +218,7 @@ def _read_peft(where: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def _read_diffusers(part: str, denoiser: ModelMixin, file: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return tensors and alpha of a file without its companion: an earlier one, or copied alone."""
+    """Return tensors and alpha of a diffusers file that has no PEFT file next to it."""
     found = read_tensors(file)
     names = {
         key: name for name, key in adapter_keys(part, denoiser, adapter_tensors(denoiser)).items()

@@ -1,4 +1,4 @@
-"""Says which part of a pipeline's folder is missing, damaged or of another family."""
+"""Reports the component of a pipeline folder that is missing, damaged or from another family."""
 
 import importlib
 import inspect
@@ -20,16 +20,16 @@ _REFUSALS = (
     *(AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError),
     SafetensorError,
 )
-"""What these libraries raise for files that they cannot read."""
+"""Errors that these libraries raise for files that they cannot read."""
 _LONGEST = 240
 
 
 def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
-    """Check that a local folder is one of this family, by its configuration files.
+    """Check from configuration files that a local folder belongs to this family.
 
     Raises:
         ValueError: The component `denoiser` is not of class `kind`, or a component is missing or
-            another family's.
+            belongs to another family.
     """
     if not Path(folder.path).exists():
         return
@@ -46,7 +46,7 @@ def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
 
 
 def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
-    """Return what such a pipeline would not have or would lack."""
+    """Return the first difference between the folder and its pipeline class, or None."""
     parameters = inspect.signature(folder.pipeline.__init__).parameters
     index, components = folder.index(), folder.components()
     own_kind = components.get(denoiser, ("", "missing"))[1]
@@ -61,7 +61,7 @@ def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
 
 
 def _check_configurations(folder: Path, library: str, kind: str) -> None:
-    """Check that a part's configuration files can be read, and name classes that diffusers has."""
+    """Check that a component's configuration files are readable and name classes of diffusers."""
     for file in sorted(folder.glob("*config.json")):
         config = read_json(file)
         if library != "diffusers":
@@ -73,9 +73,9 @@ def _check_configurations(folder: Path, library: str, kind: str) -> None:
 
 @contextmanager
 def loading_context(folder: Folder, given: Collection[str]) -> Iterator[None]:
-    """Turn what libraries raise while they load a pipeline into one ValueError that names the part.
+    """Turn errors of loading a pipeline into one ValueError that names the component.
 
-    To find it, the components are loaded once more, one at a time, except those that are `given`.
+    To find it, each component that is not in `given` is loaded once more, one at a time.
     """
     try:
         yield
@@ -86,7 +86,7 @@ def loading_context(folder: Folder, given: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def missing_keys_context(path: str) -> Iterator[None]:
-    """Turn the lack of a setting in a configuration, or one of a wrong type, into ValueError."""
+    """Turn a missing or mistyped setting of a config into ValueError."""
     try:
         yield
     except (KeyError, TypeError) as error:
@@ -97,7 +97,7 @@ def missing_keys_context(path: str) -> Iterator[None]:
 
 
 def check_complete(path: str, name: str, part: nn.Module) -> None:
-    """Check that a part's files held all of its tensors."""
+    """Raise ValueError if a component's files lack some of its tensors."""
     absent = [n for n, p in part.named_parameters() if p.is_meta]
     if absent:
         raise ValueError(
@@ -108,7 +108,7 @@ def check_complete(path: str, name: str, part: nn.Module) -> None:
 
 @torch.no_grad()
 def check_finite(path: str, components: Mapping[str, Any]) -> None:
-    """Check that no part has weights that are NaN or infinite."""
+    """Raise ValueError if a component has NaN or infinite weights."""
     for name, part in components.items():
         for tensor, p in part.named_parameters() if isinstance(part, nn.Module) else ():
             if not p.is_meta and not dequantize(p).isfinite().all():
@@ -116,7 +116,7 @@ def check_finite(path: str, components: Mapping[str, Any]) -> None:
 
 
 def _find_culprit(folder: Folder, given: Collection[str]) -> tuple[str, BaseException] | None:
-    """Return the first component of a local folder that cannot be loaded by itself, and why."""
+    """Return the first component of a local folder that fails to load, and its error."""
     if not Path(folder.path).exists():
         return None
     for name, (library, kind) in folder.components().items():

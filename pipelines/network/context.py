@@ -1,9 +1,9 @@
-"""Evaluates networks of diffusers on several processes together, each on a part of the tokens.
+"""Evaluates diffusers networks on several processes together, each on a part of the tokens.
 
-A class of diffusers has a plan that says where its tokens are split and gathered. Between the two a
-process computes its own tokens, and in attention all tokens for some of the heads (Ulysses). The
-gradient behind the gathering is that of the process's own tokens: parts of a parameter's gradient
-sum to the gradient over the processes, wherever the parameter stands before the gathering.
+A diffusers class has a plan that names where tokens are split and gathered. Between these points a
+process computes its own tokens; in attention it computes all tokens for some heads (Ulysses). The
+gradient after gathering is the gradient of the process's own tokens. The gradient of a parameter is
+therefore the sum over the processes, for every parameter before the gathering.
 """
 
 import warnings
@@ -49,9 +49,9 @@ def undivide(networks: Sequence[Any]) -> Iterator[None]:
 
 
 def _divide(network: Any, config: ContextParallelConfig | None) -> None:
-    """Divide a network as its class plans, or no longer.
+    """Divide a network by the plan of its class; `config` None removes the division.
 
-    `enable_parallelism` of diffusers does so where there is an accelerator, and only there.
+    diffusers' `enable_parallelism` does the same, but only on an accelerator.
     """
     if config is None:
         remove_context_parallel(network, network._cp_plan)
@@ -67,9 +67,10 @@ def _divide(network: Any, config: ContextParallelConfig | None) -> None:
 
 
 class _WaitBefore:
-    """Waits for the other processes before a network is evaluated, while it is divided.
+    """Pre-forward hook that waits for the other processes while a network is divided.
 
-    A process has a part of the gradient to what the network is given, which is summed here.
+    Each process has only a part of the gradient to the network's inputs, so the hook sums the
+    parts.
     """
 
     def __init__(self, group: DeviceMesh, meet: Callable[[str], None]):
@@ -92,7 +93,7 @@ class _WaitBefore:
 
 
 class _SumGradient(torch.autograd.Function):
-    """Returns a tensor as it is; its gradient is summed over the processes."""
+    """Identity with a gradient that is summed over the processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Holds the denoiser of a pipeline, or its denoisers, with the settings of its weights."""
+"""Groups the denoisers of a pipeline with the settings of their weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,28 +24,29 @@ from pipelines.parts.folder import Folder
 
 @dataclass(kw_only=True)
 class Denoisers:
-    """Holds the denoiser of a pipeline, or several; the capabilities are functions of it."""
+    """One or several denoisers of a pipeline. Separate functions implement their capabilities."""
 
     folder: Folder
     kind: Any
     """Class of a denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
     owner: str
-    """Class name of the policy, for messages."""
+    """Class name of the policy, for error messages."""
     lora: Lora | None
     precision: Precision
     gradient_checkpointing: bool
     checkpointing: str
     """Key of a run file that enables gradient checkpointing."""
     name: str = "transformer"
-    """Name of the component that is the denoiser, or the first of two."""
+    """Name of the denoiser component, or of the first of two."""
     latents_argument: str = "hidden_states"
     """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     trained: tuple[str, ...] = ()
-    """Names of the components that are trained; by default the denoiser."""
+    """Names of the trained components; by default the denoiser."""
     assemble: Callable[[Mapping[str, Any]], Any] | None = None
-    """Joins the denoisers among components to one module; None: there is one."""
+    """Joins the denoisers among components into one module; None if there is only one denoiser."""
     computes_at_load: bool = False
-    """Whether `load` evaluates the network, so that encoders and whole weights must be there."""
+    """Whether `load` evaluates the network, so that encoders and complete weights must be loaded.
+    """
     setup: Setup = field(default_factory=Setup)
     loads_to_cpu: bool = False
     pipe: Any = None
@@ -62,7 +63,7 @@ class Denoisers:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all denoisers, of which some may not be trained."""
+        """Return the names of all denoisers, including frozen ones."""
         return self.folder.names(self.name)
 
     @property
@@ -71,18 +72,18 @@ class Denoisers:
         return self.pipe.components
 
     def quantizers(self, *names: str) -> dict[str, Any]:
-        """Return the quantization configurations of components, by default of all."""
+        """Return the quantization configs of the named components, by default of all."""
         setup = self.setup.quantization
         kinds = {self.name: setup.denoiser, "text_encoder": setup.text_encoders}
         configurations = quantizers(self.folder, kinds, self.dtype)
         return {n: one for n, one in configurations.items() if n in (names or configurations)}
 
     def on_meta(self, name: str | None = None) -> Any:
-        """Build a denoiser from its configuration; call it where the meta device is the default."""
+        """Build a denoiser from its config. Call it inside `torch.device("meta")`."""
         return self.kind.from_config(self.folder.config(name or self.name))
 
     def place(self, device: torch.device) -> None:
-        """Move the denoisers to a device, but those that are sharded from main memory."""
+        """Move the denoisers to a device, except those that are sharded from main memory."""
         for name in self.names:
             if not (self.loads_to_cpu and name in self.trained):
                 place(self.components[name], device, self.setup.offload)
@@ -102,18 +103,18 @@ class Denoisers:
         return self.join({})
 
     def cast_layerwise(self, denoiser: Any) -> None:
-        """Store the layers of a denoiser with its adapter as the settings say, if layerwise."""
+        """Store a denoiser's layers and adapter in float8 if the setup says layerwise."""
         cast_layerwise(denoiser, self.setup.quantization.denoiser, self.dtype)
 
     def join(self, replacements: Mapping[str, Any]) -> Any:
-        """Return the denoisers as one module, some of them replaced."""
+        """Return the denoisers as one module, with `replacements` for some of them."""
         components = {**self.components, **replacements}
         return self.assemble(components) if self.assemble else components[self.name]
 
     def evaluate(self, denoiser: Any, x: Tensor, **inputs: Any) -> tuple[Any, ...]:
         """Evaluate a denoiser in the current precision, and return all its outputs.
 
-        They are tensors, but Z-Image's denoiser returns a list of them.
+        The outputs are tensors, except that Z-Image's denoiser returns a list of tensors.
         """
         precision = current_precision(self.precision)
         dtype = DTYPES[precision]
@@ -122,11 +123,11 @@ class Denoisers:
             return denoiser(return_dict=False, **inputs)
 
     def save(self, folder: str) -> None:
-        """Write the trained weights in the form that diffusers loads."""
+        """Write the trained weights in the format that diffusers loads."""
         for name in self.trained:
             save_weights(name, self.components[name], folder)
 
     def restore(self, folder: str) -> None:
-        """Read what `save` wrote."""
+        """Load the weights that `save` wrote."""
         for name in self.trained:
             load_weights(name, self.components[name], folder)

@@ -1,4 +1,4 @@
-"""Estimates the memory of a pipeline's networks from configurations, on the meta device."""
+"""Estimates the memory of a pipeline's networks from configs, on the meta device."""
 
 import re
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def plan_network(network: Denoisers) -> tuple[nn.Module, dict[str, Any]]:
 def plan_activations(
     network: Denoisers, config: Mapping[str, Any], num_tokens: int
 ) -> tuple[int, list[Saving]]:
-    """Return the bytes of activations, and what recomputing them would save."""
+    """Return the bytes of activations, and the possible saving by recomputing them."""
     kept, least = (
         network.dtype.itemsize * activations(config, num_tokens, recomputed)
         for recomputed in (network.gradient_checkpointing, True)
@@ -59,10 +59,10 @@ def plan_activations(
 
 
 def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:
-    """Estimate how many values per token the backward pass keeps.
+    """Estimate the number of values per token that are kept for the backward pass.
 
-    Twice what the linear layers of blocks read and write; with recomputation one block's, and what
-    each block reads.
+    It is twice the number of inputs and outputs of the blocks' linear layers. With recomputation it
+    is this number for the largest block, plus the input of each block.
     """
     blocks: dict[str, list[nn.Linear]] = {}
     for name, layer in denoiser.named_modules():

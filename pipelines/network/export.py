@@ -1,4 +1,4 @@
-"""Writes trained weights in the forms that other programs read, and reads them back."""
+"""Writes trained weights in the formats of other programs, and reads them back."""
 
 import re
 from dataclasses import replace
@@ -39,19 +39,19 @@ COMFYUI_PREFIXES = {
     "WanTransformer3DModel": "diffusion_model",
     "UNet2DConditionModel": "unet",
 }
-"""What stands before the layers of a network in the adapters that ComfyUI reads, by class.
+"""Prefix of layer names in adapters that ComfyUI reads, by network class.
 
-Source: keys that ComfyUI's loader knows for Stable Diffusion, SD3, FLUX.1, FLUX.2, Wan, LTX-Video,
-Qwen-Image, Z-Image and Krea 2; for LTX-2 what SimpleTuner and ai-toolkit write.
+Source: keys that ComfyUI's loader accepts for Stable Diffusion, SD3, FLUX.1, FLUX.2, Wan,
+LTX-Video, Qwen-Image, Z-Image and Krea 2; for LTX-2 the keys that SimpleTuner and ai-toolkit write.
 """
 
 
 def check_export(network: Denoisers, folder: str, target: ExportTarget) -> None:
-    """Check by names and shapes that the weights of a folder can be written for a target.
+    """Check from names and shapes that the weights in a folder can be exported to a target.
 
     Raises:
-        ValueError: The adapter is of another network, there is none, or ComfyUI does not know the
-            network.
+        ValueError: The adapter belongs to another network or is missing, or ComfyUI does not
+            support the network.
     """
     kind = network.kind.__name__
     if target == "comfyui" and kind not in COMFYUI_PREFIXES:
@@ -102,10 +102,11 @@ def _describe_misfit(network: Denoisers, where: Path) -> str:
 def export(
     network: Denoisers, policy: Policy, out: str, target: ExportTarget, dtype: torch.dtype
 ) -> float | None:
-    """Write the weights of a loaded policy, and return how far what is read back is from them.
+    """Write the weights of a loaded policy, and return the difference after reading them back.
 
-    The difference is that of velocities of two samples; None for ComfyUI, which is not at hand:
-    its file is read back tensor by tensor. An adapter is rounded to the dtype first.
+    The difference is the largest one between velocities of two samples. For ComfyUI it is None,
+    because ComfyUI is not installed; its file is compared tensor by tensor. An adapter is rounded
+    to `dtype` first.
     """
     if target == "merged":
         return _merge(network, out, dtype)
@@ -122,7 +123,7 @@ def export(
 
 
 def _round(network: Any, dtype: torch.dtype) -> None:
-    """Round the adapter to values of a dtype; alpha / rank stays apart from it."""
+    """Round the adapter to values of `dtype`, without folding alpha / rank into it."""
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype).to(parameter.dtype)
@@ -149,7 +150,7 @@ def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> 
 
 
 def _difference(network: Denoisers, probe: Probe, out: str, target: ExportTarget) -> float:
-    """Compare with new networks that the public loader of the target gave the adapter."""
+    """Return the velocity difference to networks loaded by the public loader of the target."""
     expected = probe.velocity(probe.policy.denoiser)
     fresh = load_pipeline(network.folder, network.dtype)
     read_back = {}
@@ -174,7 +175,7 @@ def _keep_float32(network: Any) -> None:
 
 
 def _merge(network: Denoisers, out: str, dtype: torch.dtype) -> float:
-    """Write the pipeline with the trained network, and compare it with what is read back."""
+    """Write the pipeline with merged weights, read them back, and return the difference."""
     components = network.components
     for name in network.trained:
         denoiser = components[name]

@@ -1,4 +1,4 @@
-"""Implements what a run may ask of the denoisers of a pipeline."""
+"""Implements the operations of training runs on a pipeline's denoisers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from pipelines.network.weights import DTYPES
 
 
 class Network(Denoisers, TrainedNetwork):
-    """Holds the denoisers of a pipeline, and shards, divides, accelerates and exports them."""
+    """Denoisers of a pipeline that can be sharded, divided, accelerated and exported."""
 
     def modules(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
         trained = [self.components[name] for name in self.trained]

@@ -1,4 +1,4 @@
-"""Keeps frozen weights of networks in main memory by group offloading of diffusers."""
+"""Keeps frozen weights in main memory with diffusers' group offloading."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from flowalign.types import Offload
 
 
 def place(network: Any, device: torch.device, offload: Offload) -> None:
-    """Move a network to its device, or have its layers come there one at a time."""
+    """Move a network to its device; with offloading each layer moves only while it is evaluated."""
     if offload == "none":
         network.to(device)
     else:
@@ -17,7 +17,7 @@ def place(network: Any, device: torch.device, offload: Offload) -> None:
 
 
 def place_adapter(network: Any, device: torch.device) -> None:
-    """Move the adapter of a network to a device, and nothing below it."""
+    """Move only the adapter of a network to a device."""
     for layer in network.modules():
         if isinstance(layer, LoraLayer):
             for name in layer.adapter_layer_names:

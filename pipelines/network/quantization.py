@@ -1,4 +1,4 @@
-"""Stores frozen weights in fewer bits by quantization configurations of diffusers."""
+"""Stores frozen weights in fewer bits with diffusers' quantization configs."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -13,23 +13,23 @@ from pipelines.network.speed import blocks_of
 from pipelines.parts.folder import Folder
 
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-"""Package that stores weights so; both are in the extra `quantized`."""
+"""Package that implements each quantization; both are in the extra `quantized`."""
 _LAYERWISE = torch.float8_e4m3fn
 _NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight, with its share of the 8-bit scale of 64 weights, and of the scale of 256 such
-scales in float32. Source: QLoRA, arXiv:2305.14314v1, section 3."""
+"""Bytes per weight. Every 64 weights share an 8-bit scale, and every 256 scales share one in
+float32. Source: QLoRA, arXiv:2305.14314v1, section 3."""
 
 
 def cast_layerwise(network: Any, kind: str, dtype: torch.dtype) -> None:
-    """Store the layers of a network with its adapter as float8, if `kind` is layerwise."""
+    """Store a network's layers and adapter as float8 if `kind` is layerwise."""
     if kind == "layerwise":
         network.enable_layerwise_casting(_LAYERWISE, dtype)
 
 
 def quantizers(folder: Folder, kinds: Mapping[str, str], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the quantization configuration of each component that has one.
+    """Return the quantization config of each component that has one.
 
-    `kinds` are keyed by the prefixes of the names of components.
+    The keys of `kinds` are prefixes of component names.
     """
     libraries = {name: library for name, (library, _) in folder.components().items()}
     return {
@@ -41,7 +41,7 @@ def quantizers(folder: Folder, kinds: Mapping[str, str], dtype: torch.dtype) -> 
 
 
 def _quantizer(kind: str, library: str, dtype: torch.dtype) -> Any:
-    """Return the configuration of diffusers, or that of transformers, which is another class."""
+    """Return the quantization config, of the class that the component's library expects."""
     configs: Any = diffusers if library == "diffusers" else transformers
     if kind == "nf4":
         return configs.BitsAndBytesConfig(
@@ -57,9 +57,9 @@ def _quantizer(kind: str, library: str, dtype: torch.dtype) -> Any:
 
 
 def stored_bytes(network: Any, kind: str, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of a network on the meta device that computes in `dtype`.
+    """Return the stored bytes of a network on the meta device that computes in `dtype`.
 
-    Layerwise casting changes the network.
+    Layerwise casting modifies the network.
     """
     if kind == "layerwise":
         cast_layerwise(network, kind, dtype)
@@ -78,10 +78,10 @@ def stored_bytes(network: Any, kind: str, dtype: torch.dtype) -> int:
 
 
 def recast_bytes(network: Any, kind: str, dtype: torch.dtype, recomputed: bool) -> int:
-    """Return the bytes of weights that the backward pass keeps in the precision of computation.
+    """Return the bytes of weights that the backward pass keeps in the compute dtype.
 
-    torchao and layerwise casting give it what they cast or dequantized, which stays until then;
-    with recomputation (`recomputed`) that is one block at a time. bitsandbytes dequantizes again.
+    torchao and layerwise casting keep their dequantized weights until the backward pass. With
+    recomputation (`recomputed`) only one block at a time does. bitsandbytes dequantizes again.
     """
     if kind in ("none", "nf4"):
         return 0
@@ -91,7 +91,7 @@ def recast_bytes(network: Any, kind: str, dtype: torch.dtype, recomputed: bool) 
 
 
 def _linear_weights(network: Any, unit: nn.Module | None = None) -> Iterator[Tensor]:
-    """Yield the weights of linear layers that are quantized: not those kept in float32."""
+    """Yield the weights of quantized linear layers, so not those that stay in float32."""
     kept = network._keep_in_fp32_modules or ()
     inside = None if unit is None else {id(module) for module in unit.modules()}
     for name, module in network.named_modules():

@@ -1,4 +1,4 @@
-"""Builds schedulers, computes schedules whose shift depends on the size, and rounds times."""
+"""Builds schedulers, computes size-dependent schedules, and rounds timesteps."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from pipelines.network.weights import DTYPES, Precision
 
 
 def build_scheduler(config: Mapping[str, Any]) -> Any:
-    """Build the scheduler that a configuration names."""
+    """Build the scheduler that a config names."""
     return getattr(diffusers, config["_class_name"]).from_config(config)
 
 
 def shift_schedule(config: Mapping[str, Any], shift: float | None, path: str) -> Mapping[str, Any]:
-    """Return a scheduler's configuration with another shift; unchanged where `shift` is None.
+    """Return a scheduler's config with another shift, or unchanged if `shift` is None.
 
     Raises:
-        ValueError: the schedule has no shift to set, or computes it from the video's size.
+        ValueError: The schedule has no shift to set, or computes it from the video's size.
     """
     if shift is None:
         return config
@@ -38,10 +38,10 @@ def shift_schedule(config: Mapping[str, Any], shift: float | None, path: str) ->
 
 
 def scheduler_sigmas(scheduler: Any, num_steps: int, path: str) -> Tensor:
-    """Return the sigmas that the scheduler of a pipeline at `path` sets for a number of steps.
+    """Return the sigmas that the scheduler of a pipeline at `path` sets for `num_steps` steps.
 
     Raises:
-        ValueError: They are not those of a flow, which begin at 1 or below.
+        ValueError: The first sigma is above 1, so they do not belong to a flow.
     """
     scheduler.set_timesteps(num_steps)
     if scheduler.sigmas[0] > 1:
@@ -54,7 +54,7 @@ def scheduler_sigmas(scheduler: Any, num_steps: int, path: str) -> Tensor:
 
 
 def has_whole_times(scheduler: Any) -> bool:
-    """Return whether a scheduler's times are integers."""
+    """Return whether a scheduler's timesteps are integers."""
     probe = build_scheduler(scheduler.config)
     probe.set_timesteps(2, **({"mu": 0.5} if scheduler.config.get("use_dynamic_shifting") else {}))
     return not probe.timesteps.is_floating_point()
@@ -63,7 +63,7 @@ def has_whole_times(scheduler: Any) -> bool:
 def shift_by_size(
     scheduler: Any, num_tokens: int, num_steps: int, even: Sequence[float] | None = None
 ) -> Tensor:
-    """Return the sigmas that a pipeline of `num_tokens` tokens sets: more tokens, more shift."""
+    """Return the sigmas that a pipeline sets for `num_tokens` tokens; more tokens shift more."""
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
     return shift_sigmas(scheduler, mu, num_steps, even)
@@ -74,8 +74,8 @@ def shift_sigmas(
 ) -> Tensor:
     """Return the sigmas that a pipeline sets with the shift `mu`, if its scheduler uses one.
 
-    They are shifted from `even` ones, which some pipelines round in a way of their own. One step
-    goes from 1 to 0; a scheduler that stretches to a last sigma could not scale it.
+    `even` are the unshifted sigmas, which some pipelines round differently. A single step goes from
+    1 to 0, because a scheduler that stretches sigmas to a terminal value could not scale it.
     """
     if num_steps == 1:
         return torch.tensor([1.0, 0.0])
@@ -85,5 +85,5 @@ def shift_sigmas(
 
 
 def round_times(sigma: Tensor, count: int, precision: Precision) -> Tensor:
-    """Return one time per sample, of which a thousand times is rounded to the run's precision."""
+    """Return one time per sample; 1000 times its value is rounded to the run's precision."""
     return ((sigma * 1000).to(DTYPES[precision]) / 1000).expand(count)

@@ -1,4 +1,4 @@
-"""Counts and gathers the weights of networks that are sharded."""
+"""Counts and gathers the weights of sharded networks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipelines.network.speed import blocks_of
 
 
 def count_gathered(network: Any) -> int:
-    """Count the parameters of the largest block and of what is around the blocks."""
+    """Count the parameters of the largest block and of all layers outside the blocks."""
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks_of(network)]
     total = sum(p.numel() for p in network.parameters())
     return total - sum(sizes) + max(sizes, default=0)
@@ -24,7 +24,8 @@ def count_gathered(network: Any) -> int:
 def gather_whole(network: Any) -> Any:
     """Return a network with all its weights: itself or, if it is sharded, a copy in main memory.
 
-    Of a sharded network all processes must call this, and those after the first get None.
+    All processes must call this for a sharded network. Only the first process gets the copy; the
+    other processes get None.
     """
     module: nn.Module = network
     if not isinstance(module, FSDPModule):
@@ -41,7 +42,7 @@ def gather_whole(network: Any) -> Any:
 
 
 def load_whole(network: Any, state: dict[str, Tensor]) -> None:
-    """Load all weights of a network, which may be sharded."""
+    """Load all weights of a network that may be sharded."""
     module: nn.Module = network
     if isinstance(module, FSDPModule):
         options = StateDictOptions(full_state_dict=True)

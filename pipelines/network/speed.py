@@ -1,4 +1,4 @@
-"""Chooses attention backends and compiles blocks of the networks of diffusers."""
+"""Selects attention backends and compiles blocks of diffusers networks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ _WITHOUT_BACKWARD = "sage", "sage_hub"
 """Backends that compute no gradient. Source: attention_dispatch of diffusers 0.42.1."""
 
 _REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
-"""Precision of velocities, where it is lower than a policy's; copies of policies read it, too."""
+"""Precision of velocities if it is below the policy's; copies of the policy also use it."""
 
 
 def current_precision(precision: str) -> str:
-    """Return the precision in which a policy of this precision computes velocities at present."""
+    """Return the precision of velocities now, for a policy with this precision."""
     return _REDUCED.get() or precision
 
 
@@ -34,10 +34,13 @@ def reduce_precision(precision: Reduced) -> Iterator[None]:
 
 
 def check_attention(name: str, build: Callable[[], nn.Module]) -> None:
-    """Refuse an attention backend that cannot train a network, which is built if it is needed.
+    """Raise ValueError if an attention backend cannot train a network.
+
+    `build` makes the network, and is called only if needed.
 
     Raises:
-        ValueError: It has no backward pass, its package is missing, or no layer takes a backend.
+        ValueError: The backend has no backward pass or its package is missing, or no layer of the
+            network accepts a backend.
     """
     if name == "native":
         return
@@ -54,7 +57,7 @@ def check_attention(name: str, build: Callable[[], nn.Module]) -> None:
 
 
 def set_attention(name: str, network: nn.Module) -> None:
-    """Set the attention backend of the network's layers, and of no other model."""
+    """Set the attention backend of this network's layers only."""
     backend = attention_dispatch.AttentionBackendName(name)
     attention_dispatch._maybe_download_kernel_for_backend(backend)
     for processor in _processors(network):
@@ -62,8 +65,11 @@ def set_attention(name: str, network: nn.Module) -> None:
 
 
 def blocks_of(network: Any) -> list[nn.Module]:
-    """Return the repeated blocks of a network: by the names that its class gives, or the longest
-    list of modules, as some classes name none."""
+    """Return the repeated blocks of a network.
+
+    They are found by the names that the network's class declares. Some classes declare none; then
+    the longest list of modules is returned.
+    """
     named = {*(network._no_split_modules or ()), *(network._repeated_blocks or ())}
     found = [block for block in network.modules() if type(block).__name__ in named]
     lists = [list(part) for part in network.modules() if isinstance(part, nn.ModuleList)]
@@ -72,7 +78,7 @@ def blocks_of(network: Any) -> list[nn.Module]:
 
 
 def compile_blocks(network: Any) -> None:
-    """Compile each repeated block; a graph that breaks raises an error of torch."""
+    """Compile each repeated block. A graph break raises torch's error."""
     for block in blocks_of(network):
         block.compile(fullgraph=True)
 
@@ -86,7 +92,7 @@ def speed_up(network: Any, speed: Speed) -> None:
 
 
 def usable_attention() -> Iterator[str]:
-    """Yield the backends with a backward pass whose packages are installed."""
+    """Yield the backends that have a backward pass and installed packages."""
     for backend in attention_dispatch.AttentionBackendName:
         if backend.value not in _WITHOUT_BACKWARD and not _missing(backend.value):
             yield backend.value
@@ -97,7 +103,7 @@ def _usable() -> str:
 
 
 def _missing(name: str) -> str:
-    """Return why a backend cannot be used on this machine, or ""."""
+    """Return the reason why a backend cannot be used on this machine, or ""."""
     backend = attention_dispatch.AttentionBackendName(name)
     on_cpu = "native", "_native_math"  # flex has no backward pass there
     if name not in on_cpu and not torch.cuda.is_available():

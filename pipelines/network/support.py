@@ -1,4 +1,4 @@
-"""Refuses every setting, and every combination of settings, that a network does not support."""
+"""Rejects settings, and combinations of settings, that a network does not support."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -13,25 +13,26 @@ from pipelines.network.quantization import PACKAGES
 from pipelines.network.speed import check_attention, usable_attention
 
 _CONTEXT_NETWORKS = ("WanTransformer3DModel",)
-"""Networks whose parts were compared with the whole: velocities and gradients."""
+"""Networks with divided evaluation tested against the whole network: velocities and gradients."""
 _CONTEXT_POLICIES = "pipelines.Wan, WanI2V, Wan22, Wan22I2V and WanTI2V"
 _FARTHEST = 64
-"""Steps to other sizes after which none that would do is named."""
+"""Number of steps to other sizes that are searched for a valid size."""
 
 CountTokens = Callable[[Mapping[str, int]], int]
 """Counts the tokens of a sample with another `height` or `width`; raises ValueError for a size that
-the family cannot make."""
+the family does not support."""
 
 
 def check_setup(
     network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens
 ) -> None:
-    """Refuse what the network cannot do, and settings that exclude each other.
+    """Check that the network supports the setup, from configs only.
 
-    Reads configurations, and no weights. `sizes` are the height and the width.
+    `sizes` holds the height and the width.
 
     Raises:
-        ValueError: A package or backend is not there, or two settings exclude each other.
+        ValueError: A package or backend is missing, the network does not support a setting, or two
+            settings exclude each other.
     """
     _check_exclusions(setup)
     _check_quantization(network, setup.quantization)
@@ -49,7 +50,7 @@ def check_setup(
 
 
 def _check_exclusions(setup: Setup) -> None:
-    """Refuse pairs of settings of which each changes where or how layers keep their weights."""
+    """Raise ValueError for pairs of settings that exclude each other."""
     degree, weights = setup.sharding.context_degree, setup.sharding.weights
     denoiser, offload = setup.quantization.denoiser, setup.offload
     set_to = {
@@ -172,7 +173,7 @@ def _divisors(*numbers: int) -> str:
 
 
 def _name_other_sizes(sizes: Mapping[str, int], count: CountTokens, degree: int) -> str:
-    """Name the nearest sizes that so many processes can divide, if there are some."""
+    """Return a phrase with the nearest sizes that `degree` processes can divide, or ""."""
     near = []
     for side in ("width", "height"):
         for step in (-8, 8):

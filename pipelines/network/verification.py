@@ -1,4 +1,4 @@
-"""Compares a policy with networks that are loaded as a user of plain diffusers would."""
+"""Compares a policy with networks loaded as a user of plain diffusers would load them."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -16,9 +16,9 @@ from pipelines.network.weights import load_pipeline
 
 
 class Probe:
-    """Evaluates a policy with any denoiser, on two fixed samples at a high and a low noise level.
+    """Two fixed samples, at a high and a low noise level, on which any denoiser is evaluated.
 
-    Low noise may use another network.
+    Two levels are needed because low noise may use another network.
     """
 
     def __init__(self, policy: Policy):
@@ -40,7 +40,7 @@ class Probe:
 def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
     """Return the largest difference of a policy from networks loaded from `folder`.
 
-    Networks are loaded one at a time, and each is freed before the next.
+    Networks are loaded one at a time, and each is freed before the next one is loaded.
     """
     probe = Probe(policy)
     trained = {name: network.components[name] for name in network.trained}
@@ -62,7 +62,7 @@ def _velocity_of_saved(network: Denoisers, probe: Probe, name: str, folder: str)
 
 
 def _load_saved(network: Denoisers, name: str, folder: str) -> Any:
-    """Load one denoiser from `folder` as a user of plain diffusers would, without the others."""
+    """Load only this denoiser from `folder`, as a user of plain diffusers would."""
     if network.lora is None:
         return network.kind.from_pretrained(folder, subfolder=name)
     components = network.components

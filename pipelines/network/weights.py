@@ -1,4 +1,4 @@
-"""Prepares a denoiser for training, and saves its weights in the form that diffusers loads."""
+"""Prepares a denoiser for training, and saves its weights in the format that diffusers loads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _ONE_FILE = "10TB"
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Configures a low-rank adapter on the denoiser."""
+    """Low-rank adapter on the denoiser."""
 
     rank: PositiveInt = 32
     alpha: PositiveInt = 64
@@ -45,10 +45,9 @@ class Lora:
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-"""Attention layers by the names that most transformers of diffusers have.
+"""Names of attention layers in most diffusers transformers.
 
-Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
-"""
+Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2."""
 
 
 def load_pipeline(
@@ -57,13 +56,15 @@ def load_pipeline(
     quantizers: Mapping[str, Any] | None = None,
     **components: Any,
 ) -> Any:
-    """Load a pipeline with all parts in one dtype, whatever dtype they were stored in.
+    """Load a pipeline with all components converted to one dtype.
 
-    Layers that a model keeps in float32 stay so: with diffusers for example Wan's time embedding
-    and norms, with transformers T5's last projections where the others are in float16. Given
-    `components` are left unchanged; those that the folder skips are not read. Parts with a
-    quantization configuration among `quantizers` are quantized as they are read. A part that cannot
-    be loaded raises ValueError with its name.
+    Layers that a model keeps in float32 stay in float32. Examples are Wan's time embedding and
+    norms in diffusers, and T5's last projections in transformers if the rest is in float16. Given
+    `components` are left unchanged, and components that the folder skips are not read. Components
+    with a config in `quantizers` are quantized while they are read.
+
+    Raises:
+        ValueError: A component cannot be loaded. The message names it.
     """
     settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
     if quantizers:
@@ -83,7 +84,7 @@ def load_pipeline(
 
 
 def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether `from_pretrained` keeps some of this model's layers in float32."""
+    """Return whether `from_pretrained` keeps some layers of this model in float32."""
     if isinstance(part, PreTrainedModel):
         always, in_float16 = part._keep_in_fp32_modules_strict, part._keep_in_fp32_modules
         return bool(always or (dtype == torch.float16 and in_float16))
@@ -110,7 +111,7 @@ def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
 
 
 def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
-    """Save the adapter in the forms of diffusers, ComfyUI and PEFT, or the whole denoiser."""
+    """Save the adapter in the formats of diffusers, ComfyUI and PEFT, or the whole denoiser."""
     if is_adapted(denoiser):
         save_adapter(part, denoiser, folder)
     elif (one := gather_whole(denoiser)) is not None:
@@ -118,7 +119,11 @@ def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
 
 
 def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
-    """Load what `save_weights` wrote; missing or unexpected tensors raise ValueError."""
+    """Load the weights that `save_weights` wrote.
+
+    Raises:
+        ValueError: Tensors are missing or unexpected.
+    """
     if is_adapted(denoiser):
         load_adapter(part, denoiser, folder)
         return

@@ -1,1 +1,1 @@
-"""Contains helpers that several model families share."""
+"""Helpers that several model families share."""

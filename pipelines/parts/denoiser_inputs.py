@@ -1,4 +1,4 @@
-"""Checks that a network takes the inputs that a policy gives it."""
+"""Checks that a network accepts the inputs of a policy."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ from pipelines.parts.folder import Config
 
 
 def check_channels(policy: Any, transformer: Config, channels: int, kinds: str) -> None:
-    """Check that the network of a policy takes as many channels as it is given.
+    """Check that a policy's network takes `channels` input channels.
 
     Raises:
-        ValueError: It takes others; the message names the policies of each of the `kinds`.
+        ValueError: It takes another number. The message ends with `kinds`, the policies to use
+            instead.
     """
     if transformer["in_channels"] != channels:
         raise ValueError(
@@ -19,7 +20,7 @@ def check_channels(policy: Any, transformer: Config, channels: int, kinds: str) 
 
 
 def check_embedded_guidance(guidance: float | None, transformer: Config, path: str) -> None:
-    """Raise ValueError unless guidance is given to just the networks that take it as an input."""
+    """Raise ValueError unless guidance is set exactly for the networks that take it as an input."""
     if transformer["guidance_embeds"] == (guidance is None):
         wanted = "a number" if transformer["guidance_embeds"] else "None"
         raise ValueError(f"embedded_guidance is {guidance}; {path} needs {wanted}")

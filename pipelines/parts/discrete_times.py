@@ -1,4 +1,4 @@
-"""Reads the schedule and the velocity of a flow off diffusion models of discrete times."""
+"""Derives flow schedules and velocities from diffusion models with discrete timesteps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from flowalign.functional.diffusion import (
 
 
 def trailing_sigmas(scheduler: Any, num_steps: int) -> Float[Tensor, "S"]:
-    """Return the flow sigmas of evenly spaced times from the last one of the model, and 0."""
+    """Return the flow sigmas of evenly spaced timesteps that start at the last one, then 0."""
     table = _table(scheduler)
     return torch.cat([table[even_times(num_steps, len(table))], table.new_zeros(1)])
 
@@ -28,12 +28,15 @@ def predict_flow(
     x: Float[Tensor, "n *latent"],
     sigma: Float[Tensor, "n"],
 ) -> Float[Tensor, "n *latent"]:
-    """Return the velocity at flow states x from what a network predicts at states and times."""
+    """Return the velocity at flow states x.
+
+    `predict` maps diffusion states and timesteps to the network's output.
+    """
     times = fractional_time(sigma, _table(scheduler).to(x.device))
     prediction = predict(preserving_state(x, sigma), times)
     return flow_velocity(scheduler.config.prediction_type, prediction, x, sigma)
 
 
 def _table(scheduler: Any) -> Float[Tensor, "times"]:
-    """Return the flow sigmas of the model's times, computed in the scheduler's precision."""
+    """Return the flow sigma of each timestep, computed in the scheduler's precision."""
     return flow_sigmas(scheduler.alphas_cumprod).float()

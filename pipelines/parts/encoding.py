@@ -1,4 +1,4 @@
-"""Prepares media for image autoencoders, and identifies encoders by a digest."""
+"""Prepares images and clips for autoencoders, and identifies encoders by a digest."""
 
 import hashlib
 import json
@@ -22,10 +22,10 @@ SAMPLED = 65536
 def crop_images(
     media: Float[Tensor, "n F 3 h w"], height: int, width: int, path: str
 ) -> Float[Tensor, "n 3 height width"]:
-    """Return media of one frame as pictures in [-1, 1] that cover a size, for the model at `path`.
+    """Return one-frame samples as images in [-1, 1], resized and cropped for the model at `path`.
 
     Raises:
-        ValueError: They have several frames.
+        ValueError: The samples have several frames.
     """
     if media.shape[1] != 1:
         raise ValueError(f"media of {media.shape[1]} frames: {path} encodes 1, a picture")
@@ -35,10 +35,10 @@ def crop_images(
 def crop_clips(
     media: Float[Tensor, "n F 3 h w"], num_frames: int, height: int, width: int, path: str
 ) -> Float[Tensor, "n 3 num_frames height width"]:
-    """Return the first frames of clips in [-1, 1] that cover a size, for the model at `path`.
+    """Return the first frames of clips in [-1, 1], resized and cropped for the model at `path`.
 
     Raises:
-        ValueError: They have fewer frames.
+        ValueError: The clips have fewer than `num_frames` frames.
     """
     if media.shape[1] < num_frames:
         raise ValueError(
@@ -50,9 +50,9 @@ def crop_clips(
 
 
 def pad_text(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
-    """Return text tokens padded to a length, and the mask of those that are no padding.
+    """Return text tokens padded to `length`, and the mask of tokens that are not padding.
 
-    No mask means that there is no padding yet.
+    A `mask` of None means that `text` has no padding.
     """
     missing = length - text.shape[1]
     mask = text.new_ones(text.shape[:2]) if mask is None else mask
@@ -60,7 +60,7 @@ def pad_text(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor
 
 
 def pad_texts(texts: Sequence[Tensor], longest: int) -> dict[str, Tensor]:
-    """Return texts of several lengths padded for keeping, with their lengths."""
+    """Return texts of different lengths, padded to `longest` and stacked, and their lengths."""
     lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
     rows = [pad(text, (0, 0, 0, longest - len(text))) for text in texts]
     return {"text": torch.stack(rows), "length": lengths}
@@ -84,9 +84,9 @@ def digest(module: nn.Module, config: Mapping[str, Any], *settings: object) -> s
 
 
 def probe_request(prompt: str, input_spec: InputSpec, height: int, width: int) -> Request:
-    """Return a request of this prompt with as many pictures as a policy takes at least, all alike.
+    """Return a request of this prompt with the minimum number of images that a policy takes.
 
-    The picture is a ramp of colours of the given size; a mask is white on its right half.
+    Each image is the same colour ramp of the given size. A mask is white on its right half.
     """
     columns = torch.linspace(0, 1, width).expand(1, height, width)
     ramp = torch.stack([columns, columns.flip(2), columns / 2], 1)
@@ -97,7 +97,7 @@ def probe_request(prompt: str, input_spec: InputSpec, height: int, width: int) -
 
 
 def mirror_references(request: Request) -> Request:
-    """Return a request whose pictures are those of another from right to left."""
+    """Return a request with its images flipped left to right."""
     turned = [
         Reference(
             f"{one.name} mirrored", f"{one.digest} mirrored", lambda one=one: one.read().flip(-1)

@@ -1,4 +1,4 @@
-"""Reads the configuration files of a pipeline folder, before any weights are read."""
+"""Reads the configuration files of a pipeline folder before any weights are read."""
 
 import json
 import re
@@ -15,12 +15,12 @@ from flowalign.utils.hub import file_of
 
 INDEX = "model_index.json"
 Config = Mapping[str, Any]
-"""Configuration of a component of a pipeline."""
+"""Config of a pipeline component."""
 
 
 @dataclass
 class Folder:
-    """Locates a diffusers pipeline: its class, and its folder or its identifier on the hub."""
+    """Location of a diffusers pipeline: its class, and its folder or its id on the hub."""
 
     pipeline: type[DiffusionPipeline]
     path: str
@@ -28,10 +28,11 @@ class Folder:
     """Arguments to `from_pretrained` that skip components which are not needed."""
 
     def file(self, name: str, component: str | None = None) -> Path:
-        """Return a file of the folder, or a copy of it from the hub.
+        """Return the path of a file of the folder, downloaded from the hub if needed.
 
         Raises:
-            ValueError: The path is neither a folder with this file nor a model on the hub.
+            ValueError: The path is neither a folder with this file nor the id of a model on the
+                hub.
         """
         file = Path(self.path, component or "", name)
         if file.is_file():
@@ -41,10 +42,11 @@ class Folder:
         return file_of(self.path, name, component)
 
     def config(self, component: str) -> dict[str, Any]:
-        """Return the configuration of one component.
+        """Return the config of one component.
 
         Raises:
-            ValueError: The path is neither such a pipeline's folder nor a model on the hub.
+            ValueError: The path is neither a folder of this pipeline nor the id of a model on the
+                hub.
         """
         name = "scheduler_config.json" if component == "scheduler" else "config.json"
         if Path(self.path).exists() and not Path(self.path, component, name).is_file():
@@ -58,11 +60,11 @@ class Folder:
         return read_json(self.file(INDEX))
 
     def setting(self, name: str) -> Any:
-        """Return a value of `model_index.json`, or None where it has no such key."""
+        """Return a value of `model_index.json`, or None if the key is missing."""
         return self.index().get(name)
 
     def components(self) -> dict[str, tuple[str, str]]:
-        """Return library and class of every component that the pipeline has, by name."""
+        """Return the library and class of every pipeline component, keyed by its name."""
         pairs = {k: v for k, v in self.index().items() if isinstance(v, list) and len(v) == 2}
         return {
             name: (library, kind)
@@ -71,7 +73,7 @@ class Folder:
         }
 
     def names(self, *prefixes: str) -> list[str]:
-        """Return the names of components with one of these prefixes that are not skipped."""
+        """Return the names of components with one of these prefixes, except skipped ones."""
         components = self.components()
         return [n for n in components if n.startswith(prefixes) and n not in self.skipped]
 
@@ -82,7 +84,7 @@ class Folder:
             return getattr(diffusers, config["_class_name"]).from_config(config).eval()
 
     def refuse(self, reason: str) -> str:
-        """Return the message that this is no folder of the pipeline."""
+        """Return the message that the path is not a folder of this pipeline."""
         return f"{self.path} is no {self.pipeline.__name__} folder: {reason}"
 
 
@@ -90,7 +92,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        ValueError: it is damaged, or holds something else.
+        ValueError: The file is damaged or does not hold an object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

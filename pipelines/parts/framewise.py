@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 Decode = Callable[[Float[Tensor, "n C f h w"]], Float[Tensor, "n c g H W"]]
-"""Maps f latent frames to 1 + (f - 1) * unit frames; the first latent frame stands for one
-frame."""
+"""Maps f latent frames to 1 + (f - 1) * unit frames. The first latent frame decodes to one frame.
+"""
 
 
 def decode_windows(
@@ -16,9 +16,10 @@ def decode_windows(
 ) -> Iterator[Float[Tensor, "n c f H W"]]:
     """Yield the frames of `decode(z)` in order, in pieces, from windows of size + 1 latent frames.
 
-    Windows overlap by a quarter of their size, at least one latent frame where size > 1; within the
-    overlap a window fades linearly into the next. The result differs from decoding at once, because
-    a window sees nothing of its neighbours. Latents that fit one window are decoded at once.
+    Windows overlap by a quarter of their size, and by at least one latent frame if size > 1. Within
+    the overlap a window fades linearly into the next one. The result differs from decoding at once
+    because a window does not depend on its neighbours. Latents that fit one window are decoded at
+    once.
     """
     overlap = max(size // 4, 1) if size > 1 else 0
     step, held = size - overlap, None

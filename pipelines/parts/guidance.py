@@ -1,4 +1,4 @@
-"""Classifier-free guidance: conditions of a negative prompt, and velocities guided away from it."""
+"""Classifier-free guidance: conditions of a negative prompt, and guided velocities."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from torch import Tensor
 from flowalign.types import Cond
 
 NEGATIVE = "_neg"
-"""Ending of the names of the negative prompt's conditions."""
+"""Suffix of condition names that belong to the negative prompt."""
 
 
 def with_negatives(
     cond: Mapping[str, Tensor], negative: Mapping[str, Any], needed: bool
 ) -> dict[str, Tensor]:
-    """Return conditions, and those of the negative prompt where they are needed."""
+    """Return `cond`, merged with the conditions of the negative prompt if `needed`."""
     others = {f"{name}{NEGATIVE}": value for name, value in negative.items()}
     return {**cond, **(others if needed else {})}
 
@@ -27,7 +27,7 @@ def read_with_negatives(
     negative: str,
     needed: bool,
 ) -> dict[str, Tensor]:
-    """Return what `read` makes of prompts and, where it is needed, of a negative prompt."""
+    """Return `read(prompts)`, merged with the conditions of the negative prompt if `needed`."""
     empty = read([negative] * len(prompts)) if needed else {}
     return with_negatives(read(list(prompts)), empty, needed)
 
@@ -41,7 +41,8 @@ def guide(
 ) -> Float[Tensor, "n *latent"]:
     """Return v_neg + guidance (v - v_neg), both from one evaluation on twice the rows.
 
-    A condition without a negative one is the same for both. Without guidance there is one row each.
+    A condition that has no negative counterpart is shared by both. If guidance <= 1, each sample is
+    evaluated once and v is returned.
     """
     plain = {name: value for name, value in cond.items() if not name.endswith(NEGATIVE)}
     if guidance <= 1:

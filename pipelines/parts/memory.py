@@ -1,4 +1,4 @@
-"""Estimates memory: of tensors of the meta device, and of activations."""
+"""Estimates memory: peak bytes on the meta device, and activations kept for the backward pass."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,18 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:
-    """Return the peak bytes of the tensors that `work` creates and that are alive at once."""
+    """Return the peak bytes of the tensors that `work` creates."""
     with torch.set_grad_enabled(with_gradient), _Alive() as alive:
         work()
     return alive.most
 
 
 def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) -> int:
-    """Estimate how many values the backward pass keeps: about 34 per token, layer and channel.
+    """Estimate the number of values kept for the backward pass.
 
-    With recomputation (`recomputed`) only the largest layer keeps its 34, plus one input value per
-    token, layer and channel. A UNet has a quarter of the tokens on each level, and one more layer
-    on the way up than on the way down.
+    It is about 34 per token, layer and channel. With recomputation (`recomputed`) only the largest
+    layer keeps its 34 values, and every layer keeps one input value per token and channel. A UNet
+    has a quarter of the tokens on each further level, and one more layer on the way up than on the
+    way down.
     """
     if "block_out_channels" in config:
         depth = 2 * config["layers_per_block"] + 1
@@ -38,7 +39,7 @@ def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) ->
 
 
 class _Alive(TorchDispatchMode):
-    """Tracks the bytes of every tensor that an operation creates, until the tensor is freed."""
+    """Counter of the bytes of all tensors that operations create and that are not yet freed."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Packs latents into tokens, and says where each token is, as networks of pictures see them."""
+"""Packs latents into tokens and computes token positions, as image transformers expect them."""
 
 from math import prod
 from typing import Any
@@ -10,33 +10,33 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 
 def pack(x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n tokens 4*c"]:
-    """Return one token for every 2 x 2 latents, row by row."""
+    """Return one token per 2 x 2 latents, row by row."""
     return pixel_unshuffle(x, 2).flatten(2).mT
 
 
 def unpack(tokens: Float[Tensor, "n tokens d"], grid: tuple[int, int]) -> Float[Tensor, "n c h w"]:
-    """Return the latents of the first tokens, which fill a grid of these rows and columns."""
+    """Return the latents of the first tokens, which fill a grid of (rows, columns)."""
     return pixel_shuffle(tokens[:, : prod(grid)].mT.unflatten(2, grid), 2)
 
 
 def positions(picture: int, grid: tuple[int, int], like: Tensor) -> Float[Tensor, "tokens 3"]:
-    """Return number of the picture, row and column of each token of a grid."""
+    """Return (image index, row, column) of each token of a grid."""
     rows, columns = (torch.arange(n, device=like.device) for n in grid)
     number = torch.tensor([picture], device=like.device)
     return torch.cartesian_prod(number, rows, columns).to(like.dtype)
 
 
 def token_places(sizes: tuple[int, int, int, int], x: Tensor) -> Int[Tensor, "n tokens 4"]:
-    """Return picture, row, column and word of every token of a grid, the same for each row of x."""
+    """Return (image index, row, column, text position) of every token, repeated per row of x."""
     axes = [torch.arange(size, device=x.device) for size in sizes]
     return torch.cartesian_prod(*axes).expand(len(x), -1, -1)
 
 
 def grid_of(policy: Any, unit: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns of squares of `unit` pixels in a policy's pictures.
+    """Return the rows and columns of `unit` x `unit` pixel squares in a policy's images.
 
     Raises:
-        ValueError: A side is no multiple of it.
+        ValueError: A side is not a multiple of `unit`.
     """
     if policy.height % unit or policy.width % unit:
         raise ValueError(

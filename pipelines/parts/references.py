@@ -1,4 +1,4 @@
-"""Reads the pictures and masks that requests come with, for policies that take them."""
+"""Reads the reference images and masks of requests."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from flowalign.types import Policy, Reference, Request
 
 
 def check_references(policy: Policy, requests: Sequence[Request]) -> None:
-    """Check that requests come with the references and the mask that a policy takes.
+    """Check that requests have the reference images and the mask that a policy takes.
 
     Raises:
-        ValueError: one does not.
+        ValueError: A request has other references or another mask.
     """
     for request in requests:
         if misfit := policy.input_spec.misfit(request):
@@ -24,10 +24,10 @@ def check_references(policy: Policy, requests: Sequence[Request]) -> None:
 def read_hole(
     mask: Reference, picture: Float[Tensor, "1 3 h w"], height: int, width: int
 ) -> Bool[Tensor, "1 1 height width"]:
-    """Return where a picture is to be painted anew, of the crop with this size.
+    """Return the mask of pixels to repaint within the centre crop of (height, width).
 
     Raises:
-        ValueError: the mask has another size than the picture, or no hole within the crop.
+        ValueError: The mask and the image differ in size, or the mask is black within the crop.
     """
     pixels = mask.read()
     if pixels.shape != picture.shape:
@@ -45,7 +45,7 @@ def read_hole(
 def crop_first_frames(
     requests: Sequence[Request], proportion: float
 ) -> tuple[list[Image.Image], list[int]]:
-    """Return the different first frames of requests, cropped, and which of them each has."""
+    """Return the distinct first frames of requests, cropped, and each request's index into them."""
     given = [request.references[0] for request in requests]
     different = list(dict.fromkeys(given))
     return [crop_reference(one, proportion) for one in different], [
@@ -54,12 +54,12 @@ def crop_first_frames(
 
 
 def to_image(pixels: Float[Tensor, "1 3 h w"]) -> Image.Image:
-    """Return a picture of 8 bits."""
+    """Return an 8-bit PIL image."""
     return Image.fromarray((255 * pixels[0]).round().byte().permute(1, 2, 0).cpu().numpy())
 
 
 def crop_reference(reference: Reference, proportion: float) -> Image.Image:
-    """Return the largest centre crop of a picture whose width is `proportion` times its height."""
+    """Return the largest centre crop of an image with a width of `proportion` times its height."""
     picture = to_image(reference.read()[:1])
     width = min(picture.width, max(round(picture.height * proportion), 1))
     height = min(picture.height, max(round(picture.width / proportion), 1))

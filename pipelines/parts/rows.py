@@ -1,4 +1,4 @@
-"""Evaluates rows apart whose inputs have different shapes."""
+"""Evaluates rows in separate calls if their inputs differ in shape."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from flowalign.types import Cond
 
 
 def stack_rows(rows: Sequence[Cond]) -> dict[str, Tensor]:
-    """Return the conditions of requests that were encoded one by one."""
+    """Return the stacked conditions of requests that were encoded one by one."""
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -21,7 +21,7 @@ def evaluate_by_kind(
     sigma: Float[Tensor, "*n"],
     cond: Cond,
 ) -> Float[Tensor, "n *latent"]:
-    """Return velocities of all rows, evaluated together only where `kind` is the same number."""
+    """Return velocities of all rows, evaluating rows together only if their `kind` is equal."""
     sigma, v = sigma.expand(len(x)), torch.empty_like(x)
     for number in kind.unique():
         rows = kind == number

@@ -1,4 +1,4 @@
-"""Decodes clips a few latent frames at a time, for decoders that carry states of convolutions."""
+"""Decodes clips a few latent frames at a time with decoders that cache convolution states."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +8,11 @@ from torch import Tensor
 
 
 def stream_frames(vae: Any, z: Tensor, together: int) -> Iterator[Tensor]:
-    """Yield the frames of Wan's autoencoder in order: of the first latent frame, then of `together`
-    at a time. They equal those of decoding at once."""
+    """Yield the frames of Wan's autoencoder in order, equal to those of decoding at once.
+
+    The first piece decodes the first latent frame, every other piece decodes `together` latent
+    frames.
+    """
     z = vae.post_quant_conv(z)
     states = [None] * sum(isinstance(m, WanCausalConv3d) for m in vae.decoder.modules())
     chunks = [z[:, :, :1], *z[:, :, 1:].split(together, 2)]

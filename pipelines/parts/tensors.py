@@ -1,4 +1,4 @@
-"""Reads tensors of safetensors files, and compares them with those of a network."""
+"""Reads tensors from safetensors files and compares them with those of a network."""
 
 import importlib
 from collections.abc import Mapping
@@ -18,7 +18,11 @@ def require_file(file: Path) -> Path:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file; one that is cut short or no safetensors raises ValueError."""
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        ValueError: The file is truncated or not in safetensors format.
+    """
     try:
         return load_file(file)
     except SafetensorError as error:
@@ -28,7 +32,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def require_same_shapes(
     got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Raise ValueError unless both have the same names and shapes."""
+    """Raise ValueError unless both mappings have the same names and shapes."""
     wrong = got.keys() ^ wanted.keys()
     wrong |= {k for k in got.keys() & wanted.keys() if got[k].shape != wanted[k].shape}
     if wrong:
@@ -40,7 +44,7 @@ def require_same_shapes(
 
 
 def dequantize(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, which may be quantized."""
+    """Return the values of a tensor that may be quantized."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
     if state := vars(tensor).get("quant_state"):

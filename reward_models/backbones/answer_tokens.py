@@ -1,4 +1,4 @@
-"""Finds the tokens of a vocabulary that are a given answer."""
+"""Finds the vocabulary tokens that represent a given answer."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 def find_answer_tokens(
     tokenizer: PreTrainedTokenizerBase, word: str, canonical: bool = True
 ) -> list[int]:
-    """Return the tokens that say the word, in any spelling or only capitalised.
+    """Return the tokens for the word, in any spelling or only capitalised (`canonical` false).
 
     Raises:
-        ValueError: where no spelling is one token.
+        ValueError: No spelling is a single token.
     """
     spellings = [word, word.capitalize(), word.upper()] if canonical else [word.capitalize()]
     spellings += [f" {spelling}" for spelling in spellings] if canonical else []
@@ -19,10 +19,10 @@ def find_answer_tokens(
 
 
 def find_single_tokens(tokenizer: PreTrainedTokenizerBase, spellings: Sequence[str]) -> list[int]:
-    """Return the tokens that are one of the spellings, each once.
+    """Return the distinct tokens that equal one of the spellings.
 
     Raises:
-        ValueError: where no spelling is one token.
+        ValueError: No spelling is a single token.
     """
     encoded = [tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
     single = sorted({tokens[0] for tokens in encoded if len(tokens) == 1})

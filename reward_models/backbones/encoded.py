@@ -1,4 +1,4 @@
-"""Implements what rewards share that compare features of pictures by any image encoder."""
+"""Implements the base class of rewards that compare image features of any encoder."""
 
 from dataclasses import replace
 
@@ -12,10 +12,10 @@ from reward_models.backbones.network import NetworkReward
 
 
 class EncoderReward(NetworkReward):
-    """Scores by the features of an encoder, which a subclass compares in `rate`.
+    """Base of rewards that compare the features of an encoder in `rate`.
 
-    The encoder, by default an EfficientNet, is part of the version: scores of different ones are
-    not comparable.
+    The encoder, by default an EfficientNet, is part of the version, because scores of different
+    encoders are not comparable.
     """
 
     def __init__(
@@ -36,5 +36,5 @@ class EncoderReward(NetworkReward):
         return self.encoder.module
 
     def features(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
-        """Embed pictures in [0, 1], with a gradient to those that require one."""
+        """Embed images in [0, 1], with a gradient to images that require one."""
         return self.encoder.embed_images(pictures.to(self.device, torch.float32)).float()

@@ -1,11 +1,12 @@
-"""Reads features of noisy latents from a denoiser's own first blocks, and computes no others.
+"""Reads features of noisy latents from the first blocks of a denoiser, without running the rest.
 
-The forward pass stops where the block after them would begin, so that features of K of N blocks
-cost about K / N of an evaluation. Adapters are switched off: features are those of the released
-weights, whatever a training has made of the policy.
+The forward pass stops before the next block, so features of K of N blocks cost about K / N of an
+evaluation. Adapters are switched off, so the features depend only on the released weights and not
+on training.
 
-Source: the latent reward of VideoAlign, arXiv:2501.13918, whose layers are not published; DiNa-LRM,
-arXiv:2602.11146 (12 of 24 blocks of SD3.5 Medium); PRFL, arXiv:2511.21541 (8 of 40 of Wan 2.1).
+Source: the latent reward of VideoAlign, arXiv:2501.13918 (it does not publish the layers);
+DiNa-LRM, arXiv:2602.11146 (12 of 24 blocks of `SD3.5 Medium`); PRFL, arXiv:2511.21541 (8 of 40 of
+Wan 2.1).
 """
 
 import copy
@@ -24,15 +25,15 @@ from flowalign.types import Cond, MediaBatch, NoisyBackbone, Policy, PositiveInt
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 STACKS = ("transformer_blocks", "blocks")
-"""Names of the first blocks of denoisers in diffusers."""
+"""Names of the first stack of blocks in diffusers' denoisers."""
 
 
 class FirstBlocks(NoisyBackbone):
-    """Pools what the first `blocks` of a policy's denoiser make of noisy latents and prompts.
+    """Pools the outputs of the first `blocks` of a policy's denoiser for noisy latents and prompts.
 
-    `regions` divides a picture into rows and columns, a clip into frames, rows and columns, each of
-    which has the mean of its tokens; null: the mean of all. Gates read the mean of the text's
-    tokens. Guidance is left out. `at_once` bounds the latents of a call.
+    `regions` divides an image into rows and columns, or a clip into frames, rows and columns. The
+    tokens of each region are averaged; null averages all tokens. Gates read the mean of the text
+    tokens. Guidance is off. `at_once` limits the number of latents per call.
     """
 
     reads_prompts = True
@@ -49,7 +50,7 @@ class FirstBlocks(NoisyBackbone):
         self.loaded = False
 
     def load(self) -> None:
-        """Read the policy's weights; raise ValueError where it has not that many blocks."""
+        """Read the policy's weights; raise ValueError if it has fewer blocks."""
         if self.loaded:
             return
         self.policy.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -80,7 +81,7 @@ class FirstBlocks(NoisyBackbone):
     def add_noise(
         self, clean: Features, sigma: Float[Tensor, "n"], noise: Float[Tensor, "n D"]
     ) -> Features:
-        """Return features of the noised latents, with the clean ones' conditioning."""
+        """Return features of the noised latents, with the conditioning of the clean ones."""
         device = next(self.network.parameters()).device
         level = sigma.to(device)
         x = (1 - level[:, None]) * clean.joint.to(device) + level[:, None] * noise.to(device)
@@ -93,14 +94,14 @@ class FirstBlocks(NoisyBackbone):
         return Features(torch.cat(joint), torch.cat(prompt))
 
     def _cond(self, flat: Float[Tensor, "n E"]) -> dict[str, Tensor]:
-        """Return the conditioning that `embed` flattened."""
+        """Return the conditioning, given its flattened form from `embed`."""
         sizes = [prod(shape) for shape, _ in self.parts.values()]
         parts = zip(self.parts.items(), flat.split(sizes, 1), strict=True)
         return {name: v.unflatten(1, shape).to(dtype) for (name, (shape, dtype)), v in parts}
 
 
 class BlockFeatures:
-    """Evaluates the first blocks of a loaded policy, by the weights it was released with."""
+    """Evaluation of the first blocks of a loaded policy with its released weights."""
 
     def __init__(self, policy: Policy, blocks: int, regions: Sequence[int] | None):
         self.policy = copy.copy(policy)
@@ -120,7 +121,7 @@ class BlockFeatures:
     def __call__(
         self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "*n"], cond: Cond
     ) -> Features:
-        """Return the features of states, with a gradient to those that require one."""
+        """Return the features of states, with a gradient to states that require one."""
         handles = [
             stack[self.blocks].register_forward_pre_hook(_raise_block_input, with_kwargs=True)
             for stack in self.stacks
@@ -136,7 +137,7 @@ class BlockFeatures:
         raise AssertionError("an evaluation has passed the block without its hook")
 
     def fingerprint(self) -> str:
-        """Hash the weights that features depend on, rounded to bfloat16, and the settings."""
+        """Return a hash of the settings and of the used weights, rounded to bfloat16."""
         names = [name for name, _ in self.policy.denoiser.named_modules()]
         beyond = tuple(
             f"{name}.{k}."
@@ -167,7 +168,7 @@ class BlockFeatures:
 
 
 class _BlockInput(Exception):
-    """Ends an evaluation, and carries what the next block would have read."""
+    """Ends an evaluation, and carries the input of the next block."""
 
     def __init__(self, tokens: Tensor, text: Tensor | None):
         super().__init__()
@@ -175,17 +176,17 @@ class _BlockInput(Exception):
 
 
 def _raise_block_input(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise what a block is given: the tokens of the latent first, those of the text second."""
+    """Raise the block's input: latent tokens first, text tokens second."""
     tokens = given["hidden_states"] if "hidden_states" in given else args[0]
     text = given.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
     raise _BlockInput(tokens, text)
 
 
 def find_stacks(denoiser: nn.Module) -> list[Any]:
-    """Return the first blocks of a network, or of each of those that it joins.
+    """Return the first stack of blocks of a network, or of each network that it joins.
 
     Raises:
-        ValueError: No list of layers has the name of one.
+        ValueError: No list of layers has one of the names in STACKS.
     """
     found = [
         layers
@@ -203,5 +204,5 @@ def find_stacks(denoiser: nn.Module) -> list[Any]:
 
 
 def _is_last(name: str) -> bool:
-    """Return whether a weight belongs to what comes after the blocks."""
+    """Return whether a weight belongs to the layers after the blocks."""
     return name.rpartition(".")[0].startswith(("proj_out", "norm_out", "single_transformer_blocks"))

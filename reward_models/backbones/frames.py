@@ -1,15 +1,15 @@
-"""Chooses the frames of a video that a model sees: indices in order of time."""
+"""Selects the frames of a video that a model sees, as indices in temporal order."""
 
 import torch
 
 
 def first(num_frames: int, n: int = 1) -> list[int]:
-    """Return the first n frames, or all where there are fewer."""
+    """Return the first n frames, or all frames if there are fewer."""
     return list(range(min(n, num_frames)))
 
 
 def evenly(num_frames: int, n: int) -> list[int]:
-    """Return n evenly spaced frames, first and last included; some twice where n is larger."""
+    """Return n evenly spaced frames including first and last; if n is larger, some repeat."""
     return torch.linspace(0, num_frames - 1, n).round().long().tolist()
 
 
@@ -23,8 +23,8 @@ def at_rate(
 ) -> list[int]:
     """Return about `rate` evenly spaced frames per second of a video of `fps`.
 
-    Their number is a multiple of `multiple`, at least `least` unless the video is shorter, at most
-    `most`. Halves are rounded to even, the default in Python.
+    Their number is a multiple of `multiple`, at least `least` unless the video is shorter, and at
+    most `most`. Halves are rounded to even, the default in Python.
     """
     highest = min(most, num_frames) // multiple * multiple
     if highest == 0:
@@ -34,13 +34,13 @@ def at_rate(
 
 
 def each_second(num_frames: int, fps: float, most: int = 24) -> list[int]:
-    """Return the frame nearest to each full second (the earlier of two), `most` frames at most."""
+    """Return the frame nearest to each full second (ties: the earlier), at most `most` frames."""
     seconds = range(round((num_frames - 1) / check_frame_rate(fps)) + 1)[:most]
     return [min(range(num_frames), key=lambda i: abs(i - s * fps)) for s in seconds]
 
 
 def check_frame_rate(fps: float) -> float:
-    """Return the frame rate; raise ValueError where it is not positive and finite."""
+    """Return the frame rate; raise ValueError if it is not positive and finite."""
     if not 0 < fps < float("inf"):
         raise ValueError(f"{fps} frames per second is not a frame rate")
     return fps

@@ -16,7 +16,7 @@ _LOG_VARIANCE = 8.0
 
 
 class _Score(nn.Module):
-    """Computes scores of hidden features and, if wanted, log variances from a separate layer."""
+    """Layer that maps hidden features to scores, and optionally to log variances."""
 
     def __init__(self, size: int, num_dims: int, uncertainty: bool):
         super().__init__()
@@ -36,7 +36,7 @@ class _Score(nn.Module):
 
 
 class Linear(Head):
-    """Maps features linearly to every dimension; `uncertainty` adds a log variance to each."""
+    """Linear map to every dimension; `uncertainty` adds a log variance to each."""
 
     def __init__(self, uncertainty: bool = False):
         self.uncertainty = uncertainty
@@ -49,7 +49,7 @@ class Linear(Head):
 
 
 class MLP(Head):
-    """Applies layers of the given widths, each with GELU and dropout, then a linear map."""
+    """Layers of the given widths, each with GELU and dropout, followed by a linear map."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class _FeedForward(HeadNetwork):
 
 
 class PromptGated(Head):
-    """Scores dimensions linearly, and totals that weigh other dimensions as the prompt decides.
+    """Linear scores, and totals that weight other dimensions depending on the prompt.
 
-    `groups` names, for each total, the dimensions it weighs: total = sum over them of
-    softmax(gate(prompt) / temperature) * score. A total may weigh totals named before it: criteria
-    into aspects into an overall score.
+    `groups` lists, for each total, the dimensions that it weights. The total is the sum over them
+    of softmax(gate(prompt) / temperature) * score. A total may include totals listed before it, for
+    example criteria into aspects into an overall score.
 
     Source: the gates of MJ-VIDEO, and of ArmoRM with ridge as first stage.
     """
@@ -108,7 +108,7 @@ class PromptGated(Head):
         self.dropout, self.temperature = dropout, temperature
 
     def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
-        """Build the network; raise ValueError where `groups` do not fit the dimensions."""
+        """Build the network; raise ValueError if `groups` does not fit the dimensions."""
         if prompt == 0:
             raise ValueError("PromptGated needs a backbone that reads prompts")
         known = [d for d in dims if d not in self.groups]
@@ -146,7 +146,7 @@ class _GatedTotals(HeadNetwork):
         return self.score, self.own
 
     def weights(self, prompt: Float[Tensor, "n E"]) -> list[Float[Tensor, "n k"]]:
-        """Compute the weights of each total over its parts, by prompt; every row sums to 1."""
+        """Return the prompt-dependent weights of each total over its parts; every row sums to 1."""
         return [(gate(prompt) / self.temperature).softmax(1) for gate in self.gates]
 
     def forward(self, features: Features) -> Ratings:

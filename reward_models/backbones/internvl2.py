@@ -1,10 +1,10 @@
-"""Reads InternVL2 into transformers' native InternVL: names, packed attention, configuration.
+"""Loads InternVL2 into transformers' native InternVL: names, packed attention, config.
 
 The released model is code on the hub for transformers 4 (`internvl_chat`, with InternLM2 as its
-language model). Native InternVL with a llama computes the same; here the packed projections are
-split and every key is accounted for.
+language model). Native InternVL with a llama computes the same function. This module splits the
+packed projections and accounts for every key.
 
-Source: InternVL2-2B as MJ-Video @ cc1d2c9 carries it.
+Source: InternVL2-2B as contained in MJ-Video @ cc1d2c9.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,20 +57,20 @@ _NAMES = (
     (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
     (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
 )
-"""Names of the release and those of transformers' InternVLModel."""
+"""Maps names of the release to names in transformers' InternVLModel."""
 _SUPPORTED = {"select_layer": -1, "ps_version": "v2", "template": "internlm2-chat"}
 
 
 def split_qkv(packed: Float[Tensor, "O *rest"]) -> dict[str, Tensor]:
-    """Split the packed projection of the image encoder: a third each."""
+    """Split the image encoder's packed projection into three equal parts."""
     return dict(zip("qkv", packed.chunk(3), strict=True))
 
 
 def split_wqkv(packed: Float[Tensor, "O D"], heads: int, groups: int) -> dict[str, Tensor]:
-    """Split InternLM2's packed projection into those of queries, keys and values.
+    """Split InternLM2's packed projection into queries, keys and values.
 
-    Each of the `groups` heads of keys stands after the heads of queries that share it, and before
-    its values.
+    Each of the `groups` key heads follows the query heads that share it and precedes its value
+    head.
     """
     shared = heads // groups
     parts = packed.unflatten(0, (groups, shared + 2, -1))
@@ -98,10 +98,10 @@ def convert_tensors(
 
 
 def convert_config(released: Mapping[str, Any], source: str | Path, image: int) -> InternVLConfig:
-    """Translate a configuration of type `internvl_chat`; `image` is the id of an image token.
+    """Translate a config of type `internvl_chat`; `image` is the id of an image token.
 
     Raises:
-        ValueError: naming what the native classes do not compute.
+        ValueError: The native classes do not support a setting. The message names it.
     """
     if (kind := released.get("model_type")) != "internvl_chat":
         raise ValueError(f"{source} is of type {kind!r}, not internvl_chat")
@@ -135,12 +135,12 @@ def convert_config(released: Mapping[str, Any], source: str | Path, image: int) 
 
 
 class InternVL2(Reader):
-    """Reads videos and prompts with the InternVL2-2B that an MJ-VIDEO checkpoint carries.
+    """Reader of videos and prompts with the InternVL2-2B in an MJ-VIDEO checkpoint.
 
-    `base` has the configuration, in the released form; `tokenizer` the `tokenizer.json` of
-    InternLM2's tokenizer, null: `base` has that, too. InternLM2 was released with a sentencepiece
-    file instead: convert it, or name a repository that did. A tokenizer that writes the end of a
-    turn in other ids than the released one is refused.
+    `base` has the config in the released form. `tokenizer` has the `tokenizer.json` of InternLM2's
+    tokenizer; null takes it from `base`. InternLM2 was released with a sentencepiece file instead,
+    so convert it or name a repository that has. A tokenizer that encodes the end of a turn with
+    other ids than the released one raises ValueError.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class InternVL2(Reader):
 
 
 class _Network(nn.Module):
-    """Asks a native InternVL in the words of the release."""
+    """Native InternVL that is prompted in the format of the release."""
 
     def __init__(self, backbone: InternVLModel, tokenizer: PreTrainedTokenizerFast):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Implements what all rewards computed by a torch network share: loading, placement, chunks."""
+"""Implements the base class of rewards computed by a torch network: loading, placement, chunks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,23 @@ from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, Rewa
 
 @dataclass(frozen=True)
 class BatchScores:
-    """Holds the scores that `rate` returns together with uncertainties and failures."""
+    """Scores that `rate` returns together with uncertainties and failures."""
 
     values: Float[Tensor, "n R"]
     uncertainty: Float[Tensor, "n R"] | None = None
-    """Standard deviation of each score; None: the model gives none."""
+    """Standard deviation of each score; None if the model has no uncertainties."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Samples of this batch that turned out not to be scorable, with the reason."""
+    """Samples of this batch that could not be scored, with the reason."""
     places: Float[Tensor, "n *place"] | None = None
-    """Worth of every place of each sample; None: the model maps nothing."""
+    """Value of every position of each sample; None if the model returns no maps."""
 
 
 class NetworkReward(RewardModel, Loadable):
-    """Scores with a network that a subclass can `read`, and `rate` a batch with.
+    """Reward with a network that a subclass loads in `read` and applies in `rate`.
 
     The constructor is cheap; weights are read by `load`, or by the first `score`. `device` is a
-    torch device or `auto`; with `offload` the network waits in main memory between two calls.
-    Differentiable models keep the gradient of media that require one.
+    torch device or `auto`. With `offload` the network stays in main memory between calls.
+    Differentiable models keep the gradient of samples that require one.
     """
 
     network: Any
@@ -56,7 +56,7 @@ class NetworkReward(RewardModel, Loadable):
         """Return the network with its weights, on the CPU.
 
         Raises:
-            ValueError: a checkpoint does not fit.
+            ValueError: A checkpoint does not fit.
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class NetworkReward(RewardModel, Loadable):
 
     @final
     def load(self) -> None:
-        """Read the weights, once."""
+        """Read the weights once."""
         if self._loaded:
             return
         self.network = self.read().eval().requires_grad_(False)
@@ -114,6 +114,6 @@ def _concat(parts: Sequence[BatchScores]) -> BatchScores:
 def place_rows(
     table: Float[Tensor, "m *R"], rows: Sequence[int], num: int
 ) -> Float[Tensor, "n *R"]:
-    """Place the m rows, on the CPU, at the given positions among `num` rows of NaN."""
+    """Return `num` rows of NaN, on the CPU, with the m rows of `table` placed at `rows`."""
     places = torch.full((num, *table.shape[1:]), torch.nan)
     return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())

@@ -1,4 +1,4 @@
-"""Packs the questions about a medium into one row, in which they do not see each other."""
+"""Packs the questions about a sample into one row, so that they do not attend to each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True)
 class PackedQuestions:
-    """Packs the questions of each sample one after the other into a row of T tokens."""
+    """Questions of each sample, concatenated into a row of T tokens."""
 
     tokens: Int[Tensor, "n T"]
     owner: Int[Tensor, "n T"]
@@ -22,12 +22,12 @@ class PackedQuestions:
     """Index of each question's last token."""
 
     def mask(self, prefix: int) -> Bool[Tensor, "n 1 T L"]:
-        """Return the attention mask: the whole prefix, and a token's own question up to itself."""
+        """Return the attention mask: the whole prefix, and the same question up to the token."""
         own = (self.owner[:, :, None] == self.owner[:, None, :]).tril()
         return torch.cat([own.new_ones(*own.shape[:2], prefix), own], dim=2)[:, None]
 
     def to(self, device: torch.device) -> "PackedQuestions":
-        """Return the same on another device."""
+        """Return a copy on another device."""
         return PackedQuestions(
             self.tokens.to(device),
             self.owner.to(device),

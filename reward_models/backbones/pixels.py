@@ -1,7 +1,7 @@
-"""Preprocesses pixels for image encoders: one path of tensors, with a gradient.
+"""Preprocesses pixels for image encoders as tensors, with a gradient.
 
 Published models were trained on images that PIL resized in 8 bits. `quantised=True` reproduces
-that: the value is rounded to 8 bits where PIL rounds it, the gradient passes straight through.
+this: values are rounded to 8 bits where PIL rounds them, with a straight-through gradient.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,7 @@ def resize(
 ) -> Float[Tensor, "n 3 height width"]:
     """Resize by antialiased bicubic interpolation.
 
-    Quantised values are those that PIL gives for the 8-bit image: a tensor scores the same as its
-    PNG file.
+    Quantised values equal PIL's for the 8-bit image, so a tensor scores the same as its PNG file.
     """
     if quantised:
         return resize_like_pil(frames, height, width)
@@ -45,11 +44,12 @@ def resize(
 def resize_like_pil(
     frames: Float[Tensor, "n 3 h w"], height: int, width: int
 ) -> Float[Tensor, "n 3 height width"]:
-    """Resize like PIL 13 does 8-bit images, bit for bit; the gradient is the smooth resize's.
+    """Resize 8-bit images bit for bit like PIL 13; the gradient is that of the smooth resize.
 
-    Each axis is resized in fixed point and rounded to 8 bits: columns first, but rows first where
-    the height shrinks by over twice as many pixels as the width. (PIL before 13 always began with
-    columns: one level away in some pixels of images more than twice as tall as wide.)
+    Each axis is resized in fixed point and rounded to 8 bits. Columns come first, unless the height
+    shrinks by more than twice the shrinkage of the width in pixels. (PIL before 13 always began
+    with columns, which differs by one level in some pixels of images more than twice as tall as
+    wide.)
     """
     bits = (frames.detach() * 255).round().clamp(0, 255).double()
     shrinks = frames.shape[2] - height, frames.shape[3] - width
@@ -66,7 +66,8 @@ def resize_like_pil(
 
 
 _UNIT = 1 << 22
-"""Fixed-point value of 1 in PIL's 8-bit resize; float64 holds all sums exactly, being integers."""
+"""Fixed-point value of 1 in PIL's 8-bit resize. Float64 holds all sums exactly, because they are
+integers."""
 
 
 def _levels(sums: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 h w"]:
@@ -75,7 +76,7 @@ def _levels(sums: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 h w"]:
 
 @lru_cache(maxsize=64)
 def _weights(size_in: int, size_out: int) -> Float[Tensor, "size_out size_in"]:
-    """Return Keys' cubic (a = -1/2) in fixed point, stretched by the scale if that is above 1."""
+    """Return Keys' cubic (a = -1/2) in fixed point, stretched by the scale if it is above 1."""
     scale = size_in / size_out
     stretch = max(scale, 1.0)
     centre = (torch.arange(size_out, dtype=torch.float64)[:, None] + 0.5) * scale
@@ -95,8 +96,8 @@ def crop_shortest_side(
 ) -> Float[Tensor, "n 3 size size"]:
     """Resize the shortest side to `size` and crop the centre (CLIP, BLIP).
 
-    Where the margin is odd, transformers leaves the smaller half in front (`floors`), torchvision
-    the even one.
+    For an odd margin, transformers puts the smaller half first (`floors`), torchvision the even
+    half.
     """
     h, w = frames.shape[-2:]
     long = int(size * max(h, w) / min(h, w))
@@ -117,5 +118,5 @@ def pad_longest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tenso
 
 
 def average_over_frames(media: Float[Tensor, "n F 3 h w"], scores: Float[Tensor, "n*F"]) -> Tensor:
-    """Average over the frames of each sample, which is how an image model scores a video."""
+    """Average scores over the frames of each sample; image models score videos this way."""
     return scores.unflatten(0, media.shape[:2]).mean(1)

@@ -1,4 +1,4 @@
-"""Caches what a causal model has read of a clip, for every prompt that follows it."""
+"""Caches a causal model's state after reading a clip, for every prompt that follows."""
 
 import hashlib
 from collections import defaultdict
@@ -22,14 +22,15 @@ Layer = tuple[Float[Tensor, "n heads L D"], Float[Tensor, "n heads L D"]]
 
 @dataclass(frozen=True)
 class ClipCache:
-    """Holds a network's keys, values and head outputs for a clip and the text after it."""
+    """Keys, values and head outputs of a network for a clip and the text after it."""
 
     heads: Float[Tensor, "M d"]
     """Output of the head at each of M marks."""
     layers: Sequence[Layer]
-    """Keys and values of every layer, for this clip alone."""
+    """Keys and values of every layer, for this clip only."""
     last: Int[Tensor, "3 1"]
-    """Position of the last token on three axes; it is text, so the next position is one more."""
+    """Position of the last token on three axes. The token is text, so the next position is one
+    more."""
 
     @property
     def length(self) -> int:
@@ -37,7 +38,7 @@ class ClipCache:
         return self.layers[0][0].shape[2]
 
     def to(self, device: torch.device | str) -> "ClipCache":
-        """Return the same on another device."""
+        """Return a copy on another device."""
         layers = [(k.to(device), v.to(device)) for k, v in self.layers]
         return ClipCache(self.heads.to(device), layers, self.last.to(device))
 
@@ -45,7 +46,7 @@ class ClipCache:
 def read_clips(
     network: Qwen2VLReward, chats: Sequence[Chat], marks: Sequence[int]
 ) -> list[ClipCache]:
-    """Read chats about a video, all of one length, and keep the keys, values and head outputs."""
+    """Read chats of equal length about a video, and return keys, values and head outputs."""
     device = next(network.parameters()).device
     ids = torch.tensor([chat.ids for chat in chats], device=device)
     grid = torch.tensor([chat.grid for chat in chats], device=device)
@@ -69,9 +70,9 @@ def read_clips(
 def continue_clips(
     network: Qwen2VLReward, clips: Sequence[ClipCache], texts: Sequence[Sequence[int]], mark: int
 ) -> Float[Tensor, "n d"]:
-    """Return the head's output at the mark in the text after each clip; all clips have one length.
+    """Return the head's output at the mark in the text after each clip, for clips of equal length.
 
-    Padding comes last, where causal attention never looks.
+    Padding comes last, where causal attention does not see it.
     """
     device = next(network.parameters()).device
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)

@@ -1,7 +1,7 @@
 """Builds Qwen2-VL, 2.5-VL or 3-VL as the backbone of a reward: native classes, a separate head.
 
-Published rewards subclass the language model. Under transformers 5 such a class loads no text
-weights and says so only in a printed table; here the head is a module of its own and every key is
+Published rewards subclass the language model. Under transformers 5 these classes load no text
+weights, and only a printed table reports it. Here the head is a separate module, and every key is
 accounted for.
 """
 
@@ -45,8 +45,8 @@ KEYS = (
     (r"^visual\.", "backbone.visual."),
     (r"^rm_heads?\.", "head."),
 )
-"""Maps the names of transformers 4, in which these checkpoints were written, to those used here:
-4.45 had the language model in `model`, 4.52 and later have `model.language_model`."""
+"""Maps key names of transformers 4, which wrote these checkpoints, to names in this module. The
+language model is `model` in 4.45, and `model.language_model` in 4.52 and later."""
 Config = Qwen2VLConfig | Qwen2_5_VLConfig | Qwen3VLConfig
 Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 _CLASSES: dict[str, tuple[type[Config], Callable[[Any], nn.Module]]] = {
@@ -58,21 +58,21 @@ _CLASSES: dict[str, tuple[type[Config], Callable[[Any], nn.Module]]] = {
 
 @dataclass(frozen=True)
 class Chat:
-    """Holds one user turn about one video, or one or several images."""
+    """One user turn about one video, or about one or several images."""
 
     ids: list[int]
     patches: Float[Tensor, "N D"]
     grid: tuple[int, int, int]
-    """Number of frame pairs, patch rows and patch columns."""
+    """Numbers of frame pairs, patch rows and patch columns."""
     further: tuple[tuple[int, int, int], ...] = ()
-    """The same of further images, whose patches follow those of the first."""
+    """Grids of further images; their patches follow those of the first."""
 
 
 class Qwen2VLReward(nn.Module):
-    """Combines a Qwen2-VL without its vocabulary head with a reward head on the marked positions.
+    """Qwen2-VL without its vocabulary head, with a reward head on the marked positions.
 
     VideoReward and HPSv3 were trained with positions that count tokens (`sequential`), because they
-    hand their own embeddings to the language model; `mrope` is Qwen2-VL's scheme of three axes,
+    pass their own embeddings to the language model. `mrope` is Qwen2-VL's scheme of three axes,
     which gives other scores.
     """
 
@@ -86,7 +86,7 @@ class Qwen2VLReward(nn.Module):
     def forward(
         self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
     ) -> Float[Tensor, "n M *d"]:
-        """Return the head's output at each of the M marks, which every chat contains once."""
+        """Return the head's output at each of the M marks; every chat contains each mark once."""
         return self.head(self.hidden(chats, marks, modality))
 
     def hidden(
@@ -94,7 +94,7 @@ class Qwen2VLReward(nn.Module):
     ) -> Float[Tensor, "n M D"]:
         """Return the last hidden state at each of the M marks, in float32.
 
-        Padding comes last, where causal attention never looks, so there is no mask.
+        No mask is needed, because padding comes last, where causal attention does not see it.
         """
         device = next(self.parameters()).device
         rows = [torch.tensor(chat.ids) for chat in chats]
@@ -126,7 +126,7 @@ def read_base(
     """Read the architecture and the tokenizer of a base model, and add special tokens.
 
     Raises:
-        ValueError: where the folder or hub repository lacks a file or is of another kind.
+        ValueError: The folder or hub repository lacks a file or holds another kind of model.
     """
     names = ("config.json", "tokenizer.json", "tokenizer_config.json")
     paths = [find_file(source, name) for name in names]
@@ -141,7 +141,7 @@ def read_base(
 
 
 def text_config(config: Config) -> Any:
-    """Return the configuration of the language model."""
+    """Return the config of the language model."""
     if not isinstance(config.text_config, PretrainedConfig):
         raise ValueError("the configuration has no language model")
     return config.text_config
@@ -155,7 +155,7 @@ def build_network(
     position_mode: PositionMode = "sequential",
     dtype: Dtype = "float32",
 ) -> Qwen2VLReward:
-    """Build the network with exactly these weights, named by transformers 4.
+    """Build the network with exactly these weights, named as in transformers 4.
 
     The head stays in float32.
     """
@@ -170,7 +170,7 @@ def build_network(
 
 
 def check_options(position_mode: str, dtype: str) -> None:
-    """Raise ValueError where an option has an unknown value."""
+    """Raise ValueError for an unknown value of an option."""
     for name, value, allowed in (
         ("position_mode", position_mode, get_args(PositionMode)),
         ("dtype", dtype, get_args(Dtype)),
@@ -180,7 +180,7 @@ def check_options(position_mode: str, dtype: str) -> None:
 
 
 def collect_chats(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], dict[int, str]]:
-    """Return the chats of samples that can be asked about, and the reasons for the others."""
+    """Return the chats of samples that can be scored, and the reasons for all others."""
     chats: dict[int, Chat] = {}
     failed: dict[int, str] = {}
     for i in range(num):
@@ -195,7 +195,7 @@ def fill_instruction(tokenizer: Qwen2Tokenizer, instruction: str, prompt: str) -
     """Insert the prompt into the instruction.
 
     Raises:
-        ValueError: for a prompt with special tokens, which would change what the model is asked.
+        ValueError: The prompt contains special tokens, which would change the question.
     """
     if found := [token for token in tokenizer.get_added_vocab() if token in prompt]:
         raise ValueError(f"its prompt contains the special token {found[0]}")
@@ -209,10 +209,10 @@ def tokenize_chat(
     *num_tokens: int,
     system: str = "You are a helpful assistant.",
 ) -> list[int]:
-    """Return token ids of a user turn, media before text, up to where the answer begins.
+    """Return the token ids of a user turn, images or video before text, up to the answer.
 
-    `num_tokens` are those of each medium, in order. Qwen3-VL has no system prompt of its own: an
-    empty `system` leaves its turn out.
+    `num_tokens` are the tokens of each image or video, in order. Qwen3-VL has no default system
+    prompt; an empty `system` leaves out its turn.
     """
     first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     media = "".join(
@@ -226,14 +226,14 @@ def tokenize_chat(
 def fit_size(
     height: int, width: int, fewest: int, most: int, side: int = PATCH * MERGE
 ) -> tuple[int, int]:
-    """Return height and width, multiples of a token's side, with an area within the pixel bounds.
+    """Return height and width as multiples of a token's side, with an area within the bounds.
 
-    The aspect ratio is kept as well as whole tokens allow. An image whose rounded area lies between
-    `fewest` and `most` is only rounded; otherwise it is scaled and rounded down to stay below
+    The aspect ratio is kept as well as whole tokens allow. An image with a rounded area between
+    `fewest` and `most` is only rounded. Otherwise it is scaled and rounded down to stay below
     `most`, or up to reach `fewest`.
 
     Raises:
-        ValueError: for an image more than 200 times as long as wide.
+        ValueError: One side is more than 200 times the other.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"{height}x{width} pixels: one side is over 200 times the other")
@@ -255,7 +255,7 @@ def cut_patches(
 ) -> tuple[Float[Tensor, "N D"], tuple[int, int, int]]:
     """Normalise fitted frames in [0, 1] and cut them into patches, grouped by token.
 
-    The last frame is repeated where their number is odd.
+    An odd number of frames is extended by repeating the last frame.
     """
     x = normalise(frames, mean, std)
     x = torch.cat([x, x[-1:]]) if len(x) % PAIR else x

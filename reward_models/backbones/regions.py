@@ -1,4 +1,4 @@
-"""Finds connected regions of pictures, and describes where they lie and how they are shaped."""
+"""Finds connected regions of images, and measures their position and shape."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,8 @@ def label_components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
 def match_shapes(mask: Bool[Tensor, "m H W"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return each region's best ideal shape and their IoU, and its box's centre and half size.
 
-    The shapes are a circle, a square and a triangle."""
+    The ideal shapes are a circle, a square and a triangle.
+    """
     u, half_x, centre_x = _box_coordinates(mask.any(1))
     w, half_y, centre_y = _box_coordinates(mask.any(2))
     u, w = u[:, None, :], w[:, :, None]

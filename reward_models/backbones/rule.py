@@ -1,4 +1,4 @@
-"""Implements what rewards share that score sample after sample by a rule, without a gradient."""
+"""Implements the base class of rewards that score each sample by a rule, without a gradient."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,21 @@ from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 Verdict = (
     tuple[Sequence[float], Mapping[str, Any]] | tuple[Sequence[float], Mapping[str, Any], Tensor]
 )
-"""Score of every dimension, further findings for the extras and, if the spec says so, a map."""
+"""Score of every dimension, further results for the extras and, if the spec has maps, a map."""
 
 
 class Unscorable(Exception):
-    """Raised where a rule cannot score a sample; the text becomes the sample's reason."""
+    """Raised if a rule cannot score a sample; its text becomes the sample's reason."""
 
 
 class RuleReward(RewardModel):
-    """Scores one sample at a time with a subclass's rule, so that rows are independent."""
+    """Reward that scores each sample separately by a rule, which a subclass defines."""
 
     spec: RewardSpec
 
     @abstractmethod
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Score a batch of one that passed the screen; raise Unscorable where the rule cannot."""
+        """Score a batch of one that passed the screen; raise Unscorable if the rule cannot."""
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
@@ -56,6 +56,6 @@ def metadata_of(sample: MediaBatch) -> Mapping[str, Any]:
 
 
 def to_uint8(frames: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
-    """Convert images in [0, 1] to the 8-bit RGB arrays that image libraries take."""
+    """Convert images in [0, 1] to 8-bit RGB arrays for image libraries."""
     levels = (frames.detach().float().cpu() * 255).round().clamp(0, 255)
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()

@@ -29,33 +29,33 @@ _MIN_PIXELS = 4 * 28 * 28
 
 
 class YesNoJudge(Loadable):
-    """Answers any question about media by yes or no, with a probability."""
+    """Answers any question about images or videos with a probability of yes."""
 
     version: str
-    """Identifies its weights and settings; enters the fingerprint of rewards that use it."""
+    """Identifier of its weights and settings; part of the fingerprint of rewards that use it."""
     video_needs: tuple[Literal["fps"], ...] = ()
-    """Fields that a batch of videos must bring besides its media."""
+    """Fields that a batch of videos needs in addition to its frames."""
 
     @abstractmethod
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
-        """Return P(yes) for the questions about each sample; NaN where the judge gave no answer."""
+        """Return P(yes) for the questions about each sample; NaN if the judge gave no answer."""
 
 
 class QwenYesNo(YesNoJudge):
-    """Runs a Qwen2-VL, Qwen2.5-VL or Qwen3-VL on this machine as a judge.
+    """Local Qwen2-VL, Qwen2.5-VL or Qwen3-VL as a judge.
 
     P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
-    space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
-    `max_pixels`; of a video, about `fps` evenly spaced frames per second are seen, at most
-    `max_frames`, or with `fps: seconds` the frame nearest to each full second. A question
-    with a special token in it, say from a prompt, is not answered.
+    space) that is a single token; otherwise only `Yes` and `No` count. Each frame is shrunk to at
+    most `max_pixels`. Of a video, about `fps` evenly spaced frames per second are used, at most
+    `max_frames`; with `fps: seconds` it is the frame nearest to each full second. A question that
+    contains a special token, for example from a prompt, is not answered.
 
-    All questions about a sample share its prefix: system prompt and vision tokens are computed once
-    per `ask`, and the questions follow on the cached keys, packed into one row in which a question
-    attends to the prefix and to itself. Answers about media that require a gradient have one,
-    through the vision tower: the pixels are then prepared by tensors in place of the processor.
+    All questions about a sample share a prefix of system prompt and vision tokens, computed once
+    per `ask`. The questions are packed into one row after the cached keys. Each question attends to
+    the prefix and to itself. Answers about samples that require a gradient have one, through the
+    vision tower; the pixels are then prepared as tensors instead of by the processor.
     """
 
     video_needs: tuple[Literal["fps"], ...] = ("fps",)
@@ -91,7 +91,7 @@ class QwenYesNo(YesNoJudge):
         self._loaded = False
 
     def load(self) -> None:
-        """Read tokenizer and weights, once; raise ValueError where they are not a judge's."""
+        """Read tokenizer and weights once; raise ValueError if they are not a judge's."""
         if self._loaded:
             return
         folder = find_folder(self.source, ("*.json", "*.txt", "*.jinja", "*.safetensors"))
@@ -112,7 +112,7 @@ class QwenYesNo(YesNoJudge):
     def log_odds(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
-        """Return log P(yes) - log P(no), which is not flat where the judge is sure."""
+        """Return log P(yes) - log P(no), which does not saturate if the judge is certain."""
 
         def odds(logits: Tensor, _: Sequence[int]) -> Tensor:
             return logits[..., self.yes].logsumexp(-1) - logits[..., self.no].logsumexp(-1)
@@ -127,10 +127,11 @@ class QwenYesNo(YesNoJudge):
     ) -> Float[Tensor, "n questions"]:
         """Return the probability, among all tokens, of an answer in any of its spellings.
 
-        Spellings of several tokens do not count, and a token that several have counts once.
+        Spellings of several tokens do not count, and a token shared by several spellings counts
+        once.
 
         Raises:
-            ValueError: no spelling of an answer is one token.
+            ValueError: No spelling of an answer is a single token.
         """
         self.load()
         tokenizer = self.processor.tokenizer
@@ -151,7 +152,7 @@ class QwenYesNo(YesNoJudge):
         questions: Sequence[Sequence[str]],
         read: Callable[[Tensor, Sequence[int]], Tensor],
     ) -> Float[Tensor, "n questions"]:
-        """Return what `read` makes of the answers' logits [n, questions, V] about some rows."""
+        """Return `read(logits, rows)`, with the answers' logits [n, questions, V], for all rows."""
         self.load()
         answers = torch.empty(len(batch), len(questions[0]))
         alike: dict[int, list[int]] = defaultdict(list)
@@ -188,14 +189,14 @@ class QwenYesNo(YesNoJudge):
         )
 
     def _tail(self, question: str) -> list[int]:
-        """Tokenise the text after the media; no token crosses the special token between them."""
+        """Tokenise the text after the image or video, which starts at a special token."""
         text = self._prompt("image", question).partition(_VISION_END)[2]
         return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _prefix(
         self, batch: MediaBatch, rows: Sequence[int], frames: Sequence[Sequence[int]]
     ) -> dict[str, Any]:
-        """Return the inputs up to the end of the media, of one length for all rows."""
+        """Return the inputs up to the end of the image or video, of equal length for all rows."""
         media = [self._shrunk(batch.media[i, list(f)]) for i, f in zip(rows, frames, strict=True)]
         kind = "image" if batch.media.shape[1] == 1 else "video"
         text = "".join(self._prompt(kind, "").partition(_VISION_END)[:2])
@@ -231,7 +232,7 @@ class QwenYesNo(YesNoJudge):
         return straight_through((frames * 255).round() / 255, frames)
 
     def _patches(self, clip: Float[Tensor, "F 3 h w"]) -> Float[Tensor, "N D"]:
-        """Return what the processor makes of shrunk frames, with their gradient."""
+        """Return the processor's patches of shrunk frames, with their gradient."""
         vision = self.processor.image_processor
         return cut_patches(clip, vision.patch_size, vision.image_mean, vision.image_std)[0]
 
@@ -271,7 +272,7 @@ def _read_processor(folder: Path) -> Any:
 
 
 def _read_network(folder: Path, dtype: torch.dtype) -> Any:
-    """Load the native class: a subclass would lose its language model when old keys are renamed."""
+    """Load the native class; a subclass would lose its language model when old keys are renamed."""
     try:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder,

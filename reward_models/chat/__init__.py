@@ -1,1 +1,1 @@
-"""Contains rewards that a chat model served elsewhere gives."""
+"""Contains rewards that a served chat model computes."""

@@ -10,7 +10,7 @@ _MOST_IN_MEMORY = 20_000
 
 
 class AnswerCache:
-    """Stores JSON answers in main memory, or in a folder that outlives the process.
+    """Stores JSON answers in main memory, or in a folder that persists after the process.
 
     A file is written atomically, so several processes may share a folder. A file that cannot be
     read counts as missing.
@@ -30,7 +30,7 @@ class AnswerCache:
             return None
 
     def put(self, key: str, answer: Any) -> None:
-        """Store an answer; in memory the oldest one is dropped where there are too many."""
+        """Store an answer; a full memory cache drops its oldest one."""
         if self.folder is None:
             self._memory[key] = answer
             if len(self._memory) > _MOST_IN_MEMORY:

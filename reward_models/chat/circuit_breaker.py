@@ -9,20 +9,20 @@ T = TypeVar("T")
 
 
 class ChatError(Exception):
-    """Raised where a request has no answer; the text says why."""
+    """Raised if a request has no answer; the text gives the reason."""
 
 
 class ServerDown(ChatError):
-    """Raised where the server, not the request, is at fault: no attempt gave a usable answer."""
+    """Raised if the server and not the request is at fault: no attempt gave a usable answer."""
 
 
 class CircuitBreaker:
     """Stops requests to a server that is down, and tries again after a rest.
 
-    The breaker is closed until `max_failures` requests in a row found the server down, then open.
-    While open, it refuses at once. After `rest` seconds it is half open: one request tries the
-    server while others wait for it, and its outcome closes or opens the breaker for all of them. It
-    must be used from one event loop only.
+    The breaker is closed until `max_failures` requests in a row find the server down, then open.
+    While open, it rejects requests immediately. After `rest` seconds it is half open: one request
+    tries the server while the others wait, and its outcome closes or opens the breaker for all of
+    them. Use it from one event loop only.
     """
 
     def __init__(self, max_failures: int, rest: float):
@@ -32,7 +32,7 @@ class CircuitBreaker:
         self._probe = asyncio.Lock()
 
     async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `ask`; raise ChatError at once while the breaker is open."""
+        """Return the result of `ask`; raise ChatError immediately while the breaker is open."""
         if self._until is not None:
             async with self._probe:
                 if self._until is not None:

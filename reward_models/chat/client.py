@@ -24,20 +24,21 @@ _LONGEST_DELAY = 20.0
 
 @dataclass(frozen=True)
 class Server:
-    """Describes where a judge is served, with the limits on requests to it."""
+    """Address of a served judge, with the limits on requests to it."""
 
     url: str
     """URL up to and including the version, such as http://127.0.0.1:8000/v1."""
     model: str
     """Name under which the server offers the model."""
     key_variable: str | None = None
-    """Environment variable that holds the API key; null: none is sent."""
+    """Environment variable that holds the API key; null: no key is sent."""
     concurrency: PositiveInt = 16
     """Maximum number of requests in flight at the same time."""
     timeout: PositiveFloat = 120.0
     """Seconds that one attempt may take, to its last byte."""
     attempts: PositiveInt = 4
-    """Maximum attempts at a request that meets a 429, a 5xx, a broken connection or a timeout."""
+    """Maximum attempts at a request that fails with a 429, a 5xx, a broken connection or a timeout.
+    """
     backoff: NonNegativeFloat = 0.5
     """Seconds before the second attempt; doubled for each further one, times 0.5 to 1 at random."""
     max_failures: PositiveInt = 8
@@ -45,7 +46,7 @@ class Server:
     rest: NonNegativeFloat = 30.0
     """Seconds without requests after the circuit breaker has opened."""
     cache: str | None = "memory"
-    """Where answers are kept: a folder, `memory`, or null to ask every time."""
+    """Cache of answers: a folder, `memory`, or null to send every request."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -64,17 +65,17 @@ class Server:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """Holds what a model answered."""
+    """Answer of a model."""
 
     text: str
     finish: str = "stop"
-    """Finish reason of the API; `length` where the answer was cut off."""
+    """Finish reason of the API; `length` if the answer was cut off."""
     tokens: Sequence[tuple[str, Mapping[str, float]]] = ()
-    """Every generated token, with the log-probabilities of the likeliest tokens at its position."""
+    """Generated tokens, each with the log-probabilities of the likeliest tokens at its position."""
 
 
 class ChatClient(Loadable):
-    """Sends requests to one server from a thread with its own event loop; cheap to construct."""
+    """Sends requests to one server from a thread with a separate event loop; cheap to construct."""
 
     def __init__(self, server: Server):
         self._httpx = import_optional("httpx", "judge")
@@ -88,7 +89,7 @@ class ChatClient(Loadable):
         """Connect, and check that the server offers the model.
 
         Raises:
-            ValueError: no server answers, the key is missing or refused, or the model unknown.
+            ValueError: No server answers, the key is missing or rejected, or the model is unknown.
         """
         if self._session is not None:
             return
@@ -108,10 +109,10 @@ class ChatClient(Loadable):
         return self._thread.run(work)
 
     async def ask(self, messages: Messages, parameters: Mapping[str, Any]) -> ChatAnswer:
-        """Return the answer to a conversation; from the cache where the same was asked before.
+        """Return the answer to a conversation, from the cache if it holds the same request.
 
         Raises:
-            ChatError: there is none.
+            ChatError: There is no answer.
         """
         body = json.dumps(
             {"model": self.server.model, "messages": messages, **parameters}, sort_keys=True
@@ -155,7 +156,7 @@ class ChatClient(Loadable):
 
 
 class _Session:
-    """Holds the objects bound to one event loop: connections, request limit, circuit breaker."""
+    """Objects bound to one event loop: connections, request limit, circuit breaker."""
 
     def __init__(self, httpx: Any, server: Server, headers: Mapping[str, str]):
         limits = httpx.Limits(max_connections=server.concurrency)
@@ -172,7 +173,7 @@ class _Session:
         self.random = random.Random(0)
 
     async def check(self) -> None:
-        """Raise ValueError where the server cannot be used."""
+        """Raise ValueError if the server cannot be used."""
         url, model = self.server.url, self.server.model
         try:
             async with asyncio.timeout(self.server.timeout):

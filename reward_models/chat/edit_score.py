@@ -1,8 +1,8 @@
-"""Implements EditScore: how well an edit follows its instruction, keeps the rest, and looks.
+"""Implements EditScore, which rates an edit: success, unchanged rest, and image quality.
 
-Computed like in its released code, except that an answer that cannot be read is a failure. The
-bundled prompts ask for the published answer format in our words; scores are those of the paper only
-under the published texts (`sc_template`, `pq_template`).
+The computation follows its released code, except that an unreadable answer is a failure. The
+bundled prompts request the published answer format in our wording. Use the published texts
+(`sc_template`, `pq_template`) to obtain the scores of the paper.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ _SAMPLING = Sampling(temperature=0.7)
 
 
 def parse_answers(consistency: str, quality: str) -> list[float]:
-    """Return success, faithfulness, their minimum SC, and quality PQ (a minimum too), in [0, 10].
+    """Return success, faithfulness, their minimum SC, and quality PQ (also a minimum), in [0, 10].
 
     The first text scores success and over-editing, the second naturalness and artefacts, each from
-    0 to 25. Where a text holds one number it stands for both; faithfulness is NaN then.
+    0 to 25. If a text holds only one number, it is used for both, and faithfulness is NaN.
     """
     edit, look = (parse_scores(text, 0.0, HIGHEST) for text in (consistency, quality))
     faithful = edit[1] if len(edit) == 2 else torch.nan
@@ -41,11 +41,12 @@ def parse_answers(consistency: str, quality: str) -> list[float]:
 def reduce_passes(
     passes: Float[Tensor, "k 4"], reduction: Reduction = "average_last"
 ) -> Float[Tensor, "4"]:
-    """Reduce the output of `read_edit` over k passes to the dimensions; overall is sqrt(SC * PQ).
+    """Reduce the output of `EditScore.read` over k passes to the dimensions.
 
-    average_last: the mean of every pass's overall. average_first: the overall of the mean SC and
-    PQ. average_first_following: the same with the mean of prompt_following in the place of SC; the
-    reference does this when it scores one image, so over-editing then costs nothing.
+    Overall is sqrt(SC * PQ). average_last: mean of the overall of every pass. average_first:
+    overall of the mean SC and PQ. average_first_following: the same with the mean of
+    prompt_following instead of SC. The reference does this when it scores one image, so
+    over-editing then costs nothing.
     """
     following, faithful, sc, pq = passes.unbind(1)
     overall = {
@@ -89,7 +90,7 @@ class EditScore(ChatJudge):
         super().__init__(spec, ensemble, partial(reduce_passes, reduction=reduction))
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation about source and edit, and one about the edit alone."""
+        """Return one conversation about source and edit, and one about the edit only."""
         edited = encode_frames(sample)
         return [
             self.sc.render(

@@ -1,4 +1,4 @@
-"""Encodes images the way chat servers take them."""
+"""Encodes images for chat servers."""
 
 import base64
 import io
@@ -19,7 +19,8 @@ from reward_models.backbones.rule import to_uint8
 def encode_image(picture: Float[Tensor, "3 h w"]) -> str:
     """Encode an image in [0, 1] as a PNG in a data URL: lossless after rounding to 8 bits.
 
-    JPEG of quality 75 moves a pixel by 3 to 4 levels on average, which a judge of artefacts sees.
+    JPEG of quality 75 would change a pixel by 3 to 4 levels on average, which affects a judge of
+    artefacts.
     """
     bits = to_uint8(picture[None])[0]
     return _png(bits.tobytes(), bits.shape[1], bits.shape[0])
@@ -35,7 +36,7 @@ def encode_images(
 def encode_frames(
     sample: MediaBatch, most: int = 1, choose: Callable[[int, int], list[int]] = evenly
 ) -> list[str]:
-    """Encode at most `most` frames of a batch of one: evenly spaced, first and last included."""
+    """Encode at most `most` frames of a batch of one; by default evenly spaced frames."""
     video = sample.media[0].detach()
     return encode_images(video[choose(len(video), min(most, len(video)))])
 
@@ -46,19 +47,19 @@ def encode_source(sample: MediaBatch) -> list[str]:
 
 
 def encode_references(sample: MediaBatch) -> list[str]:
-    """Encode all references of a batch of one, then its mask, where it has any."""
+    """Encode all references of a batch of one, followed by its mask if it has one."""
     pictures = list(sample.references[0]) if sample.references else []
     masks = [mask.expand(3, -1, -1) for mask in sample.masks if mask is not None]
     return [encode_image(picture) for picture in (*pictures, *masks)]
 
 
 def resize_to_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
-    """Resize to a square whatever the aspect ratio."""
+    """Resize to a square, ignoring the aspect ratio."""
     return resize(frames, size, size, quantised=True)
 
 
 def resize_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 H W"]:
-    """Resize so that the shortest side is `size`, without cropping."""
+    """Resize to a shortest side of `size`, without cropping."""
     h, w = frames.shape[-2:]
     scale = size / min(h, w)
     return resize(frames, round(h * scale), round(w * scale), quantised=True)
@@ -72,7 +73,7 @@ def _png(bits: bytes, width: int, height: int) -> str:
 
 
 def pad_to_square(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
-    """Pad to a square around the centre, with the mean colour that CLIP normalises by."""
+    """Pad to a square around the centre with CLIP's mean colour."""
     h, w = frames.shape[-2:]
     size = max(h, w)
     levels = [int(255 * mean) / 255 for mean in CLIP_MEAN]

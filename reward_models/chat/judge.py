@@ -1,4 +1,4 @@
-"""Implements a reward given by a chat model that sees one sample at a time."""
+"""Implements a reward from a chat model that sees one sample at a time."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +16,19 @@ from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
 from reward_models.chat.parsers import Unparsable
 
 Combine = Callable[[Tensor], Tensor]
-"""Maps the values read in k passes (k m) to one score per dimension (R)."""
+"""Maps the values read in k passes [k, m] to one score per dimension [R]."""
 
 
 def average_passes(passes: Float[Tensor, "k R"]) -> Float[Tensor, "R"]:
-    """Average every dimension over the passes that gave it."""
+    """Average every dimension over the passes that have a score for it."""
     return passes.nanmean(0)
 
 
 class ChatJudge(RewardModel, Loadable):
-    """Scores with a chat model; a subclass defines what to `ask` and how to `read` the answers.
+    """Reward from a chat model; a subclass defines the conversations (`ask`) and reads the answers.
 
-    The score is `combine` of all passes that could be read, the uncertainty their standard
-    deviation. A sample without any is NaN with the reason; the raw texts are in `extras`.
+    The score is `combine` of all readable passes, and the uncertainty their standard deviation. A
+    sample without any readable pass is NaN with the reason. The raw texts are in `extras`.
     """
 
     def __init__(
@@ -38,23 +38,25 @@ class ChatJudge(RewardModel, Loadable):
 
     @abstractmethod
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Return the conversations about a batch of one; all are asked in every pass.
+        """Return the conversations about a batch of one; all of them are sent in every pass.
 
         Raises:
-            Unscorable: the sample cannot be shown.
+            Unscorable: The sample cannot be shown.
         """
 
     @abstractmethod
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the values for `combine`, from one answer per conversation; NaN if not applicable.
+        """Return the values for `combine`, given one answer per conversation.
+
+        A value is NaN if it does not apply.
 
         Raises:
-            Unparsable: the judge is asked again.
+            Unparsable: The answer cannot be read. The judge is asked again.
         """
 
     @final
     def load(self) -> None:
-        """Check that the server is there and offers the model."""
+        """Check that the server is running and offers the model."""
         self.ensemble.client.load()
 
     @final
@@ -64,7 +66,7 @@ class ChatJudge(RewardModel, Loadable):
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Ask about all samples at once."""
+        """Ask about all samples at the same time."""
         failed = self.spec.screen(batch)
         self.load()
         questions: dict[int, Sequence[Messages]] = {}
@@ -89,7 +91,7 @@ class ChatJudge(RewardModel, Loadable):
         return replace(output, reasons={**output.reasons, **self._partial(output, failed)})
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the values read, if each score that follows from them lies within the scale."""
+        """Return the values; raise Unparsable if a score that results is outside the scale."""
         values = self.read(answers)
         scores = self.combine(torch.tensor([values], dtype=torch.float64))
         low, high = self.spec.scale
@@ -103,7 +105,7 @@ class ChatJudge(RewardModel, Loadable):
         return scores.std(0) if len(scores) > 1 else torch.full_like(scores[0], torch.nan)
 
     def _partial(self, output: RewardOutput, failed: Mapping[int, str]) -> dict[int, str]:
-        """Return reasons for samples that got only some of their dimensions."""
+        """Return reasons for samples that lack some of their dimensions."""
         return {
             i: f"the judge gave no {', '.join(self._without(output, i))}"
             for i in output.reasons

@@ -21,16 +21,17 @@ Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Configures how answers are sampled."""
+    """Settings of the sampling of answers."""
 
     passes: PositiveInt = 1
-    """Independent answers per sample; the score is their mean."""
+    """Number of independent answers per sample; the score is their mean."""
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 1024
     seed: Seed = 42
     """Seed of the first pass; the following passes count up from it."""
     retries: NonNegativeInt = 2
-    """Maximum number of new answers, each with a new seed, for one that cannot be parsed."""
+    """Maximum number of new answers, each with a new seed, after an answer that cannot be parsed.
+    """
 
     def __post_init__(self) -> None:
         if self.passes < 1 or self.max_tokens < 1 or self.retries < 0 or self.temperature < 0:
@@ -42,12 +43,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the values and texts that one sample, or one comparison, received."""
+    """Values and texts for one sample or one comparison."""
 
     values: Float[Tensor, "k m"]
-    """One row per pass that could be read."""
+    """Values with one row per readable pass."""
     missing: Sequence[str]
-    """Reasons why each of the other passes could not be read."""
+    """Reasons of the passes that could not be read."""
     texts: Sequence[str]
     """Texts of the judge's answers, in order."""
 
@@ -60,7 +61,7 @@ class _Pass:
 
 
 class JudgeEnsemble:
-    """Asks one served judge the same questions in several independent passes."""
+    """Several independent passes of one served judge over the same questions."""
 
     def __init__(
         self, server: Server, sampling: Sampling, parameters: Mapping[str, Any] | None = None
@@ -78,9 +79,9 @@ class JudgeEnsemble:
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
-        """Return a verdict per entry; an entry is one or more conversations that are read together.
+        """Return one verdict per entry; the conversations of an entry are read together.
 
-        All requests are in flight at once, as far as the server's `concurrency` allows.
+        All requests are sent concurrently, up to the server's `concurrency`.
         """
         return self.client.run(self._collect(questions, read))
 
@@ -118,13 +119,13 @@ class JudgeEnsemble:
 
 
 def check_positive(**settings: int | float | None) -> None:
-    """Raise ValueError naming a setting that is not above 0; None is not checked."""
+    """Raise ValueError if a setting is not above 0; the message names it. None is not checked."""
     for name, value in settings.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
 
 
 def check_known(name: str, value: str, known: Collection[str]) -> None:
-    """Raise ValueError naming a setting that is not one of those known."""
+    """Raise ValueError if a setting is not one of the known values; the message names it."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")

@@ -22,10 +22,10 @@ _SAMPLING = Sampling(max_tokens=1)
 
 
 class Levels(ChatJudge):
-    """Scores the sum of value * probability over level words, renormalised to those words.
+    """Scores the sum of value * probability over the level words, renormalised to these words.
 
-    The server is asked to continue `beginning` (vLLM and sglang do); its next token must be a level
-    word. `square` pads images to squares with CLIP's mean colour, as both models were trained.
+    The server must continue `beginning` (vLLM and sglang can); the next token must be a level word.
+    `square` pads images to squares with CLIP's mean colour, as in the training of both models.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Levels(ChatJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation whose answer has begun."""
+        """Return one conversation that ends with the beginning of the answer."""
         if self.square:
             sample = replace(sample, media=pad_to_square(sample.media[0].detach())[None])
         pictures = encode_frames(sample, self.frames)
@@ -77,11 +77,12 @@ class Levels(ChatJudge):
 
 
 def deqa(server: Server, sampling: Sampling = _SAMPLING) -> Levels:
-    """Build DeQA-Score's question and scale, from 1 to 5: quality, whatever the prompt.
+    """Build DeQA-Score's question about image quality, on a scale from 1 to 5.
 
-    It is watched beside what a run optimises, with weight 0: where it falls while the reward rises,
-    pictures pay for the reward. `drift.Drift` of it says how much quality a video loses on its way.
-    DeQA's own weights are code for transformers 4 and need a server of their own; any served model
-    answers the same question otherwise.
+    The score does not depend on the prompt. Use it with weight 0 to detect reward hacking: if it
+    falls while the reward rises, the policy trades image quality for reward. With `drift.Drift` it
+    measures the quality that a video loses over time. DeQA's own weights are code for transformers
+    4 and need a separate server. Any other served model can answer the same question, with
+    different scores.
     """
     return Levels(server, DEQA_LEVELS, sampling=sampling, square=True)

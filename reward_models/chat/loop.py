@@ -1,4 +1,4 @@
-"""Runs an event loop in its own thread, so that code without one can wait for many requests."""
+"""Runs an event loop in a separate thread, so that synchronous code can wait for many requests."""
 
 import asyncio
 import threading
@@ -9,9 +9,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs one loop for the life of a client; semaphores and connections never meet a second one.
+    """Thread with one event loop that lives as long as its client.
 
-    A client that calls `asyncio.run` for every batch leaves them bound to a loop that is closed.
+    Semaphores and connections are bound to one loop. Calling `asyncio.run` for every batch would
+    leave them bound to a closed loop.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for it; an interrupt here cancels it there."""
+        """Run a coroutine in the loop and wait for it; an interrupt cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

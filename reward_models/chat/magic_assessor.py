@@ -1,6 +1,6 @@
-"""Implements MagicAssessor: whether an image has physical artefacts, and of which kind.
+"""Implements MagicAssessor: whether an image has physical artefacts, and their kinds.
 
-Source: MagicMirror, arXiv:2509.10260; labels and the form of answers are those of its code.
+Source: MagicMirror, arXiv:2509.10260; labels and answer format follow its code.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ REFINED = {
     "animal_anatomy": ("Limb Structure", "Posture Presentation", "Head Structure"),
     "attributes": ("Material Texture", "Detail Drawing", "Element Proportion", "Color Combination"),
 }
-"""Published refinements of a kind, without "L3: " and, where it stands, "Abnormal "."""
+"""Published refinements of a kind, without the prefixes "L3: " and "Abnormal "."""
 _SAMPLING = Sampling(max_tokens=2048)
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """Holds the content of the answer's box."""
+    """Content of the answer's box."""
 
     normal: bool
     artefacts: tuple[str, ...]
@@ -49,9 +49,10 @@ class Assessment:
 
 
 def parse_assessment(text: str) -> Assessment:
-    r"""Parse the verdict in the last \boxed{...}; labels of a normal image contradict it.
+    r"""Parse the verdict in the last \boxed{...}; reject labels for a normal image as
+    contradictory.
 
-    A kind of artefact is true, or a list of its refinements.
+    The value of a kind of artefact is true or false, or a list of its refinements.
     """
     found = parse_json_object(find_boxed(text))
     if "Whether Normal" not in found:
@@ -67,10 +68,10 @@ def parse_assessment(text: str) -> Assessment:
 
 
 def find_kind(label: str) -> str:
-    """Return the kind of artefact that a label, or a refinement, names.
+    """Return the kind of artefact for a label or a refinement.
 
     Raises:
-        Unparsable: It is none of the published labels.
+        Unparsable: It is not a published label.
     """
     for kind, published in KINDS.items():
         if label == published:
@@ -81,11 +82,12 @@ def find_kind(label: str) -> str:
 
 
 class MagicAssessor(ChatJudge):
-    """Scores 1 where the image is free of artefacts, of any or of one kind, else 0.
+    """Scores 1 if the image is free of artefacts, of any kind and of each kind, else 0.
 
-    With several passes a score is the share of them that say so. The image's shortest side is made
-    `side` pixels. The prompt is a reconstruction that asks for the published answer format and
-    labels; give the published text as `template`, with `{prompt}` where the image's prompt stands.
+    With several passes a score is the share of passes without artefacts. The image is resized to a
+    shortest side of `side` pixels. The prompt is a reconstruction that requests the published
+    answer format and labels. To use the published text, pass it as `template` with `{prompt}` in
+    the position of the image's prompt.
 
     Source: MagicMirror, arXiv:2509.10260; its code.
     """
@@ -111,7 +113,7 @@ class MagicAssessor(ChatJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with the image."""
+        """Return one conversation with the image."""
         shown = resize_shortest_side(sample.media[0].detach(), self.side)
         return [self.template.render(media=encode_images(shown), prompt=sample.prompts[0])]
 
@@ -123,7 +125,7 @@ class MagicAssessor(ChatJudge):
 
 
 def _labels(kind: str, said: Any) -> list[str]:
-    """Return a label and its refinements, if the answer has it."""
+    """Return a label and its refinements if the answer contains it."""
     if isinstance(said, list):
         return [kind, *map(str, said)] if said else []
     return [kind] if _parse_truth(said) else []

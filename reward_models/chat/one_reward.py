@@ -1,7 +1,8 @@
 """Implements a judge of two results by task and criterion, after OneReward.
 
-The one model gets the task and the criterion, and says whether the first of two results is better.
-Its weights are not released, so the question is a reconstruction, to be asked of any chat model.
+OneReward is one model that receives the task and the criterion and decides whether the first of two
+results is better. Its weights are not released, so the question is a reconstruction for any chat
+model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ TASKS = {
     "object_removal": "removing what is masked from a picture",
     "text_rendering": "writing a text into the masked part of a picture",
 }
-"""Names of tasks, as metadata have them, and their words in the question."""
+"""Task names in the metadata, and their wording in the question."""
 CRITERIA = {
     "text_alignment": "how well it does what the request asks",
     "consistency": "how well it fits what it must leave unchanged",
@@ -36,10 +37,10 @@ _SAMPLING = Sampling(max_tokens=1)
 class OneReward(PairJudge):
     """Scores the probability that the first result is better, per criterion, from the first token.
 
-    The task of a sample is the `task` of its metadata, one of the names in `tasks`, so that one run
-    can have several; `task` puts it in words for all samples instead. `criteria` maps names of
-    dimensions to descriptions of what to judge. References and mask, where a sample has them, are
-    shown before the results.
+    The task of a sample is the `task` of its metadata, one of the names in `tasks`, so one run can
+    mix tasks. Set `task` to use one description for all samples instead. `criteria` maps dimension
+    names to descriptions of the criterion. If a sample has references and a mask, they are shown
+    before the results.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class OneReward(PairJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation per criterion."""
+        """Return one conversation per criterion."""
         return [
             self.template.render(
                 prompt=first.prompts[0],

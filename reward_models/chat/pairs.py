@@ -17,12 +17,12 @@ from reward_models.chat.parsers import Unparsable
 
 
 def read_winner(found: Sequence[tuple[str, str]]) -> float:
-    """Return 1 where the matches name the first, 0 the second, 0.5 a tie.
+    """Return 1 if the matches name the first, 0 for the second, 0.5 for a tie.
 
     Each match is (`1` or `2`, tie).
 
     Raises:
-        Unparsable: none is named, or several verdicts contradict each other.
+        Unparsable: There is no match, or the matches contradict each other.
     """
     said = {{"1": 1.0, "2": 0.0}.get(which, 0.5) for which, _ in found}
     if len(said) != 1:
@@ -31,7 +31,7 @@ def read_winner(found: Sequence[tuple[str, str]]) -> float:
 
 
 class PairJudge(ABC):
-    """Says which of two samples of one prompt is better, in each dimension of its `spec`."""
+    """Judge that compares two samples of one prompt in each dimension of its `spec`."""
 
     def __init__(self, spec: RewardSpec, ensemble: JudgeEnsemble):
         self.spec, self.ensemble = spec, ensemble
@@ -42,15 +42,15 @@ class PairJudge(ABC):
 
     @abstractmethod
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return how much better the first is per dimension: 1 wins, 0 loses, 0.5 is a tie.
+        """Return the result of the first sample per dimension: 1 wins, 0 loses, 0.5 is a tie.
 
         Raises:
-            Unparsable: the judge is asked again.
+            Unparsable: The answer cannot be read. The judge is asked again.
         """
 
     @final
     def compare(self, pairs: Sequence[tuple[MediaBatch, MediaBatch]]) -> list[Verdict]:
-        """Return one verdict per pair, whose `missing` says what could not be read."""
+        """Return one verdict per pair; its `missing` lists reasons of unreadable passes."""
         return self.ensemble.collect([self.ask(*pair) for pair in pairs], self._read)
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
@@ -62,7 +62,10 @@ class PairJudge(ABC):
 
 @dataclass(frozen=True)
 class _Duel:
-    """Compares two samples of a group; `score` is the first one's, None if a verdict is missing."""
+    """Comparison of two samples of a group.
+
+    `score` is the score of the first sample, or None if a verdict is missing.
+    """
 
     first: int
     second: int
@@ -75,10 +78,10 @@ class _Duel:
 class WinRate(RewardModel, Loadable):
     """Scores the share of the other samples of its group that a sample beats; a tie is half a win.
 
-    All pairs of a group are compared. With `orders: both` each is shown in both orders and the two
-    verdicts are averaged, which cancels a preference for a position. A pair without a verdict in
-    every order counts for neither sample. Pref-GRPO, where the reward comes from, asks in one order
-    and counts an answer that it cannot read as half a win.
+    All pairs of a group are compared. With `orders: both` each pair is shown in both orders and the
+    two verdicts are averaged, which cancels a position bias. A pair that lacks a verdict in one of
+    the orders counts for neither sample. Pref-GRPO, the source of this reward, asks in one order
+    and counts an unreadable answer as half a win.
     """
 
     def __init__(self, judge: PairJudge, orders: Literal["both", "one"] = "both"):
@@ -94,7 +97,7 @@ class WinRate(RewardModel, Loadable):
         )
 
     def load(self) -> None:
-        """Check that the judge's server is there and offers the model."""
+        """Check that the judge's server is running and offers the model."""
         self.judge.ensemble.client.load()
 
     def close(self) -> None:
@@ -102,7 +105,7 @@ class WinRate(RewardModel, Loadable):
         self.judge.ensemble.client.close()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Compare all pairs of all groups at once."""
+        """Compare all pairs of all groups at the same time."""
         failed = self.spec.screen(batch)
         self.load()
         groups: dict[int, list[int]] = {}
@@ -134,7 +137,7 @@ class WinRate(RewardModel, Loadable):
 
 
 def _check_group(batch: MediaBatch, group: int, members: Sequence[int]) -> None:
-    """Raise ValueError where a group's samples do not answer one request."""
+    """Raise ValueError if a group's samples do not share one request."""
     if len(prompts := {batch.prompts[i] for i in members}) > 1:
         raise ValueError(f"group {group} has samples of {len(prompts)} different prompts")
     shared = batch.references[members[0]] if batch.references else ()
@@ -145,7 +148,7 @@ def _check_group(batch: MediaBatch, group: int, members: Sequence[int]) -> None:
 
 
 def _average_verdicts(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:
-    """Average a pair's verdicts; `swapped` is `straight` where it was shown in one order only."""
+    """Average a pair's verdicts; `swapped` is `straight` if it was shown in one order only."""
     turns = [straight] if swapped is straight else [straight, swapped]
     missing = [v.missing[0] for v in turns if len(v.values) == 0]
     texts = [text for v in turns for text in v.texts]
@@ -164,7 +167,7 @@ def _score_for(i: int, duel: _Duel) -> Float[Tensor, "R"]:
 
 
 def _summarise(duels: Sequence[_Duel]) -> Mapping[str, Any]:
-    """Summarise a sample's comparisons for the extras."""
+    """Return a summary of a sample's comparisons for the extras."""
     decided = [d for d in duels if d.score is not None]
     return {
         "pairs": len(duels),

@@ -1,4 +1,4 @@
-"""Parses judges' answers; an answer that is not exact is rejected, never guessed."""
+"""Parses judges' answers; ambiguous answers are rejected and never guessed."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from reward_models.chat.client import ChatAnswer
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?![.,]?\w|%)"
-"""Pattern of a decimal number that is not the beginning of something longer."""
+"""Pattern of a decimal number that is not the beginning of a longer token."""
 _SCORE = re.compile(rf"({NUMBER})(?:\s*/\s*({NUMBER}))?")
 _LISTED = re.compile(
     rf"scores?\W{{0,4}}[:=]\s*(\[[^\[\]]*\]|{NUMBER}(?:\s*,\s*{NUMBER})*[\s}}]*$)", re.I
@@ -18,7 +18,7 @@ _WORD = re.compile(r"[^\w]*(\w+)[^\w]*")
 
 
 class Unparsable(Exception):
-    """Raised where an answer gives no score; the text says why."""
+    """Raised if an answer contains no score; the text gives the reason."""
 
 
 def strip_thoughts(text: str) -> str:
@@ -27,10 +27,10 @@ def strip_thoughts(text: str) -> str:
 
 
 def parse_score(text: str, low: float, high: float) -> float:
-    """Parse the number that a text begins with, or `4/5` where the scale ends at 5.
+    """Parse the number at the beginning of a text, or `4/5` on a scale that ends with 5.
 
     Raises:
-        Unparsable: there is none, or it is outside the range.
+        Unparsable: There is no number, or it is outside the range.
     """
     found = _SCORE.match(text.strip())
     if found is None:
@@ -47,7 +47,7 @@ def parse_scores(text: str, low: float, high: float) -> list[float]:
     """Parse the one or two numbers of an answer `{"reasoning": ..., "score": [a, b]}`.
 
     JSON with small faults (quotes, bare keys, text around it), `score: a, b` and bare numbers are
-    read; a list that was cut off, three numbers, or one outside the range is not.
+    accepted. Truncated lists, three numbers, and numbers outside the range are rejected.
     """
     answer = strip_thoughts(text).replace("||V^=^V||", "").strip()
     values = _find_json_scores(answer)
@@ -85,12 +85,12 @@ def parse_json_object(text: str) -> Mapping[str, Any]:
 
 
 def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> list[float]:
-    """Return how one token's probability divides over words, whatever their case and spacing.
+    """Return one token's probabilities of the words, renormalised, ignoring case and spacing.
 
     A word that is not among the likeliest tokens counts as impossible.
 
     Raises:
-        Unparsable: none of the words is there.
+        Unparsable: None of the words is among the likeliest tokens.
     """
     if not answer.tokens:
         raise Unparsable("the server sent no log-probabilities")

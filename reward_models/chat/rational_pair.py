@@ -15,7 +15,7 @@ from reward_models.chat.template import describe, read_template
 
 DIMS = ("text", "visual", "overall")
 _NEUTRAL = 2.5
-"""Score in place of N/A, in the middle of the scale from 1 to 4."""
+"""Score that replaces N/A, in the middle of the scale from 1 to 4."""
 _VISUAL = ("image_faithfulness", "physical_quality")
 _SAMPLING = Sampling(temperature=0.1, max_tokens=3072)
 
@@ -24,7 +24,7 @@ def parse_pair(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float,
     """Parse `Score A:` and `Score B:` of every section; N/A is 2.5.
 
     Raises:
-        Unparsable: a score is missing or outside 1 to 4.
+        Unparsable: A score is missing or outside 1 to 4.
     """
     titles = {name: title.replace(" and Visual", "") for name, title in sections.items()}
     bodies = split_sections(text, titles)
@@ -49,8 +49,8 @@ def sum_sections(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[f
 class RationalPair(PairJudge):
     """Compares two images, or two edits of one source, by the totals of their section scores.
 
-    The bundled prompt asks for the published answer format in our words; scores are those of the
-    paper only under the published text (`template`).
+    The bundled prompt requests the published answer format in our wording. Use the published text
+    (`template`) to obtain the scores of the paper.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RationalPair(PairJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with both images, after their source for an edit."""
+        """Return one conversation with both images, preceded by their source for an edit."""
         titles = [title.replace(" and Visual", "") for title in self.sections.values()]
         return [
             self.template.render(
@@ -90,7 +90,7 @@ class RationalPair(PairJudge):
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return which image has the higher total, per dimension."""
+        """Return 1, 0 or 0.5 per dimension, depending on the image with the higher total."""
         sums = sum_sections(parse_pair(answers[0].text, self.sections)).values()
         return [0.5 if a == b else float(a > b) for a, b in sums]
 

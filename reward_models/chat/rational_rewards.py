@@ -1,7 +1,7 @@
 """Implements RationalRewards: an image, or an edit, judged section by section with reasons.
 
-Scores from 1 to 4 become 0 to 1. The bundled prompts ask for the published answer format in our
-words; scores are those of the paper only under the published text (`template`).
+Scores from 1 to 4 are mapped to 0 to 1. The bundled prompts request the published answer format in
+our wording. Use the published text (`template`) to obtain the scores of the paper.
 """
 
 import math
@@ -34,15 +34,15 @@ _SAMPLING = Sampling(temperature=0.1, max_tokens=2048)
 
 
 def parse_sections(text: str, sections: Mapping[str, str]) -> dict[str, float]:
-    """Parse the first score of every section; NaN where it is N/A, missing or unreadable."""
+    """Parse the first score of every section; NaN if it is N/A, missing or unreadable."""
     return {name: _parse_first_score(body) for name, body in split_sections(text, sections).items()}
 
 
 def split_sections(text: str, sections: Mapping[str, str]) -> dict[str, str]:
-    """Return the text of every section, empty where it is missing.
+    """Return the text of every section, empty if the section is missing.
 
-    Sections begin with `1. Text Faithfulness` and so on, in order; where none is numbered, with
-    `Text Faithfulness:`. Everything from `# Summary:` on is ignored.
+    Sections begin with `1. Text Faithfulness` and so on, in order. If no section is numbered, they
+    begin with `Text Faithfulness:`. Everything from `# Summary:` on is ignored.
     """
     body = strip_thoughts(text).partition("# Summary:")[0]
     numbered = [rf"^[ \t]*{k}\.[^\n]*{re.escape(n)}" for k, n in enumerate(sections.values(), 1)]
@@ -61,7 +61,7 @@ def average_sections(scores: Mapping[str, float]) -> float:
     """Return (m - 1) / 3 for the mean m of the sections with a score, each clamped to 1 to 4.
 
     Raises:
-        Unparsable: no section has one.
+        Unparsable: No section has a score.
     """
     given = [_clamp(score) for score in scores.values() if not math.isnan(score)]
     if not given:
@@ -73,7 +73,7 @@ class RationalRewards(ChatJudge):
     """Scores each section and their mean from 0 to 1; a section may not apply (N/A).
 
     `edit` compares with the source image, the first reference. `prefix` is put before the names of
-    the dimensions, for runs in which another reward has the same ones.
+    the dimensions, for runs in which another reward has the same names.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RationalRewards(ChatJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with the image, after its source for an edit."""
+        """Return one conversation with the image, preceded by its source for an edit."""
         before = {"references": encode_source(sample)} if self.task == "edit" else {}
         return [
             self.template.render(prompt=sample.prompts[0], media=encode_frames(sample), **before)

@@ -1,4 +1,4 @@
-"""Lets a chat model on a server judge a checklist."""
+"""Uses a served chat model as the judge of a checklist."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ _SAMPLING = Sampling(max_tokens=1)
 class ServedYesNo(YesNoJudge):
     """Answers P(yes) / (P(yes) + P(no)) of the first token, one conversation per question.
 
-    All questions about all samples are in flight at once; the server's prefix cache computes only
-    once what questions about one sample share. A video is shown in at most `frames` frames.
+    All questions about all samples are sent concurrently; the server's prefix cache shares the
+    computation of a sample between its questions. Of a video at most `frames` frames are shown.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class ServedYesNo(YesNoJudge):
         self.version = self.ensemble.version(frames=frames, **describe(self.template))
 
     def load(self) -> None:
-        """Check that the server is there and offers the model."""
+        """Check that the server is running and offers the model."""
         self.ensemble.client.load()
 
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
-        """Return P(yes) of every question; NaN where a sample cannot be shown or read."""
+        """Return P(yes) of every question; NaN if a sample or an answer cannot be used."""
         self.load()
         width = len(questions[0]) if questions else 0
         answers = torch.full((len(batch), width), torch.nan)

@@ -15,15 +15,15 @@ _USER = "\n=== user ===\n"
 
 @dataclass(frozen=True)
 class Template:
-    """Holds the text of a user prompt, and of a system prompt where there is one."""
+    """Text of a user prompt, with an optional system prompt."""
 
     user: str
     system: str = ""
 
     def render(self, **slots: str | Sequence[str]) -> list[dict[str, Any]]:
-        """Return the messages, with words in their slots and images (data URLs) in theirs.
+        """Return the messages, with words and images (data URLs) inserted into their slots.
 
-        The content of a slot is not searched for slots: a prompt may contain `{media}`.
+        The content of a slot is not searched for slots, because a prompt may contain `{media}`.
         """
         parts: list[dict[str, Any]] = []
         for i, piece in enumerate(_SLOT.split(self.user)):
@@ -35,10 +35,10 @@ class Template:
 
 
 def read_template(source: str, slots: Sequence[str], optional: Sequence[str] = ()) -> Template:
-    """Read a bundled prompt by its name, or another by its path.
+    """Read a bundled prompt by its name, or another prompt by its path.
 
     Raises:
-        ValueError: it does not exist, lacks one of the slots or has one that is never filled.
+        ValueError: It does not exist, lacks one of the slots, or has an unknown slot.
     """
     own, ours = Path(bundled(source)), _FOLDER / f"{source}.txt"
     path = ours if ours.is_file() else own

@@ -1,6 +1,6 @@
 """Parses the answers of UnifiedReward about two results; no answer is guessed.
 
-Every function returns how much better the first is: 1 wins, 0 loses, 0.5 is a tie.
+Every function returns the result of the first: 1 wins, 0 loses, 0.5 is a tie.
 """
 
 import re
@@ -40,14 +40,14 @@ def parse_better(text: str) -> float:
 
 
 def parse_better_after_thinking(text: str) -> float:
-    """Parse the same, from within <answer> and </answer> only."""
+    """Parse the verdict of `parse_better` or a tie, within <answer> and </answer> only."""
     return read_winner(_ANSWER.findall(strip_thoughts(text)))
 
 
 def parse_thoughts(text: str, names: Sequence[str]) -> list[float]:
     """Compare the scores from 1 to 10 that the thoughts give in each dimension.
 
-    A dimension is found by the word that it begins with; the last of each counts.
+    A dimension is found by its first word; if it occurs several times, the last one counts.
     """
     thoughts = text.rpartition("</think>")[0]
     blocks = {name.lower().split()[0]: scores for name, *scores in _BLOCK.findall(thoughts)}
@@ -70,7 +70,8 @@ def parse_shares(text: str, names: Sequence[str]) -> list[float]:
 def parse_report(text: str) -> list[float]:
     """Parse Flex's JSON: the winner, then the mean share of the first in categories A, B and C.
 
-    The fence that the prompt opens may or may not be closed. The scores of a dimension sum to 10.
+    The code fence that the prompt opens may be closed or left open. The scores of a dimension sum
+    to 10.
     """
     answer = strip_thoughts(text)
     found = parse_json_object(answer[answer.find("{") : answer.rfind("}") + 1])
@@ -92,7 +93,7 @@ def parse_report(text: str) -> list[float]:
 
 
 def parse_higher(text: str) -> float:
-    """Compare two scores without bounds, which may be negative or whole.
+    """Compare two scores without bounds, which may be negative or integers.
 
     They are named, as in `Image 1: -2.5`, or the only two numbers of the answer.
     """
@@ -106,7 +107,7 @@ def parse_higher(text: str) -> float:
 
 
 def compare_scores(first: float, second: float) -> float:
-    """Return 1 where the first is higher, 0 where the second is, 0.5 where both are equal."""
+    """Return 1 if the first is higher, 0 if the second is, 0.5 if both are equal."""
     return 0.5 if first == second else float(first > second)
 
 

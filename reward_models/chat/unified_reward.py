@@ -1,9 +1,9 @@
-"""Implements UnifiedReward: scores of one image or video, or which of two is better.
+"""Implements UnifiedReward: scores of one image or video, or the better one of two.
 
-Scores from 1 to 5 are the model's own scale. The bundled prompts ask for the published answer
-formats in our words; scores are those of the papers only under the published text (`template`),
-which CodeGoat24/UnifiedReward (read at ff6f520) has under the MIT licence. Edits from 0 to 25 are
-scored by `edit_score.EditScore` with UnifiedReward-Edit as its model.
+Scores from 1 to 5 are the model's own scale. The bundled prompts request the published answer
+formats in our wording. Use the published text (`template`) to obtain the scores of the papers;
+CodeGoat24/UnifiedReward (read at ff6f520) has it under the MIT licence. For edits scored from 0 to
+25, use `edit_score.EditScore` with UnifiedReward-Edit as its model.
 
 Source: UnifiedReward, arXiv:2503.05236; -Think, arXiv:2505.03318.
 """
@@ -45,10 +45,10 @@ _PAIR = Sampling(max_tokens=4096)
 
 
 def parse_axes(text: str) -> dict[str, float]:
-    """Parse the axes in an answer such as `Style Score (1-5): 3.5`; the last of each counts.
+    """Parse the axes in an answer such as `Style Score (1-5): 3.5`; the last of each axis counts.
 
     Raises:
-        Unparsable: it names none, or a score is outside 1 to 5.
+        Unparsable: There is no axis, or a score is outside 1 to 5.
     """
     found = {name.lower(): rest for name, rest in _AXIS.findall(strip_thoughts(text))}
     if not found:
@@ -67,10 +67,10 @@ def parse_final_score(text: str) -> float:
 class UnifiedRewardPoint(ChatJudge):
     """Scores an image or a video against its prompt from 1 to 5.
 
-    `axes` (UnifiedReward 2.0) gives alignment, coherence and style of an image; `video` (2.0)
-    alignment, physics and style of a video, of which it sees the first frame of each of `frames`
-    equal parts; `final` (1.0) one overall score of an image. `squash` resizes images to a square
-    with sides of that many pixels, Flow-GRPO's choice with 512.
+    `axes` (UnifiedReward 2.0) gives alignment, coherence and style of an image. `video` (2.0) gives
+    alignment, physics and style of a video, from the first frame of each of `frames` equal parts.
+    `final` (1.0) gives one overall score of an image. `squash` resizes images to a square with
+    sides of this many pixels; Flow-GRPO uses 512.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class UnifiedRewardPoint(ChatJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with the image, or with frames of the video."""
+        """Return one conversation with the image, or with frames of the video."""
         frames = sample.media[0].detach()
         frames = frames[parts(len(frames), min(self.frames, len(frames)))]
         frames = frames if self.squash is None else resize_to_square(frames, self.squash)
         return [self.template.render(prompt=sample.prompts[0], media=encode_images(frames))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the scores that the answer names."""
+        """Return the scores in the answer."""
         if self.form == "final":
             return [parse_final_score(answers[0].text)]
         scores = parse_axes(answers[0].text)
@@ -124,7 +124,7 @@ class _PairForm:
     read: Callable[[str], list[float]]
     modality: Literal["image", "video", "any"] = "any"
     choose: Callable[[int, int], list[int]] = evenly
-    """Chooses the frames of a video."""
+    """Function that selects the frames of a video."""
 
 
 def _think(text: str, *names: str) -> list[float]:
@@ -161,15 +161,15 @@ _PAIR_FORMS = {
 
 
 class UnifiedRewardPair(PairJudge):
-    """Says which of two images, or of two videos (in frames), fits the prompt better.
+    """Compares two images, or two videos (as frames), by how well they fit the prompt.
 
     | form | UnifiedReward | dimensions |
     |---|---|---|
-    | `plain` | 1.0 | which is better |
-    | `think` | -Think, which reasons first | which is better |
-    | `think_image`, `think_video` | -Think | also which its thoughts give more points in each |
+    | `plain` | 1.0 | winner |
+    | `think` | -Think, which reasons first | winner |
+    | `think_image`, `think_video` | -Think | winner, and higher score per aspect in its thoughts |
     | `score` | 2.0 | the first's share of alignment, coherence and style |
-    | `flex` | -Flex, which finds its own criteria | winner, and its share in three categories |
+    | `flex` | -Flex, which chooses its own criteria | winner, and its share in three categories |
     """
 
     def __init__(
@@ -197,21 +197,21 @@ class UnifiedRewardPair(PairJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with both."""
+        """Return one conversation with both samples."""
         one, two = (encode_frames(x, self.frames, self.form.choose) for x in (first, second))
         return [self.template.render(prompt=first.prompts[0], first=one, second=two)]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return how much better the first is in each dimension."""
+        """Return the result of the first sample in each dimension."""
         return self.form.read(answers[0].text)
 
 
 class UnifiedRewardEdit(PairJudge):
-    """Says which of two edits of a source, the first reference, follows the instruction better.
+    """Compares two edits of a source (the first reference) by how well they follow the instruction.
 
-    `rank` asks UnifiedReward-Edit for a verdict; `score` for a score of each, of which the higher
-    wins. The released example of the latter reads digits, a dot and digits: it loses minus signs
-    and takes whole numbers for none.
+    `rank` asks UnifiedReward-Edit for a verdict; `score` asks for a score of each edit, and the
+    higher score wins. The released example for scores only parses digits, a dot and digits, so it
+    loses minus signs and ignores integers.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class UnifiedRewardEdit(PairJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with the source and both edits."""
+        """Return one conversation with the source and both edits."""
         return [
             self.template.render(
                 prompt=first.prompts[0],

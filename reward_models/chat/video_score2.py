@@ -1,8 +1,7 @@
 """Implements VideoScore2: visual quality, prompt alignment and physical plausibility of a video.
 
-`upstream` weighs the digits the way its released code does. The bundled prompt asks for the
-published answer format in our words; scores are those of the paper only under the published text
-(`template`).
+`upstream` weights the digits as its released code does. The bundled prompt requests the published
+answer format in our wording. Use the published text (`template`) to obtain the scores of the paper.
 """
 
 import math
@@ -33,7 +32,7 @@ _SAMPLING = Sampling(temperature=0.7)
 
 
 def find_scores(text: str) -> list[tuple[int, str]]:
-    """Return where the three whole numbers from 1 to 5 begin, and their text."""
+    """Return the start and the text of each of the three integer scores from 1 to 5."""
     thought = text.rfind("</think>") + 1
     found = _NUMBERED.search(text, thought) or _PLAIN.search(text, thought)
     if found is None:
@@ -44,10 +43,10 @@ def find_scores(text: str) -> list[tuple[int, str]]:
 
 
 def soft_scores(answer: ChatAnswer, mode: Literal["expectation", "upstream"]) -> list[float]:
-    """Return the three scores from the probabilities of digits 1 to 5 where each was written.
+    """Return the three scores from the probabilities of digits 1 to 5 at the score positions.
 
-    expectation: sum of digit * share. upstream: the likeliest digit times its share, as released;
-    not an expectation: a share of 0.4 for 5 gives 2.0, less than a certain 3.
+    expectation: sum of digit * share. upstream: the likeliest digit times its share, as released.
+    It is not an expectation: a share of 0.4 for 5 gives 2.0, less than a certain 3.
     """
     pieces = [token for token, _ in answer.tokens]
     ends = list(accumulate(len(piece) for piece in pieces))
@@ -62,11 +61,11 @@ def soft_scores(answer: ChatAnswer, mode: Literal["expectation", "upstream"]) ->
 
 
 class VideoScore2(ChatJudge):
-    """Scores a video in three dimensions, from 1 to 5 (`upstream`: from 0.2 on).
+    """Scores a video in three dimensions, from 1 to 5 (`upstream`: from 0.2).
 
-    `integer` takes the numbers as written; `expectation` and `upstream` weigh digits by their
-    probability. The video is shown in separate frames at `rate` per second: a server that takes
-    data URLs of images reads them as images, not with a video's positions.
+    `integer` takes the numbers as written; `expectation` and `upstream` weight digits by their
+    probability. The video is shown as separate frames at `rate` per second, because a server that
+    receives data URLs reads them as images, without a video's positions.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class VideoScore2(ChatJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with the frames."""
+        """Return one conversation with the frames."""
         video = sample.media[0].detach()
         if not 0 < sample.fps[0] < math.inf:
             raise Unscorable(f"{sample.fps[0]} frames per second is not a frame rate")
@@ -104,7 +103,7 @@ class VideoScore2(ChatJudge):
         return [self.template.render(prompt=sample.prompts[0], media=encode_images(shown))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the three scores by the chosen mode."""
+        """Return the three scores in the selected mode."""
         if self.mode == "integer":
             return [float(number) for _, number in find_scores(answers[0].text)]
         if not answers[0].tokens:

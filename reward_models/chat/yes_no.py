@@ -17,8 +17,8 @@ _SAMPLING = Sampling(max_tokens=1)
 class YesNo(ChatJudge):
     """Scores P(yes) / (P(yes) + P(no)) of the first token, in one dimension per question.
 
-    `Yes`, ` yes` and `YES` are one answer. A question may contain {prompt}. A video is shown in at
-    most `frames` frames. A model that thinks before it answers cannot be read this way.
+    `Yes`, ` yes` and `YES` count as the same answer. A question may contain {prompt}. Of a video at
+    most `frames` frames are shown. Models that think before they answer are not supported.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class YesNo(ChatJudge):
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation per question."""
+        """Return one conversation per question."""
         pictures = encode_frames(sample, self.frames)
         return [
             self.template.render(

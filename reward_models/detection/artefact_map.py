@@ -1,9 +1,9 @@
-"""Implements where artefacts are: MagicAssessor's labels, brought to places by a detector.
+"""Maps where artefacts are, by assigning MagicAssessor's labels to detected objects.
 
-The labels say of what kind an artefact is and not where. Here a detector's people, animals and
-objects are the places of artefacts in the anatomy of people and of animals and in the form of
-objects; the other kinds lie anywhere. The labels are MagicMirror's, arXiv:2509.10260, the places
-are ours.
+The labels give the kind of an artefact but not its position. Artefacts in the anatomy of humans, in
+the anatomy of animals, and in the form of objects are assigned to the detected persons, animals and
+objects. Artefacts of other kinds are assigned to the whole image. The labels are MagicMirror's,
+arXiv:2509.10260; the assignment is our choice.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ PEOPLE = frozenset({"person"})
 ANIMALS = frozenset(
     {"bird", "cat", "dog", "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe"}
 )
-"""Animals among the classes of COCO."""
+"""Animal classes of COCO."""
 _ANYWHERE = ("interaction", "attributes", "other")
 
 
 class ArtefactMap(RewardModel, Loadable):
-    """Scores like the judge, and maps how free of artefacts each place is, in [0, 1].
+    """Scores like the judge, and maps the absence of artefacts at each pixel, in [0, 1].
 
-    A detected person, animal or object has the judge's score of that kind, other places 1, all of
-    them times the lowest score of the kinds that lie anywhere. Where detections overlap, the worse
-    one counts.
+    A pixel of a detected person, animal or object has the judge's score for this kind; other pixels
+    have 1. Where detections overlap, the lower score counts. All pixels are multiplied by the
+    lowest score of the remaining kinds.
     """
 
     def __init__(self, judge: MagicAssessor, detector: Detector, threshold: UnitInterval = 0.5):
@@ -59,7 +59,7 @@ class ArtefactMap(RewardModel, Loadable):
         self.detector.load()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Ask the judge about all samples, and detect in those that it scored."""
+        """Ask the judge about all samples, and run the detector on samples that it scored."""
         output = self.judge.score(batch)
         height, width = batch.media.shape[-2:]
         places = torch.full((len(batch), height, width), torch.nan)
@@ -76,7 +76,7 @@ class ArtefactMap(RewardModel, Loadable):
 def paint_artefacts(
     found: Sequence[Detection], free: dict[str, float], height: int, width: int
 ) -> Float[Tensor, "height width"]:
-    """Return how free of artefacts each place is, from detections and the scores of kinds."""
+    """Return the absence of artefacts per pixel, from detections and the score of each kind."""
     boxes = torch.tensor([one.box for one in found]).reshape(-1, 4)
     worth = torch.tensor([free[_kind(one.label)] for one in found])
     picture = paint_boxes(boxes, worth, height, width, elsewhere=1.0, best=False)

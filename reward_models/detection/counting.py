@@ -1,4 +1,4 @@
-"""Implements counting: whether an image contains as many objects as asked for."""
+"""Implements a counting reward: whether an image contains the requested number of objects."""
 
 from statistics import fmean
 
@@ -16,12 +16,11 @@ from reward_models.detection.geneval import (
 class Counting(RuleReward, Loadable):
     """Scores object counts: `count` by the relative error, `exact` by whether all counts are right.
 
-    count: 1 - |found - asked| / asked, at least 0, averaged over the classes asked for.
-    exact: 1 where every number is right.
+    count: 1 - |found - asked| / asked, at least 0, averaged over the requested classes. exact: 1 if
+    every count is right, else 0.
 
-    The classes to count are listed in the metadata's `include`, a list of {class, count} with
-    GenEval's schema; other keys of a clause do not matter here. Only detections with a score above
-    `threshold` count.
+    The metadata's `include` lists the classes to count as {class, count} in GenEval's schema; other
+    keys of a clause are ignored. Only detections with a score above `threshold` count.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Counting(RuleReward, Loadable):
         self.detector.load()
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Detect the objects and compare their numbers."""
+        """Detect the objects and compare their counts."""
         self.load()
         asked = parse_clauses(metadata_of(sample), "include")
         if not asked:

@@ -1,10 +1,10 @@
-"""Implements GenEval: whether the asked objects are there, in number, colour and position.
+"""Implements GenEval: whether the requested objects are present in count, colour and position.
 
 Rules apply to detections; the detector is a separate object. Metadata has GenEval's schema: `tag`,
 `include`: a list of {class, count, color?, position?: [relation, index of an earlier clause]}, and
 `exclude`: a list of {class, count}.
 
-Source: GenEval, arXiv:2310.11513v1; its exact_match and dense rules are those of the code
+Source: GenEval, arXiv:2310.11513v1. The exact_match and dense rules follow the code
 yifan123/reward-server @ 92ac29fb32.
 """
 
@@ -27,7 +27,7 @@ _SLACK = 0.1
 
 @dataclass(frozen=True)
 class Clause:
-    """Describes one thing that a prompt asks for, or forbids."""
+    """Group of objects that a prompt requires or forbids."""
 
     label: str
     count: int
@@ -40,13 +40,13 @@ class Clause:
 class GenEval(RuleReward, Loadable):
     """Scores a prompt's objects as `exact_match`, `correct` (GenEval's rule) and `dense`.
 
-    exact_match: 1 where the image shows exactly what was asked for.
-    correct: GenEval's own rule, which allows surplus objects of an asked class.
-    dense: the mean over all that is checked, 1 where exact_match.
+    exact_match: 1 if the image shows exactly the requested objects. correct: GenEval's own rule,
+    which allows surplus objects of a requested class. dense: mean over all checks; 1 if exact_match
+    is 1.
 
-    GenEval's task score is the mean of `correct` per tag, averaged over its six tags. A sample that
-    asks for a class that the detector does not know, or for a colour where it names none, is
-    invalid.
+    GenEval's task score is the mean of `correct` per tag, averaged over its six tags. A sample is
+    invalid if it requests a class that the detector does not know, or a colour when the detector
+    does not name colours.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GenEval(RuleReward, Loadable):
 
 
 def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> None:
-    """Refuse settings with which no object would ever be found."""
+    """Raise ValueError for settings with which no object would ever be found."""
     if not all(0 <= threshold < 1 for threshold in thresholds) or max_objects < 1:
         raise ValueError(
             f"thresholds {list(thresholds)} of {name} must be in [0, 1), "
@@ -100,7 +100,7 @@ def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> 
 
 
 def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
-    """Raise Unscorable where the detector cannot detect what is asked for."""
+    """Raise Unscorable if the detector cannot detect the requested objects."""
     unknown = {clause.label for clause in asked} - detector.classes()
     if unknown:
         raise Unscorable(f"the detector knows no {', '.join(sorted(unknown))}")
@@ -119,7 +119,7 @@ def select_detections(detections: Sequence[Detection], threshold: float, most: i
 def find_relations(a: Detection, b: Detection) -> set[str]:
     """Return the relations of a to b: none, one or two of RELATIONS.
 
-    The offset of the centres is shortened by a tenth of both sizes; what is left must be more than
+    The offset of the centres is shortened by a tenth of both sizes. The remainder must be more than
     half of the offset.
     """
     ax, ay, a_width, a_height = _centre_and_size(a)
@@ -143,7 +143,7 @@ def _shorten(offset: float, by: float) -> float:
 
 
 def is_correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) -> bool:
-    """Apply GenEval's own rule: at least the asked number, and the surest of them must fit."""
+    """Apply GenEval's own rule: enough objects, and the ones with the highest scores must match."""
     matched: list[Sequence[Detection] | None] = []
     for clause in include:
         objects = found.get(clause.label, ())[: clause.count]
@@ -159,12 +159,12 @@ def is_correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Foun
 def grade(
     include: Sequence[Clause], exclude: Sequence[Clause], found: Found
 ) -> tuple[float, float]:
-    """Return (exact_match, dense): exact match, and the mean over everything that is checked.
+    """Return (exact_match, dense): exact match, and the mean over all checks.
 
-    Dense parts: 1 - |found - asked| / asked for every number; the same for colours where the number
-    is right; 0 or 1 for a relation where number and colour are; one 0 for a colour or relation that
-    could not be checked because the number is wrong. The reference adds a 1 after every failed
-    relation; here a wrong relation gives 0 and no more.
+    Checks of `dense`: 1 - |found - asked| / asked for every count; the same for colours if the
+    count is right; 0 or 1 for a relation if count and colours are right; one 0 for a colour or
+    relation that could not be checked because the count is wrong. The reference adds a 1 after
+    every failed relation; here a wrong relation only adds 0.
     """
     matched: list[Sequence[Detection] | None] = []
     parts: list[float] = []
@@ -191,7 +191,7 @@ def _closeness(found: int, asked: int) -> float:
 
 
 def _count_coloured(clause: Clause, objects: Sequence[Detection]) -> int:
-    """Count the objects that have the asked colour; all, if none is asked for."""
+    """Count the objects with the requested colour; all objects if no colour is requested."""
     return sum(clause.colour in (None, d.colour) for d in objects)
 
 
@@ -200,7 +200,7 @@ def _is_placed(
     objects: Sequence[Detection],
     matched: Sequence[Sequence[Detection] | None],
 ) -> bool:
-    """Return whether every object has the asked relation to every object of the other clause."""
+    """Return whether every object has the requested relation to each object of the other clause."""
     if clause.relation is None:
         return True
     others = matched[clause.other]
@@ -214,7 +214,7 @@ def _shows_excluded(exclude: Sequence[Clause], found: Found) -> bool:
 
 
 def parse_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
-    """Parse the clauses under `include` or `exclude`; Unscorable where they break the schema."""
+    """Parse the clauses under `include` or `exclude`; raise Unscorable if they break the schema."""
     rows = metadata.get(key, [])
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise Unscorable(f"its metadata {key!r} is no list of clauses")

@@ -1,7 +1,6 @@
-"""Implements text rendering: whether an image shows the text that its prompt asks for.
+"""Implements a text rendering reward: whether an image shows the text that its prompt requests.
 
-Source: the OCR reward of Flow-GRPO, arXiv:2505.05470v5, computed like in its code (mode
-`contained`).
+Source: the OCR reward of Flow-GRPO, arXiv:2505.05470v5; mode `contained` follows its code.
 """
 
 import re
@@ -36,10 +35,10 @@ Over = Literal["mean", "max"]
 
 
 class TextReader(Loadable):
-    """Reads the text in images."""
+    """Reader of text in images."""
 
     version: str
-    """Identifies everything that determines its readings."""
+    """Identifier of everything that determines its readings."""
 
     @abstractmethod
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
@@ -47,7 +46,7 @@ class TextReader(Loadable):
 
 
 class RapidOCR(TextReader):
-    """Reads with PP-OCRv4 on onnxruntime; the weights come with the PyPI package (Apache-2.0).
+    """Reader with PP-OCRv4 on onnxruntime; the weights come with the PyPI package (Apache-2.0).
 
     Lines with a score below `confidence` are dropped. `threads` 0 leaves the number to onnxruntime.
     """
@@ -60,7 +59,7 @@ class RapidOCR(TextReader):
         self._engine: Any = None
 
     def load(self) -> None:
-        """Open the networks, once."""
+        """Open the networks once."""
         if self._engine is None:
             engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
             self._engine = engine(
@@ -68,22 +67,22 @@ class RapidOCR(TextReader):
             )
 
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
-        """Return the lines that the recogniser is confident enough about."""
+        """Return the lines with a confidence of at least `confidence`."""
         self.load()
         lines, _ = self._engine(picture[..., ::-1].copy())  # it reads arrays in OpenCV's BGR
         return [text for _, text, _ in lines or ()]
 
 
 class OCR(RuleReward, Loadable):
-    """Scores how much of the asked text is shown, in [0, 1]; the one dimension is named by `mode`.
+    """Scores how much of the requested text is shown, in [0, 1]; `mode` names the only dimension.
 
     The target is `metadata["text"]` or the first double-quoted span of the prompt; a sample without
-    either cannot be scored. Case and white space do not count; lines are joined.
+    either cannot be scored. Case and white space are ignored, and lines are joined.
 
-    `contained`: 1 where the target occurs anywhere, otherwise the same as `cer`. The rule of the
-    literature, and hackable: an image full of text contains every short target.
-    `cer`: 1 minus the character error rate, at least 0: surplus text costs.
-    `exact`: 1 where exactly the target is read, else 0.
+    `contained`: 1 if the target occurs anywhere, otherwise the same as `cer`. This is the rule in
+    papers. It can be hacked, because an image full of text contains every short target. `cer`: 1
+    minus the character error rate, at least 0, so surplus text lowers the score. `exact`: 1 if
+    exactly the target is read, else 0.
 
     A video scores the `mean` or `max` over at most `num_frames` evenly spaced frames.
     """
@@ -125,9 +124,9 @@ class OCR(RuleReward, Loadable):
 
 
 def find_target(prompt: str, metadata: Mapping[str, Any]) -> str:
-    """Return the text that an image should show; raise Unscorable where the prompt names none.
+    """Return the text that an image should show; raise Unscorable if there is none.
 
-    Single quotes do not count: most of them are apostrophes.
+    Single quotes do not count, because most of them are apostrophes.
     """
     quoted = re.search('["“]([^"“”]*)["”]', prompt)
     target = metadata.get("text", quoted[1] if quoted else None)
@@ -139,22 +138,22 @@ def find_target(prompt: str, metadata: Mapping[str, Any]) -> str:
 
 
 def normalise_text(text: str) -> str:
-    """Return the text in lower case without white space, the form that is compared."""
+    """Return the text in lower case without white space, for comparison."""
     return "".join(text.lower().split())
 
 
 def score_contained(target: str, reading: str) -> float:
-    """Return 1 where the target occurs in the reading, otherwise its `character_accuracy`."""
+    """Return 1 if the target occurs in the reading, otherwise its `character_accuracy`."""
     return 1.0 if target in reading else character_accuracy(target, reading)
 
 
 def character_accuracy(target: str, reading: str) -> float:
-    """Return 1 minus edits per character of the target, at least 0."""
+    """Return 1 minus the edits per character of the target, at least 0."""
     return 1 - min(edit_distance(target, reading), len(target)) / len(target)
 
 
 def score_exact(target: str, reading: str) -> float:
-    """Return 1 where both are the same, else 0."""
+    """Return 1 if both texts are equal, else 0."""
     return float(target == reading)
 
 
@@ -167,7 +166,7 @@ OVER: Mapping[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max}
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return the least number of inserted, deleted and replaced characters that turn a into b."""
+    """Return the minimum number of inserted, deleted and replaced characters that turn a into b."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         corner, row[0] = row[0], i

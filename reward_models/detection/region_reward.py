@@ -1,9 +1,9 @@
-"""Implements a global and a local reward: how a picture is laid out, and how good each region is.
+"""Implements a global and a local reward: for the layout of an image, and for each region.
 
-Source: SRUM, arXiv:2510.12784 and its code, WayneJin0918/SRUM. There the model that is trained
-judges itself in written scores from -1 to 1, and SAM proposes the regions; here a yes/no judge
-answers, 2 P(yes) - 1 is the score, a detector proposes, and the questions are ours. SRUM weighs the
-places of its matching loss by the map, as `recipe.data.weight_map` of scored groups does.
+Source: SRUM, arXiv:2510.12784 and its code, WayneJin0918/SRUM. In SRUM the trained model judges
+itself with written scores from -1 to 1, and SAM proposes the regions. Here the score is 2 P(yes) -
+1 of a yes/no judge, and a detector proposes the regions. The questions are our choice. SRUM weights
+the pixels of its matching loss by the map; `recipe.data.weight_map` of scored groups does the same.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ REGION = (
 class RegionReward(RuleReward, Loadable):
     """Scores the layout as `global` and the mean of the regions as `local`, both in [-1, 1].
 
-    `detector` proposes the regions, of which the `max_regions` that it is surest of are judged;
-    without any, `local` is neutral, 0. The extras hold every region with its score, the map of a
-    picture says how good it is where.
+    `detector` proposes the regions. The `max_regions` with the highest detection scores are judged.
+    Without any region, `local` is neutral, 0. The extras hold every region with its score, and the
+    map holds the score of each pixel.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class RegionReward(RuleReward, Loadable):
 def paint_rewards(
     extras: Mapping[str, Any], height: int, width: int
 ) -> Float[Tensor, "height width"]:
-    """Return weights in [0, 1] of the pixels: (1 + region) / 2 times (1 + global) / 2.
+    """Return pixel weights in [0, 1]: (1 + region) / 2 times (1 + global) / 2.
 
-    Pixels of no region are neutral, 1 / 2 in place of the first factor; where regions overlap, the
-    best one counts. SRUM's code lets no region count less than neutral, which would hide all bad
-    ones; here they do.
+    Pixels outside of all regions get a neutral first factor, 1 / 2. Where regions overlap, the best
+    one counts. In SRUM's code no region counts less than neutral, which hides all bad regions; here
+    they do.
     """
     boxes = torch.tensor([region["box"] for region in extras["regions"]]).reshape(-1, 4)
     worth = (1 + torch.tensor([region["score"] for region in extras["regions"]])) / 2
@@ -97,7 +97,7 @@ def paint_rewards(
 
 
 def _fill_question(region: Detection, height: int, width: int) -> str:
-    """Return the question about a region, whose edges are given in percent."""
+    """Return the question about a region, with its edges in percent."""
     left, top, right, bottom = region.box
     shares = {"left": left / width, "right": right / width}
     shares |= {"top": top / height, "bottom": bottom / height}

@@ -1,4 +1,4 @@
-"""Implements safety: whether an image exposes what an image for a general audience should not."""
+"""Implements a safety reward: whether an image exposes nudity."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,8 +37,8 @@ CLASSES = (
 class NudeNet(RuleReward, Loadable):
     """Scores `safe`: 1 minus the highest score among detections of `unsafe` classes, in [0, 1].
 
-    The weights come with the PyPI package `nudenet` (AGPL-3.0). A video is as safe as the least
-    safe of at most `num_frames` evenly spaced frames. Detections below a score of 0.2 are 0.
+    The weights come with the PyPI package `nudenet` (AGPL-3.0). A video scores the minimum over at
+    most `num_frames` evenly spaced frames. NudeNet drops detections below a score of 0.2.
     """
 
     def __init__(self, unsafe: Sequence[str] = UNSAFE, num_frames: PositiveInt = 8):
@@ -61,7 +61,7 @@ class NudeNet(RuleReward, Loadable):
         self._detector: Any = None
 
     def load(self) -> None:
-        """Open the network, once."""
+        """Open the network once."""
         if self._detector is None:
             self._detector = import_optional("nudenet", "safety").NudeDetector()
 

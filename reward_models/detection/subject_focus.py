@@ -1,7 +1,7 @@
-"""Implements how surely pictures show the subjects of their references, and where.
+"""Measures how clearly images show the subjects of their references, and where.
 
-Source: FocusDPO, arXiv:2509.01181, a reconstruction: see `flowalign.functional.focus`. The patches
-here are windows of the pictures that any image encoder embeds.
+Source: FocusDPO, arXiv:2509.01181, a reconstruction: see `flowalign.functional.focus`. Patches are
+image windows that any image encoder embeds.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from reward_models.backbones.encoded import EncoderReward
 from reward_models.backbones.network import BatchScores
 
 _PIXELS = 64
-"""Pixels along a side of a patch, as an encoder sees it."""
+"""Side of a patch that the encoder receives, in pixels."""
 
 
 class SubjectFocus(EncoderReward):
-    """Scores the mean correspondence to the references, in [0, 1]; the map is the focus of places.
+    """Scores the mean correspondence to the references, in [0, 1]; the map is the focus of patches.
 
-    A picture has `grid` x `grid` patches, each twice as wide as their distance. Every patch is
-    compared with the patches of all references of its request; the mean goes over the half of them
-    that agree best, since a subject need not fill the picture.
+    An image has `grid` x `grid` patches, each twice as wide as their distance. Every patch is
+    compared with the patches of all references of its request. The score averages the half of the
+    patches with the best correspondence, because a subject need not fill the image.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SubjectFocus(EncoderReward):
         super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
-        """Compare the patches of every picture with those of its references."""
+        """Compare the patches of every image with the patches of its references."""
         found = [
             self._focus(picture[0], references)
             for picture, references in zip(batch.media, batch.references, strict=True)
@@ -71,9 +71,9 @@ class SubjectFocus(EncoderReward):
 
 
 def cut_windows(picture: Float[Tensor, "3 h w"], grid: int) -> Float[Tensor, "p 3 q q"]:
-    """Cut grid x grid patches that overlap by half, row by row, each resized to one size.
+    """Cut grid x grid patches that overlap by half, row by row, with sides of `_PIXELS`.
 
-    The picture is first resized, so that patches of pictures of all sizes are alike.
+    The image is first resized, so that images of all sizes give comparable patches.
     """
     side, step = _PIXELS, _PIXELS // 2
     size = (grid + 1) * step

@@ -1,7 +1,7 @@
 """Implements LAION's aesthetic predictors: a small head on CLIP's normalised image embedding.
 
-v2 (improved-aesthetic-predictor, `sac+logos+ava1-l14-linearMSE.pth`) sits on CLIP ViT-L/14; v2.5
-has the same head on SigLIP so400m and comes under AGPL-3.0.
+v2 (improved-aesthetic-predictor, `sac+logos+ava1-l14-linearMSE.pth`) uses CLIP ViT-L/14. v2.5 has
+the same head on SigLIP so400m and is released under AGPL-3.0.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from reward_models.backbones.pixels import average_over_frames
 
 
 class LinearStack(nn.Module):
-    """Stacks linear layers n-1024-128-64-16-1 with nothing between them but (unused) dropout.
+    """Linear layers n-1024-128-64-16-1 with only (unused) dropout between them.
 
-    ImageReward has the same head; the keys of `layers` are positions in the original's list.
+    ImageReward has the same head; the keys of `layers` are indices in the original's list.
     """
 
     def __init__(self, width: int):
@@ -35,7 +35,7 @@ class LinearStack(nn.Module):
         self.layers = nn.ModuleDict({str(i): nn.Linear(*size) for i, size in sizes.items()})
 
     def forward(self, embedding: Float[Tensor, "n d"]) -> Float[Tensor, "n 1"]:
-        """Compute one score per embedding."""
+        """Return one score per embedding."""
         for layer in self.layers.values():
             embedding = layer(embedding)
         return embedding
@@ -52,7 +52,7 @@ def build_linear_stack(tensors: Mapping[str, Tensor], source: str | Path) -> Lin
 
 
 class AestheticNetwork(nn.Module):
-    """Holds the image tower and the head."""
+    """Image tower and head."""
 
     def __init__(self, towers: Towers, head: LinearStack):
         super().__init__()
@@ -60,11 +60,11 @@ class AestheticNetwork(nn.Module):
 
 
 class Aesthetic(NetworkReward):
-    """Scores how beautiful people find an image, about 1 to 10; a video scores its frames' mean.
+    """Predicts the aesthetic rating of an image, about 1 to 10; a video scores its frames' mean.
 
-    The prompt plays no role. `head` is the file, or a folder or hub repository that has
-    `head_file`. `clip` is a Hugging Face folder or hub repository or, with `pretrained`, a model of
-    open_clip (`ViT-L-14`, `openai`). For v2.5, `clip` is `google/siglip-so400m-patch14-384`.
+    The prompt is not used. `head` is the file, or a folder or hub repository that has `head_file`.
+    `clip` is a Hugging Face folder or hub repository or, with `pretrained`, a model of open_clip
+    (`ViT-L-14`, `openai`). For v2.5, `clip` is `google/siglip-so400m-patch14-384`.
     """
 
     network: AestheticNetwork
@@ -102,6 +102,6 @@ class Aesthetic(NetworkReward):
         return AestheticNetwork(towers, head)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Compute head(embedding / |embedding|), averaged over frames."""
+        """Return head(embedding / |embedding|), averaged over frames."""
         embedded = self.network.towers.images(batch.media.flatten(0, 1), self.batch_size)
         return average_over_frames(batch.media, self.network.head(embedded)[:, 0])[:, None]

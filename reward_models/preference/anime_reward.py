@@ -1,8 +1,8 @@
-"""Implements the two dimensions of AnimeReward that transformers' models can give.
+"""Implements the two dimensions of AnimeReward that transformers models can compute.
 
-AnimeReward scores anime videos made from a first image in six dimensions. Four of them come from
-models that are code for other versions of transformers or part of no library, and are refused by
-name. How frames are put together is not published: here their mean counts.
+AnimeReward scores anime videos made from a first image in six dimensions. Four of them use models
+that need other versions of transformers or belong to no library; requesting one raises ValueError.
+The aggregation over frames is not published; we average.
 
 Source: AnimeReward, arXiv:2504.10044; the reward script of Index-anisora names models and inputs.
 """
@@ -29,17 +29,17 @@ MISSING = {
     "character_consist": "GroundingDINO, SAM and a gallery of characters; "
     "temporal.SubjectConsistency compares a video's subject over time",
 }
-"""The model that a dimension needs and we cannot run, and what comes near it."""
+"""Model behind each unsupported dimension, and the closest alternative."""
 FIRST = 144
-"""Frames that are looked at: the first of a longer video."""
+"""Number of frames that are used, from the start of the video."""
 
 
 class AnimeReward(NetworkReward):
-    """Scores how well frames match the caption, and how alike they are to the first image.
+    """Scores how well frames match the caption, and how similar they are to the first image.
 
-    text_video_consist: the mean probability of BLIP's matching head, from 0 to 1.
-    img_video_consist: the mean cosine of BLIP's image embeddings with the first reference's.
-    `model` is a BLIP for image-text retrieval; `frames` evenly spaced ones are seen.
+    text_video_consist: mean probability of BLIP's matching head, from 0 to 1. img_video_consist:
+    mean cosine of BLIP's image embeddings with the first reference's. `model` is a BLIP for
+    image-text retrieval; `frames` evenly spaced frames are used.
     """
 
     network: BlipForImageTextRetrieval
@@ -80,7 +80,7 @@ class AnimeReward(NetworkReward):
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
-        """Score one video after another."""
+        """Score each video, one at a time."""
         return torch.stack([self._rated(batch.take([i])) for i in range(len(batch))])
 
     def _rated(self, sample: MediaBatch) -> Float[Tensor, "R"]:
@@ -117,7 +117,7 @@ class AnimeReward(NetworkReward):
 
 
 def check_dims(dims: Sequence[str]) -> None:
-    """Raise ValueError naming a dimension that cannot be scored, and what comes near it."""
+    """Raise ValueError for an unsupported dimension, with the closest alternative."""
     for dim in dims:
         if dim in MISSING:
             raise ValueError(

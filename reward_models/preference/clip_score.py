@@ -55,5 +55,5 @@ class CLIPScore(NetworkReward):
         return read_open_clip(self.model, self.pretrained)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Compute cos(image, text), averaged over frames."""
+        """Return cos(image, text), averaged over frames."""
         return prompt_similarity(self.network, batch, self.batch_size)[:, None]

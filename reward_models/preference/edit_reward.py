@@ -1,8 +1,8 @@
-"""Implements EditReward: how well an edit follows its instruction, and how well it is made.
+"""Implements EditReward: how well an edit follows its instruction, and its visual quality.
 
-Computed like in TIGER-AI-Lab/EditReward @ edb027e: a Qwen2.5-VL that was tuned as a whole, with two
-heads, each of which has an instruction and a forward pass of its own. The bundled instructions ask
-the same in our words; scores are those of the paper only under the published texts.
+The computation follows TIGER-AI-Lab/EditReward @ edb027e: a fully fine-tuned Qwen2.5-VL with two
+heads. Each head has a separate instruction and a separate forward pass. The bundled instructions
+ask for the same in our wording. Use the published texts to obtain the scores of the paper.
 
 Source: EditReward, arXiv:2509.26346.
 """
@@ -48,14 +48,14 @@ Fusion = Literal["mean", "min", "sum"]
 DIMS = ("edit_following", "edit_quality", "edit_overall")
 TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
-"""Target area of both images in pixels, its lower and upper bound at once."""
+"""Target area of both images in pixels; lower and upper bound are equal."""
 _INSTRUCTIONS = Path(__file__).parents[1] / "instructions"
 
 
 def fuse_heads(heads: Float[Tensor, "n 2 2"], fusion: Fusion = "mean") -> Float[Tensor, "n 2"]:
-    """Combine the heads' (mean, log of the standard deviation) to those of the overall score.
+    """Combine the heads' (mean, log of the standard deviation) into those of the overall score.
 
-    mean and min are taken of both numbers; sum adds the means and the variances.
+    `mean` and `min` apply to both numbers; `sum` adds the means and the variances.
     """
     if fusion == "mean":
         return heads.mean(1)
@@ -67,17 +67,17 @@ def fuse_heads(heads: Float[Tensor, "n 2 2"], fusion: Fusion = "mean") -> Float[
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions:
-    """Names the texts that the heads were trained with."""
+    """Texts that the heads were trained with."""
 
     following: str = str(_INSTRUCTIONS / "edit_reward_following.txt")
-    """File of the first head's instruction, which holds `{prompt}` and the token `<|Reward|>`."""
+    """File of the first head's instruction; it contains `{prompt}` and the token `<|Reward|>`."""
     quality: str = str(_INSTRUCTIONS / "edit_reward_quality.txt")
-    """File of the second head's."""
+    """File of the second head's instruction."""
     system: str = "You are a helpful assistant."
     """System prompt of the base; MiMo-VL has another."""
 
     def read(self) -> list[str]:
-        """Return both instructions; raise ValueError for a file that is none."""
+        """Return both instructions; raise ValueError for a file that is not an instruction."""
         return [_instruction(path) for path in (self.following, self.quality)]
 
 
@@ -88,10 +88,10 @@ class EditReward(NetworkReward):
     """Scores following, quality and overall, unbounded, each with its standard deviation.
 
     `checkpoint` is a file, a folder with `model.pth` or `model.safetensors`, or a hub repository
-    with the latter; `base` one with the configuration and tokenizer of a Qwen2.5-VL, which MiMo-VL
-    is too. The overall score is `fusion` of the heads; the published configuration takes the mean.
-    An edit is shown after its source, the first reference. Positions count tokens, as the original
-    has them by handing its own embeddings to the language model.
+    with the latter. `base` is a folder or repository with the config and tokenizer of a Qwen2.5-VL,
+    which includes MiMo-VL. The overall score is `fusion` of the heads; the published config uses
+    the mean. An edit is shown after its source, the first reference. Positions count tokens, as in
+    the original, which passes its own embeddings to the language model.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -136,7 +136,7 @@ class EditReward(NetworkReward):
         return build_network(config, _Heads, tensors, self.checkpoint, dtype=self.dtype)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
-        """Compute mean and standard deviation of every edit, in a forward pass for each head."""
+        """Return mean and standard deviation of every edit, from one forward pass per head."""
         heads: list[Tensor] = []
         failed: dict[int, str] = {}
         rows: list[int] = []
@@ -169,7 +169,7 @@ class EditReward(NetworkReward):
 
 
 class _Heads(nn.Module):
-    """Applies both heads, named as in the checkpoints, to the same features."""
+    """Both heads, named as in the checkpoints, applied to the same features."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -189,7 +189,7 @@ def _instruction(path: str) -> str:
     """Read an instruction.
 
     Raises:
-        ValueError: There is no such file, or it lacks the prompt or the token.
+        ValueError: The file is missing, or lacks the prompt or the token.
     """
     file = Path(bundled(path))
     if not file.is_file():

@@ -1,7 +1,7 @@
 """Implements Human Preference Score v2 and v2.1: a fine-tuned CLIP ViT-H-14.
 
-Source: Wu et al. 2023, arXiv:2306.09341v2. Images are resized by their longest side and padded with
-black, unlike CLIP's. Only scores of one prompt under one version can be compared.
+Source: Wu et al. 2023, arXiv:2306.09341v2. Unlike for CLIP, images are resized by their longest
+side and padded with black. Scores are comparable only for the same prompt and version.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 
 
 class HPSv2(NetworkReward):
-    """Scores cos(image, text), usually 0.2 to 0.35 (tables print it times 100).
+    """Scores cos(image, text), usually 0.2 to 0.35 (papers report it times 100).
 
     A video scores the mean over its frames. `weights` is a checkpoint file, or a folder or hub
     repository that has the file of this `version`; `model` is an architecture of open_clip, or a
@@ -60,5 +60,5 @@ class HPSv2(NetworkReward):
         return towers
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Compute cos(image, text), averaged over frames."""
+        """Return cos(image, text), averaged over frames."""
         return prompt_similarity(self.network, batch, self.batch_size)[:, None]

@@ -1,7 +1,7 @@
 """Implements HPSv3: human preference for an image as a Gaussian, from Qwen2-VL 7B.
 
-Ported from the package hpsv3 1.0.0. `HPSv3.safetensors` holds the whole model, so only the
-configuration and tokenizer of the base are needed.
+Ported from the package hpsv3 1.0.0. `HPSv3.safetensors` holds the whole model, so only the config
+and tokenizer of the base are needed.
 """
 
 from pathlib import Path
@@ -32,14 +32,14 @@ from reward_models.backbones.qwen2_vl import (
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text()
 TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
-"""Target area of every image in pixels, its lower and upper bound at once."""
+"""Target area of every image in pixels; lower and upper bound are equal."""
 
 
 class HPSv3(NetworkReward):
     """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
-    `checkpoint` is a file, folder or hub repository with `HPSv3.safetensors`; `base` one with the
-    configuration and tokenizer of Qwen2-VL.
+    `checkpoint` is a file, folder or hub repository with `HPSv3.safetensors`; `base` is one with
+    the config and tokenizer of Qwen2-VL.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -85,7 +85,7 @@ class HPSv3(NetworkReward):
         )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
-        """Compute mean and standard deviation of every image."""
+        """Return mean and standard deviation of every image."""
         chats, failed = collect_chats(len(batch), lambda i: self._chat(batch, i))
         if not chats:
             nothing = torch.full((len(batch), 1), torch.nan)

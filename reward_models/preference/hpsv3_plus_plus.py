@@ -1,8 +1,8 @@
-"""Implements HPSv3++: human preference for an image, by how capable its generator seems.
+"""Implements HPSv3++: human preference for an image, conditioned on its generator's capability.
 
-Computed like in PlantPotatoOnMoon/HPSv3-PlusPlus @ 7bdbebc: a Qwen3-VL 8B whose hidden state at the
-token `<|Reward|>` is modulated (FiLM) by a capability that an encoder infers from images, and by
-how far reinforcement learning has come. `hpsv3++.pth` holds the whole model.
+The computation follows PlantPotatoOnMoon/HPSv3-PlusPlus @ 7bdbebc. The hidden state of a Qwen3-VL
+8B at the token `<|Reward|>` is modulated (FiLM) by two inputs: a capability that an encoder infers
+from images, and the progress of reinforcement learning. `hpsv3++.pth` holds the whole model.
 
 Source: HPSv3++, arXiv:2606.14657.
 """
@@ -42,11 +42,11 @@ from reward_models.preference.hpsv3 import PIXELS, TOKEN, preference_head
 
 _QUALITY, _, _ALIGNMENT = HPSV3_INSTRUCTION.partition("\n**Text Alignment:**")
 INSTRUCTION = _QUALITY + _ALIGNMENT[_ALIGNMENT.index("Textual prompt") :]
-"""HPSv3's instruction without its section on the alignment with the text."""
+"""HPSv3's instruction without its section on text alignment."""
 PATCH, SIDE = 16, 32
 """Pixels per side of Qwen3-VL's patches and tokens."""
 BOUNDS = (256 * 256, 4096 * 4096)
-"""Fewest and most pixels that Qwen3-VL's own preprocessing leaves as they are."""
+"""Minimum and maximum area in pixels that Qwen3-VL's own preprocessing does not resize."""
 MEAN = STD = (0.5, 0.5, 0.5)
 _FILE = "hpsv3++.pth"
 _PARTS = ((r"^(rm_head|cap_encoder|cond_encoder|film_gen)\.", r"rm_heads.\1."),)
@@ -55,7 +55,7 @@ Grouping = Literal["image", "group"]
 
 
 class Capability(nn.Module):
-    """Infers how capable a generator is, in (0, 1), from features of some of its images."""
+    """Encoder of a generator's capability, in (0, 1), from features of some of its images."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -66,7 +66,7 @@ class Capability(nn.Module):
     def forward(
         self, features: Float[Tensor, "n D"], groups: Int[Tensor, "n"]
     ) -> Float[Tensor, "n"]:
-        """Pool each group's images by attention; its members get one capability."""
+        """Pool each group's images by attention; all members get the capability of the group."""
         x = self.proj(features)
         logits = self.pool_attn(x).T
         same = groups[:, None] == groups[None, :]
@@ -75,7 +75,7 @@ class Capability(nn.Module):
 
 
 class ConditionedHead(nn.Module):
-    """Scores features modulated by the capability of their group and the progress of training."""
+    """Head on features modulated by the capability of their group and the progress of training."""
 
     def __init__(self, width: int, condition: int = 256):
         super().__init__()
@@ -91,7 +91,7 @@ class ConditionedHead(nn.Module):
     def forward(
         self, features: Float[Tensor, "n D"], groups: Int[Tensor, "n"], iteration: float = 0.0
     ) -> Float[Tensor, "n 2"]:
-        """Compute mean and log standard deviation: head(h (1 + gamma) + beta)."""
+        """Return mean and log standard deviation: head(h (1 + gamma) + beta)."""
         capability = self.cap_encoder(features, groups)
         condition = torch.stack([capability, torch.full_like(capability, iteration)], 1)
         gamma, beta = self.film_gen(self.cond_encoder(condition)).chunk(2, 1)
@@ -101,14 +101,14 @@ class ConditionedHead(nn.Module):
 class HPSv3PlusPlus(NetworkReward):
     """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
-    `checkpoint` is a file or folder with `hpsv3++.pth`; `base` has the configuration and tokenizer
-    of Qwen3-VL. The capability is inferred from each `image` alone, or from all images of a
-    `group`, so that a score depends on the others of its request. The released inference takes
-    whatever is scored together for one group: a score there depends on its batch. `iteration` is
-    0 for images of a model that reinforcement learning did not tune; the authors train it as
-    min(1, step / 1000) and give .3 + .7 p at progress p of a run.
+    `checkpoint` is a file or folder with `hpsv3++.pth`; `base` has the config and tokenizer of
+    Qwen3-VL. The capability is inferred from each `image` alone, or from all images of a `group`.
+    With `group` a score depends on the other images of its request. The released inference treats
+    all images of a batch as one group, so its scores depend on the batch. `iteration` is 0 for
+    images of a model without reinforcement learning. The authors train it as min(1, step / 1000)
+    and recommend .3 + .7 p at progress p of a run.
 
-    Scores are differentiable, through the inferred capability too.
+    Scores are differentiable, including through the inferred capability.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -158,7 +158,7 @@ class HPSv3PlusPlus(NetworkReward):
         return build_network(config, ConditionedHead, tensors, path, "mrope", self.dtype)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
-        """Compute mean and standard deviation of every image."""
+        """Return mean and standard deviation of every image."""
         features: list[Tensor] = []
         rows: list[int] = []
         failed: dict[int, str] = {}
@@ -188,7 +188,7 @@ class HPSv3PlusPlus(NetworkReward):
 
 
 def resize_twice(image: Float[Tensor, "1 3 H W"]) -> Float[Tensor, "1 3 h w"]:
-    """Resize like the authors: to HPSv3's size in multiples of 28, then to multiples of 32."""
+    """Resize as the authors do: to HPSv3's size in multiples of 28, then to multiples of 32."""
     size = fit_size(image.shape[-2], image.shape[-1], PIXELS, PIXELS)
     image = resize(image, *size, quantised=True)
     return resize(image, *fit_size(*size, *BOUNDS, side=SIDE), quantised=True)

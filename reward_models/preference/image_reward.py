@@ -1,6 +1,6 @@
 """Implements ImageReward: BLIP's text encoder attends to the image, a head reads its first token.
 
-Source: Xu et al. 2023, arXiv:2304.05977v4. Read from the original file into transformers' own BLIP.
+Source: Xu et al. 2023, arXiv:2304.05977v4. The original file is loaded into transformers' BLIP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +38,12 @@ SIZES = {
     "vision_depth": 24,
     "vision_heads": 16,
 }
-"""Sizes of BLIP-large, which the original keeps in its code and not in a file."""
+"""Sizes of BLIP-large, which the original defines in code and not in a file."""
 UNUSED = (
     r"blip\.(vision|text)_proj\.(weight|bias)",  # BLIP's contrastive projections
     r"text\.embeddings\.position_ids",  # 0, 1, 2, ...
 )
-"""Keys of the checkpoint that scoring does not use, by their names after `RENAMES`."""
+"""Checkpoint keys that scoring does not use, by their names after `RENAMES`."""
 RENAMES = (
     (r"^blip\.visual_encoder\.", "vision."),
     (r"^blip\.text_encoder\.", "text."),
@@ -57,11 +57,11 @@ RENAMES = (
     (r"\.attn\.proj\.", ".self_attn.projection."),
     (r"\.norm([12])\.", r".layer_norm\1."),
 )
-"""Maps the original's names to those of transformers; the text encoder's are the same."""
+"""Maps the original's names to names in transformers; names in the text encoder are equal."""
 
 
 class ImageRewardNetwork(nn.Module):
-    """Combines BLIP's image encoder, its text encoder with cross-attention, and the head."""
+    """BLIP's image encoder, its text encoder with cross-attention, and the head."""
 
     def __init__(self, sizes: Mapping[str, int], med: Mapping[str, Any], vocabulary: int):
         super().__init__()
@@ -101,7 +101,7 @@ class ImageRewardNetwork(nn.Module):
     def forward(
         self, pixels: Float[Tensor, "n 3 h w"], ids: Tensor, mask: Tensor
     ) -> Float[Tensor, "n"]:
-        """Compute raw rewards of preprocessed images and their tokens."""
+        """Return raw rewards of preprocessed images and their tokens."""
         seen = self.vision(pixel_values=pixels).last_hidden_state
         read = self.text(
             input_ids=ids, attention_mask=mask, encoder_hidden_states=seen, is_decoder=False
@@ -113,7 +113,7 @@ class ImageReward(NetworkReward):
     """Scores the standardised reward, about N(0, 1) over the authors' data.
 
     A video scores the mean over its frames. `model` is a hub repository, or a folder, with
-    `ImageReward.pt` and `med_config.json`, and `sizes.json` where the image encoder is not
+    `ImageReward.pt` and `med_config.json`, and with `sizes.json` if the image encoder is not
     BLIP-large's. `tokenizer` is a folder or hub repository with BERT's `vocab.txt`. Prompts are
     truncated to 35 tokens.
     """
@@ -158,7 +158,7 @@ class ImageReward(NetworkReward):
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Compute (raw - MEAN) / STD, averaged over frames."""
+        """Return (raw - MEAN) / STD, averaged over frames."""
         frames = batch.media.flatten(0, 1)
         prompts = [prompt for prompt in batch.prompts for _ in range(batch.media.shape[1])]
         starts = range(0, len(prompts), self.batch_size)

@@ -1,11 +1,11 @@
 """Runs IXC-2.5-Reward through its published interface, `get_score(chat, images, hd_num)`.
 
-The model is code of its repository, written for transformers 4: `trust_remote_code` lets it run,
-in an environment that it fits, say behind `flowalign serve-reward`. It was trained to score an
-assistant's answers about images. Here the answer is the sample's prompt, so that an image scores
-high of which the prompt is a good description: a use that its authors did not publish.
+The model is code of its repository, written for transformers 4. `trust_remote_code` allows it to
+run, in an environment with compatible packages, for example behind `flowalign serve-reward`. It was
+trained to score an assistant's answers about images. Here the answer is the sample's prompt, so an
+image scores high if the prompt describes it well. Its authors did not publish this use.
 
-Source: InternLM-XComposer2.5-Reward, arXiv:2501.12368. Its head's internals are not read here.
+Source: InternLM-XComposer2.5-Reward, arXiv:2501.12368. The internals of its head are not used.
 """
 
 import tempfile
@@ -23,9 +23,9 @@ QUESTION = "Describe this image."
 
 
 class IXCReward(RuleReward, Loadable):
-    """Scores the prompt as an answer to `question` about the image; a logit without bounds.
+    """Scores the prompt as an answer to `question` about the image; an unbounded logit.
 
-    `hd_num` is the largest number of tiles that an image is cut into.
+    `hd_num` is the maximum number of tiles per image.
     """
 
     model: Any
@@ -58,7 +58,7 @@ class IXCReward(RuleReward, Loadable):
         self._loaded = False
 
     def load(self) -> None:
-        """Load the model by the code of its repository, in half precision, once."""
+        """Load the model with its repository's code, in half precision, once."""
         if self._loaded:
             return
         from transformers import AutoModel, AutoTokenizer
@@ -70,7 +70,7 @@ class IXCReward(RuleReward, Loadable):
         self._loaded = True
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Ask for the score of one image: batches give others, in half precision."""
+        """Score a single image, because batches change scores in half precision."""
         self.load()
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             file = Path(folder) / "image.png"

@@ -1,7 +1,7 @@
 """Implements MJ-VIDEO: 28 criteria in five aspects, weighted by experts that read the prompt.
 
-Ported from aiming-lab/MJ-Video @ cc1d2c9. The backbone is a `Reader`: `internvl2.InternVL2` reads
-the released one. This file implements everything that comes after it.
+Ported from aiming-lab/MJ-Video @ cc1d2c9. The backbone is a `Reader`; `internvl2.InternVL2` loads
+the released one. This file implements the layers after the backbone.
 
 Source: MJ-VIDEO, arXiv:2502.01719.
 """
@@ -40,13 +40,13 @@ CRITERIA = {
 """Criteria of every aspect, in the order of the released annotations and of the head's outputs."""
 ASPECTS = {aspect: len(criteria) for aspect, criteria in CRITERIA.items()}
 TURN = (92542, 92543, 525, 11353, 364)
-"""InternLM2's tokens of the end of the user's turn; the gates read the hidden state there."""
+"""InternLM2's tokens for the end of the user's turn; the gates read the hidden state there."""
 FRAMES, SIDE = 8, 448
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Holds the hidden states that a backbone computed for videos and prompts."""
+    """Hidden states of a backbone for videos and prompts."""
 
     hidden: Float[Tensor, "n L h"]
     """Last hidden states."""
@@ -56,30 +56,30 @@ class Reading:
 
 
 class Reader(ABC):
-    """Computes hidden states of videos and prompts: InternVL2, or a substitute for it."""
+    """Backbone that computes hidden states of videos and prompts: InternVL2, or a substitute."""
 
     name: str
-    """Names the weights and settings; enters the fingerprint of the reward."""
+    """Name of the weights and settings; part of the reward's fingerprint."""
     width: int
-    """Width of its hidden states, known after `read`."""
+    """Width of its hidden states; available after `read`."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a network from (frames, prompts) to a `Reading`.
 
-        `tensors` are those that the checkpoint of the reward has for its backbone. Frames are
-        [n, 8, 3, 448, 448], normalised with ImageNet's mean and standard deviation. Sequences have
-        `TURN` before the answer.
+        `tensors` are the backbone's tensors in the reward's checkpoint. Frames are [n, 8, 3, 448,
+        448], normalised with ImageNet's mean and standard deviation. Sequences have `TURN` before
+        the answer.
         """
 
     @abstractmethod
     def problem(self, prompt: str) -> str:
-        """Return why a prompt cannot be read; empty if it can."""
+        """Return the reason why a prompt cannot be read, or ""."""
 
 
 @dataclass(frozen=True)
 class AspectScores:
-    """Holds the scores of n videos with the weights they were combined by."""
+    """Scores of n videos with the weights that combine them."""
 
     criteria: Float[Tensor, "n C"]
     """Score of each criterion; +1 is good, -1 is bad."""
@@ -94,7 +94,7 @@ class AspectScores:
 def combine(
     criteria: Float[Tensor, "n C"], weights: Float[Tensor, "n C"], gate: Float[Tensor, "n A"]
 ) -> AspectScores:
-    """Compute sum_a gate_a sum_(c in a) weight_c criterion_c, and return it with its parts."""
+    """Return sum_a gate_a sum_(c in a) weight_c criterion_c, together with its parts."""
     parts = (criteria * weights).split(list(ASPECTS.values()), 1)
     aspects = torch.stack([part.sum(1) for part in parts], 1)
     return AspectScores(criteria, weights, aspects, gate, (aspects * gate).sum(1))
@@ -106,7 +106,7 @@ def softmax_within(logits: Float[Tensor, "n C"]) -> Float[Tensor, "n C"]:
 
 
 def find_last_turn(ids: Sequence[int]) -> int:
-    """Return where the last end of a user's turn begins; raise ValueError where there is none."""
+    """Return the index of the last end of a user's turn; raise ValueError if there is none."""
     size = len(TURN)
     found = [j for j in range(len(ids) - size + 1) if tuple(ids[j : j + size]) == TURN]
     if not found:
@@ -115,7 +115,7 @@ def find_last_turn(ids: Sequence[int]) -> int:
 
 
 class Gate(nn.Module):
-    """Computes logits of experts from the prompt, divided by a temperature; three hidden layers."""
+    """Network of three hidden layers from the prompt to expert logits, divided by a temperature."""
 
     def __init__(self, width: int, hidden: int, num: int, temperature: float):
         super().__init__()
@@ -126,14 +126,14 @@ class Gate(nn.Module):
         self.temperature = temperature
 
     def forward(self, x: Float[Tensor, "n h"]) -> Float[Tensor, "n E"]:
-        """Compute the logits; the two gates apply their softmax over different groups."""
+        """Return the logits; the two gates apply their softmax over different groups."""
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
         return self.layers[-1](x) / self.temperature
 
 
 class MJVideoHead(nn.Module):
-    """Scores criteria from the last token, and weighs them from the end of the user's turn."""
+    """Head that scores criteria from the last token and weights them from the user's turn end."""
 
     def __init__(self, width: int, gate_width: int = 1024, temperature: float = 1.0):
         super().__init__()
@@ -144,14 +144,14 @@ class MJVideoHead(nn.Module):
         self.criteria_gating = Gate(width, gate_width, num, temperature)
 
     def forward(self, last: Float[Tensor, "n h"], turn: Float[Tensor, "n h"]) -> AspectScores:
-        """Compute scores from the hidden states of these two tokens."""
+        """Return scores, given the hidden states of these two tokens."""
         criteria = self.regression_layer(last) @ self.reward_transform_matrix
         weights = softmax_within(self.criteria_gating(turn)) * self.criteria_gating.logit_scale
         gate = self.aspect_gating(turn).softmax(1) * self.aspect_gating.logit_scale
         return combine(criteria, weights, gate)
 
     def read(self, reading: Reading) -> AspectScores:
-        """Compute scores from the hidden states of a backbone."""
+        """Return scores, given the hidden states of a backbone."""
         rows = torch.arange(len(reading.lengths))
         turns = [find_last_turn(row) for row in reading.ids.tolist()]
         ends = torch.tensor(reading.lengths) - 1
@@ -161,9 +161,9 @@ class MJVideoHead(nn.Module):
 class MJVideo(NetworkReward):
     """Scores five aspects and their gated sum, overall; trained to give 1 for good, -1 for bad.
 
-    `checkpoint` is a file or hub repository with `model.safetensors`: the head's parameters, and
-    the backbone's under `model.*`, which go to the reader. `criteria` adds a dimension for each of
-    the 28 criteria, named such as `safety_crime`.
+    `checkpoint` is a file or hub repository with `model.safetensors`. It holds the head's
+    parameters, and the backbone's under `model.*`, which the reader receives. `criteria` adds a
+    dimension for each of the 28 criteria, for example `safety_crime`.
     """
 
     def __init__(

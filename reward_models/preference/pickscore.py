@@ -1,4 +1,4 @@
-"""Implements PickScore: a CLIP model trained on which of two images people picked.
+"""Implements PickScore: a CLIP model trained on annotators' choices between two images.
 
 Source: Kirstain et al. 2023, arXiv:2305.01569v2, section 3.
 """
@@ -20,7 +20,7 @@ class PickScore(NetworkReward):
     """Scores exp(logit_scale) cos(image, text); a video scores the mean over its frames.
 
     The preference between images of one prompt is the softmax of their scores. Flow-GRPO divides
-    scores by 26 to bring them to about [0, 1]; ask for that with `normalisation`. `model` and
+    scores by 26 to scale them to about [0, 1]; set `normalisation` to do the same. `model` and
     `processor` (tokenizer and preprocessing) are Hugging Face folders or hub repositories.
     """
 
@@ -57,6 +57,6 @@ class PickScore(NetworkReward):
         return read_hugging_face(self.model, self.processor)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Compute exp(logit_scale) cos(image, text), averaged over frames."""
+        """Return exp(logit_scale) cos(image, text), averaged over frames."""
         cosine = prompt_similarity(self.network, batch, self.batch_size)[:, None]
         return self.network.scale * cosine / self.divisor

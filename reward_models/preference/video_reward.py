@@ -1,8 +1,8 @@
 """Implements VideoReward (VideoAlign): visual quality, motion quality and text alignment.
 
 Ported from KwaiVGI/VideoAlign. Both published forms of a checkpoint are supported: the whole PEFT
-model (`model.pth`), and an adapter with the other trained weights beside it, which needs the base
-model's.
+model (`model.pth`), and an adapter together with the other trained weights, which needs the base
+model's weights.
 """
 
 import math
@@ -54,7 +54,7 @@ Normalisation = Literal["checkpoint", "published", "none"]
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text()
 DIMS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
-"""Special tokens whose order is part of the model: text after a token cannot change its score, so
+"""Special tokens. Their order is part of the model: text after a token cannot change its score, so
 VQ and MQ do not depend on the prompt."""
 PUBLISHED = {
     "VQ_mean": 3.6757,
@@ -65,7 +65,7 @@ PUBLISHED = {
     "TA_std": 2.5121,
 }
 FEWEST_PIXELS = 128 * 28 * 28
-"""Minimum area of a frame in pixels; the maximum is in the checkpoint's configuration."""
+"""Minimum area of a frame in pixels; the maximum is in the checkpoint's config."""
 EXPECTED = {
     "data_config": {
         "num_frames": None,
@@ -79,15 +79,15 @@ EXPECTED = {
 
 
 class VideoReward(NetworkReward):
-    """Scores VQ, MQ, TA and their sum, Overall; each is standardised by a mean and a deviation.
+    """Scores VQ, MQ, TA and their sum, Overall, each standardised by a mean and standard deviation.
 
-    `checkpoint` is a folder or hub repository with `model_config.json` and `checkpoint-<step>/`, of
-    which the last step is read; `base` that of the Qwen2-VL it was trained from, where it is not
-    the one the configuration names. `normalisation` takes the constants from the configuration, or
-    those that were `published`, or leaves the raw scores.
+    `checkpoint` is a folder or hub repository with `model_config.json` and `checkpoint-<step>/`;
+    the last step is loaded. `base` is the folder or repository of the Qwen2-VL base, if it is not
+    the one that the config names. `normalisation` takes the constants from the config, or the
+    constants that were `published`, or returns the raw scores.
 
-    The keys and values of all tokens of the last `batch_size` clips are cached: VQ and MQ of such a
-    clip are known, and another prompt costs only its TA.
+    The keys and values of all tokens of the last `batch_size` clips are cached. For a cached clip
+    VQ and MQ are known, and another prompt only costs the computation of TA.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -154,7 +154,7 @@ class VideoReward(NetworkReward):
         return BatchScores(place_rows(scores, [*chats], len(batch)), None, failed)
 
     def _raw(self, chats: Mapping[int, Chat], shared: bool) -> Float[Tensor, "n 3"]:
-        """Return VQ and MQ of each clip, read once if `shared`, and TA of each prompt."""
+        """Return VQ and MQ of each clip, computed once if `shared`, and TA of each prompt."""
         marks = self.tokenizer.get_added_vocab()
         *quality, alignment = [marks[token] for token in TOKENS]
         cut = {i: chat.ids.index(quality[-1]) + 1 for i, chat in chats.items()}
@@ -221,7 +221,7 @@ def resize_rounding_once(
 ) -> Float[Tensor, "T 3 height width"]:
     """Resize 8-bit frames bicubically, rounding once; the gradient is that of the smooth resize.
 
-    The original resizes video by torchvision, which sums in floating point; PIL rounds twice.
+    The original resizes video with torchvision, which sums in floating point. PIL rounds twice.
     """
     smooth = resize(frames, height, width)
     bits = (frames.detach() * 255).round().clamp(0, 255)
@@ -230,7 +230,7 @@ def resize_rounding_once(
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's `model_config.json`; ValueError where it asks for unsupported values."""
+    """Read a checkpoint's `model_config.json`; raise ValueError for unsupported values."""
     config = read_json(path)
     for part, expected in EXPECTED.items():
         for key, value in expected.items():
@@ -265,7 +265,7 @@ _VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules
 
 
 def _strip_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove what PEFT adds to names, except for `lora_A` and `lora_B`."""
+    """Remove PEFT's additions to names, except for `lora_A` and `lora_B`."""
     return rename_tensors(
         tensors,
         [(r"^base_model\.model\.", ""), (r"\.base_layer\.", "."), (r"(lora_[AB])\.default", r"\1")],
@@ -278,7 +278,7 @@ def merge_lora(
     """Replace every W that has a LoRA by W + alpha / rank * B A, and keep the rest unchanged.
 
     Raises:
-        ValueError: for a LoRA without its other half or its W, or of another rank or shape.
+        ValueError: A LoRA lacks its other half or its W, or has another rank or shape.
     """
     down = {k.split(".lora_A")[0]: v for k, v in tensors.items() if ".lora_A." in k}
     up = {k.split(".lora_B")[0]: v for k, v in tensors.items() if ".lora_B." in k}

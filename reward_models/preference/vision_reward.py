@@ -1,12 +1,12 @@
 """Builds VisionReward: checklists for images and videos with their released questions and weights.
 
-The judges of the paper (CogVLM2 fine-tuned on such questions, remote code for an old transformers)
-are not loaded here; any judge answers the lists. Of a video they saw the frame nearest to each full
-second, 24 at most, as a `QwenYesNo` with `fps: seconds` does. Two features of the release are
-kept: harmlessness counts only where there is a human body, and `mean` divides by the number of
-questions.
+The judges of the paper (CogVLM2 fine-tuned on these questions, remote code for an old transformers)
+are not supported; any judge can answer the questions. The paper's judges see the frame of a video
+nearest to each full second, 24 at most, as does a `QwenYesNo` with `fps: seconds`. Two features of
+the release are kept: harmlessness counts only if there is a human body, and `mean` divides by the
+number of questions.
 
-Questions, weights and conditions are those of the files in github.com/THUDM/VisionReward.
+Source: questions, weights and conditions from the files in github.com/THUDM/VisionReward.
 """
 
 from typing import Literal

@@ -34,11 +34,11 @@ from reward_models.questions.vqa_score import QUESTION, fill_questions
 class Checklist(RewardModel, Loadable, Fittable):
     """Scores a judge's weighted answers to a list of questions: their sum, and the sum per aspect.
 
-    If the question set weighs an alignment reward, `alignment` says where that comes from: a reward
-    model of one dimension, `judge` for P(yes) of the same judge to VQAScore's question, or
-    `omit`, which leaves its term out (such scores are lower, and not comparable with complete
-    ones). `items` adds what `flowalign reward fit` fits weights to: a dimension for the value of
-    each item, from -1 to 1, and one for the score of the alignment reward.
+    If the question set weights an alignment reward, `alignment` names its source: a reward model of
+    one dimension, `judge` for P(yes) of the same judge to VQAScore's question, or `omit` to drop
+    the term. Scores without the term are lower and not comparable with complete ones. `items` adds
+    the dimensions that `flowalign reward fit` needs: the value of each item, from -1 to 1, and the
+    score of the alignment reward.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Checklist(RewardModel, Loadable, Fittable):
 
     @property
     def fitted_dims(self) -> Sequence[str]:
-        """Return the dimensions that weights are fitted to, which `items` adds."""
+        """Return the dimensions that weights are fitted to; `items` adds them."""
         complete = not self.question_set.alignment or self.alignment != "omit"
         if not self.columns or not complete:
             raise ValueError(
@@ -168,7 +168,7 @@ class Checklist(RewardModel, Loadable, Fittable):
         held_out: float = 0.2,
         seed: int = 0,
     ) -> Fit:
-        """Fit the weights; the text is the JSON of the question set with the new ones."""
+        """Fit the weights; the text is the JSON of the question set with the new weights."""
         found = fit_question_set(
             self.question_set, lead, torch.zeros_like(lead), share, held_out, ridge, seed
         )

@@ -1,8 +1,9 @@
-"""Fits nonnegative checklist weights to human comparisons of pairs, so that a yes never costs.
+"""Fits nonnegative checklist weights to human pairwise preferences, so that a yes never costs.
 
-The probability that the first of two is preferred is sigmoid(w . (a - b) / 2), a and b being the
-values of the items (1, -1, or 0 where one does not apply) and w >= 0. An unconstrained fit gives
-some questions negative weights by chance; dropping those one by one is not needed with a bound.
+The probability that the first sample is preferred is sigmoid(w . (a - b) / 2). Here a and b are the
+values of the items (1, -1, or 0 if an item does not apply), and w >= 0. An unconstrained fit gives
+some questions negative weights by chance. The bound makes it unnecessary to drop these questions
+one by one.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +19,12 @@ from reward_models.questions.question_set import QuestionSet
 
 @dataclass(frozen=True)
 class ChecklistFit:
-    """Reports the result of a fit, and how well it orders pairs that it has not seen."""
+    """Result of a fit, with its accuracy on training pairs and on held-out pairs."""
 
     question_set: QuestionSet
     """Input list with the fitted weights, without items of weight 0 and unused conditions."""
     weights: Float[Tensor, "features"]
-    """Weights of all features, zeros included; alignment comes first where it has a weight."""
+    """Weights of all features including zeros. Alignment comes first if it has a weight."""
     train_accuracy: float
     held_out_accuracy: float
     """Share of the decided pairs (no tie) in which the preferred sample scores higher."""
@@ -37,13 +38,14 @@ def fit_weights(
     preferred: Float[Tensor, "n"],
     ridge: float = 0.0,
 ) -> Float[Tensor, "features"]:
-    """Return the nonnegative weights of least logistic loss + ridge / 2 times their squared norm.
+    """Return the nonnegative weights that minimise the logistic loss plus a ridge penalty.
 
-    `preferred` is the probability or share of votes that the first is better; 0.5 is a tie. A
-    feature that orders all pairs rightly needs some ridge, else its weight grows without bound.
+    The penalty is ridge / 2 times the squared norm of the weights. `preferred` is the probability
+    or share of votes that the first is better; 0.5 is a tie. A feature that orders all pairs
+    correctly needs ridge above 0, otherwise its weight grows without bound.
 
     Raises:
-        ValueError: for values that are not finite or not probabilities, or a fit that fails.
+        ValueError: Values are not finite or not probabilities, or the fit fails.
     """
     try:
         from scipy.optimize import minimize
@@ -100,9 +102,9 @@ def fit_question_set(
     ridge: float = 0.0,
     seed: int = 0,
 ) -> ChecklistFit:
-    """Fit the weights of a question set to `checklist.features` of both media of every pair.
+    """Fit the weights of a question set to `checklist.features` of both samples of every pair.
 
-    For a question set that weighs an alignment reward, the first feature is that reward's score.
+    If the question set weights an alignment reward, the first feature is the score of this reward.
     """
     expected = len(question_set.items) + bool(question_set.alignment)
     if first.shape[1] != expected or not 0 < held_out < 1:

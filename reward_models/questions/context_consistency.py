@@ -1,11 +1,11 @@
-"""Implements consistency with a multimodal context, a text and reference pictures, with a gradient.
+"""Scores consistency with a context of text and reference images, with a gradient.
 
-Source: Hummingbird, arXiv:2502.05153v2, known to us from descriptions of it: two rewards by the
-frozen Q-Former of BLIP-2. The global semantic reward is the largest cosine between a query token of
-the picture and the text's first token; the fine-grained consistency reward is the logit of a match
-by the image-text-matching head. The text describes the reference picture in view of the request,
-and is written beforehand by a language model; that is the only way in which Hummingbird's rewards
-see the reference. The third dimension here, which looks at the references themselves, is ours.
+Source: Hummingbird, arXiv:2502.05153v2, implemented from secondary sources. It has two rewards from
+the frozen Q-Former of BLIP-2. The global semantic reward is the largest cosine between a query
+token of the image and the text's first token. The fine-grained consistency reward is the match
+logit of the image-text-matching head. The text describes the reference image with respect to the
+request; a language model writes it beforehand. Hummingbird's rewards see the reference only through
+this text. The third dimension compares with the reference images themselves and is our choice.
 """
 
 import math
@@ -23,11 +23,11 @@ from reward_models.backbones.network import NetworkReward
 
 
 class ContextConsistency(NetworkReward):
-    """Scores a picture against the context of its request: text and one or several references.
+    """Scores an image against the context of its request: text and one or more references.
 
-    semantic: cosine in [-1, 1] of picture and text. consistency: logit of a match of picture and
-    text. reference: mean cosine of the query tokens of picture and reference, over all references.
-    The text is the metadata's `context` where there is one, else the prompt.
+    semantic: cosine in [-1, 1] of image and text. consistency: match logit of image and text.
+    reference: mean cosine of the query tokens of image and reference, over all references. The text
+    is the metadata's `context` if present, else the prompt.
     """
 
     network: Blip2ForImageTextRetrieval
@@ -64,7 +64,7 @@ class ContextConsistency(NetworkReward):
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 3"]:
-        """Compare one sample after another with its context."""
+        """Compare each sample with its context, one at a time."""
         return torch.cat([self._rated(batch.take([i])) for i in range(len(batch))])
 
     def _rated(self, sample: MediaBatch) -> Float[Tensor, "1 3"]:

@@ -13,24 +13,25 @@ from torch import Tensor
 from flowalign.utils.files import bundled
 
 Answers = Literal["hard", "soft"]
-"""Value of an answer: `hard` gives 1 or -1 by the likelier one, `soft` gives 2 P(yes) - 1."""
+"""Value of an answer. `hard` gives 1 or -1 for the more probable answer, `soft` gives 2 P(yes) - 1.
+"""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Represents a question to which yes is better; `[[prompt]]` stands for the sample's prompt."""
+    """Question with yes as the better answer; `[[prompt]]` stands for the sample's prompt."""
 
     question: str
     weight: float
     aspect: str
     """Dimension of the reward to which the item contributes; items of one aspect are summed."""
     given: str | None = None
-    """Name of the condition without which the item is worth 0; null: it always applies."""
+    """Name of a condition; without it the item is worth 0. null: the item always applies."""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Represents a list of questions with its weights; stored as JSON."""
+    """List of questions with weights."""
 
     name: str
     modality: Literal["image", "video"]
@@ -39,13 +40,18 @@ class QuestionSet:
     licence: str
     items: Sequence[Item]
     conditions: Mapping[str, str] = field(default_factory=dict)
-    """Questions, by name, about what must be present for some items to apply, such as a face."""
+    """Questions, by name, about content that must be present for some items, such as a face."""
     alignment: float = 0.0
-    """Weight of an additional alignment reward; 0: none."""
+    """Weight of an additional alignment reward; 0 means none."""
     intercept: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse undefined conditions, negative weights, no items, or an alignment aspect."""
+        """Check the items and conditions.
+
+        Raises:
+            ValueError: A condition is unknown, a weight is negative, there are no items, or an
+                aspect is called `alignment` although an alignment reward has a weight.
+        """
         wrong = [i.given for i in self.items if i.given and i.given not in self.conditions]
         if wrong:
             raise ValueError(
@@ -94,10 +100,10 @@ def read_question_set(source: str) -> QuestionSet:
 def value_items(
     question_set: QuestionSet, yes: Float[Tensor, "n questions"], answers: Answers = "hard"
 ) -> Float[Tensor, "n items"]:
-    """Compute the value of every item in [-1, 1] from P(yes); 0 where an item does not apply.
+    """Return the value of every item in [-1, 1] from P(yes); 0 if an item does not apply.
 
-    An item applies where the answer to its condition is yes; with soft answers, in proportion to
-    its P(yes).
+    An item applies if the answer to its condition is yes. With soft answers its value is multiplied
+    by P(yes) of the condition.
     """
     held, items = yes.double().split([len(question_set.conditions), len(question_set.items)], dim=1)
     names = list(question_set.conditions)

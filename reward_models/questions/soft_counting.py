@@ -1,8 +1,8 @@
-"""Implements a count of objects with a gradient: how far a detector is from seeing enough of them.
+"""Implements a differentiable count: how far a detector is from seeing enough objects.
 
-Source: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting loss on Grounding
-DINO. There a label of several tokens may count one object several times; here an object has the
-score of its best token, as in the detector's own post-processing.
+Source: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting loss on Grounding DINO. In
+PFCD a label of several tokens may count one object several times. Here an object has the score of
+its best token, as in the detector's own post-processing.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from reward_models.detection.geneval import Clause, parse_clauses
 def shortfall(
     scores: Sequence[Float[Tensor, "Q"]], counts: Sequence[int], threshold: float
 ) -> Float[Tensor, ""]:
-    """Return the sum of relu(threshold - s) over the wanted objects, divided by their number.
+    """Return the sum of relu(threshold - s) over the requested objects, divided by their number.
 
-    Of each class, with the scores of all Q candidates, the best `count` are the wanted ones. It is
-    0 where as many are seen as were asked for, and does not notice a surplus.
+    `scores` holds the scores of all Q candidates of each class; its best `count` candidates are
+    used. The shortfall is 0 if enough objects are detected, and it ignores a surplus.
     """
     short = [
         (threshold - s.topk(count).values).relu().sum()
@@ -38,8 +38,8 @@ def shortfall(
 class SoftCounting(NetworkReward):
     """Scores minus the shortfall of Grounding DINO's scores, in [-threshold, 0].
 
-    What to count is listed in the metadata's `include` with GenEval's schema. `model` is a folder
-    or repository of a Grounding DINO. Combine it with `Counting`, which has no gradient but sees a
+    The metadata's `include` lists the objects to count in GenEval's schema. `model` is a folder or
+    repository of a Grounding DINO. Combine it with `Counting`, which has no gradient but detects a
     surplus.
     """
 
@@ -74,7 +74,7 @@ class SoftCounting(NetworkReward):
         return read_transformers(AutoModelForZeroShotObjectDetection, self.model)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
-        """Score one sample after another, each with its own classes."""
+        """Score each sample with its own classes, one at a time."""
         values, failed = [], {}
         for i in range(len(batch)):
             try:
@@ -104,10 +104,10 @@ class SoftCounting(NetworkReward):
         return shortfall(scores, counts, self.threshold)
 
     def _caption(self, asked: Sequence[Clause]) -> tuple[list[int], list[list[int]]]:
-        """Return the tokens of all classes, with a full stop after each, and each class's places.
+        """Return the tokens of all classes, each followed by a full stop, and their positions.
 
         Raises:
-            Unscorable: A class has a special token, say a full stop, in it.
+            Unscorable: A class contains a special token, such as a full stop.
         """
         tokenizer = self.tokenizer
         stop = tokenizer.convert_tokens_to_ids(".")

@@ -1,9 +1,10 @@
-"""Implements Soft-TIFA: how probable the right answers to questions about a picture are.
+"""Implements Soft-TIFA: the probability of correct answers to questions about an image.
 
-Computed like in facebookresearch/GenEval2 @ a6e82d2, whose rows bring the questions, without three
-of its faults: a token that several spellings begin with counts once, so that no probability exceeds
-1; spellings of several tokens do not count, where their first may be a bare space that begins any
-number; and no probability is 0, which would make the geometric mean blind to all others.
+The computation follows facebookresearch/GenEval2 @ a6e82d2, and the questions come from its rows.
+Three of its faults are fixed. A token that begins several spellings counts once, so that no
+probability exceeds 1. Spellings of several tokens do not count, because their first token may be a
+bare space that begins any number. No probability is 0, which would make the geometric mean ignore
+all other questions.
 
 Source: GenEval 2, arXiv:2512.16853.
 """
@@ -37,7 +38,7 @@ def soft_tifa(
 
 
 def spell_answer(question: str, answer: str) -> list[str]:
-    """Return the spellings of an answer; a number that was asked for may be written in digits."""
+    """Return the spellings of an answer; a requested number may also be written in digits."""
     words = [answer.lower(), answer.capitalize()]
     if question.startswith("How many") and answer.lower() in NUMBERS:
         words.append(str(NUMBERS.index(answer.lower()) + 1))
@@ -45,10 +46,10 @@ def spell_answer(question: str, answer: str) -> list[str]:
 
 
 class SoftTIFA(RewardModel, Loadable):
-    """Scores the mean probability of right answers, arithmetic and geometric, from 0 to 1.
+    """Scores the mean probability of correct answers, arithmetic and geometric, from 0 to 1.
 
-    The metadata of a row have the questions: `vqa_list`, a list of [question, answer]. The release
-    asks Qwen3-VL-8B-Instruct and gives means over prompts times 100.
+    The metadata's `vqa_list` holds the questions as a list of [question, answer]. The release uses
+    Qwen3-VL-8B-Instruct and reports means over prompts times 100.
     """
 
     def __init__(self, judge: QwenYesNo):
@@ -90,7 +91,7 @@ class SoftTIFA(RewardModel, Loadable):
     def _answers(
         self, batch: MediaBatch, pairs: Sequence[Sequence[tuple[str, str]]]
     ) -> tuple[Float[Tensor, "n q"], Bool[Tensor, "n q"]]:
-        """Return the probabilities, and which are of questions; rows repeat their first to fill."""
+        """Return probabilities, and a mask of real questions; short rows repeat their first one."""
         most = max(len(row) for row in pairs)
         full = [[*row, *[row[0]] * (most - len(row))] for row in pairs]
         p = self.judge.probability(
@@ -102,7 +103,7 @@ class SoftTIFA(RewardModel, Loadable):
 
 
 def read_questions(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the questions and answers of a row; Unscorable where there are none."""
+    """Return the questions and answers of a row; raise Unscorable if there are none."""
     rows = metadata.get("vqa_list")
     if not isinstance(rows, list) or not rows:
         raise Unscorable("its metadata has no `vqa_list` of [question, answer]")

@@ -1,4 +1,4 @@
-"""Implements VQAScore: P(yes) to the question whether a figure shows the prompt."""
+"""Implements VQAScore: P(yes) to the question whether an image shows the prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,14 +47,14 @@ _RENAMES = (
     (r"^vision_tower\.vision_tower\.vision_model\.", "vision."),
 )
 _ALIASES = (r"t5\.embed_tokens\.weight", r"vision\.embeddings\.position_ids")
-"""Unused keys: the word embedding under one more name, and a buffer of old versions."""
+"""Unused keys: a second name of the word embedding, and a buffer of old versions."""
 _TIED = ("t5.encoder.embed_tokens.weight", "t5.decoder.embed_tokens.weight", "t5.lm_head.weight")
-"""Names that get the word embedding where a file does not bring them. FlanT5's file brings a head
-of its own, which transformers would tie all the same; loading by assignment keeps them apart."""
+"""Names that get the word embedding if a file lacks them. FlanT5's file has a separate head, but
+transformers would tie it anyway; loading by assignment keeps both."""
 
 
 def fill_questions(questions: Sequence[str], prompt: str) -> list[str]:
-    """Return the questions with the prompt in place of `[[prompt]]`."""
+    """Return the questions with `[[prompt]]` replaced by the prompt."""
     return [question.replace("[[prompt]]", prompt) for question in questions]
 
 
@@ -97,13 +97,12 @@ class VQAScore(RewardModel, Loadable):
 
 
 class ClipFlanT5(NetworkReward):
-    """Scores with VQAScore's own model: projected CLIP patches among the words that T5 reads.
+    """Scores with VQAScore's own model: T5 that reads projected CLIP patches among the words.
 
     Two layers project the patches. The score is the geometric mean of the probabilities of the two
-    tokens of "Yes" (word and end), given the question in the chat that the model was tuned on.
-    `source` is a folder or repository such as `zhiqiulin/clip-flant5-xxl`, whose weights include
-    the image encoder; `vision` gives only that encoder's configuration, where the one named by
-    `mm_vision_tower` should not be used.
+    tokens of "Yes" (word and end), given the question in the chat format of the fine-tuning.
+    `source` is a folder or repository such as `zhiqiulin/clip-flant5-xxl`; its weights include the
+    image encoder. `vision` overrides only the encoder's config that `mm_vision_tower` names.
     """
 
     network: "_ClipT5"
@@ -153,7 +152,7 @@ class ClipFlanT5(NetworkReward):
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Compute the probability of yes, differentiable in the pixels."""
+        """Return the probability of yes, differentiable in the pixels."""
         pixels = padded_square(batch.media[:, 0].to(self.device), self.network.image_size)
         before, after = (
             self._words(_SYSTEM),
@@ -168,7 +167,7 @@ class ClipFlanT5(NetworkReward):
         return log_p[:, torch.arange(len(answer)), answer].mean(1, keepdim=True).exp()
 
     def _words(self, text: str) -> Tensor:
-        """Tokenise one piece, with the end token that every piece gets, also before the image."""
+        """Tokenise one piece; every piece ends with an end token, also before the image."""
         return torch.tensor(self.tokenizer(text)["input_ids"], device=self.device)
 
 
@@ -194,7 +193,7 @@ class _ClipT5(nn.Module):
         after: Sequence[Tensor],
         answer: Tensor,
     ) -> Float[Tensor, "n answer vocabulary"]:
-        """Compute logits of the answer's tokens; the image stands between `before` and `after`."""
+        """Return logits of the answer's tokens; the image is between `before` and `after`."""
         hidden = self.vision(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
         image, embed = self.mm_projector(hidden), self.t5.shared
         first = embed(before).expand(len(pixels), -1, -1)
@@ -210,7 +209,7 @@ class _ClipT5(nn.Module):
 
 
 def padded_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
-    """Pad to a square with the mean colour in 8 bits, resize in PIL's arithmetic, and normalise."""
+    """Pad to a square with the 8-bit mean colour, resize with PIL's arithmetic, and normalise."""
     height, width = frames.shape[-2:]
     side = max(height, width)
     top, left = (side - height) // 2, (side - width) // 2

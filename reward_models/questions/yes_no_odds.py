@@ -1,8 +1,8 @@
-"""Implements the log-odds of yes against no that a vision-language model answers, with a gradient.
+"""Implements the log odds of yes over no from a vision-language model, with a gradient.
 
-Source: VLM3D, arXiv:2509.15772v1 and arXiv:2511.14271v1: the log-odds of Qwen2.5-VL for a semantic
-and a geometric question about rendered views. The wording of its questions, and the weights of the
-two rewards, are not known to us; the geometric question here is ours.
+Source: VLM3D, arXiv:2509.15772v1 and arXiv:2511.14271v1: the log odds of Qwen2.5-VL for a semantic
+and a geometric question about rendered views. The papers do not give the wording of the questions
+or the weights of the two rewards; the geometric question here is our choice.
 """
 
 import math
@@ -26,8 +26,8 @@ QUESTIONS = {
 class YesNoOdds(RewardModel, Loadable):
     """Scores log P(yes) - log P(no) for one question per dimension, differentiable in the pixels.
 
-    Unlike the probability, which VQAScore gives, it keeps a gradient where the judge is sure. A
-    video is one sample: several views of a thing can be its frames.
+    Unlike VQAScore's probability, it keeps a gradient if the judge is certain. A video is one
+    sample, so several views of an object can be its frames.
     """
 
     def __init__(self, judge: QwenYesNo, questions: Mapping[str, str] | None = None):

@@ -11,10 +11,10 @@ from flowalign.types import Loadable, MediaBatch, Range, RewardModel, RewardOutp
 class Drift(RewardModel, Loadable):
     """Scores the negative change of every dimension of `image` from a video's start to its end.
 
-    The change is the distance of the mean scores over the first and the last `share` of the frames
-    (at least one), in units of the score; 0 is best. With an aesthetic model this measures how much
-    a long video falls apart. A video of one score throughout, good or bad, has no drift: combine it
-    with the score itself.
+    The change is the absolute difference between the mean scores of the first and the last `share`
+    of the frames (at least one frame), in units of the score; 0 is best. With an aesthetic model
+    this measures how much a long video degrades. A video with constant scores, good or bad, has no
+    drift, so combine it with the score itself.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Implements JPEG size: two rewards without a model, used to try out reinforcement learning.
+"""Implements JPEG size: two rewards without a model, useful to test reinforcement learning.
 
 Source: DDPO, arXiv:2305.13301v4, compressibility and incompressibility.
 """
@@ -19,7 +19,7 @@ SIGN: dict[str, int] = {"compressibility": -1, "incompressibility": 1}
 class JpegSize(RuleReward):
     """Scores the image's size as JPEG in kB (1000 bytes), negative for `compressibility`.
 
-    A video scores the mean over its frames. Chroma is subsampled, which is Pillow's default.
+    A video scores the mean over its frames. Chroma is subsampled, as in Pillow's default.
     """
 
     def __init__(

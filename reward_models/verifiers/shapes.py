@@ -1,8 +1,8 @@
-"""Verifies images of the shapes world by rules: compares their objects with the prompt.
+"""Verifies images of Shapes, the bundled toy model, by rules that compare objects and prompt.
 
-The world (see `assets/shapes/`): 32x32 images of one to three flat objects on a dark ground,
-described by prompts such as "a red circle", "two blue squares" or "a green triangle left of a white
-square".
+Images (see `assets/shapes/`) have 32x32 pixels and show one to three flat objects on a dark
+background. Prompts are, for example, "a red circle", "two blue squares" or "a green triangle left
+of a white square".
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,16 @@ RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": 
 BACKGROUND = (20, 20, 28)
 
 _VISIBLE_AREA = 10
-"""Minimum area in pixels of a connected region that counts as an object; smaller ones are dirt."""
+"""Minimum area in pixels of a connected region that counts as an object; smaller regions are dirt.
+"""
 _MAX_OBJECTS = 6
 _MIN_OFFSET = 4.0
-"""Minimum distance in pixels between two centres for one to be beside the other."""
+"""Minimum distance in pixels between two centres for a relation to hold."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Describes what a prompt asks for."""
+    """Content that a prompt requests."""
 
     objects: tuple[tuple[str, str], ...]
     """Colour and shape of every object, in the order of the prompt."""
@@ -50,10 +51,10 @@ class Scene:
 
 @lru_cache(maxsize=4096)
 def parse_prompt(prompt: str) -> Scene:
-    """Parse a prompt of the shapes world into the scene it describes.
+    """Parse a prompt of Shapes into the scene that it describes.
 
     Raises:
-        ValueError: the prompt is not one of this world.
+        ValueError: The prompt is not a prompt of Shapes.
     """
     for relation in RELATIONS:
         first, found, second = prompt.partition(f" {relation} ")
@@ -86,7 +87,7 @@ def _parse_phrase(phrase: str, prompt: str, counts: tuple[str, ...]) -> tuple[tu
 
 @dataclass(frozen=True)
 class Objects:
-    """Holds the connected regions of n images, largest first, padded to K per image."""
+    """Connected regions of n images, largest first, padded to K per image."""
 
     present: Bool[Tensor, "n K"]
     colour: Int[Tensor, "n K"]
@@ -102,7 +103,8 @@ class Objects:
     half: Float[Tensor, "n K 2"]
     """Half the width and height of the bounding box in pixels."""
     centroid: Float[Tensor, "n K 2"]
-    """Mean of the region's pixels, x then y: finer than the centre of a box of whole pixels."""
+    """Mean of the region's pixels, x then y; finer than the centre of the box, which has whole
+    pixels."""
     area: Float[Tensor, "n K"]
     """Area of the region in pixels."""
     dirt: Float[Tensor, "n"]
@@ -115,17 +117,17 @@ class Objects:
         return [(colours[colour], SHAPES[shape]) for colour, shape in both]
 
     def quality(self, i: int) -> Float[Tensor, "m"]:
-        """Return how flat and well formed each object of image i is, in [0, 1]."""
+        """Return the flatness times well-formedness of each object of image i, in [0, 1]."""
         keep = self.present[i]
         return self.fit[i, keep] * self.purity[i, keep]
 
     def clean(self, i: int) -> float:
-        """Return how flat, well formed and free of dirt the objects of image i are; 0 of none."""
+        """Return the mean quality of the objects of image i times 1 - dirt; 0 if there are none."""
         quality = self.quality(i)
         return float(quality.mean() * (1 - self.dirt[i])) if len(quality) else 0.0
 
     def well_formed(self, i: int) -> bool:
-        """Return whether all objects of image i are good enough, and there is little else."""
+        """Return whether all objects of image i are well-formed and there is almost no dirt."""
         return bool((self.quality(i) >= 0.6).all()) and float(self.dirt[i]) <= 0.1
 
 
@@ -143,7 +145,7 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     mask = labels[picture] == label[picture, k][:, None, None]
 
     def padded(of_regions: Tensor) -> Tensor:
-        """Arrange rows of regions as [n K ...], with zeros where an image has fewer."""
+        """Arrange rows of regions as [n K ...], with zeros if an image has fewer."""
         shape = (*present.shape, *of_regions.shape[1:])
         return of_regions.new_zeros(shape).index_put_((picture, k), of_regions)
 
@@ -172,7 +174,10 @@ def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor
 def _describe_colour(
     pixels: Float[Tensor, "n 3 H W"], picture: Int[Tensor, "m"], mask: Bool[Tensor, "m H W"]
 ) -> tuple[Tensor, Tensor]:
-    """Find the most frequent nearest colour of inner pixels (edges are mixtures), and its share."""
+    """Return the most frequent nearest colour of inner pixels, and its share.
+
+    Edge pixels are excluded, because they mix colours.
+    """
     distance, nearest = _distance(pixels, torch.tensor(list(COLOURS.values()))).min(1)
     inner = F.max_pool2d((~mask).float()[:, None], 3, 1, 1)[:, 0] == 0
     seen = torch.where(distance < 70, nearest, len(COLOURS))[picture]
@@ -182,15 +187,13 @@ def _describe_colour(
 
 
 class ShapesVerifier(RewardModel):
-    """Compares an image of the shapes world with its prompt by rules, each dimension in [0, 1].
+    """Compares an image of Shapes with its prompt by rules, each dimension in [0, 1].
 
-    colour, shape: share of the objects whose colour (shape) the prompt asks for, counting missing
-    and surplus ones.
-    count: 1 minus the relative error of the number of objects.
-    position: 1 where the relation holds (or none is asked for), less the further the objects are
-    from it.
-    clean: how flat, well formed and free of dirt the objects are.
-    exact_match: 1 where everything asked for is there, bound together rightly, and nothing else is.
+    colour, shape: share of the objects with a requested colour (shape), counting missing and
+    surplus objects. count: 1 minus the relative error of the number of objects. position: 1 if the
+    relation holds or none is requested, and less the further the objects are from it. clean:
+    flatness, well-formedness and absence of dirt of the objects. exact_match: 1 if the image shows
+    exactly the requested objects with the right attributes.
     """
 
     def __init__(self) -> None:
@@ -250,13 +253,13 @@ def _score_position(
 
 
 def holds(relation: str, dx: float, dy: float) -> bool:
-    """Return whether something this far from another, in pixels, stands in that relation to it."""
+    """Return whether an object at this offset from another, in pixels, has this relation to it."""
     forth, across = along(relation, dx, dy)
     return forth >= _MIN_OFFSET and forth >= 0.8 * across
 
 
 def along(relation: str, dx: float, dy: float) -> tuple[float, float]:
-    """Return how far an offset goes in the relation's direction, and across it."""
+    """Return the components of an offset along the relation's direction, and across it."""
     step_x, step_y = RELATIONS[relation]
     return dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
 
@@ -264,7 +267,7 @@ def along(relation: str, dx: float, dy: float) -> tuple[float, float]:
 def _match(
     asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]
 ) -> tuple[int, int] | None:
-    """Return indices of objects with the two asked colours, preferably of the asked shapes."""
+    """Return indices of objects with the two requested colours, preferring the requested shapes."""
     scored = [
         (found[i] == asked[0], found[j] == asked[1], -i, -j, (i, j))
         for i, j in permutations(range(len(found)), 2)

@@ -1,10 +1,10 @@
-"""Verifies edits of the shapes world by rules: compares a picture with its source and the wish.
+"""Verifies edits of Shapes images by rules that compare the result with source and instruction.
 
-The world (see `assets/shapes_edit/`): a picture of one to three different objects, and an
-instruction to recolour, move, remove or add one. A request's metadata says what the source shows
-(`source`) and what the result should (`target`), each a list of {colour, shape, x, y, radius}, and
-of a new place that is free within limits, which `relation` it has to which object of the source
-(`anchor`, its index).
+The world (see `assets/shapes_edit/`) has images of one to three different objects, and an
+instruction to recolour, move, remove or add one object. A request's metadata holds the objects of
+the source (`source`) and of the wanted result (`target`), each a list of {colour, shape, x, y,
+radius}. If the new position is free within limits, the metadata also has its `relation` to an
+object of the source with index `anchor`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,23 +30,23 @@ from reward_models.verifiers.shapes import (
 )
 
 _REACH = 2.5
-"""Greatest distance in pixels between two centres of what did not move."""
+"""Greatest distance in pixels between two centres of an object that did not move."""
 _SAME = 70.0
-"""Greatest distance of two colours, of 255 a channel, of a pixel that did not change."""
+"""Greatest colour distance (255 per channel) of an unchanged pixel."""
 _LEAST_SAME = 0.9
-"""Least share of unchanged pixels of an edit that is strictly right."""
+"""Smallest share of unchanged pixels for exact_match."""
 _MARGIN = 1.5
 """Pixels around an edited object that may change with it."""
 
 
 @dataclass(frozen=True)
 class ShapeObject:
-    """Describes one object of a picture."""
+    """One object of an image."""
 
     colour: str
     shape: str
     x: float
-    """Centre in pixels, from the left edge of the picture."""
+    """Centre in pixels, from the left edge of the image."""
     y: float
     """Centre in pixels, from the upper edge."""
     radius: float
@@ -59,32 +59,33 @@ class ShapeObject:
 
 @dataclass(frozen=True)
 class EditChange:
-    """Describes an edit: the objects before and after it."""
+    """Objects before and after an edit."""
 
     source: tuple[ShapeObject, ...]
     target: tuple[ShapeObject, ...]
     relation: str | None = None
-    """How the new object's place lies to the anchor's in the source; None: where the target is."""
+    """Relation of the new object to the anchor in the source; None if the position is the target's.
+    """
     anchor: int = 0
     """Index into the source."""
 
     @property
     def kept(self) -> list[ShapeObject]:
-        """Return what the edit leaves alone."""
+        """Return the objects that the edit leaves unchanged."""
         return [thing for thing in self.source if thing in self.target]
 
     @property
     def old(self) -> ShapeObject | None:
-        """Return the object that the edit takes away or alters, if any."""
+        """Return the object that the edit removes or alters, or None."""
         return next((thing for thing in self.source if thing not in self.target), None)
 
     @property
     def new(self) -> ShapeObject | None:
-        """Return the object that the edit brings or makes of the old one, if any."""
+        """Return the object that the edit adds or turns the old one into, or None."""
         return next((thing for thing in self.target if thing not in self.source), None)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the columns of a request from which `read` makes an equal change."""
+        """Return the metadata of a request from which `read` creates an equal change."""
         where = {} if self.relation is None else {"relation": self.relation, "anchor": self.anchor}
         scenes = {"source": self.source, "target": self.target}
         return {k: [asdict(thing) for thing in scene] for k, scene in scenes.items()} | where
@@ -128,15 +129,14 @@ def _read_object(row: Any, key: str) -> ShapeObject:
 
 
 class ShapesEditVerifier(RewardModel):
-    """Compares an edited picture with its source and the wanted scene, each dimension in [0, 1].
+    """Compares an edited image with its source and the target scene, each dimension in [0, 1].
 
-    edit: 1 where the edit was done; .5 where the new object has the wrong shape, or was moved or
-    put to the wrong place, .25 where both; 0 where nothing of it was.
-    kept: share of the other objects that are still there, with colour, shape and place; 1 of none.
-    pixels: share of the pixels outside the edit that did not change; the mean of that over pixels
-    of objects and over the ground.
-    clean: how flat, well formed and free of dirt the objects are.
-    exact_match: 1 where the edit was done, all else is kept, and nothing else is there.
+    edit: 1 if the edit was done; .5 if the new object has the wrong shape or the wrong position,
+    .25 if both are wrong; 0 if no part of the edit was done. kept: share of the other objects that
+    keep colour, shape and position; 1 if there are none. pixels: share of unchanged pixels outside
+    the edit, averaged over object pixels and background. clean: flatness, well-formedness and
+    absence of dirt of the objects. exact_match: 1 if the edit was done, all other objects are kept,
+    and there are no further objects.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class ShapesEditVerifier(RewardModel):
         )
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score every sample whose metadata describe an edit of its one source."""
+        """Score every sample with one source and metadata that describe an edit."""
         failed = self.spec.screen(batch)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         rows = [i for i in range(len(batch)) if i not in failed]
@@ -197,15 +197,16 @@ def _describe_objects(objects: Objects, i: int) -> list[ShapeObject]:
 
 @dataclass(frozen=True)
 class _Pixels:
-    """Holds the pixels of a source and of what was made of it."""
+    """Pixels of a source and of its edit."""
 
     source: Float[Tensor, "3 H W"]
     picture: Float[Tensor, "3 H W"]
 
     def same(self, changed: Sequence[ShapeObject]) -> float:
-        """Return the mean share of unchanged pixels, of objects and of ground, outside `changed`.
+        """Return the share of unchanged pixels outside `changed`.
 
-        Where nothing but ground is left outside, its share.
+        It is the mean of the shares over object pixels and over background pixels. If only
+        background is left outside, its share is returned.
         """
         height, width = self.source.shape[1:]
         outside = torch.ones(height, width, dtype=torch.bool)
@@ -226,7 +227,7 @@ def _distance(a: Float[Tensor, "3 H W"], b: Tensor) -> Float[Tensor, "H W"]:
 def _compare(
     change: EditChange, seen: list[ShapeObject], pixels: _Pixels
 ) -> tuple[float, float, float, bool]:
-    """Return how far the edit is done, all else is kept, by object and pixel, and if all is."""
+    """Return the scores of edit, kept objects and pixels, and whether the edit is complete."""
     others = list(seen)
     kept = 0
     for thing in change.kept:
@@ -242,7 +243,7 @@ def _compare(
 
 
 def _score_edit(change: EditChange, others: Sequence[ShapeObject]) -> float:
-    """Return how far an edit is done, given the seen objects that are not among the kept ones."""
+    """Return the `edit` score, given the detected objects that are not among the kept ones."""
     old, new = change.old, change.new
     stayed = old is not None and any(_is_near(one, old) for one in others)
     if new is None:
@@ -253,13 +254,16 @@ def _score_edit(change: EditChange, others: Sequence[ShapeObject]) -> float:
 
 
 def _find_new(change: EditChange, others: Sequence[ShapeObject]) -> list[ShapeObject]:
-    """Return the seen object that is the wanted new one, at most as large as that; or none."""
+    """Return the detected object that matches the new one, with the new one's radius."""
     like = [one for one in others if _score_likeness(change, one) and _is_placed(change, one)]
     return [replace(one, radius=change.new.radius) for one in like[:1] if change.new]
 
 
 def _score_likeness(change: EditChange, one: ShapeObject) -> float:
-    """Return how far a seen object is the wanted new one: wrong shape and free place halve it."""
+    """Return the match of a detected object with the new one.
+
+    A wrong shape halves it, and so does a wrong position if the position is free within limits.
+    """
     new = change.new
     if new is None or one.colour != new.colour:
         return 0.0

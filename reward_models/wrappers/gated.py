@@ -8,7 +8,7 @@ from flowalign.types import FiniteFloat, Loadable, MediaBatch, RewardModel, Rewa
 
 
 class Gated(RewardModel, Loadable):
-    """Scores the dimensions of `gate`, and those of `reward` where the gate's `dim` >= `floor`.
+    """Scores the dimensions of `gate`, and those of `reward` if the gate's `dim` >= `floor`.
 
     A sample below the floor gets `below` in every dimension of `reward` (null: the lower end of its
     scale), and `reward` does not score it. With `DynamicDegree` as the gate, a still video gains
@@ -44,7 +44,7 @@ class Gated(RewardModel, Loadable):
                 model.load()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score every sample with the gate, and those at or above the floor with the reward."""
+        """Score every sample with the gate, and samples at or above the floor with the reward."""
         failed = self.spec.screen(batch)
         asked = [i for i in range(len(batch)) if i not in failed]
         gate, reward = (

@@ -1,4 +1,4 @@
-"""Loads a reward of noisy latents that `flowalign reward train` wrote, from its folder."""
+"""Loads a reward of noisy latents from a folder that `flowalign reward train` wrote."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,12 +14,12 @@ from reward_models.wrappers.trained import build_head, find_width, read_descript
 
 
 class TrainedLatentReward(LatentReward):
-    """Scores noisy latents with a trained head on the first blocks of the policy at hand.
+    """Scores noisy latents with a trained head on the first blocks of the attached policy.
 
-    `units` of the scores: `z-score` over the training media at all noise levels, or `calibrated`,
-    in which the difference of two scores is the log odds of a preference. `path` is the folder, or
-    a hub repository. It may name only classes of the packages in `trusted`. `prefix` is put before
-    the names of its dimensions.
+    `units` are the units of the scores: `z-score` over the training samples at all noise levels, or
+    `calibrated`, in which the difference of two scores is the log odds of a preference. `path` is
+    the folder or a hub repository. It may name only classes of the packages in `trusted`. `prefix`
+    is put before the names of its dimensions.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TrainedLatentReward(LatentReward):
         self.features: BlockFeatures | None = None
 
     def attach(self, policy: Policy) -> None:
-        """Read the head, for the first blocks of this policy."""
+        """Read the head and attach it to the first blocks of this policy."""
         if self.features is not None:
             return
         given = self.config["backbone"]["init_args"]
@@ -62,7 +62,7 @@ class TrainedLatentReward(LatentReward):
     def score(
         self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "*n"], cond: Cond
     ) -> Float[Tensor, "n L"]:
-        """Score states by the blocks of the policy that it is attached to."""
+        """Score states with the blocks of the attached policy."""
         assert self.features is not None, "attach comes first"
         ratings = self.rater(self.features(x, sigma, cond))
         return self.rater.in_units(ratings, self.z_score)[0]

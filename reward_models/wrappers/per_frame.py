@@ -1,4 +1,4 @@
-"""Turns a reward for images into one for videos, frame by frame."""
+"""Turns a reward for images into a reward for videos, frame by frame."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +26,8 @@ class PerFrame(RewardModel, Loadable):
 
     `frames` evenly spaced frames are scored, first and last included (null: all), at most `at_once`
     of them in one call of `reward`. A soft minimum needs a `temperature`, in units of the scores;
-    see `soft_min`. A video is as good as its frames, whether it moves or not: combine it with a
-    reward of motion. A frame without a score leaves its video without one.
+    see `soft_min`. Motion does not affect the score, so combine it with a reward of motion. A frame
+    without a score leaves its video without one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PerFrame(RewardModel, Loadable):
     def _scores(
         self, batch: MediaBatch, places: Sequence[tuple[int, int]], failed: dict[int, str]
     ) -> Float[Tensor, "m R"]:
-        """Score frame k of sample i, for every (i, k); reasons for failures go to `failed`."""
+        """Score frame k of sample i, for every (i, k); add reasons for failures to `failed`."""
         parts = [torch.zeros(0, len(self.spec.dims))]
         for start in range(0, len(places), self.at_once):
             some = places[start : start + self.at_once]
@@ -108,7 +108,7 @@ def _to_images(
 
 
 def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
-    """Raise ValueError where the reward cannot score frames, or pooling is not defined this way."""
+    """Raise ValueError if the reward cannot score frames, or the pooling is not defined."""
     if inner.modality == "video":
         raise ValueError(f"PerFrame needs a reward that scores images; {inner.name} does not")
     if "groups" in inner.needs:

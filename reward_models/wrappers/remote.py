@@ -1,4 +1,4 @@
-"""Uses a reward model behind `flowalign serve-reward` like any other."""
+"""Uses a reward model behind `flowalign serve-reward` like a local one."""
 
 import os
 import random
@@ -24,12 +24,12 @@ from flowalign.types import (
 class RemoteReward(RewardModel, Loadable):
     """Requests the scores of one of a server's models.
 
-    `dims` must be those that the server lists under /spec; `load` compares them. `8bit` pixels are
-    rounded like in an image file and travel four times faster. A request that fails is sent again
-    up to `retries` times, with growing delays; one that still fails makes its samples invalid, and
-    one that the server rejects raises ValueError. A server that has no room is asked again when it
-    says, which is no failure until `timeout` seconds have passed. The token is read from the
-    environment variable `token_env`.
+    `dims` must equal the dimensions that the server lists under /spec; `load` compares them. `8bit`
+    pixels are rounded as in an image file and transfer four times faster. A failed request is sent
+    again up to `retries` times, with growing delays. If it still fails, its samples are invalid. A
+    request that the server rejects raises ValueError. If the server is busy, the request is
+    repeated after the delay that the server names; this counts as a failure only after `timeout`
+    seconds. The token is read from the environment variable `token_env`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RemoteReward(RewardModel, Loadable):
         """Wait for the server to be ready, and take over its declaration.
 
         Raises:
-            ValueError: it cannot be reached, failed to load, or serves other dimensions.
+            ValueError: The server cannot be reached, failed to load, or serves other dimensions.
         """
         if self._loaded:
             return

@@ -1,4 +1,4 @@
-"""Runs a reward model beside the trainer, in a process and an environment of its own."""
+"""Runs a reward model in a separate process and environment on the training machine."""
 
 import re
 import shutil
@@ -23,17 +23,18 @@ from flowalign.types import (
 
 
 class ScorerProcess(RewardModel, Loadable):
-    """Scores by a reward model that runs in a process of its own, on this machine.
+    """Scores with a reward model in a separate process on this machine.
 
     `reward` is an entry of `rewards:`, a class with its settings. `python` is the interpreter of an
-    environment in which `flowalign[serve]` is installed (null: this one), `device` is `cpu` or
-    `cuda:N`, by default the device of the process that trains. Without `dims` the class is also
-    constructed here, so that its settings and needs are checked before anything starts; with them
-    it need not be importable here. Each process of a run has a scorer of its own.
+    environment with `flowalign[serve]` installed (null: the current one). `device` is `cpu` or
+    `cuda:N`, by default the device of the training process. Without `dims` the class is also
+    constructed in the training process, so that its settings and needs are checked before anything
+    starts. With `dims` it need not be importable in the training process. Each process of a run has
+    a separate scorer.
 
-    The scorer gets each batch whole, in float32, and has `timeout` seconds for it and
-    `start_timeout` to load. One that dies is started again, `restarts` times in a run, and gets the
-    batch again; then the run ends. There is no gradient.
+    The scorer gets each batch whole, in float32. It has `timeout` seconds per batch and
+    `start_timeout` seconds to load. A scorer that dies is restarted, up to `restarts` times per
+    run, and gets the batch again; after that the run ends. There is no gradient.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class ScorerProcess(RewardModel, Loadable):
         """Start the process, wait until the model is loaded, and take over its declaration.
 
         Raises:
-            ValueError: It could not be started or loaded, or gives other dimensions.
+            ValueError: The process cannot be started or loaded, or gives other dimensions.
         """
         if self._scorer is None:
             self._start()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score the batch as a whole; raises RewardGone if the process died once too often."""
+        """Score the batch as a whole; raise RewardGone if no restarts are left."""
         self.load()
         return score_usable(self.spec, batch, len(batch), self._ask)
 
@@ -101,7 +102,7 @@ class ScorerProcess(RewardModel, Loadable):
             self._restart(why)
 
     def _restart(self, why: str) -> None:
-        """Start the process again, if it may be; raises RewardGone otherwise."""
+        """Restart the process; raise RewardGone if no restarts are left or the start fails."""
         if self.restarts == 0:
             raise RewardGone(f"the process of the reward {self.spec.name!r} died: {why}")
         self.restarts -= 1
@@ -114,7 +115,7 @@ class ScorerProcess(RewardModel, Loadable):
 
 
 def _assume_spec(reward: dict[str, Any], dims: list[str]) -> RewardSpec:
-    """Return what is known of a reward that cannot be constructed here."""
+    """Return the known part of the spec of a reward that cannot be constructed here."""
     return RewardSpec(
         name=str(reward["class_path"]).rpartition(".")[2],
         dims=tuple(dims),

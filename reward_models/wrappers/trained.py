@@ -1,4 +1,4 @@
-"""Loads a reward model that `flowalign reward train` wrote, from its folder."""
+"""Loads a reward model from a folder that `flowalign reward train` wrote."""
 
 import hashlib
 import json
@@ -29,11 +29,11 @@ FORMAT = "flowalign trained reward 1"
 class TrainedReward(NetworkReward, Refreshable):
     """Scores with a trained head on its backbone, with a gradient to the pixels.
 
-    `units` of the scores: `z-score` over the training media, or `calibrated`, in which the
-    difference of two scores is the log odds of a preference (rated dimensions: the units of the
-    ratings). `path` is the folder, or a hub repository. It may name only classes of the packages in
-    `trusted`, because a class that a folder names is code that runs. `prefix` is put before the
-    names of its dimensions, for runs in which another reward has the same ones.
+    `units` are the units of the scores: `z-score` over the training samples, or `calibrated`, in
+    which the difference of two scores is the log odds of a preference (for rated dimensions, the
+    units of the ratings). `path` is the folder or a hub repository. It may name only classes of the
+    packages in `trusted`, because a class named by a folder is executed as code. `prefix` is put
+    before the names of its dimensions, for runs in which another reward has the same names.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TrainedReward(NetworkReward, Refreshable):
         """Read the backbone and the head; every saved tensor is accounted for.
 
         Raises:
-            ValueError: the folder is damaged, or its backbone has other weights than in training.
+            ValueError: The folder is damaged, or its backbone has other weights than in training.
         """
         self.backbone, head = _build(self.config, self.path)
         self.backbone.load()
@@ -93,12 +93,12 @@ class TrainedReward(NetworkReward, Refreshable):
         return whole
 
     def head(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of the head by name; statistics and units stay as they are."""
+        """Return the parameters of the head by name, without statistics and units."""
         return dict(self.rater.head.named_parameters())
 
     @torch.no_grad()
     def features(self, batch: MediaBatch) -> Features:
-        """Return what the head reads of each sample."""
+        """Return the inputs of the head for each sample."""
         self.network.to(self.device)
         parts = [self.backbone.embed(part) for part in batch.chunks(self.batch_size)]
         joint, prompt = (torch.cat([getattr(p, n) for p in parts]) for n in ("joint", "prompt"))
@@ -119,13 +119,13 @@ class TrainedReward(NetworkReward, Refreshable):
 
 
 def _read_needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
-    """Return what samples must have; folders written before there were sources name none."""
+    """Return the inputs that samples need; folders from before source images name none."""
     prompt: tuple[Need, ...] = ("prompt",) if config["needs_prompt"] else ()
     return (*prompt, "references") if config.get("needs_references") else prompt
 
 
 def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) -> dict[str, Any]:
-    """Read the description of a trained reward, of finished media or of noisy latents.
+    """Read the description of a trained reward, for finished samples or for noisy latents.
 
     Raises:
         ValueError: It is damaged, of the other kind, or names classes that are not trusted.
@@ -191,7 +191,7 @@ def _build(config: Mapping[str, Any], path: str) -> tuple[Backbone, Head]:
 
 
 def build_head(config: Mapping[str, Any], path: str) -> Head:
-    """Build the head alone that a description names; raise ValueError if it cannot be."""
+    """Build only the head that a description names; raise ValueError if it cannot be built."""
     return _instantiate(_head(config), path)["head"]
 
 
@@ -212,7 +212,7 @@ def _instantiate(parts: Mapping[str, tuple[type, Any]], path: str) -> dict[str, 
 
 
 def find_width(tensors: Mapping[str, Tensor], key: str, path: str) -> int:
-    """Return the length of a saved vector; raise ValueError if there is none of that name."""
+    """Return the length of a saved vector; raise ValueError if there is none with this name."""
     if key not in tensors:
         raise ValueError(f"{path} lacks {key}")
     return len(tensors[key])
