@@ -14,5 +14,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--values",
         action="store_true",
-        help="time the values of all states instead: together, and one after another",
+        help="time the values of all states instead: batched, and one after another",
     )

@@ -4,7 +4,7 @@ import argparse
 
 from flowalign.cli.options import add_config_file, shard
 
-HELP = "Make pairs to train on of real clips, by noising and denoising them."
+HELP = "Make training pairs from real videos, by noising and denoising them."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,5 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="i/n",
         type=shard,
         default=(0, 1),
-        help="be the i-th of n processes, from 0; whoever comes last writes the lists",
+        help="run as the i-th of n processes, from 0; the last one to finish writes the lists",
     )

@@ -14,11 +14,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "configs",
         nargs="+",
         metavar="config",
-        help="run files, the baseline first, several of one method joined by +; "
-        "further --a.b VALUE override them all",
+        help="run files, the baseline first; join several files of one method by +; "
+        "other --a.b VALUE options override all runs",
     )
     parser.add_argument(
-        "--base", nargs="+", default=[], metavar="CONFIG", help="run files before those of each"
+        "--base",
+        nargs="+",
+        default=[],
+        metavar="CONFIG",
+        help="run files before those of each method",
     )
     parser.add_argument(
         "--seeds", type=whole(*SEED), nargs="+", default=[0, 1, 2], help="default: 0 1 2"
@@ -27,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs",
         type=whole(1, os.cpu_count() or 1),
-        help="runs at once, no more than cores; default: as the cores allow",
+        help="number of parallel runs (default: as many as the cores allow, one on a GPU)",
     )
     parser.add_argument(
-        "--metric", help="held-out dimension; default: exact_match, or the only one"
+        "--metric", help="held-out dimension (default: exact_match, or the only one)"
     )
     parser.set_defaults(takes_overrides=True)

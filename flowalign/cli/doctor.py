@@ -4,15 +4,15 @@ import argparse
 
 from flowalign.cli.options import whole
 
-HELP = "Print versions, devices and what is missing, or what works of a pipeline."
+HELP = "Print versions, devices and missing extras, or test a pipeline for training."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the pipeline to test, and the arguments of its call."""
     add = parser.add_argument
-    add("--pipeline", metavar="FOLDER", help="try what training needs on this diffusers pipeline")
-    add("--height", type=whole(1), default=512, help="of what the pipeline makes, default 512")
-    add("--width", type=whole(1), default=512, help="default 512")
+    add("--pipeline", metavar="FOLDER", help="diffusers pipeline to test for training")
+    add("--height", type=whole(1), default=512, help="height of its images (default: 512)")
+    add("--width", type=whole(1), default=512, help="width of its images (default: 512)")
     add(
         "--argument",
         action="append",

@@ -34,15 +34,15 @@ from flowalign.distributed.failures import leave_crashes
 from flowalign.utils.parent_watchdog import end_with_parent
 
 EXAMPLES = """examples:
-  flowalign demo                                   align the embedded model on the CPU, minutes
-  flowalign init                                   write a run file by a few questions
-  flowalign check configs/shapes.yaml              validate a run file and print what it will cost
+  flowalign demo                                   align the toy model on the CPU, in minutes
+  flowalign init                                   write a run file from a few answers
+  flowalign check configs/shapes.yaml              validate a run file and print its cost
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
-  flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
+  flowalign train configs/shapes.yaml --resume     continue after a stop or a kill
   flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
   flowalign compare configs/methods/{flow_grpo,dense_grpo}.yaml --base configs/models/shapes.yaml
   flowalign view                                   follow all runs of runs/ in a browser
-  flowalign score pictures/ --rewards reward_models.JpegSize --out runs/scores
+  flowalign score images/ --rewards reward_models.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
 

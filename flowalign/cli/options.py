@@ -70,17 +70,19 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="+",
-        help="run files (YAML), composed from left to right; further --a.b VALUE override them",
+        help="run files (YAML), merged from left to right; other --a.b VALUE options override them",
     )
     parser.set_defaults(takes_overrides=True)
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
     """Add the run file of a command that composes none, and accept other options as overrides."""
-    parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
+    parser.add_argument("config", help="run file (YAML); other --a.b VALUE options override it")
     parser.set_defaults(takes_overrides=True)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Add the number of processes that share the work."""
-    parser.add_argument("--processes", type=whole(1), default=1, help="processes on this machine")
+    parser.add_argument(
+        "--processes", type=whole(1), default=1, help="processes on this machine (default: 1)"
+    )

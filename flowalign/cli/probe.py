@@ -19,39 +19,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="run files of methods, each put after the others; default: the run as it is",
+        help="method files to compare, each added after the run files (default: none)",
     )
     parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="values of a setting to compare; repeated, all combinations",
+        help="values of a setting to compare; if repeated, all combinations",
     )
     parser.add_argument(
         "--layouts",
         nargs="+",
         default=[],
         metavar="PxS",
-        help="prompts of a step x samples of a prompt to compare, such as 16x12 8x24",
+        help="layouts to compare, prompts per step x samples per prompt, such as 16x12 8x24",
     )
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--weights", metavar="FOLDER", help="saved weights; default: the model's")
+    weights.add_argument("--weights", metavar="FOLDER", help="saved weights (default: the model's)")
     weights.add_argument(
         "--checkpoint",
         nargs="+",
         default=[],
         metavar="RUN",
-        help="run directories or checkpoints to compare, or start: the model's own weights",
+        help="run directories or checkpoints to compare; start: the model's own weights",
     )
-    parser.add_argument("--batches", type=whole(6, 10_000), default=16, help="default: 16")
+    parser.add_argument(
+        "--batches", type=whole(6, 10_000), default=16, help="number of batches (default: 16)"
+    )
     parser.add_argument(
         "--metric",
         choices=("gradient", "update"),
         default="gradient",
-        help="what ranks settings and finds weights: the gradient (default), or the update that "
-        "AdamW makes of it",
+        help="vector that ranks settings and determines step weights: the gradient (default), or "
+        "AdamW's update",
     )
     add_processes(parser)
-    parser.add_argument("--overlay", metavar="FILE", help="write what is recommended as a run file")
-    parser.add_argument("--out", metavar="FOLDER", help="write a page and all figures as JSON")
+    parser.add_argument("--overlay", metavar="FILE", help="run file for the recommended settings")
+    parser.add_argument("--out", metavar="FOLDER", help="folder for a page and all results as JSON")

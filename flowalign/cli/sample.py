@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from flowalign.cli.options import SEED, add_config, number, whole
 
-HELP = "Make pictures with a run file's model, or a checkpoint of it."
+HELP = "Sample images or videos from a run file's model, or a checkpoint of it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,32 +14,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--weights", metavar="CHECKPOINT", help="folder with trained weights")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", help="may be repeated")
+    prompts.add_argument("--prompt", action="append", help="prompt text; may be repeated")
     prompts.add_argument(
-        "--prompts", metavar="FILE", help="one a line, or JSONL; - is standard input"
+        "--prompts", metavar="FILE", help="one prompt per line, or JSONL; -: standard input"
     )
     add(
         "--out",
-        help="a file (.png, .jpg, .webp) for a grid or a single picture, or a folder; the same "
-        "folder again goes on where it was; default: samples.png, with --prompts a folder samples; "
-        "a grid of clips is a film strip as .png or .jpg, and moves as .webp, .gif, .mp4 or .webm",
+        help="file (.png, .jpg, .webp) for a grid or a single image, or a folder; an unfinished "
+        "folder is continued; a grid of videos is a film strip as .png or .jpg, and animated as "
+        ".webp, .gif, .mp4 or .webm (default: samples.png; with --prompts, folder samples)",
     )
-    add("--count", type=whole(1), default=4, help="pictures or clips per prompt, default 4")
-    add("--limit", type=whole(1), help="number of prompts, from the first one; default: all")
-    add("--num_steps", type=whole(1), help="default: as the run file evaluates, or trains")
-    add("--seed", type=whole(*SEED), help="default: the run file's")
+    add("--count", type=whole(1), default=4, help="images or videos per prompt (default: 4)")
+    add("--limit", type=whole(1), help="number of prompts, from the first one (default: all)")
+    add(
+        "--num_steps",
+        type=whole(1),
+        help="denoising steps (default: as in the run file's evaluation, else its training)",
+    )
+    add("--seed", type=whole(*SEED), help="seed of the noise (default: the run file's)")
     searches = parser.add_argument_group("search, without training").add_mutually_exclusive_group()
     searches.add_argument(
         "--search",
         metavar="FILE",
-        help="search a tree of states that is pruned by their values, the rewards of the run file; "
-        "FILE has its settings, such as configs/search/shapes.yaml",
+        help="search a tree of denoising states, pruned by the rewards of the run file; FILE has "
+        "its settings, such as configs/search/shapes.yaml",
     )
     searches.add_argument(
         "--best_of",
         type=whole(2),
         metavar="N",
-        help="sample N times, and keep what the rewards of the run file say is the best",
+        help="sample N times, and keep the best sample by the rewards of the run file",
     )
     _add_reward_sds(parser.add_argument_group("RewardSDS, arXiv:2503.09601").add_argument)
 
@@ -50,14 +54,14 @@ def _add_reward_sds(add: Callable[..., object]) -> None:
         "--reward_sds",
         type=whole(1),
         metavar="STEPS",
-        help="optimise each latent for so many steps in place of sampling it: noised copies are "
-        "completed in --num_steps, and weighted by the run file's rewards; the paper: 1000",
+        help="optimise each latent for STEPS steps instead of sampling it: noised copies are "
+        "completed in --num_steps and weighted by the run file's rewards; the paper uses 1000",
     )
-    add("--noises", type=whole(1), help="noised copies of a latent for each step; default: 8")
+    add("--noises", type=whole(1), help="noised copies of a latent per step (default: 8)")
     add(
         "--weighting",
         choices=("min_max", "best", "softmax", "none"),
-        help="min_max: towards the two best copies and away from the two worst, the default; none: "
-        "all alike, which asks no reward",
+        help="min_max: towards the two best copies and away from the two worst; none: equal "
+        "weights, without rewards (default: min_max)",
     )
-    add("--latent_rate", type=number(0.0), help="learning rate of the latents; default: 0.01")
+    add("--latent_rate", type=number(0.0), help="learning rate of the latents (default: 0.01)")

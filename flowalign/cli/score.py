@@ -5,7 +5,7 @@ import os
 
 from flowalign.cli.options import shard, whole
 
-HELP = "Score a dataset, or a folder of media."
+HELP = "Score a dataset, or a folder of images or videos."
 EXECUTORS = "local", "ray"
 EXIT_FAILED, EXIT_WRONG = 1, 2
 _THREADS = min(8, os.cpu_count() or 1)
@@ -17,34 +17,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "data",
-        help="folder of media, parquet or tar files, or one that `datasets` saved; or a .jsonl, "
-        ".json, .csv, .parquet or .tar file, or a quoted pattern of some: 'shards/{000..012}.tar'",
+        help="folder of images, videos, parquet or tar files, or a folder saved by `datasets`; or "
+        "a .jsonl, .json, .csv, .parquet or .tar file, or a quoted pattern such as "
+        "'shards/{000..012}.tar'",
     )
     add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
-    add("--out", required=True, metavar="FOLDER", help="a folder of an earlier run is resumed")
-    add("--schema", default="auto", help="default: detected by the columns")
-    add("--root", metavar="FOLDER", help="where relative paths begin; default: beside the data")
-    add("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
-    add("--batch_size", type=whole(1), default=32, help="media per batch, default 32")
-    add("--workers", type=whole(1, 256), default=_THREADS, help="threads that decode")
-    add("--limit", type=whole(1), help="number of records, from the first one; default: all")
-    add("--max_frames", type=whole(1), help="evenly spaced frames of a video; default: all")
-    add("--max_failed_fraction", type=float, default=0.05, help="share of rows, default 0.05")
+    add("--out", required=True, metavar="FOLDER", help="output folder; an earlier job is resumed")
+    add("--schema", default="auto", help="schema of the data (default: detected from the columns)")
+    add(
+        "--root",
+        metavar="FOLDER",
+        help="folder where relative paths begin (default: the folder of the data)",
+    )
+    add(
+        "--format",
+        choices=("parquet", "jsonl"),
+        default="parquet",
+        help="format of the table (default: parquet)",
+    )
+    add("--batch_size", type=whole(1), default=32, help="images or videos per batch (default: 32)")
+    add(
+        "--workers",
+        type=whole(1, 256),
+        default=_THREADS,
+        help=f"decoder threads (default: {_THREADS})",
+    )
+    add("--limit", type=whole(1), help="number of records, from the first one (default: all)")
+    add("--max_frames", type=whole(1), help="evenly spaced frames of a video (default: all)")
+    add(
+        "--max_failed_fraction",
+        type=float,
+        default=0.05,
+        help="share of failed rows above which the job stops (default: 0.05)",
+    )
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
         "--processes",
         type=whole(1),
         default=1,
-        help="processes on this machine, no more than cores; each has a GPU, or shares one",
+        help="processes on this machine, at most one per core; each has or shares a GPU",
     )
     several.add_argument(
         "--shard",
         metavar="i/n",
         type=shard,
-        help="be the i-th of n processes, from 0; run once more without it to merge",
+        help="run as the i-th of n processes, from 0; run once more without it to merge",
     )
-    add("--executor", choices=EXECUTORS, default="local", help="what runs the processes")
+    add("--executor", choices=EXECUTORS, default="local", help="executor (default: local)")
     add(
         "--address",
-        help="a running Ray cluster, ray://HOST:10001 or auto; default: one on this machine",
+        help="running Ray cluster, ray://HOST:10001 or auto (default: a new one on this machine)",
     )

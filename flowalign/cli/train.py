@@ -7,7 +7,7 @@ from flowalign.cli.options import (
     add_processes,
 )
 
-HELP = "Train as a run file says."
+HELP = "Train from a run file."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="latest",
         metavar="CHECKPOINT",
-        help="go on from the newest checkpoint, or from this one",
+        help="continue from the newest checkpoint, or from this one",
     )
-    parser.add_argument("--overwrite", action="store_true", help="delete an earlier run there")
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier run")
     add_processes(parser)

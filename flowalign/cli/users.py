@@ -4,7 +4,7 @@ import argparse
 
 from flowalign.cli.options import add_config_file
 
-HELP = "Embed users by a few of their choices, for policies that are conditioned on them (PPD)."
+HELP = "Embed users from a few of their choices, for user-conditioned policies (PPD)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,19 +4,21 @@ import argparse
 
 from flowalign.cli.options import number, whole
 
-HELP = "Show all runs of a folder in a browser, while they go."
+HELP = "Show all runs of a folder in a browser, also while they train."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the folder, and the address of the page."""
-    parser.add_argument("runs", nargs="?", default="runs", help="folder with runs; default: runs")
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
+    parser.add_argument("runs", nargs="?", default="runs", help="folder with runs (default: runs)")
     parser.add_argument(
-        "--port", type=whole(0, 65535), default=8412, help="default: 8412; 0 takes any that is free"
+        "--host", default="127.0.0.1", help="address to serve on (default: this machine only)"
+    )
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=8412, help="port; 0: any free port (default: 8412)"
     )
     parser.add_argument(
         "--every",
         type=number(1.0, 3600.0),
         default=5.0,
-        help="seconds between looks; default: 5",
+        help="seconds between updates (default: 5)",
     )
