@@ -30,12 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min_gap", type=float, default=0.0, help="smallest gap of a pair (default: 0)")
     add("--tolerance", type=float, help="dominance: deficit per dimension that is still ignored")
     add("--max_per_prompt", type=whole(1), help="pairs per prompt, those with the widest gaps")
-    add(
-        "--by",
-        choices=("prompt", "record"),
-        default="prompt",
-        help="group in which samples are compared (default: prompt)",
-    )
+    add("--by", choices=("prompt", "record"), default="prompt", help="group (default: prompt)")
     add("--stages", type=whole(2), help="number of curriculum stages, wide gaps first")
     by = "stages with equal ranges of gaps (score, default), or equally many pairs (rank)"
     add("--stages_by", choices=("score", "rank"), help=by)

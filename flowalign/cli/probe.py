@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories or checkpoints to compare; start: the model's own weights",
     )
-    parser.add_argument(
-        "--batches", type=whole(6, 10_000), default=16, help="number of batches (default: 16)"
-    )
+    parser.add_argument("--batches", type=whole(6, 10_000), default=16, help="(default: 16)")
     parser.add_argument(
         "--metric",
         choices=("gradient", "update"),

@@ -61,12 +61,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="treatment of pairs marked as both bad: count as ties (default), or leave out",
     )
     add("--bins", type=whole(1), default=10, help="bins of the calibration curve (default: 10)")
-    add(
-        "--seed",
-        type=whole(*SEED),
-        default=0,
-        help="seed of folds and resamples (default: 0)",
-    )
+    add("--seed", type=whole(*SEED), default=0, help="seed of folds and resamples (default: 0)")
     direct = parser.add_argument_group("to score a dataset first, into --out")
     direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
     direct.add_argument("--schema", help="schema of the data (default: detected from the columns)")

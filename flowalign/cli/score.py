@@ -24,24 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
     add("--out", required=True, metavar="FOLDER", help="output folder; an earlier job is resumed")
     add("--schema", default="auto", help="schema of the data (default: detected from the columns)")
-    add(
-        "--root",
-        metavar="FOLDER",
-        help="folder where relative paths begin (default: the folder of the data)",
-    )
-    add(
-        "--format",
-        choices=("parquet", "jsonl"),
-        default="parquet",
-        help="format of the table (default: parquet)",
-    )
+    add("--root", metavar="FOLDER", help="base of relative paths (default: folder of the data)")
+    add("--format", choices=("parquet", "jsonl"), default="parquet", help="(default: parquet)")
     add("--batch_size", type=whole(1), default=32, help="images or videos per batch (default: 32)")
-    add(
-        "--workers",
-        type=whole(1, 256),
-        default=_THREADS,
-        help=f"decoder threads (default: {_THREADS})",
-    )
+    add("--workers", type=whole(1, 256), default=_THREADS, help="decoder threads")
     add("--limit", type=whole(1), help="number of records, from the first one (default: all)")
     add("--max_frames", type=whole(1), help="evenly spaced frames of a video (default: all)")
     add(

@@ -20,31 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file descriptor of an inherited listening socket, used instead of host and port",
     )
     add("--max_batch", type=whole(1), default=64, help="samples per call of a model (default: 64)")
-    add(
-        "--max_wait_ms",
-        type=number(0.0),
-        default=3.0,
-        help="time that a request waits for more to batch, in ms (default: 3)",
-    )
+    add("--max_wait_ms", type=number(0.0), default=3.0, help="wait to fill a batch (default: 3)")
     add("--deadline", type=number(0.001), default=60.0, help="seconds per request (default: 60)")
-    add(
-        "--read_timeout",
-        type=number(0.001),
-        default=30.0,
-        help="seconds for a request to arrive (default: 30)",
-    )
-    add(
-        "--max_request_mb",
-        type=number(0.001),
-        default=256.0,
-        help="MiB of a request (default: 256)",
-    )
-    add(
-        "--max_image_mp",
-        type=number(0.001),
-        default=16.0,
-        help="million pixels of an image (default: 16)",
-    )
+    add("--read_timeout", type=number(0.001), default=30.0, help="seconds to read (default: 30)")
+    add("--max_request_mb", type=number(0.001), default=256.0, help="MiB each (default: 256)")
+    add("--max_image_mp", type=number(0.001), default=16.0, help="million pixels (default: 16)")
     add(
         "--max_request_mp",
         type=number(0.001),
