@@ -10,13 +10,13 @@ A resumed run continues bit for bit.
         state/sharded/                     these, where they are divided among processes
         state/loop.json                    step, counters, costs
         config.yaml
-        manifest.json                      size of every file above
+        manifest.json                      size and SHA-256 of every file above
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,10 @@ from flowalign.training.learner import Learner
 from flowalign.training.optimizers import check_moments, put_back, state_tensors
 from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
 from flowalign.types.ranges import NonNegativeInt, PositiveInt
+from flowalign.utils.files import digest_file, sync_file, sync_tree
 
+MANIFEST = "manifest.json"
+"""File of a checkpoint that lists its other files."""
 _PREFIX = "step-"
 _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
 
@@ -101,14 +104,26 @@ def _write_counters(
     counters = {"step": step, **_counters(learner), **loop}
     (partial / "state" / "loop.json").write_text(json.dumps(counters, indent=1))
     (partial / "config.yaml").write_text(config)
-    sizes = {
-        str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()
+    write_manifest(partial)
+
+
+def write_manifest(folder: Path) -> None:
+    """Write size and SHA-256 of every file of a checkpoint to its manifest."""
+    files = {
+        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": digest_file(f)}
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
     }
-    (partial / "manifest.json").write_text(json.dumps(sizes, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename the folder; a checkpoint of the same step stays until the new one has its name."""
+    """Write the folder to the disk, then rename it.
+
+    A checkpoint of the same step stays until the new one has its name. Without the writes to the
+    disk, a power failure could leave the new name on empty files.
+    """
+    sync_tree(partial)
     old = partial.with_suffix(".old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -119,6 +134,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
         if old.exists():
             os.replace(old, final)
         raise
+    sync_file(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -126,8 +142,10 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     """Put back everything that `save` wrote, and return the loop's own state.
 
     Raises:
-        ValueError: The checkpoint is incomplete, or belongs to another model or recipe.
+        ValueError: The checkpoint is damaged, or belongs to another model or recipe.
     """
+    if learner.processes.is_main:  # once, because every process reads the same files
+        check_complete(folder)
     loop = read_loop(folder)
     wanted = _tensors(learner)
     got = _read(folder / "state", learner)
@@ -148,9 +166,9 @@ def read_loop(folder: Path) -> dict[str, Any]:
     """Return step, counters and the loop's own state of a checkpoint.
 
     Raises:
-        ValueError: The checkpoint is incomplete.
+        ValueError: A file is missing or cut short, or `state/loop.json` is damaged.
     """
-    check_complete(folder)
+    _check(folder, digests=("state/loop.json",))
     return json.loads((folder / "state" / "loop.json").read_text())
 
 
@@ -167,18 +185,62 @@ def prune(root: Path, keep: int) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Compare the files with the manifest; raise ValueError if one is missing or cut short."""
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        raise ValueError(f"{folder} is no complete checkpoint: manifest.json is missing")
-    for name, size in json.loads(manifest.read_text()).items():
+    """Compare every file with the manifest, by size and SHA-256.
+
+    Raises:
+        ValueError: A file is missing, cut short or has other content. The message names the newest
+            intact checkpoint of the run.
+    """
+    _check(folder, digests=None)
+
+
+def check_weights(folder: Path) -> None:
+    """Compare weights with the manifest of the checkpoint they belong to, if there is one.
+
+    `folder` is a checkpoint, its `ema`, or a folder that no run wrote, which has no manifest.
+
+    Raises:
+        ValueError: A file of the checkpoint is missing, cut short or has other content.
+    """
+    for root in (folder, folder.parent):
+        if (root / MANIFEST).is_file() and (root / "state").is_dir():
+            check_complete(root)
+
+
+def _check(folder: Path, digests: Collection[str] | None) -> None:
+    """Raise ValueError unless all sizes fit, and the digests of these files; None: of all."""
+    if problem := _find_damage(folder, digests):
+        raise ValueError(f"{problem}\n{_way_out(folder)}")
+
+
+def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
+    """Return what is wrong with a checkpoint, or an empty text."""
+    if not (folder / MANIFEST).is_file():
+        return f"{folder} is no complete checkpoint: {MANIFEST} is missing"
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())
+        wanted = {name: (about["bytes"], about["sha256"]) for name, about in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"checkpoint {folder} is damaged: {MANIFEST} lists no files with size and SHA-256"
+    for name, (size, digest) in wanted.items():
         file = folder / name
         have = file.stat().st_size if file.is_file() else None
         if have != size:
-            raise ValueError(
-                f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes.\n"
-                "Resume from an older one with --resume PATH."
+            return f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes"
+        if (digests is None or name in digests) and digest_file(file) != digest:
+            return (
+                f"checkpoint {folder} is damaged: {name} has its {size} bytes, "
+                "but not the content that was written"
             )
+    return ""
+
+
+def _way_out(folder: Path) -> str:
+    """Return the option that resumes from the run's newest intact checkpoint."""
+    for other in reversed(_by_step(folder / "checkpoints") or _by_step(folder.parent)):
+        if other != folder and not _find_damage(other, digests=None):
+            return f"The newest intact checkpoint is {other}: give --resume {other}"
+    return "No other checkpoint of this run is intact."
 
 
 def _by_step(root: Path) -> list[Path]:

@@ -1,11 +1,13 @@
 """Locate files that come with the package, and write files atomically."""
 
+import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,33 @@ def _replace_nonfinite(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [_replace_nonfinite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits; an unchanged file is read once."""
+    about = path.stat()
+    return _digest(path, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, _size: int, _modified: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Write a file, or the entries of a folder, from the system's cache to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Write a folder with all files and folders below it to the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync_file(path)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import yaml
 from diffusers import StableDiffusion3Pipeline
 
 from flowalign.cli.main import main
+from flowalign.training.checkpoint import write_manifest
 from flowalign.utils.hub import check_publishing
 from tests.fixtures.embedded import move, new_sd3
 
@@ -30,12 +31,7 @@ def run(tmp_path_factory) -> Path:
     move(policy)
     policy.save_weights(str(checkpoint / "ema"))
     (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
-    sizes = {
-        str(f.relative_to(checkpoint)): f.stat().st_size
-        for f in checkpoint.rglob("*")
-        if f.is_file()
-    }
-    (checkpoint / "manifest.json").write_text(json.dumps(sizes))
+    write_manifest(checkpoint)
     (folder / "samples").mkdir()
     (folder / "samples" / "step-000003.png").write_bytes(b"a grid")
     summary = {"status": "finished", "steps": 3, "seed": 7, "seconds": 12.5}

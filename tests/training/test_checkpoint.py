@@ -167,6 +167,91 @@ def test_a_truncated_file_is_refused_by_name_and_size(tmp_path):
     assert f"{size - 8} of {size}" in message
 
 
+def zero(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def overwrite_end(file: Path) -> None:
+    """4 kB of 0xff, which safetensors reads as numbers."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-4096] + b"\xff" * 4096)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (zero, "state/training.safetensors"),
+        (overwrite_end, "state/training.safetensors"),
+        (zero, "state/loop.json"),
+        (zero, "pixel.safetensors"),
+        (zero, "ema/pixel.safetensors"),
+        (zero, "manifest.json"),
+    ],
+)
+def test_other_content_of_the_same_size_is_refused_by_name(tmp_path, damage, name):
+    folder, learner = _saved(tmp_path)
+    damage(folder / name)
+    before = flat(learner.policy.denoiser)
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        checkpoint.restore(folder, learner)
+    assert "damaged" in _short(caught.value)
+    assert torch.equal(flat(learner.policy.denoiser), before)
+
+
+class Untouched(PixelPolicy):
+    """A policy that must not be built."""
+
+    def load(self, device: torch.device) -> None:
+        raise AssertionError("weights are read although the checkpoint is damaged")
+
+
+def test_a_damaged_checkpoint_is_refused_before_any_weight_is_read(tmp_path):
+    """The newest two of three are damaged: the oldest one is offered."""
+    folder = tmp_path / "run"
+    go(new_run(folder, checkpoints=Checkpoints(every=1, keep=3)))
+    three, four, five = (folder / "checkpoints" / f"step-{k:06d}" for k in (3, 4, 5))
+    zero(five / "state" / "loop.json")
+    overwrite_end(four / "state" / "training.safetensors")
+    with pytest.raises(ValueError, match="damaged") as caught:
+        runs.start(new_run(folder, policy=Untouched()), "num_steps: 5\n", lambda _: None, five)
+    assert f"--resume {three}" in _short(caught.value)
+    with pytest.raises(ValueError, match=re.escape(f"--resume {three}")):
+        checkpoint.check_complete(folder)  # the run directory, which is no checkpoint
+    summary = go(new_run(folder), three)
+    assert summary["steps"] == 5
+
+
+def test_weights_of_a_damaged_checkpoint_are_refused_and_those_of_no_checkpoint_are_not(tmp_path):
+    folder, _ = _saved(tmp_path / "checkpoints")
+    checkpoint.check_weights(folder / "ema")
+    zero(folder / "ema" / "pixel.safetensors")
+    with pytest.raises(ValueError, match=re.escape("ema/pixel.safetensors")):
+        checkpoint.check_weights(folder / "ema")
+    (tmp_path / "weights").mkdir()
+    checkpoint.check_weights(tmp_path / "weights")
+
+
+def test_all_files_reach_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    events, sync, rename = [], os.fsync, os.replace
+
+    def record_sync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def record_rename(source, target):
+        events.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    folder, _ = _saved(tmp_path)
+    partial = folder.with_name(f".{folder.name}.tmp")
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    wanted = {partial / path.relative_to(folder) for path in folder.rglob("*")} | {partial}
+    assert set(before) == wanted
+    assert after == [folder.parent]
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path):
     folder, _ = _saved(tmp_path)
     (folder / "ema" / "pixel.safetensors").unlink()

@@ -62,6 +62,8 @@ def _check_weights(folder: Path) -> None:
         raise ConfigError(f"--weights {folder} is a run directory; its newest weights: {newest}")
     if not any(path.is_file() for path in folder.rglob("*")):
         raise ConfigError(f"--weights {folder} is a folder without files")
+    with convert_value_errors("--weights: "):
+        checkpoint.check_weights(folder)
 
 
 def _load_models(run_file: Run, weights: str | None, rewards: Rewards) -> Processes:

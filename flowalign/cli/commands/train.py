@@ -56,6 +56,8 @@ def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str
     is_main = os.environ.get("RANK", "0") == "0"
     with convert_value_errors():
         from_checkpoint = _find_checkpoint(run_file, resume) if resume else None
+        if is_main and from_checkpoint and from_checkpoint != folder:
+            checkpoint.check_complete(from_checkpoint)  # before the plan, which builds modules
         rows = plan(run_file, world)
         if is_main:
             table(f"plan of {folder}", rows)
@@ -85,14 +87,14 @@ def _explain_shortage(run_file: Run, world: int) -> Iterator[None]:
 
 
 def _find_checkpoint(run_file: Run, resume: str) -> Path:
-    """Return a complete checkpoint, or the directory of a run that has none yet."""
+    """Return a checkpoint that has all its files, or the directory of a run that has none yet."""
     folder = Path(run_file.output_dir)
     path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
     if path is None and (folder / CONFIG).is_file():
         return folder
     if path is None:
         raise ConfigError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
-    checkpoint.check_complete(path)
+    checkpoint.read_loop(path)  # the quick checks, on every process
     return path
 
 

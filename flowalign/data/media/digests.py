@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowalign.data.media.frame_sampling import MediaProblem
 from flowalign.data.media.media import PICTURES, Media
+from flowalign.utils.files import digest_file
 
 
 def list_frame_files(folder: Path) -> list[Path]:
@@ -36,13 +37,10 @@ def digest_media(medium: Media) -> bytes:
         return hashlib.sha256(medium.data).digest()
     path = Path(medium.path)
     if not path.is_dir():
-        return _digest_file(path)
+        return bytes.fromhex(digest_file(path))
     whole = hashlib.sha256()
     for file in list_frame_files(path):
-        whole.update(hashlib.sha256(os.fsencode(file.name)).digest() + _digest_file(file))
+        whole.update(
+            hashlib.sha256(os.fsencode(file.name)).digest() + bytes.fromhex(digest_file(file))
+        )
     return whole.digest()
-
-
-def _digest_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()

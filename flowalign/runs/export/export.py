@@ -68,8 +68,8 @@ def find_trained(source: Path, averaged: bool) -> Trained:
             f"{source} is neither the directory of a run nor one of its checkpoints: "
             "no checkpoints/ and no config.yaml"
         )
+    checkpoint.check_weights(folder)
     if folder == home:
-        checkpoint.check_complete(home)
         folder = home / "ema" if averaged and (home / "ema").is_dir() else home
     run_folder = home.parent.parent if home.parent.name == "checkpoints" else None
     return Trained(folder, home / "config.yaml", run_folder)

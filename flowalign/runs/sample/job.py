@@ -25,9 +25,10 @@ from flowalign.distributed.processes import join
 from flowalign.runs.config import Run
 from flowalign.runs.sample.steering import Steering
 from flowalign.sampling.inference import generate
+from flowalign.training import checkpoint
 from flowalign.types import Request
 from flowalign.utils.console import Progress
-from flowalign.utils.files import write_text
+from flowalign.utils.files import digest_file, write_text
 from flowalign.utils.manifest import agree
 from flowalign.utils.seeds import generator
 
@@ -110,17 +111,16 @@ def hash_weights(folder: Path) -> str:
     """Return a hash of trained weights, without `state`, which does not change the samples.
 
     Raises:
-        ValueError: The folder does not exist.
+        ValueError: The folder does not exist, or belongs to a checkpoint that is damaged.
     """
     if not folder.is_dir():
         raise ValueError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
+    checkpoint.check_weights(folder)
     found = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder)
         if name.parts[0] != "state":
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            found.update(json.dumps([name.as_posix(), content]).encode())
+            found.update(json.dumps([name.as_posix(), digest_file(path)]).encode())
     return found.hexdigest()[:16]
 
 

@@ -50,6 +50,18 @@ def check_resume(run: Run, config: str, resume: Path) -> list[str]:
     """Check that a run may resume from a checkpoint or a run directory; return the changes.
 
     Raises:
+        ValueError: A file of the checkpoint is damaged, a setting differs that cannot change, or
+            the checkpoint has more than `num_steps` steps.
+    """
+    if resume != Path(run.output_dir):
+        checkpoint.check_complete(resume)
+    return compare_settings(run, config, resume)
+
+
+def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
+    """Return what a run changes of the settings of a checkpoint, or of a run directory.
+
+    Raises:
         ValueError: A setting differs that cannot change, or the checkpoint has more than
             `num_steps` steps.
     """

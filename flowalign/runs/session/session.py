@@ -18,6 +18,7 @@ from flowalign.runs.session.run_directory import (
     check_start,
     claim,
     clear,
+    compare_settings,
     write_config,
 )
 from flowalign.training import checkpoint
@@ -144,7 +145,7 @@ def _open_session(
 
 def _resume(session: Session, resume: Path) -> None:
     """Restore the state, log the settings that change, and write them only then."""
-    for change in check_resume(session.run, session.config, resume):
+    for change in compare_settings(session.run, session.config, resume):
         session.log(f"changed {change}")
     if resume != session.folder:
         _restore(session, checkpoint.restore(resume, session.learner))
