@@ -33,11 +33,20 @@ def run_verb(args: argparse.Namespace) -> int:
     except torch.OutOfMemoryError as error:  # of a verb that has no plan
         first = str(error).splitlines()[0]
         return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
-    except (TrainingFailure, RewardFailure, OSError) as error:  # OSError: a full disk, say
+    except (TrainingFailure, RewardFailure) as error:
         return complain(str(error), 1)
+    except OSError as error:  # a full disk, say
+        return complain(_describe(error), 1)
     except KeyboardInterrupt as stop:
         go_on = "the same command goes on" if args.verb in _REPEATED else "go on with --resume"
         return complain(f"stopped; what was saved is intact, {go_on}", exit_code(stop))
+
+
+def _describe(error: OSError) -> str:
+    """Return the reason of the system and the file, without the number of the error."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 def quiet_libraries() -> None:

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder is continued; a grid of videos is a film strip as .png or .jpg, and animated as "
         ".webp, .gif, .mp4 or .webm (default: samples.png; with --prompts, folder samples)",
     )
+    add("--overwrite", action="store_true", help="replacement of an existing --out file")
     add("--count", type=whole(1), default=4, help="images or videos per prompt (default: 4)")
     add("--limit", type=whole(1), help="number of prompts, from the first one (default: all)")
     add(

@@ -32,6 +32,31 @@ def make_folder(folder: Path, setting: str = "output_dir") -> list[Path]:
     return missing
 
 
+def check_folder_path(folder: Path, option: str = "--out") -> None:
+    """Raise ValueError unless a folder exists that can be written to, or could be made.
+
+    Nothing is written, so verbs call this before they load a model.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} {folder} is a file; it must be a folder")
+    nearest = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    if not nearest.is_dir():
+        raise ValueError(f"{option} {folder} cannot be made: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder} cannot be written: no permission in {nearest}")
+
+
+def check_file_path(file: Path, overwrite: bool, option: str = "--out") -> None:
+    """Raise ValueError unless a file can be written, which replaces one only with `overwrite`."""
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder; it must be a file")
+    if file.exists() and not overwrite:
+        raise ValueError(
+            f"{option} {file} exists and is not overwritten: name another file, or add --overwrite"
+        )
+    check_folder_path(file.parent, f"folder of {option}")
+
+
 def is_unused(folder: Path) -> bool:
     """Return whether a folder does not exist, or holds nothing but a lock."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

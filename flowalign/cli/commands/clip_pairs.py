@@ -11,7 +11,7 @@ from flowalign.curation.clip_pairs.run import ClipPairs, load, settings_of
 from flowalign.distributed.processes import join
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.folders import make_folder
+from flowalign.utils.folders import check_folder_path, make_folder
 from flowalign.utils.manifest import agree
 
 EXIT_FAILED = 1
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
 def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
     """Make the missing batches; return the number of batches of the dataset."""
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
+    check_folder_path(folder, "output_dir")
     make_folder(folder)
     agree(folder / job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
     size = dataset.size() or sum(1 for _ in dataset)

@@ -10,6 +10,7 @@ from flowalign.reports.comparison_page import count, score, with_std
 from flowalign.studies.compare import ComparisonRequest, compare
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.folders import check_folder_path
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
     overrides, out = [*settings, *args.overrides], Path(args.out)
     request = ComparisonRequest(files, overrides, args.seeds, out, args.jobs, args.metric)
     with convert_value_errors():
+        check_folder_path(out)
         result = compare(request, get_log())
     _print_tables(result)
     get_log()(f"comparison: {out / 'compare.html'}")

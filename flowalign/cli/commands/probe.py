@@ -31,11 +31,13 @@ from flowalign.studies.probe.settings import (
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_text
+from flowalign.utils.folders import check_file_path, check_folder_path
 
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table for each setting and their comparison, and return 0."""
+    _check_outputs(args)
     settings = _build_settings(args)
     if starts_others(args.processes):
         for setting in settings:
@@ -58,6 +60,13 @@ def run(args: argparse.Namespace) -> int:
         configs, _ = read_settings(args)
         write_overlay(Path(args.overlay), configs, best.setting, recommend_weights(best))
     return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    if args.out:
+        check_folder_path(Path(args.out))
+    if args.overlay:
+        check_file_path(Path(args.overlay), overwrite=True, option="--overlay")
 
 
 def _build_settings(args: argparse.Namespace) -> list[Setting]:

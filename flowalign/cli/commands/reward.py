@@ -20,6 +20,7 @@ from flowalign.rewards.config import load_rewards
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_json, write_text
+from flowalign.utils.folders import check_file_path, check_folder_path
 from flowalign.utils.parent_watchdog import tie_to_parent
 
 
@@ -47,11 +48,14 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Write `eval.json` and `eval.html`, and print the results; return 1 if scoring failed."""
+    if args.out is not None:
+        check_folder_path(Path(args.out))
     return _score_first(args) or _evaluate(args)
 
 
 def run_fit(args: argparse.Namespace) -> int:
     """Write the reward's fitted weights, print how well they order pairs, and return 0."""
+    check_file_path(Path(args.out), overwrite=True)
     reward = find_fittable(load_rewards(args.rewards)[0], args.rewards)
     source = find_table(Path(args.data))
     scores = read_scores(source)

@@ -25,6 +25,7 @@ from flowalign.runs.sample.job import (
 from flowalign.training.compatibility import check_requests
 from flowalign.utils.console import say
 from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.folders import check_file_path, check_folder_path
 
 _SDS_OPTIONS = ("noises", "weighting", "latent_rate")
 """Options of --reward_sds."""
@@ -34,10 +35,14 @@ _SDS_OPTIONS = ("noises", "weighting", "latent_rate")
 def run(args: argparse.Namespace) -> int:
     """Write the grid or the folder, and return 0."""
     job = build_job(args)
-    if job.planned:
-        say(job.planned)
     # The text of the option, because a path would drop the slash that marks a folder.
     is_grid = is_file_name(_get_output(args), bool(job.fps))
+    if is_grid:
+        check_file_path(job.out, args.overwrite)
+    else:
+        check_folder_path(job.out)
+    if job.planned:
+        say(job.planned)
     say((write_as_grid if is_grid else write_folder)(job))
     return 0
 

@@ -26,6 +26,7 @@ from flowalign.rewards.checked import load
 from flowalign.rewards.config import load_rewards
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.folders import check_folder_path
 from flowalign.utils.manifest import agree, compare
 
 EXIT_FAILED = 1
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    check_folder_path(Path(args.out))
     if not 0 <= args.max_failed_fraction <= 1:
         raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
     if args.format == "parquet":

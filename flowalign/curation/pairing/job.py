@@ -18,6 +18,7 @@ from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.utils.files import atomic_write
+from flowalign.utils.folders import check_folder_path
 from flowalign.utils.seeds import is_in_share
 
 TRAIN, HELD_OUT, SUMMARY, PAGE = "train.jsonl", "held_out.jsonl", "summary.json", "pairs.html"
@@ -224,7 +225,11 @@ def write_rows(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> No
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError if a folder holds other files; earlier pairs in it will be replaced."""
+    """Raise ValueError if a folder holds other files, or cannot be one.
+
+    Earlier pairs in it will be replaced.
+    """
+    check_folder_path(folder)
     others = sorted(p.name for p in folder.glob("*") if p.name not in FILES)
     if others:
         raise ValueError(f"{folder} holds {others[0]!r}, which is not of `flowalign pairs`")
