@@ -16,7 +16,7 @@ A resumed run continues bit for bit.
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,15 +26,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowalign.training.checkpoint_files import (
+    PREFIX,
+    check_complete,
+    check_files,
+    check_weights,
+    latest,
+    list_by_step,
+    write_manifest,
+)
 from flowalign.training.learner import Learner
 from flowalign.training.optimizers import check_moments, put_back, state_tensors
 from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
 from flowalign.types.ranges import NonNegativeInt, PositiveInt
-from flowalign.utils.files import digest_file, sync_file, sync_tree
+from flowalign.utils.files import sync_file, sync_tree
 
-MANIFEST = "manifest.json"
-"""File of a checkpoint that lists its other files."""
-_PREFIX = "step-"
+__all__ = [
+    "Checkpoints",
+    "check_complete",
+    "check_weights",
+    "latest",
+    "prune",
+    "read_loop",
+    "restore",
+    "save",
+    "write_manifest",
+]
 _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
 
 
@@ -64,7 +81,7 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
     Raises:
         OSError: The disk is full or not writable; earlier checkpoints are untouched.
     """
-    final = root / f"{_PREFIX}{step:06d}"
+    final = root / f"{PREFIX}{step:06d}"
     partial = root / f".{final.name}.tmp"
     main = learner.processes.is_main
     if main:
@@ -105,16 +122,6 @@ def _write_counters(
     (partial / "state" / "loop.json").write_text(json.dumps(counters, indent=1))
     (partial / "config.yaml").write_text(config)
     write_manifest(partial)
-
-
-def write_manifest(folder: Path) -> None:
-    """Write size and SHA-256 of every file of a checkpoint to its manifest."""
-    files = {
-        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": digest_file(f)}
-        for f in sorted(folder.rglob("*"))
-        if f.is_file()
-    }
-    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
@@ -168,85 +175,14 @@ def read_loop(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: A file is missing or cut short, or `state/loop.json` is damaged.
     """
-    _check(folder, digests=("state/loop.json",))
+    check_files(folder, digests=("state/loop.json",))
     return json.loads((folder / "state" / "loop.json").read_text())
-
-
-def latest(root: Path) -> Path | None:
-    """Return the newest checkpoint of a run, or None."""
-    found = _by_step(root)
-    return found[-1] if found else None
 
 
 def prune(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0 keeps all."""
-    for old in _by_step(root)[:-keep] if keep else []:
+    for old in list_by_step(root)[:-keep] if keep else []:
         shutil.rmtree(old)
-
-
-def check_complete(folder: Path) -> None:
-    """Compare every file with the manifest, by size and SHA-256.
-
-    Raises:
-        ValueError: A file is missing, cut short or has other content. The message names the newest
-            intact checkpoint of the run.
-    """
-    _check(folder, digests=None)
-
-
-def check_weights(folder: Path) -> None:
-    """Compare weights with the manifest of the checkpoint they belong to, if there is one.
-
-    `folder` is a checkpoint, its `ema`, or a folder that no run wrote, which has no manifest.
-
-    Raises:
-        ValueError: A file of the checkpoint is missing, cut short or has other content.
-    """
-    for root in (folder, folder.parent):
-        if (root / MANIFEST).is_file() and (root / "state").is_dir():
-            check_complete(root)
-
-
-def _check(folder: Path, digests: Collection[str] | None) -> None:
-    """Raise ValueError unless all sizes fit, and the digests of these files; None: of all."""
-    if problem := _find_damage(folder, digests):
-        raise ValueError(f"{problem}\n{_way_out(folder)}")
-
-
-def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
-    """Return what is wrong with a checkpoint, or an empty text."""
-    if not (folder / MANIFEST).is_file():
-        return f"{folder} is no complete checkpoint: {MANIFEST} is missing"
-    try:
-        files = json.loads((folder / MANIFEST).read_bytes())
-        wanted = {name: (about["bytes"], about["sha256"]) for name, about in files.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return f"checkpoint {folder} is damaged: {MANIFEST} lists no files with size and SHA-256"
-    for name, (size, digest) in wanted.items():
-        file = folder / name
-        have = file.stat().st_size if file.is_file() else None
-        if have != size:
-            return f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes"
-        if (digests is None or name in digests) and digest_file(file) != digest:
-            return (
-                f"checkpoint {folder} is damaged: {name} has its {size} bytes, "
-                "but not the content that was written"
-            )
-    return ""
-
-
-def _way_out(folder: Path) -> str:
-    """Return the option that resumes from the run's newest intact checkpoint."""
-    for other in reversed(_by_step(folder / "checkpoints") or _by_step(folder.parent)):
-        if other != folder and not _find_damage(other, digests=None):
-            return f"The newest intact checkpoint is {other}: give --resume {other}"
-    return "No other checkpoint of this run is intact."
-
-
-def _by_step(root: Path) -> list[Path]:
-    """Return all checkpoints, oldest first; folders with other names are left alone."""
-    steps = {f: f.name.removeprefix(_PREFIX) for f in root.glob(f"{_PREFIX}*")}
-    return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
 
 
 def _counters(learner: Learner) -> dict[str, Any]:

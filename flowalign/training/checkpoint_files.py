@@ -1,0 +1,93 @@
+"""List the checkpoints of a run, and verify their files by size and SHA-256."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from flowalign.utils.files import digest_file
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that lists its other files."""
+PREFIX = "step-"
+"""Beginning of the name of a checkpoint, before its number of steps."""
+
+
+def list_by_step(root: Path) -> list[Path]:
+    """Return all checkpoints, oldest first; folders with other names are left alone."""
+    steps = {f: f.name.removeprefix(PREFIX) for f in root.glob(f"{PREFIX}*")}
+    return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
+
+
+def latest(root: Path) -> Path | None:
+    """Return the newest checkpoint of a run, or None."""
+    found = list_by_step(root)
+    return found[-1] if found else None
+
+
+def write_manifest(folder: Path) -> None:
+    """Write size and SHA-256 of every file of a checkpoint to its manifest."""
+    files = {
+        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": digest_file(f)}
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
+    }
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def check_complete(folder: Path) -> None:
+    """Compare every file with the manifest, by size and SHA-256.
+
+    Raises:
+        ValueError: A file is missing, cut short or has other content. The message names the newest
+            intact checkpoint of the run.
+    """
+    check_files(folder, digests=None)
+
+
+def check_weights(folder: Path) -> None:
+    """Compare weights with the manifest of the checkpoint they belong to, if there is one.
+
+    `folder` is a checkpoint, its `ema`, or a folder that no run wrote, which has no manifest.
+
+    Raises:
+        ValueError: A file of the checkpoint is missing, cut short or has other content.
+    """
+    for root in (folder, folder.parent):
+        if (root / MANIFEST).is_file() and (root / "state").is_dir():
+            check_complete(root)
+
+
+def check_files(folder: Path, digests: Collection[str] | None) -> None:
+    """Raise ValueError unless all sizes fit, and the digests of these files; None: of all."""
+    if problem := _find_damage(folder, digests):
+        raise ValueError(f"{problem}\n{_way_out(folder)}")
+
+
+def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
+    """Return what is wrong with a checkpoint, or an empty text."""
+    if not (folder / MANIFEST).is_file():
+        return f"{folder} is no complete checkpoint: {MANIFEST} is missing"
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())
+        wanted = {name: (about["bytes"], about["sha256"]) for name, about in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"checkpoint {folder} is damaged: {MANIFEST} lists no files with size and SHA-256"
+    for name, (size, digest) in wanted.items():
+        file = folder / name
+        have = file.stat().st_size if file.is_file() else None
+        if have != size:
+            return f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes"
+        if (digests is None or name in digests) and digest_file(file) != digest:
+            return (
+                f"checkpoint {folder} is damaged: {name} has its {size} bytes, "
+                "but not the content that was written"
+            )
+    return ""
+
+
+def _way_out(folder: Path) -> str:
+    """Return the option that resumes from the run's newest intact checkpoint."""
+    for other in reversed(list_by_step(folder / "checkpoints") or list_by_step(folder.parent)):
+        if other != folder and not _find_damage(other, digests=None):
+            return f"The newest intact checkpoint is {other}: give --resume {other}"
+    return "No other checkpoint of this run is intact."
