@@ -1,4 +1,4 @@
-"""Train by matching losses of noised clean latents, on stored preferences or own rollouts."""
+"""Train with matching losses on noised clean latents, from stored preferences or rollouts."""
 
 from flowalign.training.ema import Ramp
 from flowalign.training.matching.on_policy_states import OnPolicyStates

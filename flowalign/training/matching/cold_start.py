@@ -1,4 +1,4 @@
-"""Start a student from its teachers: the mean of their weights, or of what their adapters add."""
+"""Start a student from its teachers: the mean of their weights or of their adapter updates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -10,20 +10,20 @@ from flowalign.functional.low_rank import merge_factors
 from flowalign.training.learner import Learner
 
 ColdStart = Literal["policy", "average", "merge"]
-"""Weights from which a run starts. policy: the policy's own. average: the mean of the teachers'
-trained parameters. merge: adapters whose update is nearest to the mean of the teachers' updates."""
+"""Initial weights of a run. policy: the policy's own. average: the mean of the teachers' trained
+parameters. merge: adapters with an update closest to the mean of the teachers' updates."""
 _DOWN, _UP = ".lora_A.", ".lora_B."
 
 
 @torch.no_grad()
 def start_from(how: ColdStart, learner: Learner, paths: Sequence[str]) -> None:
-    """Set the policy's trained parameters, and the averages that follow them.
+    """Set the policy's trained parameters from the teachers, and restart the averages.
 
-    Source: Flow-OPD, arXiv:2605.08063, whose best cold start merges the teachers' adapters; how it
-    does that is our reconstruction.
+    Source: Flow-OPD, arXiv:2605.08063. Its best cold start merges the teachers' adapters; our
+    merging method is a reconstruction.
 
     Raises:
-        ValueError: A teacher is of another model, or there are no adapters to merge.
+        ValueError: A teacher belongs to another model, or there are no adapters to merge.
     """
     taught: list[dict[str, Tensor]] = []
     for path in paths:
@@ -37,7 +37,7 @@ def start_from(how: ColdStart, learner: Learner, paths: Sequence[str]) -> None:
 
 
 def _merge_adapters(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the factors of all adapters, merged."""
+    """Return the merged factors of all adapters."""
     downs = [name for name in taught[0] if _DOWN in name]
     if not downs:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Check matching training automatically, and watch for likelihood displacement."""
+"""Check matching training automatically, and report likelihood displacement."""
 
 from collections.abc import Mapping
 
@@ -9,16 +9,19 @@ from flowalign.training.update_checks import WeightChecks
 
 _TOLERANCE = 1e-3
 _LARGEST_DRIFT = 1e-4
-"""Mean square between velocities of equal weights: far above rounding in half precision, far below
-dropout, of velocities whose mean square is about 1."""
+"""Tolerance of the mean squared difference between velocities of equal weights.
+
+It is far above rounding errors in half precision and far below the effect of dropout. Velocities
+have a mean square of about 1.
+"""
 _DISPLACED = "displaced_in_a_row"
 
 
 class MatchingChecks:
-    """Checks one run before its first update, after two, and at every one.
+    """Automatic checks of a run: before its first update, after two updates, and at every update.
 
     Raises:
-        ValueError: The recipe draws times beyond what the model was trained on.
+        ValueError: The recipe draws times outside the range that the model was trained on.
     """
 
     def __init__(
@@ -29,7 +32,7 @@ class MatchingChecks:
         self.weights = WeightChecks(learner, cfg.on_failed_check, log)
 
     def before_update(self, metrics: Mapping[str, float]) -> None:
-        """Check, before the first update, that networks with equal weights are equal."""
+        """Check before the first update that networks with equal weights give equal outputs."""
         if self.learner.num_updates:
             return
         if metrics.get("old_drift", 0.0) > _LARGEST_DRIFT:
@@ -54,13 +57,14 @@ class MatchingChecks:
             )
 
     def after_update(self) -> None:
-        """Check, after the first two steps with an update, that weights moved and ranks agree."""
+        """Check after the first two steps with updates that weights changed and ranks agree."""
         self.weights.after_update()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        """Log once when winners have been matched worse than by the reference for too many updates.
+        """Log likelihood displacement once.
 
-        `displacement_patience` is that number of updates in a row.
+        This happens after `displacement_patience` consecutive updates in which the policy matched
+        winners worse than the reference does.
         """
         worse = metrics.get("drift_chosen", 0.0) > 0
         in_a_row = self.loss_state.get(_DISPLACED, 0.0) + 1 if worse else 0.0

@@ -1,4 +1,4 @@
-"""Divide the examples of a step into updates, and these into micro-batches."""
+"""Divide the examples of a step into updates, and updates into micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from flowalign.training.matching.settings import MatchingSettings
 
 @dataclass(frozen=True)
 class Update:
-    """Holds the noise levels of one update."""
+    """Noise levels of one update."""
 
     parts: Sequence[Tensor]
     """Indices of this process's noise levels in each micro-batch."""
     total: int
-    """Number of noise levels of all processes."""
+    """Number of noise levels over all processes."""
 
 
 def divide_updates(
@@ -29,11 +29,11 @@ def divide_updates(
     processes: Processes,
     draw: torch.Generator,
 ) -> Iterator[Update]:
-    """Yield the updates of one pass, over the examples of all processes in random order.
+    """Yield the updates of one pass over the examples of all processes, in random order.
 
-    An example stays in one update with all its noise levels, and a group with all its samples if
-    the loss compares these; it is then in one micro-batch at each noise level. `first` is the
-    position of this process's first example.
+    All noise levels of an example are in the same update. If the loss compares samples of a group,
+    the whole group is in the same update, and in the same micro-batch at each noise level. `first`
+    is the position of this process's first example.
     """
     grouped = cfg.loss.requirements.whole_groups
     group = levels.examples.group
@@ -59,7 +59,7 @@ def divide_updates(
 
 
 def _whole(levels: NoiseLevels, rows: Int[Tensor, "n"], size: int) -> list[Tensor]:
-    """Return micro-batches of at most `size` rows that hold each group at a noise level whole."""
+    """Return micro-batches of at most `size` rows that do not split a group at a noise level."""
     group = levels.group[rows]
     found: list[Tensor] = []
     for label in dict.fromkeys(group.tolist()):
@@ -72,6 +72,6 @@ def _whole(levels: NoiseLevels, rows: Int[Tensor, "n"], size: int) -> list[Tenso
 
 
 def _as_many(parts: list[Tensor], processes: Processes) -> list[Tensor]:
-    """Add empty micro-batches up to the number of other processes, as losses gather in each."""
+    """Add empty micro-batches until all processes have equal numbers, as losses gather in each."""
     most = int(processes.gather(torch.tensor([len(parts)])).max())
     return parts + [torch.zeros(0, dtype=torch.long)] * (most - len(parts))

@@ -1,4 +1,4 @@
-"""Measure how often the policy agrees with held-out preference pairs."""
+"""Measure the agreement of the policy with held-out preference pairs."""
 
 import torch
 
@@ -22,11 +22,11 @@ def measure_held_out(
     examples: Examples | None,
     seed: int,
 ) -> dict[str, float]:
-    """Return implicit accuracy and drift of errors on held-out pairs.
+    """Return the implicit accuracy and the drift of errors on held-out pairs.
 
-    Times and noises are the same at every call. A pair counts as right if the policy, compared with
-    the reference, matches the winner better than the loser, on average over times, and half if
-    alike. Empty if there are no pairs.
+    Times and noises are the same at every call. A pair counts as correct if the policy's error
+    relative to the reference is lower for the winner than for the loser, averaged over times. A tie
+    counts as half. The result is empty if there are no pairs.
     """
     processes, rows = learner.processes, torch.zeros(0, 3)
     count = num_examples(examples) if examples is not None and examples.paired else 0
@@ -51,7 +51,7 @@ def measure_held_out(
 
 
 def _drifts(cfg: MatchingSettings, learner: Learner, noised: NoiseLevels) -> torch.Tensor:
-    """Return [pairs, 3]: change of the winner's error, of the loser's, and which one fell more."""
+    """Return [pairs, 3]: winner's drift, loser's drift, and 1 if the winner's drift is lower."""
     found, fields = [], {name: learner.fields[name] for name in ("reference", *cfg.teachers)}
     for part in noised.parts(cfg.micro_batch):
         states = ForwardNoise().build(part, learner.policy, None)

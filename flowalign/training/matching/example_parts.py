@@ -1,4 +1,4 @@
-"""Cut examples into parts and move them between devices; the rows of a pair stay together."""
+"""Split examples into parts and move them between devices; pairs stay together."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -15,7 +15,7 @@ _MAPPINGS = ("cond", "scores", "target_cond")
 
 
 def num_examples(examples: Examples) -> int:
-    """Count the pairs, or the samples where there are no pairs."""
+    """Return the number of pairs, or of samples if there are no pairs."""
     return len(examples.latents) // 2 if examples.paired else len(examples.latents)
 
 
@@ -33,7 +33,7 @@ def take(examples: Examples, indices: Int[Tensor, "k"]) -> Examples:
 
 
 def flatten_pairs(examples: Examples) -> Examples:
-    """Return the rows of pairs as samples, for losses that take these."""
+    """Return the rows of pairs as separate samples, for losses without pairs."""
     return replace(examples, paired=False, segments=None)
 
 

@@ -2,8 +2,8 @@
 
     examples -> noise -> states -> residuals -> loss -> update
 
-A *step* of the loop takes one batch of its data source and makes `updates_per_step` x
-`epochs_per_step` *updates* of it; an update accumulates the gradient over *micro-batches*.
+A training *step* takes one batch from the data source and makes `updates_per_step` x
+`epochs_per_step` *updates* with it. An update accumulates the gradient over *micro-batches*.
 """
 
 import math
@@ -41,7 +41,7 @@ _MARGIN_DECAY = 0.99
 
 
 class MatchingLoop(Loop):
-    """Noises batches of examples and matches them under the policy and its reference."""
+    """Loop that noises batches of examples and evaluates policy and reference on them."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class MatchingLoop(Loop):
         self.log = log
         self.held_out = stream.held_out()
         self.loss_state: dict[str, float] = {}
-        """Numbers that the loss and the checks keep from update to update."""
+        """State of the loss and the checks that is kept between updates."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -79,7 +79,7 @@ class MatchingLoop(Loop):
 
     @override
     def evaluate(self) -> dict[str, float]:
-        """Return the agreement with held-out pairs, compared with the reference."""
+        """Return the agreement with held-out pairs, relative to the reference."""
         return measure_held_out(self.cfg, self.learner, self.held_out, self.seed)
 
     @override
@@ -92,7 +92,7 @@ class MatchingLoop(Loop):
         self.stream.restore(state["data"])
 
     def _updates(self, batch: Batch, step: int, checks: MatchingChecks) -> dict[str, float]:
-        """Make the updates of one step, and return the metrics of the last."""
+        """Make the updates of one step, and return the metrics of the last update."""
         cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
         examples = add_users(learner.policy, on(batch.examples, learner.processes.device))
         for epoch in range(cfg.epochs_per_step):
@@ -110,16 +110,16 @@ class MatchingLoop(Loop):
     def _update(
         self, parts: Iterable[NoisedExamples], total: int, checks: MatchingChecks
     ) -> dict[str, float]:
-        """Make one update of `total` noise levels from this rank's micro-batches of them.
+        """Make one update with this rank's micro-batches, and return metrics over all ranks.
 
-        Returns metrics averaged over all ranks.
+        `total` is the number of noise levels over all ranks.
         """
         learner, stats = self.learner, {}
         context = LossContext(self.loss_state.get(_MARGIN, 0.0), learner.processes.gather)
         for part in parts:
             share = len(part.sigma) / total
             loss, found = micro_batch_loss(self.cfg, learner, part, context)
-            if not share:  # without examples a rank still takes part in the loss's gather
+            if not share:  # an empty micro-batch only takes part in the loss's gather
                 continue
             learner.backward(share * loss)
             for name, value in found.items():
@@ -160,7 +160,7 @@ def micro_batch_loss(
 
 
 def remember_margin(loss_state: dict[str, float], size: float) -> None:
-    """Update the running mean of margins, which starts at the first finite one."""
+    """Update the running mean of margins, which starts at the first finite margin."""
     if not math.isfinite(size):
         return
     before = loss_state.get(_MARGIN)
@@ -170,7 +170,7 @@ def remember_margin(loss_state: dict[str, float], size: float) -> None:
 
 
 def _winners(error: Tensor, examples: Examples) -> Tensor:
-    """Return the mean error of winners; for samples, undesirable ones count as 0."""
+    """Return the mean error of winners, or of samples with undesirable samples counted as 0."""
     if examples.paired:
         return error.chunk(2)[0].mean()
     return (error * examples.desirable).mean()

@@ -1,4 +1,4 @@
-"""Noise clean latents: one or several noise levels of each pair or sample, a noise for each."""
+"""Noise clean latents of pairs or samples to one or several noise levels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,34 +19,35 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """Holds the noise levels of examples, each at its own; an example may have several or none."""
+    """Noise levels of examples; an example may have several or none."""
 
     examples: Examples
     """Clean latents and their labels, once each."""
     index: Int[Tensor, "m"]
-    """Example, a pair or a sample, of each noise level."""
+    """Index of the example (pair or sample) of each noise level."""
     level: Int[Tensor, "m"]
-    """Which of the noise levels of its example each one is."""
+    """Index of each noise level among the levels of its example."""
     noise: Float[Tensor, "m *latent"]
     """Noise of each level."""
     sigma: Float[Tensor, "m"]
     """Time of each level."""
     num_levels: int = 1
-    """Noise levels of an example, some of which may be left out."""
+    """Number of noise levels drawn per example; some of them may be dropped."""
     steps: StepAdvantages | None = None
-    """Advantages of denoising steps, if examples count by those at their noise levels."""
+    """Advantages of denoising steps. If set, an example has the advantage of the step at its noise
+    level."""
     uniform: Float[Tensor, "m K"] | None = None
-    """Numbers in [0, 1) that the states draw at each level; None if they draw none."""
+    """Random numbers in [0, 1) for the state source at each level; None if it needs none."""
     visited: Trajectory | None = None
-    """Trajectories of the examples whose states are matched in place of noised latents."""
+    """Trajectories of the examples, with visited states to match instead of noised latents."""
 
     def __len__(self) -> int:
-        """Return the number of noise levels of all examples."""
+        """Return the total number of noise levels."""
         return len(self.sigma)
 
     @property
     def group(self) -> Int[Tensor, "m"]:
-        """Return the id of the rows that are compared: of one group at one noise level."""
+        """Return the id of each row's comparison group, which is a group at one noise level."""
         assert self.examples.group is not None, "samples without groups are not compared"
         return self.examples.group.cpu()[self.index] * self.num_levels + self.level
 
@@ -84,10 +85,11 @@ def noise_for(
     steps: StepAdvantages | None = None,
     visited: Trajectory | None = None,
 ) -> NoiseLevels:
-    """Draw noise and times; `first` is the position of the first example among all processes'.
+    """Draw noise and times; `first` is the global position of this process's first example.
 
-    Draws depend on that position, or on the group if the loss compares groups, and on `key`; not on
-    the process that makes them. Levels of denoising steps that are not trained are left out.
+    Draws depend on `key` and on the global position of an example, or on its group if the loss
+    compares groups. They do not depend on the process. Levels of untrained denoising steps are
+    dropped.
     """
     latents, count, levels = examples.latents, num_examples(examples), cfg.times_per_sample
     shape, device = latents.shape[1:], latents.device
@@ -126,16 +128,16 @@ def _draws(
     group: int | None,
     key: tuple[int, ...],
 ) -> tuple[Float[Tensor, "k"], Float[Tensor, "k *latent"], Float[Tensor, "k K"]]:
-    """Return times, noises and the states' numbers of an example.
+    """Return the times, the noises and the numbers for the state source of an example.
 
-    A group shares its times, and its noises if asked.
+    A group shares its times, and its noises if the loss requires shared noise.
     """
     seed, *index = key
     own = generator(seed, "match", *index, position)
     shared = own if group is None else generator(seed, "match_group", *index, group)
     sigma = cfg.times.draw(cfg.times_per_sample, policy, shared)
     source = shared if cfg.loss.requirements.shared_noise else own
-    # Times, noise, then uniform numbers: this order is part of what a seed reproduces.
+    # Draw times, then noise, then uniform numbers: changing the order changes seeded runs.
     noise = torch.randn(cfg.times_per_sample, *shape, generator=source)
     return sigma, noise, torch.rand(cfg.times_per_sample, cfg.states.draws, generator=own)
 
@@ -146,7 +148,7 @@ def _of_steps(
     index: Int[Tensor, "k"],
     sigma: Float[Tensor, "k"],
 ) -> Examples:
-    """Return examples that count by the denoising steps at their noise levels."""
+    """Return examples with the advantages of the denoising steps at their noise levels."""
     k = step_at(sigma.cpu(), steps.sigmas)
     advantage, latents = steps.advantage[index, k], examples.latents
     if steps.completed:

@@ -1,6 +1,6 @@
-"""Measure by how much the norm of the policy's predictions exceeds the reference's.
+"""Measure the norm of the policy's predictions relative to the reference.
 
-Under losses that push away from samples the norm grows, and with it over-saturation and artefacts.
+Losses that push away from samples make the norm grow, which leads to over-saturation and artefacts.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ _RATIO, _ROWS = "norm_ratio/", "norm_rows/"
 
 @torch.no_grad()
 def norm_ratios(residuals: Residuals) -> dict[str, Tensor]:
-    """Return ||v|| / ||v_ref|| by thirds of the noise level, as sums, and the rows in each.
+    """Return sums of ||v|| / ||v_ref|| and row counts, for each third of the noise level range.
 
-    Both are divided by the number of all rows, so that they add up over micro-batches; empty where
-    the reference is not evaluated.
+    Both are divided by the number of all rows, so that they add up over micro-batches. The result
+    is empty if the reference is not evaluated.
     """
     if residuals.reference is None or not len(residuals.policy):
         return {}
@@ -35,7 +35,7 @@ def norm_ratios(residuals: Residuals) -> dict[str, Tensor]:
 
 
 def means_by_third(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Divide the sums of `norm_ratios` by the rows, and leave out thirds without any."""
+    """Divide the sums of `norm_ratios` by the row counts, and drop thirds without rows."""
     found = {name: value for name, value in metrics.items() if not name.startswith(_ROWS)}
     for name in _THIRDS:
         total, rows = found.pop(_RATIO + name, 0.0), metrics.get(_ROWS + name, 0.0)

@@ -1,4 +1,4 @@
-"""Make examples of the states that the policy visits itself, for teachers; no reward is needed.
+"""Make examples from the states that the policy visits, for distillation without rewards.
 
 requests -> trajectories of the student -> states, each with the teacher of its request
 """
@@ -47,27 +47,27 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyStates(DataSource):
-    """Samples trajectories of the policy, whose states are matched to teachers' velocities.
+    """Trajectories of the policy; teachers' velocities are the targets at their states.
 
-    Source: Flow-OPD, arXiv:2605.08063: each request goes to the teacher of its own reward.
+    Source: Flow-OPD, arXiv:2605.08063. Each request goes to the teacher for its reward.
     """
 
     key: ClassVar[str] = "recipe.data"
 
     prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    """Path of the training prompts: a text file, one per line, or JSONL with a field `prompt`."""
     teacher_field: str | None = None
-    """Field of the rows of `prompts`, a JSONL file, that names the teacher of each. Null: there is
-    one teacher."""
+    """Field of the JSONL file `prompts` with the name of each prompt's teacher. Null: there is one
+    teacher."""
     prompts_per_step: PositiveInt = 16
-    """Prompts of a step over all processes together."""
+    """Number of prompts per step, over all processes."""
     sampling: Sampling = field(
         default_factory=lambda: Sampling(sde_window=NoSteps(), samples_per_prompt=1)
     )
-    """How the trajectories are drawn: by default one per prompt, without noise between steps."""
+    """Sampling of the trajectories. Default: one deterministic trajectory per prompt."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, self.key)
         for name in ("merge", "tail_ratio"):
             if getattr(self.sampling, name) is not None:
@@ -155,12 +155,12 @@ class OnPolicyStates(DataSource):
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> "OnPolicyStream":
-        """Prepare the stream; batches are sampled at their steps."""
+        """Return the stream, which samples each batch at its step."""
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
         return OnPolicyStream(self, learner, requests)
 
     def window(self, step: int, seed: int = 0) -> tuple[int, ...]:
-        """Return the random steps of one step of the loop."""
+        """Return the stochastic denoising steps of one training step."""
         draw = generator(seed, "window", step)
         return self.sampling.sde_window.steps(self.sampling.num_steps, step, draw)
 
@@ -170,7 +170,7 @@ class OnPolicyStates(DataSource):
 
 
 class OnPolicyStream(BatchStream):
-    """Samples trajectories at each step, by the policy as it is then."""
+    """Stream of trajectories that the current policy samples at each step."""
 
     def __init__(self, cfg: OnPolicyStates, learner: Learner, requests: Requests):
         self.cfg, self.learner, self.requests = cfg, learner, requests
@@ -205,6 +205,6 @@ class OnPolicyStream(BatchStream):
         )
 
     def _teachers(self, requests: Sequence[Request]) -> list[str]:
-        """Return the name of each request's teacher; empty if there is one teacher only."""
+        """Return the name of each request's teacher; empty if there is only one teacher."""
         name = self.cfg.teacher_field
         return [] if name is None else [str(request.metadata[name]) for request in requests]

@@ -1,4 +1,4 @@
-"""Train by matching losses of noised clean latents, from stored data or the policy's rollouts."""
+"""Train with matching losses on noised clean latents, from stored data or rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,12 @@ from flowalign.types import ModelPlan, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Matching(MatchingSettings, Recipe):
-    """Configures training on pairs, labels or scored samples: DPO, KTO, fine-tuning, NFT."""
+    """Recipe for training on pairs, labels or scored samples: DPO, KTO, fine-tuning, NFT."""
 
     data: DataSource
-    """Source of the examples, by dotted path: `StoredDataset`, `Rollouts`, `ScoredGroups` or your
-    own."""
+    """Source of the examples: `StoredDataset`, `Rollouts`, `ScoredGroups` or your own class."""
     on_failed_reward: OnFailure = field(default="raise", init=False)
-    """Fixed to raise: stored data need no reward, and rollouts have a setting of their own."""
+    """Fixed to raise: stored data need no reward, and rollouts have a separate setting."""
 
     @property
     @override
@@ -100,7 +99,7 @@ class Matching(MatchingSettings, Recipe):
         return MatchingLoop(self, learner, stream, run.seed, log)
 
     def _check_loss_and_data(self) -> None:
-        """Raise ValueError if the loss cannot learn from such data."""
+        """Raise ValueError if the loss does not fit the data."""
         loss, requirements = type(self.loss).__name__, self.loss.requirements
         if requirements.paired and not self.data.paired:
             raise ValueError(
@@ -117,7 +116,7 @@ class Matching(MatchingSettings, Recipe):
             self.check_whole_batch(self.data.examples_per_step)
 
     def _check_groups(self) -> None:
-        """Raise ValueError if the loss compares the samples of groups that data do not have."""
+        """Raise ValueError if the loss compares samples of groups but the data has no groups."""
         loss, size = type(self.loss).__name__, self.data.rows_per_group
         if not (self.loss.requirements.whole_groups or self.loss.requirements.shared_noise):
             return
@@ -133,7 +132,7 @@ class Matching(MatchingSettings, Recipe):
             )
 
     def _check_states(self, policy: Policy) -> None:
-        """Raise ValueError for states that such data, or such a loss, do not have."""
+        """Raise ValueError if the state source does not fit the data or the loss."""
         states, loss, data = type(self.states).__name__, type(self.loss).__name__, self.data
         steps, needs = data.trajectory_steps, self.loss.requirements
         if self.states.visited != (steps is not None):
@@ -151,7 +150,7 @@ class Matching(MatchingSettings, Recipe):
             )
 
     def _check_visited(self, num_steps: int, policy: Policy) -> None:
-        """Raise ValueError if times are no visited states, or no steps that the loss can use."""
+        """Raise ValueError if `times` does not select visited states that the loss can use."""
         times, loss = self.times, type(self.loss).__name__
         if not isinstance(times, SamplerGrid) or times.num_steps != num_steps:
             raise ValueError(
@@ -173,7 +172,7 @@ class Matching(MatchingSettings, Recipe):
             )
 
     def _check_references(self) -> None:
-        """Raise ValueError if a reference is named that would not be evaluated."""
+        """Raise ValueError if a configured reference would not be evaluated."""
         self.data.check_teachers([*self.teachers])
         self.check_averages(self.data.sampled_weights or "nothing")
         if not (self.needs_reference or isinstance(self.reference, FrozenBase)):

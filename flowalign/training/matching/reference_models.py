@@ -1,7 +1,7 @@
-"""Choose what the policy is compared with: a reference, and averages of itself.
+"""Reference models and averages of the policy that losses compare it with.
 
-The reference is the model before training, an average, a periodic copy, or a teacher. Averages of
-the policy beside it are old policies, from which samples may be drawn, and anchors.
+The reference is the initial model, an average, a periodic copy, or a teacher. Further averages of
+the policy serve as old policies, which can generate samples, and as anchors.
 """
 
 from abc import ABC, abstractmethod
@@ -17,22 +17,19 @@ from flowalign.types import VelocityField
 from flowalign.types.ranges import Decay, PositiveInt, Range
 
 AverageName = Literal["reference", "old", "anchor", "behaviour"]
-"""Name of an average of the policy's weights in `Learner.averages`. old: what a loss calls the old
-policy. anchor: what it holds the policy near. behaviour: only sampled from."""
+"""Name of an average of the policy's weights in `Learner.averages`. old: the old policy of a loss.
+anchor: the average that a loss keeps the policy close to. behaviour: only used for sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """Averages the policy's weights on a schedule; decay 0 copies them.
-
-    The average starts as the policy before training.
-    """
+    """Average of the policy's weights on a schedule; it starts as a copy of the initial policy."""
 
     decay: Decay | Ramp = 0.0
-    """Weight of the average in the next one: a number in [0, 1), or a ramp over the averagings."""
+    """Decay of the average: a number in [0, 1), or a ramp over the averagings. 0: a copy."""
     per: Literal["update", "step"] = "step"
-    """update: averages after every optimizer update. step: after every step of the loop, so that
-    the policy is compared with the one that made the step's samples."""
+    """Interval of the averaging. update: after every optimizer update. step: after every training
+    step, so that the policy is compared with the weights that sampled the step's data."""
 
     def __post_init__(self) -> None:
         """Reject a decay outside [0, 1)."""
@@ -40,9 +37,9 @@ class Average:
             raise ValueError(f"{type(self).__name__}.decay is {self.decay}; it must be in [0, 1)")
 
     def follow(self, learner: Learner, name: AverageName) -> VelocityField:
-        """Average the parameters from now on, under this name, and return the average's field.
+        """Average the parameters from now on, and return the average's velocity field.
 
-        The learner has the field by this name, too.
+        The learner also stores the field under `name`.
         """
         d = self.decay
         ramp = d if isinstance(d, Ramp) else Ramp(start=d, highest=d)
@@ -52,7 +49,7 @@ class Average:
 
 
 class ReferenceModel(ABC):
-    """Chooses the reference of a run."""
+    """Reference model of a run."""
 
     @property
     @abstractmethod
@@ -61,32 +58,32 @@ class ReferenceModel(ABC):
 
     @property
     def weight_copies(self) -> int:
-        """Return how many copies of the trained weights the reference keeps beside the policy's."""
+        """Return the number of additional copies of the trained weights in memory."""
         return 1
 
     @property
     def evaluations(self) -> int:
-        """Return the network evaluations of one row."""
+        """Return the number of network evaluations per row."""
         return 1
 
     @abstractmethod
     def field(self, learner: Learner) -> VelocityField:
-        """Return the reference's velocity field. Called once, before any update or resumption."""
+        """Return the reference's velocity field; called once, before any update or resumption."""
 
 
 @dataclass(frozen=True)
 class FrozenBase(ReferenceModel):
-    """Uses the model before training: the adapter switched off, or a frozen copy without one."""
+    """Initial model: the policy with its adapter disabled, or a frozen copy without adapters."""
 
     @property
     def equals_policy(self) -> bool:
-        """Return True: a fresh adapter adds nothing."""
+        """Return True, because a fresh adapter is zero."""
         return True
 
     @property
     @override
     def weight_copies(self) -> int:
-        """Return 0: what full fine-tuning copies is counted with the network."""
+        """Return 0, because the copy for full fine-tuning is counted with the network."""
         return 0
 
     @override
@@ -97,21 +94,22 @@ class FrozenBase(ReferenceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EMAReference(ReferenceModel, Average):
-    """Uses an exponential moving average of the policy.
+    """Exponential moving average of the policy.
 
-    Source: Linear-DPO, arXiv:2605.21123, decays .95 to .995 once an update, after it. DGPO's
-    reference, arXiv:2510.08425, stays the model before training for 200 steps: a ramp from start 1
-    with flat 200.
+    Source: Linear-DPO, arXiv:2605.21123, decays 0.95 to 0.995 after each update. DGPO's reference,
+    arXiv:2510.08425, stays the initial model for 200 steps, which is a ramp with start 1 and flat
+    200.
     """
 
     decay: Decay | Ramp = 0.99
     """Decay of the average: a number in [0, 1), or a ramp over the averagings."""
     per: Literal["update", "step"] = "update"
-    """update: averages after every optimizer update. step: after every step of the loop."""
+    """Interval of the averaging. update: after every optimizer update. step: after every training
+    step."""
 
     @property
     def equals_policy(self) -> bool:
-        """Return True: the average starts as a copy."""
+        """Return True, because the average starts as a copy."""
         return True
 
     @override
@@ -122,7 +120,7 @@ class EMAReference(ReferenceModel, Average):
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicCopy(ReferenceModel):
-    """Copies the policy every `every` updates: iterative DPO."""
+    """Copy of the policy that is renewed every `every` updates (iterative DPO)."""
 
     every: PositiveInt = 40
     """Number of updates between two copies."""
@@ -134,12 +132,12 @@ class PeriodicCopy(ReferenceModel):
 
     @property
     def equals_policy(self) -> bool:
-        """Return True: the reference starts as a copy."""
+        """Return True, because the reference starts as a copy."""
         return True
 
     @override
     def field(self, learner: Learner) -> VelocityField:
-        """Follow the parameters by an average with decay 0, which is a copy."""
+        """Copy the parameters periodically, as an average with decay 0."""
         average = EMA(learner.parameters, 0.0, self.every)
         learner.averages["reference"] = average
         return WeightOverride(learner.policy, average)
@@ -147,20 +145,20 @@ class PeriodicCopy(ReferenceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher(ReferenceModel):
-    """Uses trained weights of the same form, from the folder of a checkpoint."""
+    """Trained weights of the same architecture, from a checkpoint."""
 
     path: str
     """Folder of the checkpoint."""
 
     @property
     def equals_policy(self) -> bool:
-        """Return False: the weights are others."""
+        """Return False, because the weights differ."""
         return False
 
     @override
     def field(self, learner: Learner) -> VelocityField:
-        """Read the weights beside the policy's; raise ValueError for those of another model."""
-        # The checkpoint is read into the policy itself, so its own weights wait in an average.
+        """Load the teacher's weights; raise ValueError for weights of another model."""
+        # The checkpoint is loaded into the policy, so the policy's weights are saved first.
         own = EMA(learner.parameters, 0.0)
         learner.policy.load_weights(self.path)
         teacher = EMA(learner.parameters, 0.0)
@@ -170,19 +168,19 @@ class Teacher(ReferenceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedReference(ReferenceModel):
-    """Uses another reference with classifier-free guidance, at two evaluations per row.
+    """Another reference with classifier-free guidance, at two evaluations per row.
 
-    Guidance away from the empty prompt is added here, whether the policy samples with it or not.
-    Source: CRD, arXiv:2603.14128, whose KL is to the base model with guidance 4.5.
+    Guidance away from the empty prompt is added here, even if the policy samples without guidance.
+    Source: CRD, arXiv:2603.14128, with a KL to the base model with guidance 4.5.
     """
 
     guidance: Annotated[float, Range(above=1, most=1000)] = 4.5
     """Guidance scale of the reference, above 1."""
     inner: ReferenceModel = field(default_factory=FrozenBase)
-    """Weights of the reference."""
+    """Reference that is guided. Default: the initial model."""
 
     def __post_init__(self) -> None:
-        """Reject a scale that guides nothing, and guidance twice."""
+        """Reject a scale of at most 1, and nested guidance."""
         if not self.guidance > 1:
             raise ValueError(f"reference.guidance is {self.guidance}; it must be above 1")
         if isinstance(self.inner, GuidedReference):
@@ -190,7 +188,7 @@ class GuidedReference(ReferenceModel):
 
     @property
     def equals_policy(self) -> bool:
-        """Return False: losses see the policy without guidance."""
+        """Return False, because losses evaluate the policy without guidance."""
         return False
 
     @property
@@ -205,5 +203,5 @@ class GuidedReference(ReferenceModel):
 
     @override
     def field(self, learner: Learner) -> VelocityField:
-        """Guide the inner reference; raise ValueError for a policy that has no guidance."""
+        """Return the guided inner reference; raise ValueError for a policy without guidance."""
         return Guided(self.inner.field(learner), self.guidance)

@@ -1,4 +1,4 @@
-"""Turn noised examples into matching residuals of the policy and of what it is compared with."""
+"""Compute the matching residuals of the policy, its reference and its averages."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ def add_users(policy: Policy, examples: Examples) -> Examples:
 
 
 def select_fields(cfg: MatchingSettings, learner: Learner) -> dict[str, VelocityField]:
-    """Return the fields that the loss compares the policy with, and the teachers, by name."""
+    """Return the velocity fields that the loss needs besides the policy, by name."""
     requirements = cfg.loss.requirements
     needed = {
         "reference": cfg.needs_reference,
@@ -42,10 +42,11 @@ def matching_residuals(
     states: MatchedStates,
     fields: Mapping[str, VelocityField],
 ) -> Residuals:
-    """Return residuals in the recipe's space, also of the fields reference, old and anchor.
+    """Return residuals of the policy and of the fields reference, old and anchor.
 
-    The targets are the velocities to the data or, if the recipe has teachers, theirs. The policy's
-    velocities are computed last, because other networks may swap its weights.
+    Residuals are in the recipe's space. The targets are the teachers' velocities if the recipe has
+    teachers, else the velocities to the data. The policy is evaluated last, because evaluating the
+    other fields may swap its weights.
     """
     examples, x, sigma = states.examples, states.x, states.sigma
     if not len(x):  # attention kernels refuse an empty batch
@@ -71,7 +72,7 @@ def matching_residuals(
 def teacher_velocity(
     teachers: Mapping[str, VelocityField], states: MatchedStates
 ) -> Float[Tensor, "n *latent"]:
-    """Return the velocity of each row's own teacher, evaluated on that teacher's rows only."""
+    """Return the velocity of each row's teacher; each teacher is evaluated only on its rows."""
     examples, x, sigma = states.examples, states.x, states.sigma
     cond = examples.cond if examples.target_cond is None else examples.target_cond
     if not examples.teachers:
@@ -88,5 +89,5 @@ def teacher_velocity(
 
 
 def divergence(residuals: Residuals) -> Float[Tensor, ""]:
-    """Return the mean square between the policy's and the reference's velocities, in that space."""
+    """Return the mean squared difference between the residuals of policy and reference."""
     return (residuals.policy - residuals.required_reference).square().mean()

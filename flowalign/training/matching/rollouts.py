@@ -1,4 +1,4 @@
-"""Make examples from the policy's own samples (online DPO): sample, score, pair, learn, repeat."""
+"""Make preference pairs from the policy's samples (online DPO): sample, score, pair, train."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -50,35 +50,35 @@ from flowalign.utils.stages import stage
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(DataSource):
-    """Samples prompts by the deterministic sampler, and pairs the samples by weighted rewards."""
+    """Pairs of deterministic samples of the policy, chosen by weighted rewards."""
 
     key: ClassVar[str] = "recipe.data"
-    """Key of these settings in run files, for messages."""
+    """Key of the settings in run files, for messages."""
 
     prompts: str
-    """Path of a prompts file: a text file, one a line, or JSONL with a field `prompt`,
-    and `image`, `images` or `mask` where the policy takes them."""
+    """Path of a prompts file: a text file, one prompt per line, or JSONL with a field `prompt`,
+    plus `image`, `images` or `mask` if the policy takes them."""
     prompts_per_step: PositiveInt = 16
-    """Prompts of a step, over all processes."""
+    """Number of prompts per step, over all processes."""
     samples_per_prompt: GroupSize = 8
-    """K, samples of a prompt among which pairs are chosen; at least 2."""
+    """Number K of samples per prompt from which pairs are chosen, at least 2."""
     num_steps: DenoisingSteps = 10
-    """Denoising steps of the sampler."""
+    """Number of denoising steps of the sampler."""
     rule: Rule = field(default_factory=BestWorst)
-    """Rule that chooses the pairs among the samples of a prompt."""
+    """Rule that chooses pairs from the samples of a prompt."""
     micro_batch: PositiveInt = 64
-    """Samples per network call, decode and reward call."""
+    """Number of samples per network call, decode and reward call."""
     advantages: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(scale="given", clip=None)
     )
-    """Comparison of the samples of a prompt. By default rewards are weighted as they are, and a
-    rule's `min_gap` is in their unit."""
+    """Comparison of the samples of a prompt. By default rewards are not normalised, so a rule's
+    `min_gap` has the unit of the weighted reward."""
     on_failed_reward: OnFailure = "raise"
-    """raise: a failed reward ends the run. drop_sample: samples without a reward are not paired.
-    drop_group: nor are the other samples of their prompt."""
+    """Action after a failed reward. raise: the run ends. drop_sample: samples without a reward are
+    not paired. drop_group: the other samples of the prompt are not paired either."""
 
     def __post_init__(self) -> None:
-        """Reject numbers with which nothing can be compared."""
+        """Reject settings outside their ranges, and groups that cannot be compared."""
         require_ranges(self, self.key)
         if self.samples_per_prompt < 2:
             raise ValueError(
@@ -101,7 +101,7 @@ class Rollouts(DataSource):
     @property
     @override
     def examples_per_step(self) -> int:
-        """Return the number of pairs if no two samples are equally good."""
+        """Return the largest number of pairs, which is reached if no samples are tied."""
         return self.prompts_per_step * self.rule.most(self.samples_per_prompt)
 
     @property
@@ -111,7 +111,7 @@ class Rollouts(DataSource):
 
     @override
     def check(self, run: RunContext) -> None:
-        """Raise ValueError if no reward decides which sample is better."""
+        """Raise ValueError if there is no weighted reward to compare samples by."""
         if not run.rewards.weights.any():
             raise ValueError(
                 "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
@@ -134,7 +134,11 @@ class Rollouts(DataSource):
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> "RolloutStream":
-        """Check that every process samples something; batches are made at their steps."""
+        """Return the stream, which samples each batch at its step.
+
+        Raises:
+            ValueError: There are fewer prompts per step than processes.
+        """
         check_prompts_per_step(self.key, self.prompts_per_step, learner.processes.world)
         rewards = replace(context.rewards, on_failure=self.on_failed_reward)
         return RolloutStream(
@@ -147,7 +151,7 @@ class Rollouts(DataSource):
 
 
 class RolloutStream(BatchStream):
-    """Samples batches from the policy as it is at each step."""
+    """Stream of pairs from samples of the current policy."""
 
     def __init__(
         self,
@@ -197,7 +201,7 @@ class RolloutStream(BatchStream):
     def _estimate(
         self, scores: Float[Tensor, "n R"], requests: Sequence[Request]
     ) -> AdvantageEstimate:
-        """Credit samples for their transformed rewards, and compare them on all processes."""
+        """Return the advantages of the transformed rewards, compared over all processes."""
         size, transform, value = (
             self.cfg.samples_per_prompt,
             self.cfg.advantages.value_transform,
@@ -212,7 +216,7 @@ class RolloutStream(BatchStream):
     def _sample(
         self, step: int, requests: Sequence[Request], places: Sequence[int]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
-        """Draw K samples of each request, and return them with all their rewards."""
+        """Return K samples of each request, and all their rewards."""
         cfg, copies = self.cfg, range(self.cfg.samples_per_prompt)
         repeated = [request for request in requests for _ in copies]
         seeds = [generator(self.seed, "rollout", step, i, k) for i in places for k in copies]

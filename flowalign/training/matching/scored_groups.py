@@ -1,6 +1,6 @@
-"""Make examples of scored groups of the policy's own samples: learning on the forward process.
+"""Make examples from scored groups of the policy's samples, for forward-process RL.
 
-requests -> samples -> rewards -> advantages -> the clean samples with their advantages
+requests -> samples -> rewards -> advantages -> clean samples with their advantages
 """
 
 from collections.abc import Sequence, Set
@@ -35,51 +35,50 @@ from flowalign.types.ranges import PositiveInt, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroups(DataSource):
-    """Samples groups of each prompt, and gives each sample its advantage among its group.
+    """Groups of samples per prompt, with the advantage of each sample within its group.
 
-    The default sampler is the deterministic one; `sampling.tail_ratio` 1.0 makes its steps of
-    second order.
+    The default sampler is deterministic. `sampling.tail_ratio: 1.0` makes its steps second order.
     """
 
     key: ClassVar[str] = "recipe.data"
 
     prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
-    `image`, `images` or `mask` where the policy takes them."""
+    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
+    `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
     prompts_per_step: PositiveInt = 8
-    """P, prompts of a step over all processes together."""
+    """Number P of prompts per step, over all processes."""
     rollout_batch_prompts: PositiveInt | None = None
-    """Prompts of a process that are sampled together; rewards of one batch are computed while the
-    next is sampled. Null: all of them. Changes time and memory, not the update."""
+    """Number of prompts that a process samples together. Rewards of one batch are computed while
+    the next one is sampled. It changes time and memory, not the update. Null: all prompts."""
     sampling: Sampling = field(default_factory=lambda: Sampling(sde_window=NoSteps()))
-    """How the samples of a prompt are drawn: by default without noise between the steps."""
+    """Sampling of the groups. Default: deterministic."""
     credit: CreditEstimator | None = None
-    """Null: a sample counts at every noise level by its outcome. A class of `flowalign.credit`: it
-    counts at a noise level by what the denoising step there earned, and at those of steps that are
-    not trained not at all; needs a stochastic sampler."""
+    """Credit method from `flowalign.credit`, which needs a stochastic sampler. An example then has
+    the advantage of the denoising step at its noise level, and noise levels of untrained steps are
+    skipped. Null: the advantage of the outcome at every noise level."""
     completion: Completion = field(default_factory=Completion)
-    """Completion of intermediate states whose values the credit method requests."""
+    """Completion of the intermediate states that the credit method values."""
     critic: Critic | None = None
-    """Regression that predicts outcomes from the denoiser's features, for credit that reads its
-    predictions. Null: none."""
+    """Regression of outcomes on the denoiser's features, for credit methods that need a critic.
+    Null: none."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Comparison of credit: normalisation, weighting of rewards, clipping and selection."""
     clean: Literal["sample", "completion"] = "sample"
-    """Clean latent that is noised. sample: the finished sample. completion: where a step's credit
-    rests on the value of a later state, the completion of that state, which is what was valued."""
+    """Clean latent to be noised. sample: the finished sample. completion: the completed state that
+    the credit of the step was computed from."""
     weights: Literal["policy", "ema", "old", "behaviour"] = "policy"
-    """Weights that sample: of the policy, of its evaluated average, of its old self (`recipe.old`),
-    or of an average that is only sampled from (`recipe.behaviour`)."""
+    """Weights for sampling. policy: the current policy. ema: its evaluated average. old:
+    `recipe.old`. behaviour: `recipe.behaviour`, which is only used for sampling."""
     weight_map: str | None = None
-    """Name of the reward model whose map weighs the places of each sample's error (SRUM's local
-    part). Null: all places weigh alike."""
+    """Name of a reward model with a spatial map that weights each sample's error (SRUM's local
+    part). Null: equal weight at all positions."""
 
     on_failed_reward: OnFailure = "raise"
-    """raise: a failed reward ends the run. drop_sample: samples whose credit is unknown are not
-    trained. drop_group: nor are the other samples of their prompt."""
+    """Action after a failed reward. raise: the run ends. drop_sample: samples with unknown credit
+    are not trained. drop_group: the other samples of the prompt are not trained either."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, self.key)
         self.rollouts.check_groups()
         for iteration in (0, SEVERAL):
@@ -94,7 +93,7 @@ class ScoredGroups(DataSource):
 
     @property
     def rollouts(self) -> RolloutSettings:
-        """Return the rollouts of a step."""
+        """Return the rollout settings of a step."""
         return RolloutSettings(
             sampling=self.sampling,
             credit=self.credit,
@@ -119,7 +118,7 @@ class ScoredGroups(DataSource):
     @property
     @override
     def rows_per_group(self) -> int:
-        """Return the samples of a prompt that are trained, of steps at most all."""
+        """Return the number of trained samples per prompt; with step-level credit, all of them."""
         size, count = self.sampling.samples_per_prompt, self.advantages.extremes
         return size if count is None or self.credit else 2 * count
 
@@ -140,7 +139,7 @@ class ScoredGroups(DataSource):
 
     @override
     def check(self, run: RunContext) -> None:
-        """Raise ValueError if no reward compares samples, or weights that sample are missing."""
+        """Raise ValueError if there is no weighted reward, or the sampling weights are missing."""
         self.advantages.check(self.key, run, self.prompts)
         self.sampling.check_precision(self.key, run.policy)
         _check_map(self, run.rewards)
@@ -179,7 +178,7 @@ class ScoredGroups(DataSource):
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> ScoredStream:
-        """Prepare the stream; batches are made at their steps."""
+        """Return the stream, which samples each batch at its step."""
         rewards = replace(context.rewards, on_failure=self.on_failed_reward)
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
         completed = self.completed_states if self.clean == "completion" else None
@@ -188,16 +187,16 @@ class ScoredGroups(DataSource):
         )
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
-        """Return, for each trained step, the state whose completion its credit rests on.
+        """Map each trained step to the completed state that its credit is computed from.
 
-        That is the first valued state after the step; between the two a chain takes ODE steps only.
+        This is the first valued state after the step. A chain has only ODE steps between the two.
         """
         valued = sorted({k for k, how in self.rollouts.requested(steps) if how == self.completion})
         valued = [*valued, self.sampling.num_steps]
         return {k: next(j for j in valued if j > k) for k in steps}
 
     def _check_completions(self, steps: Sequence[int]) -> None:
-        """Raise ValueError if completions are asked for that do not exist, or are not kept."""
+        """Raise ValueError if `clean` or the credit method needs completions that are missing."""
         if self.clean == "sample":
             self.rollouts.requested(steps)
             return
@@ -216,7 +215,7 @@ class ScoredGroups(DataSource):
 
 
 def _check_map(cfg: ScoredGroups, rewards: Rewards) -> None:
-    """Raise ValueError if no reward gives the map, or if other latents than its are noised."""
+    """Raise ValueError if no reward returns the map, or if completions are noised."""
     mapping = [model.spec.name for model in rewards.models if model.spec.maps]
     if cfg.weight_map is not None and cfg.weight_map not in mapping:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sample and score groups at each step, and compare the samples of a group."""
+"""Sample and score groups at each step, and compute the advantages within groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,13 +23,14 @@ from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Cond, Examples, Trajectory
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
-"""Maps trained steps to the states whose completions their credit rests on."""
+"""Function from trained steps to the completed states that their credit is computed from."""
 
 
 class ScoredStream(BatchStream):
-    """Samples groups at each step, by the weights of the policy or of an average as they are then.
+    """Stream of scored groups, sampled at each step with the policy's or an average's weights.
 
-    Samples that are not trained, because a reward failed or others are compared, are no examples.
+    Samples that are masked out of training, because a reward failed or other samples were selected,
+    are dropped.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ScoredStream(BatchStream):
         return Batch(examples, first, total, metrics, steps)
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
-        """Set the policy to the weights that sample, while the context is open."""
+        """Return a context in which the policy has the sampling weights."""
         if self.weights == "policy":
             return nullcontext()
         return self.learner.averaged(self.weights)
@@ -112,7 +113,7 @@ class ScoredStream(BatchStream):
     def _cond(
         self, trajectory: Trajectory, kept: Int[Tensor, "n"], scores: Float[Tensor, "n R"]
     ) -> Cond:
-        """Return the conditioning under which kept samples are learned: as asked, or as scored."""
+        """Return the training conditioning of the kept samples, which may depend on scores."""
         asked = [trajectory.requests[i] for i in kept.tolist()]
         conditioning, dims, learned = self.requests.conditioning, self.rewards.dims, asked
         if conditioning:
@@ -130,7 +131,7 @@ class ScoredStream(BatchStream):
         advantage: Float[Tensor, "n T"],
         trained: Bool[Tensor, "n T"],
     ) -> StepAdvantages:
-        """Return what the steps of the kept samples earned, and the completions it rests on."""
+        """Return the step advantages of the kept samples, with the completed latents."""
         steps = trajectory.trained.any(0).nonzero()[:, 0].tolist()
         states = self.completed(steps) if self.completed else {}
         completed = {k: _completion(trajectory, j, self.cfg)[kept] for k, j in states.items()}
@@ -138,7 +139,7 @@ class ScoredStream(BatchStream):
 
 
 def _completion(trajectory: Trajectory, k: int, cfg: RolloutSettings) -> Float[Tensor, "B *latent"]:
-    """Return the clean latent that state k of every sample was completed to, on the CPU."""
+    """Return the completion of state k of every sample, on the CPU."""
     if k == trajectory.num_steps:
         return trajectory.state(k).cpu()
     return trajectory.rows.expand(trajectory.finished[k, cfg.completion].cpu(), k)

@@ -1,4 +1,4 @@
-"""Define the settings of matching training that its loop reads."""
+"""Define the settings of the matching loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,61 +21,61 @@ from flowalign.types import MatchingLoss
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 STEP_FIELD = "step"
-"""Name of the field of the learner by which the policy steps to the states that are matched."""
+"""Name of the learner's velocity field for the step to the matched states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchingSettings:
-    """Configures what is matched, with what loss, and against what reference."""
+    """Settings of the loss, the states, the references and the updates."""
 
     loss: MatchingLoss = field(default_factory=DPO)
-    """Loss of the residuals, a class of `flowalign.losses`."""
+    """Loss of the residuals, a class from `flowalign.losses`."""
     reference: ReferenceModel = field(default_factory=FrozenBase)
-    """Model that the policy is compared with; only losses that need one evaluate it, and `kl` above
-    0."""
+    """Reference model. It is only evaluated if the loss needs it or `kl` is above 0."""
     old: Average | None = None
-    """Old policy: an average of the policy that some losses compare it with, such as DiffusionNFT,
-    and that scored groups may be sampled from. Null: none."""
+    """Old policy: an average of the policy for losses such as DiffusionNFT, which can also generate
+    scored groups. Null: none."""
     anchor: Average | None = None
-    """Average of the policy that some losses hold it near, such as AWM. Null: none."""
+    """Average of the policy that losses such as AWM keep it close to. Null: none."""
     behaviour: Average | None = None
-    """Average of the policy that scored groups may be sampled from, and that no loss reads, such as
-    CRD's. Null: none."""
+    """Average of the policy that only generates scored groups, as in CRD. Null: none."""
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
-    """Trained weights whose velocities are the targets, by a name; data say which teacher a request
-    has if there are several. Empty: the target is the velocity to the data, noise - latents."""
+    """Trained weights by name; their velocities are the targets. With several teachers, the data
+    names the teacher of each request. Empty: the target is noise - latents."""
     cold_start: ColdStart = "policy"
-    """Weights from which the run starts: the policy's own, the `average` of the teachers' or, of
-    adapters, a `merge` of what they add to the model (Flow-OPD)."""
+    """Initial weights. policy: the policy's own. average: the mean of the teachers' weights. merge:
+    the merged adapter updates of the teachers (Flow-OPD)."""
     states: StateSource = field(default_factory=ForwardNoise)
-    """States at which velocities are matched: `ForwardNoise`, `GuidedStep` (SOAR) or
+    """Source of the states at which velocities are matched: `ForwardNoise`, `GuidedStep` (SOAR) or
     `VisitedStates`."""
     times: Times = field(default_factory=LogitNormal)
-    """Distribution of the noise levels; the two rows of a pair share time and noise."""
+    """Distribution of the noise levels. The two rows of a pair share time and noise."""
     times_per_sample: PositiveInt = 1
-    """Noise levels at which each pair or sample is matched in a pass, each with a noise of its
-    own; they are in the same update."""
+    """Number of noise levels per pair or sample in a pass, with independent noise. All levels are
+    in the same update."""
     space: Space = "velocity"
-    """Space in which squared errors are taken; `noise` is that of SD1.5 and SDXL."""
+    """Space of the squared errors; `noise` is the prediction space of SD1.5 and SDXL."""
     sft: NonNegativeFloat = 0.0
-    """Weight of the mean error of winners (samples: the desirable ones), added to the loss; 0:
-    none."""
+    """Weight of an additional SFT term, the mean error of winners or desirable samples. 0: none."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the mean square between the velocities of policy and reference; 0: none."""
+    """Weight of the mean squared difference between the velocities of policy and reference. 0:
+    none."""
     updates_per_step: PositiveInt = 1
-    """Number of optimizer updates into which the examples of a step are divided."""
+    """Number of optimizer updates per pass over the examples of a step."""
     epochs_per_step: PositiveInt = 1
     """Number of passes over the examples of a step."""
     micro_batch: PositiveInt = 32
-    """Pairs or samples per forward and backward pass; changes memory, not the update."""
+    """Number of pairs or samples per forward and backward pass. It changes memory, not the
+    update."""
     displacement_patience: NonNegativeInt = 25
-    """Updates in a row in which winners are matched worse than by the reference, after which the
-    run reports likelihood displacement; 0 never reports it."""
+    """Number of consecutive updates with winners matched worse than by the reference, after which
+    the run reports likelihood displacement. 0: never."""
     on_failed_check: OnFailure = "raise"
-    """raise: a failed check of the first updates stops the run. warn: it is logged."""
+    """Action after a failed check of the first updates. raise: the run ends. warn: a message is
+    logged."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         for name in ("updates_per_step", "epochs_per_step", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
@@ -100,7 +100,7 @@ class MatchingSettings:
 
     @property
     def updates(self) -> int:
-        """Return the number of optimizer updates of one step of the loop."""
+        """Return the number of optimizer updates per training step."""
         return self.updates_per_step * self.epochs_per_step
 
     @property
@@ -110,7 +110,7 @@ class MatchingSettings:
 
     @property
     def averages(self) -> dict[AverageName, Average]:
-        """Return the averages of the policy that are kept beside the reference, by name."""
+        """Return the averages of the policy other than the reference, by name."""
         named: dict[AverageName, Average | None] = {
             "old": self.old,
             "anchor": self.anchor,
@@ -120,7 +120,7 @@ class MatchingSettings:
 
     @property
     def evaluations_beside(self) -> dict[str, int]:
-        """Return the network evaluations without gradient, per row of a noise level, by purpose."""
+        """Return the network evaluations without gradient per row and noise level, by purpose."""
         requirements = self.loss.requirements
         rows, guidance = self.states.rows, self.states.guidance
         return {
@@ -132,9 +132,9 @@ class MatchingSettings:
         }
 
     def check_averages(self, sampled: str) -> None:
-        """Raise ValueError if an average is missing, or is neither evaluated nor sampled from.
+        """Raise ValueError if an average is missing, or is used by neither the loss nor sampling.
 
-        `sampled` is the name of the weights from which data are sampled, such as `policy`.
+        `sampled` is the name of the weights that sample the data, such as `policy`.
         """
         requirements, loss = self.loss.requirements, type(self.loss).__name__
         for name in get_args(AverageName)[1:]:
@@ -152,7 +152,7 @@ class MatchingSettings:
                 )
 
     def check_whole_batch(self, num_examples: int) -> None:
-        """Raise ValueError if a loss that compares all rows of a batch would see only a part."""
+        """Raise ValueError if a minibatch is smaller than the batch that the loss compares."""
         if num_examples * self.times_per_sample > self.micro_batch * self.updates_per_step:
             raise ValueError(
                 f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "

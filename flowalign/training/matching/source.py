@@ -1,4 +1,4 @@
-"""Define where examples come from: a stored dataset, or the policy itself."""
+"""Define the interface of data sources: stored datasets, or samples of the policy."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -14,12 +14,12 @@ from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.types import Examples, Label, ModelPlan, PromptConditioning, Trajectory
 
 NO_LABELS: Set[Label] = frozenset()
-"""Labels that most losses require beside media and prompts: none."""
+"""Empty set of labels, for losses that require only samples and prompts."""
 
 
 @dataclass(frozen=True)
 class StreamContext:
-    """Parts and settings of a run that its examples depend on, besides the learner."""
+    """Context of a run that its examples depend on, besides the learner."""
 
     rewards: Rewards
     seed: int
@@ -27,70 +27,70 @@ class StreamContext:
     """Labels that the loss requires."""
     log: Log = lambda _: None
     conditioning: PromptConditioning | None = None
-    """Conditioning of the prompts under which examples are made and learned."""
+    """Conditioning of prompts in sampling and training. None: plain prompts."""
 
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """Holds what the denoising steps of samples earned, compared with other samples."""
+    """Advantages of the denoising steps of samples."""
 
     sigmas: Float[Tensor, "S"]
-    """Noise levels of the sampler, one more than there are steps."""
+    """Noise levels of the sampler; their number is the number of steps plus 1."""
     advantage: Float[Tensor, "n T"]
     """Advantage of each step of each sample."""
     trained: Bool[Tensor, "n T"]
-    """Steps at whose noise levels a sample is an example."""
+    """Mask of the steps with noise levels at which a sample is trained."""
     completed: Mapping[int, Float[Tensor, "n *latent"]] = field(default_factory=dict)
-    """Clean latents to match at the noise levels of a step in place of the sample, by step."""
+    """Clean latents to match instead of the sample at the noise levels of a step, by step."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds this process's share of the examples of a step, on the CPU or where they were made."""
+    """Examples of this process in one step, on the CPU or on the device that made them."""
 
     examples: Examples
     """Pairs or samples of this process."""
     first: int
-    """Position of this process's first pair or sample among those of all processes."""
+    """Global position of this process's first pair or sample."""
     total: int
-    """Number of pairs or samples of all processes."""
+    """Number of pairs or samples over all processes."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements taken while the batch was made, equal on all processes."""
+    """Metrics of making the batch, equal on all processes."""
     steps: StepAdvantages | None = None
-    """Advantages of denoising steps, by which samples count at the noise levels of these; None
-    where `examples` hold their advantages."""
+    """Advantages of denoising steps, for step-level credit. None: `examples` hold the
+    advantages."""
     visited: Trajectory | None = None
-    """Trajectories that led to the examples, where their states are matched; None for others."""
+    """Trajectories of the examples, if visited states are matched; else None."""
 
 
 class BatchStream(ABC):
-    """Yields the batches of a started run."""
+    """Stream of the batches of a run."""
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step: a function of seed, step and, for rollouts, the policy."""
+        """Return the batch of a step; it depends on seed, step and, for rollouts, the policy."""
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Yield a batch per step; each is made at its step."""
+        """Yield one batch per step, made when it is requested."""
         return map(self.batch, steps)
 
     def held_out(self) -> Examples | None:
-        """Return this process's share of the pairs that are never trained on, or None.
+        """Return this process's share of the held-out pairs, or None.
 
-        Samples of the policy have none: they age with it.
+        Sources that sample the policy have no held-out pairs.
         """
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for the stream, as JSON values."""
+        """Return the stream's state for a checkpoint, as JSON values."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (stored data have no state)
-        """Continue from the state of a checkpoint. Called before `batches`."""
+        """Restore the state of a checkpoint; called before `batches`."""
 
 
 class DataSource(ABC):
-    """Configures where examples come from: the component `recipe.data` of a run file."""
+    """Source of the examples: the component `recipe.data` of a run file."""
 
     @property
     def paired(self) -> bool:
@@ -99,64 +99,61 @@ class DataSource(ABC):
 
     @property
     def sampled_weights(self) -> str | None:
-        """Return the weights that make the examples: policy or the name of an average; or None."""
+        """Return the weights that sample the examples: policy, the name of an average, or None."""
         return "policy"
 
     @property
     @abstractmethod
     def provides(self) -> Set[Label]:
-        """Return the labels that the examples may have.
-
-        A loss that requires another one is refused.
-        """
+        """Return the labels that the examples can have; losses may require only these."""
 
     @property
     def trajectory_steps(self) -> int | None:
-        """Return the denoising steps of the trajectories that the examples are; None: of none."""
+        """Return the number of denoising steps if the examples are trajectories, else None."""
         return None
 
     @property
     def random_steps(self) -> Set[int]:
-        """Return which of these steps are always random."""
+        """Return the denoising steps that are always stochastic."""
         return frozenset()
 
     def check_teachers(self, names: Sequence[str]) -> None:
-        """Raise ValueError if the examples are not matched to these teachers, or to other ones."""
+        """Raise ValueError if the examples cannot be matched to the named teachers."""
         refuse_teachers(names, type(self).__name__)
 
     @property
     @abstractmethod
     def examples_per_step(self) -> int:
-        """Return the pairs or samples of a step at most, over all processes."""
+        """Return the largest number of pairs or samples per step, over all processes."""
 
     @property
     def rows_per_group(self) -> int | None:
-        """Return the most samples of a group that are compared, or None if there are no groups."""
+        """Return the largest number of compared samples per group; None if there are no groups."""
         return None
 
     @property
     def leaves_levels_out(self) -> bool:
-        """Return whether noise levels of an example may be left out: those without credit."""
+        """Return whether noise levels of an example may be skipped because they have no credit."""
         return False
 
     @property
     @abstractmethod
     def prompt_files(self) -> list[str]:
-        """Return the files of prompts that are sampled."""
+        """Return the paths of the prompt files for sampling."""
 
     @abstractmethod
     def check(self, run: RunContext) -> None:
-        """Raise ValueError for settings that no run can use, before anything heavy is loaded."""
+        """Raise ValueError for invalid settings, before any model is loaded."""
 
     def check_context(self) -> None:  # noqa: B027 (most sources do)
-        """Raise ValueError if processes cannot compute the examples of a sample together."""
+        """Raise ValueError if the source does not support context parallelism."""
 
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        """Return what the examples of one step take: rows of the plan table, and memory.
+        """Return the cost of the examples of one step: rows of the plan table, and memory.
 
         Raises:
-            ValueError: That many processes, or this model, cannot make the examples.
+            ValueError: The settings do not fit the number of processes or the model.
         """
 
     @abstractmethod
@@ -164,12 +161,12 @@ class DataSource(ABC):
         """Read, encode and prepare the examples.
 
         Raises:
-            ValueError: These data cannot be trained on.
+            ValueError: The data cannot be used for training.
         """
 
 
 def refuse_teachers(names: Sequence[str], source: str) -> None:
-    """Raise ValueError if there are teachers, for data that are matched to noise - latents."""
+    """Raise ValueError if there are teachers, for data with the target noise - latents."""
     if names:
         raise ValueError(
             f"recipe.teachers names {', '.join(names)}, but data of class {source} are matched to "

@@ -1,4 +1,4 @@
-"""Choose the states at which velocities are matched: on the way of the data, off it, or visited."""
+"""Choose the states at which velocities are matched: noised, off the path, or visited."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -28,33 +28,33 @@ from flowalign.types.ranges import (
 )
 
 _SCHEDULE = 1000
-"""Steps of the schedule on which the length of a step is measured."""
+"""Number of steps of the schedule that defines the length of a step."""
 
 
 @dataclass(frozen=True)
 class NoisedExamples:
-    """Holds examples with the noise and the times that they are noised by."""
+    """Examples with their noise and times."""
 
     examples: Examples
     """Clean latents and their labels."""
     noise: Float[Tensor, "m *latent"]
-    """Noise of each pair, or sample."""
+    """Noise of each pair or sample."""
     sigma: Float[Tensor, "m"]
-    """Time of each pair, or sample."""
+    """Time of each pair or sample."""
     uniform: Float[Tensor, "m K"] | None = None
-    """Numbers in [0, 1), as many of each sample as the states draw; None if these draw none."""
+    """Random numbers in [0, 1), `draws` of the state source per sample; None if `draws` is 0."""
     transitions: Transitions | None = None
-    """Steps that were taken from visited states, if they were random."""
+    """Sampled steps from visited states; None if the steps were deterministic."""
 
     def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
-        """Return noise and sigma of every row; both rows of a pair have the pair's."""
+        """Return noise and sigma of every row; the rows of a pair share both."""
         copies = 2 if self.examples.paired else 1
         return torch.cat([self.noise] * copies), torch.cat([self.sigma] * copies)
 
 
 @dataclass(frozen=True)
 class MatchedStates:
-    """Holds the states at which velocities are matched, with the examples that they belong to."""
+    """States at which velocities are matched, with their examples."""
 
     examples: Examples
     """Labels and weights of each row."""
@@ -63,39 +63,39 @@ class MatchedStates:
     sigma: Float[Tensor, "n"]
     """Noise level of each row."""
     target: Float[Tensor, "n *latent"]
-    """Velocity from the data of each row to its state, the target where there is no teacher."""
+    """Velocity from the data of each row to its state, the target without a teacher."""
     transitions: Transitions | None = None
-    """Steps that were taken from the rows, if they are visited states and the steps random."""
+    """Sampled steps from the states; None if they are not visited or the steps deterministic."""
 
 
 class StateSource(ABC):
-    """Chooses the states of noised examples at which velocities are matched."""
+    """Choice of the states at which velocities are matched."""
 
     @property
     def rows(self) -> int:
-        """Return the rows that are matched for one row of a noise level."""
+        """Return the number of matched states per row and noise level."""
         return 1
 
     @property
     def visited(self) -> bool:
-        """Return whether the states are those of the trajectories that led to the examples."""
+        """Return whether the states are the visited states of the examples' trajectories."""
         return False
 
     @property
     def draws(self) -> int:
-        """Return how many random numbers the states of a noise level take."""
+        """Return the number of random numbers that each noise level needs."""
         return 0
 
     @property
     def guidance(self) -> float | None:
-        """Return the guidance of the step that the policy takes to the states; None: it takes none.
+        """Return the guidance scale of the policy's step to the states; None if there is no step.
 
-        With it the step costs two evaluations per noise level, and one at guidance 1.
+        The step takes two evaluations per noise level, or one if the scale is 1.
         """
         return None
 
     def field(self, policy: Policy) -> VelocityField | None:
-        """Return the field of that step; raise ValueError for a policy without guidance."""
+        """Return the velocity field of the step; raise ValueError if guidance is missing."""
         if self.guidance is None:
             return None
         return conditional(policy) if self.guidance == 1 else Guided(policy, self.guidance)
@@ -104,12 +104,12 @@ class StateSource(ABC):
     def build(
         self, part: NoisedExamples, policy: Policy, field: VelocityField | None
     ) -> MatchedStates:
-        """Return the states of noised examples; `field` is what the method of that name returns."""
+        """Return the states of noised examples; `field` is the result of the method `field`."""
 
 
 @dataclass(frozen=True)
 class ForwardNoise(StateSource):
-    """Matches at latents that are noised forward, as flow matching and its losses do."""
+    """Noised clean latents, as in flow matching."""
 
     @override
     def build(
@@ -124,10 +124,10 @@ class ForwardNoise(StateSource):
 
 @dataclass(frozen=True)
 class VisitedStates(StateSource):
-    """Matches at states that the policy itself visited while it sampled.
+    """States that the policy visited during sampling.
 
-    They come from data that are trajectories, `OnPolicyStates`, and `recipe.times` chooses among
-    them. A visited state is the sample that it led to, noised by a noise of its own.
+    They need the data source `OnPolicyStates`, and `recipe.times` chooses among them. A visited
+    state equals its final sample plus an individual noise.
     """
 
     @property
@@ -144,27 +144,27 @@ class VisitedStates(StateSource):
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedStep(StateSource):
-    """Matches at noised latents, and at states that one step of the policy leads to (SOAR).
+    """Noised latents, and states that are reached from them by one step of the policy (SOAR).
 
-    From the noised latent the policy takes one guided Euler step, without gradient. The state that
-    it reaches is noised again to several levels, by the same noise, and there the policy has to
-    learn the velocity to the data. The defaults are the published ones.
+    From the noised latent, the policy takes one guided Euler step without gradient. The reached
+    state is noised again to several levels with the same noise. At these states, the target is the
+    velocity to the data. The defaults are the published values.
 
-    Source: SOAR, arXiv:2604.12617, and code of Tencent-Hunyuan/HY-SOAR with a single path. There
-    levels of states are rounded to the scheduler's grid for the network, here they are not.
+    Source: SOAR, arXiv:2604.12617, and code of Tencent-Hunyuan/HY-SOAR with a single path. The
+    released code rounds the levels of states to the scheduler's grid; this class does not.
     """
 
     count: PositiveInt = 6
-    """States of each noised latent."""
+    """Number of further states per noised latent."""
     guidance_scale: Guidance = 4.5
-    """Classifier-free guidance of the step; 1: none."""
+    """Classifier-free guidance scale of the step. 1: none."""
     num_steps: DenoisingSteps = 40
-    """Steps of the sampler of which one is taken."""
+    """Number of sampler steps, which defines the length of the step."""
     weight: PositiveFloat = 1.0
-    """Weight of the error at a point, where that at a noised latent has 1."""
+    """Weight of the error at a further state, relative to the error at the noised latent."""
 
     def __post_init__(self) -> None:
-        """Reject numbers outside their ranges."""
+        """Reject settings outside their ranges."""
         require_ranges(self, "recipe.states")
 
     @property
@@ -186,7 +186,7 @@ class GuidedStep(StateSource):
     def build(
         self, part: NoisedExamples, policy: Policy, field: VelocityField | None
     ) -> MatchedStates:
-        """Return the noised latents, then the first point of each, then the second, and so on."""
+        """Return the noised latents, then the first further state of each, then the second, ..."""
         assert field is not None, "the field of the step was not opened"
         assert part.uniform is not None, "the levels of the states were not drawn"
         examples, noise, sigma = part.examples, part.noise, part.sigma

@@ -52,53 +52,55 @@ _LONGEST_LINE = 300
 
 @dataclass(frozen=True, kw_only=True)
 class StoredDataset(DataSource):
-    """Configures pairs or labelled samples of a file that `flowalign score` reads, or of pairs."""
+    """Pairs or labelled samples from a dataset on disk."""
 
     path: str
-    """Dataset: a file, or a folder of parquet files."""
+    """Path of the dataset: a file, or a folder of parquet files."""
     kind: Kind = "pairs"
-    """pairs; samples with binary labels; attributes: media with texts `positive` and `negative`,
-    which need a teacher; captions: samples of these with both texts, for that teacher."""
+    """Kind of the examples. pairs: preference pairs. samples: samples with binary labels.
+    attributes: samples with the texts `positive` and `negative`, which need a teacher. captions:
+    labelled samples with both texts, for the same teacher."""
     held_out: str | None = None
-    """File of pairs that are never trained on, on which the agreement of the policy is evaluated;
-    it holds pairs even where `kind` is samples. Null: none."""
+    """Path of held-out pairs, which are only used to evaluate the agreement of the policy. They are
+    pairs even if `kind` is samples. Null: none."""
     schema: str = "auto"
-    """Name of the reader of the dataset; auto: found from its columns."""
+    """Name of the dataset reader. auto: detected from the columns."""
     root: str | None = None
-    """Folder where relative paths begin. Null: beside the file."""
+    """Base folder of relative paths. Null: the folder of the dataset."""
     dimensions: Sequence[str] = ()
-    """Dimensions whose preferences are used. Empty: all."""
+    """Preference dimensions to use. Empty: all."""
     batch_size: PositiveInt = 64
-    """Pairs or samples of a step, over all processes."""
+    """Number of pairs or samples per step, over all processes."""
     cache: str | None = None
-    """Folder of latents and prompt embeddings, shared by runs. Null: they stay in memory."""
+    """Folder of cached latents and prompt embeddings, shared by runs. Null: kept in memory."""
     cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the cached latents."""
     max_frames: PositiveInt | None = None
-    """Largest number of frames of a video, evenly spaced whatever its rate. Null: the policy's own
-    number of frames at its rate, from the start."""
+    """Largest number of video frames, evenly spaced and independent of the frame rate. Null: the
+    policy's number of frames at its frame rate, from the start."""
     mixed_shapes: bool = False
-    """Whether to use pairs whose media differ in size or frames: both are cropped."""
+    """Whether to use pairs with different sizes or numbers of frames, by cropping both."""
     flip: UnitInterval = 0.0
-    """Probability that both media of a pair are mirrored, in [0, 1]; wrong for prompts that say
-    left or right."""
+    """Probability in [0, 1] that both samples of a pair are mirrored. Leave it at 0 for prompts
+    with left or right."""
     prompt_dropout: UnitInterval = 0.0
-    """Probability that a pair is shown without its prompt, in [0, 1]; keeps guidance working."""
+    """Probability in [0, 1] that a pair is trained without its prompt. It preserves the
+    unconditional branch for guidance."""
     user_dropout: UnitInterval = 0.0
-    """Probability that a personalised policy sees a pair without its user, in [0, 1] (PPD)."""
+    """Probability in [0, 1] that a personalised policy is trained without the user (PPD)."""
     weighting: GapWeights | None = None
-    """Weights of pairs by the gap between their scores. Null: all weigh alike."""
+    """Weights of pairs as a function of the gap between their scores. Null: equal weights."""
     stage_steps: NonNegativeInt = 0
-    """Steps of each stage of a curriculum: pairs of stage k are used after k stages. 0: all at
-    once."""
+    """Number of steps per curriculum stage: pairs of stage k are used after k stages. 0: no
+    curriculum."""
     held_out_pairs: PositiveInt = 256
-    """Largest number of held-out pairs that are evaluated."""
+    """Largest number of held-out pairs to evaluate."""
     max_dropped_fraction: UnitInterval = 0.05
-    """Share of unusable pairs or samples above which the run ends before it begins. Rows that
-    datasets hold by design, such as ties and repeated pairs, are reported and do not count."""
+    """Largest allowed share of unusable pairs or samples; above it the run does not start. Expected
+    rows, such as ties and repeated pairs, are reported but not counted."""
 
     def __post_init__(self) -> None:
-        """Reject numbers that no batch can have."""
+        """Reject settings outside their ranges, and pair settings for samples."""
         require_ranges(self, "recipe.data")
         if not self.paired and (self.weighting or self.stage_steps):
             raise ValueError(
@@ -108,7 +110,7 @@ class StoredDataset(DataSource):
 
     @property
     def dataset(self) -> PreferenceDataset:
-        """Return the data that are trained on."""
+        """Return the training dataset."""
         return PreferenceDataset(
             path=self.path,
             kind=self.kind,
@@ -120,14 +122,14 @@ class StoredDataset(DataSource):
 
     @property
     def held_out_dataset(self) -> PreferenceDataset | None:
-        """Return the pairs that are never trained on."""
+        """Return the dataset of held-out pairs, or None."""
         kind = self.kind if self.paired else "pairs"
         return replace(self.dataset, path=self.held_out, kind=kind) if self.held_out else None
 
     @property
     @override
     def paired(self) -> bool:
-        """Return False for samples only: a medium with attributes is compared with itself."""
+        """Return False for samples; a sample with attributes is compared with itself."""
         return self.kind in ("pairs", "attributes")
 
     @property
@@ -142,7 +144,7 @@ class StoredDataset(DataSource):
 
     @override
     def check_teachers(self, names: Sequence[str]) -> None:
-        """Raise ValueError for pairs with a teacher, attributes without one, and several."""
+        """Raise ValueError for pairs with a teacher, attributes without one, or several."""
         if self.kind == "pairs":
             refuse_teachers(names, "StoredDataset with kind pairs")
         elif len(names) > 1 or (self.kind == "attributes" and not names):
@@ -188,12 +190,12 @@ class StoredDataset(DataSource):
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> "StoredStream":
-        """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
+        """Read, validate and encode the data; raise ValueError if too many rows are unusable."""
         return StoredStream(self, learner.policy, learner.processes, context)
 
 
 class StoredStream(BatchStream):
-    """Serves batches of a dataset that has been read and encoded."""
+    """Stream of batches from a loaded and encoded dataset."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class StoredStream(BatchStream):
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Build batches ahead in a thread, while the policy learns from the previous one."""
+        """Yield batches that a thread builds ahead while the policy is trained."""
         for batch, waited in prefetch(self.batch, steps, _AHEAD):
             yield replace(batch, metrics={"timing/waited": waited})
 
@@ -264,7 +266,7 @@ class StoredStream(BatchStream):
         return example.stage * self.cfg.stage_steps if isinstance(example, Pair) else 0
 
     def _encode(self, dataset: PreferenceDataset, requires: Set[Label]) -> list[Example]:
-        """Read and encode a dataset, and drop what cannot be encoded."""
+        """Read and encode a dataset, and drop examples that cannot be encoded."""
         queue = EncodeQueue(self.latents, self.cfg.flip > 0)
         examples, dropped = dataset.read("labels" in requires, queue.take)
         queue.finish()
@@ -280,7 +282,7 @@ class StoredStream(BatchStream):
         return kept
 
     def _report_dropped(self, what: str, kept: int, dropped: DropReport) -> None:
-        """Log what was dropped; raise ValueError if it is too much."""
+        """Log the dropped rows; raise ValueError if there are too many."""
         lines = [line[:_LONGEST_LINE] for line in dropped.lines()]
         total, unusable = dropped.total, dropped.unusable
         head = f"{total} of the {kept + total} {what} are left out, {unusable} of them unusable"

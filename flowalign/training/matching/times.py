@@ -20,19 +20,19 @@ from flowalign.types.ranges import (
 )
 
 Schedule = Callable[[int], Float[Tensor, "S"]]
-"""Maps a number of steps to the sigmas of a model's own sampler, by a `Policy` or its plan."""
+"""Function from a number of steps to the sigmas of the model's sampler."""
 _ROUNDING = 1e-5
 
 
 class Times(ABC):
-    """Distributes sigma; the rows of a pair share a draw."""
+    """Distribution of sigma; the rows of a pair share a draw."""
 
     @abstractmethod
     def highest(self, schedule: Schedule) -> float:
         """Return an upper bound of all draws."""
 
     def check(self, schedule: Schedule, per_sample: int = 1) -> None:
-        """Raise ValueError for draws noisier than the model was trained on, or too many of them."""
+        """Raise ValueError if draws exceed the trained noise range, or if there are too many."""
         if self.most is not None and per_sample > self.most:
             raise ValueError(
                 f"recipe.times_per_sample is {per_sample}, but recipe.times has {self.most} "
@@ -53,19 +53,19 @@ class Times(ABC):
 
     @abstractmethod
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
-        """Draw `count` independent sigmas, on the CPU."""
+        """Return `count` independent sigmas, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Times):
-    """Distributes sigma uniformly from `low` to `high`."""
+    """Uniform distribution of sigma from `low` to `high`."""
 
     low: UnitInterval = 0.0
     """Smallest sigma before the shift, at least 0."""
     high: UnitInterval = 1.0
     """Largest sigma before the shift, at most 1."""
     shift: PositiveFloat = 1.0
-    """Timestep shift of SD3, above 0, towards noise; 1 is none."""
+    """Timestep shift of SD3, above 0; values above 1 shift towards noise. 1: none."""
 
     def __post_init__(self) -> None:
         """Reject an empty range."""
@@ -84,27 +84,27 @@ class Uniform(Times):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitNormal(Times):
-    """Distributes sigma as sigmoid(mean + std * normal), moved towards noise by the shift of SD3.
+    """Distribution of sigma as sigmoid(mean + std * normal), with the timestep shift of SD3.
 
     Source: SD3, arXiv:2403.03206; sigma -> shift * sigma / (1 + (shift - 1) * sigma). Flow-GRPO's
-    DPO of SD3 draws a logit-normal quantile of a schedule with shift 3: this with shift 3.
+    DPO of SD3 draws a logit-normal quantile of a schedule with shift 3, which equals shift 3 here.
     """
 
     mean: FiniteFloat = 0.0
-    """Mean of the normal; above 0 towards noise."""
+    """Mean of the normal distribution; positive values shift towards noise."""
     std: PositiveFloat = 1.0
-    """Standard deviation of the normal, above 0."""
+    """Standard deviation of the normal distribution, above 0."""
     shift: PositiveFloat = 1.0
-    """Timestep shift of SD3, above 0; 1 is none."""
+    """Timestep shift of SD3, above 0. 1: none."""
 
     def __post_init__(self) -> None:
-        """Reject settings that give no distribution on (0, 1)."""
+        """Reject a std or shift that is not positive."""
         if not (self.std > 0 and self.shift > 0):
             raise ValueError(f"times: std {self.std}, shift {self.shift}; both must be above 0")
 
     @override
     def highest(self, schedule: Schedule) -> float:
-        """Return 1, below which any sigma has a positive density."""
+        """Return 1, because every sigma below 1 has a positive density."""
         return 1.0
 
     @override
@@ -115,10 +115,10 @@ class LogitNormal(Times):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerGrid(Times):
-    """Distributes sigma uniformly over steps `start` up to `stop` of the model's own schedule.
+    """Uniform distribution over the steps `start`, ..., `stop` - 1 of the model's schedule.
 
-    With `num_steps` the number of levels it was trained on, 1000, this is the uniform integer
-    timestep of Diffusion-DPO. The clean end is not among them.
+    With `num_steps: 1000`, the number of trained levels, it is the uniform integer timestep of
+    Diffusion-DPO. Sigma 0 is excluded.
     """
 
     num_steps: DenoisingSteps = 1000
@@ -128,7 +128,7 @@ class SamplerGrid(Times):
     stop: PositiveInt | None = None
     """Index after the last step. Null: num_steps. DiffusionNFT: 9 of the sampler's 10."""
     distinct: bool = False
-    """Whether the noise levels of one sample are all different, in random order."""
+    """Whether the noise levels of one sample are all different. Default: false."""
 
     def __post_init__(self) -> None:
         """Reject a range without steps."""
@@ -141,18 +141,18 @@ class SamplerGrid(Times):
 
     @override
     def highest(self, schedule: Schedule) -> float:
-        """Return the first of the levels."""
+        """Return the sigma of the first step."""
         return float(schedule(self.num_steps)[self.start])
 
     @property
     def steps(self) -> range:
-        """Return the steps at whose start the levels are."""
+        """Return the steps with a start that can be drawn."""
         return range(self.start, self.num_steps if self.stop is None else self.stop)
 
     @property
     @override
     def most(self) -> int | None:
-        """Return the number of levels, if those of a sample differ."""
+        """Return the number of levels if `distinct` is set, else None."""
         return len(self.steps) if self.distinct else None
 
     @override

@@ -1,4 +1,4 @@
-"""Read visited states, and the steps taken there, as noise levels of the samples they led to."""
+"""Express visited states as noised samples, and read the steps that were taken from them."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,9 @@ from flowalign.types import Trajectory, Transitions
 def noise_of(
     trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
 ) -> Float[Tensor, "m *latent"]:
-    """Return the noise by which each sample, noised to sigma, is the state that it visited there.
+    """Return the noise that turns each sample into its visited state at sigma.
 
-    With x = (1 - sigma) x0 + sigma noise, that is x0 + (x - x0) / sigma.
+    From x = (1 - sigma) x0 + sigma noise follows noise = x0 + (x - x0) / sigma.
     """
     x0 = trajectory.state(trajectory.num_steps, samples)
     x = torch.empty_like(x0)
@@ -29,7 +29,7 @@ def noise_of(
 def transitions_from(
     trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
 ) -> Transitions | None:
-    """Return the steps that the samples took at these levels; None if some were not random."""
+    """Return the sampled steps at the given levels; None if a step was deterministic."""
     steps = list(_by_step(trajectory, sigma))
     if not all(bool((trajectory.eta[samples[rows], k] > 0).all()) for k, rows in steps):
         return None
@@ -51,7 +51,7 @@ def transitions_from(
 def _by_step(
     trajectory: Trajectory, sigma: Float[Tensor, "m"]
 ) -> Iterator[tuple[int, Int[Tensor, "_"]]]:
-    """Yield each denoising step that starts at one of the levels, and the rows that do."""
+    """Yield each denoising step that starts at one of the levels, and its rows."""
     at = step_at(sigma.cpu(), trajectory.sigmas.cpu())
     for k in at.unique().tolist():
         yield k, (at == k).nonzero()[:, 0]
