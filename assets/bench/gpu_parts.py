@@ -47,12 +47,16 @@ def parity(size: Size, _: Path) -> Iterator[tuple[str, Figures]]:
 
 def trained_on(device: str) -> tuple[Tensor, Tensor]:
     """Return the embedded model's adapter before and after two updates by a smooth reward."""
-    reward = "{class_path: reward_models.TrainedReward, init_args: {path: "
+    arguments = "init_args: {path: assets/shapes/preference}, weight: {colour: 1.0}"
+    reward = f"{{class_path: reward_models.TrainedReward, {arguments}}}"
     run, _ = load(
         "configs/shapes.yaml",
         [
-            *(f"device={device}", f"rewards=[{reward}assets/shapes/preference}}}}]"),
-            *("reward_weights={colour: 1.0}", "evaluation=null", "num_steps=2"),
+            *(
+                f"device={device}",
+                f"rewards=[{reward}]",
+            ),
+            *("evaluation=null", "num_steps=2"),
             *("recipe.prompts_per_step=4", "recipe.sampling.samples_per_prompt=6"),
             *("optimizer.decay=constant", "optimizer.eps=1e-3"),  # small gradients: no sign
         ],

@@ -135,8 +135,8 @@ def clips(size: Size, folder: Path) -> Run:
 def _common(size: Size, path: Path, precision: str, data: str) -> list[str]:
     return [
         *(f"policy.path={path}", f"policy.precision={precision}", f"device={size.device}"),
-        *("rewards=[{class_path: reward_models.JpegSize}]", "trackers=[]"),
-        *("reward_weights={compressibility: 1.0}", "evaluation=null", "num_steps=9"),
+        *("rewards=[{class_path: reward_models.JpegSize, weight: 1.0}]", "trackers=[]"),
+        *("evaluation=null", "num_steps=9"),
         *(f"{data}.prompts_per_step=1", f"{data}.sampling.num_steps={size.num_steps}"),
         *("recipe.updates_per_step=1", "recipe.on_failed_check=warn"),
     ]

@@ -35,14 +35,14 @@ def main() -> None:
     """Print the seconds of each part of each step."""
     reward = {"class_path": "assets.bench.scorer_overlap.Slow"}
     scorer = {"reward": reward, "device": "cpu"}
-    entry = {"class_path": "reward_models.ScorerProcess", "init_args": scorer}
+    entry = {"class_path": "reward_models.ScorerProcess", "init_args": scorer, "weight": 1.0}
     for at_once in ("null", "4"):
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 *(sys.executable, "-m", "flowalign", "train", "configs/shapes.yaml"),
                 *("--num_steps", "2", "--evaluation", "null", "--output_dir", f"{folder}/run"),
                 *("--rewards", json.dumps([entry]), "--recipe.rollout_batch_prompts", at_once),
-                *("--reward_weights", "{slow: 1.0}", "--checkpoints.every", "2"),
+                *("--checkpoints.every", "2"),
             ]
             subprocess.run(command, check=True, capture_output=True)
             text = Path(folder, "run", "metrics.jsonl").read_text()

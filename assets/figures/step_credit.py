@@ -21,13 +21,11 @@ from step_signal import ALL, ONE, window
 
 SHAPES = ("configs/shapes.yaml",)
 BRANCH = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
-VERIFIER = ("exact_match", "colour", "shape", "count", "position", "clean")
 JPEG = {
     "rewards": [
-        {"class_path": "reward_models.JpegSize"},
+        {"class_path": "reward_models.JpegSize", "weight": 1.0},
         {"class_path": "reward_models.ShapesVerifier"},
     ],
-    "reward_weights": {"compressibility": 1.0} | dict.fromkeys(VERIFIER, 0.0),
 }
 """DDPO's compressibility, with the verifier as a guard that weighs nothing."""
 

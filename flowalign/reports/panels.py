@@ -181,8 +181,11 @@ _UNNAMED = ("training", "kl", "norm", "share", "total")
 def read_weights(config: Path) -> dict[str, float] | None:
     """Read the weights of the reward dimensions from a run file."""
     content = read_yaml(config) if config.exists() else None
-    weights = content.get("reward_weights") if isinstance(content, dict) else None
-    return weights and {dim: weight for dim, weight in weights.items() if weight is not None}
+    rewards = content.get("rewards") if isinstance(content, dict) else None
+    if not isinstance(rewards, list):
+        return None
+    weights = [reward.get("weight") for reward in rewards if isinstance(reward, dict)]
+    return {dim: value for one in weights if isinstance(one, dict) for dim, value in one.items()}
 
 
 def _held_out_changes(series: Lines, weights: Mapping[str, float]) -> Lines:

@@ -75,7 +75,7 @@ def _usage(dims: Sequence[str], noisy: bool) -> list[str]:
         "rewards:",
         "  - class_path: reward_models.TrainedReward",
         "    init_args: {path: PATH_OF_THIS_FOLDER}",
-        "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in dims) + "}",
+        "    weight: {" + ", ".join(f"{d}: 1.0" for d in dims) + "}",
         "```",
     ]
 

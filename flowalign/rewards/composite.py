@@ -51,7 +51,7 @@ class Rewards:
     def __post_init__(self) -> None:
         """Reject weights of unknown dimensions, and dimensions that several models have."""
         if not self.models and self.weight_of:
-            raise ValueError(f"rewards is empty, but reward_weights names {sorted(self.weight_of)}")
+            raise ValueError(f"rewards is empty, but there are weights of {sorted(self.weight_of)}")
         for model in self.models:
             check_spec(model)
         self.dims = tuple(dim for model in self.models for dim in model.spec.dims)
@@ -61,12 +61,14 @@ class Rewards:
         unknown = sorted(self.weight_of.keys() - set(self.dims))
         if unknown:
             raise ValueError(
-                f"reward_weights name unknown dimensions {unknown}; "
+                f"weights name unknown reward dimensions {unknown}; "
                 f"there are {', '.join(self.dims)}"
             )
         self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
         if not self.weights.isfinite().all():
-            raise ValueError(f"reward_weights must be finite numbers, got {dict(self.weight_of)}")
+            raise ValueError(
+                f"weights of rewards must be finite numbers, got {dict(self.weight_of)}"
+            )
 
     def check_weights(self) -> None:
         """Raise ValueError if there is nothing to optimise."""
@@ -74,7 +76,8 @@ class Rewards:
             raise ValueError("rewards is empty; name at least one reward model")
         if not self.weights.any():
             raise ValueError(
-                f"reward_weights are all zero; weight at least one of {', '.join(self.dims)}"
+                "no reward has a weight other than 0: set the weight of one of its dimensions in "
+                f"rewards; there are {', '.join(self.dims)}"
             )
 
     def check_policy(self, policy: Policy) -> None:

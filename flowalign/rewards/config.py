@@ -36,8 +36,16 @@ def build_reward_models(content: object, source: str) -> tuple[list[RewardModel]
     """Build the reward models of settings with one key `rewards:`; see `load_rewards`."""
     if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
         raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
-    file, text = build(_File, content, lambda _: source, ())
+    rewards = [_drop_weight(entry) for entry in content["rewards"]]
+    file, text = build(_File, {"rewards": rewards}, lambda _: source, ())
     with convert_value_errors(f"{source}:\n"):
         for model in file.rewards:
             check_spec(model)
     return file.rewards, text
+
+
+def _drop_weight(entry: object) -> object:
+    """Return the entry of a reward without its weight, which only training reads."""
+    if not isinstance(entry, dict):
+        return entry
+    return {key: value for key, value in entry.items() if key != "weight"}

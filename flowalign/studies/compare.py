@@ -170,7 +170,7 @@ def _same_evaluation(entries: Sequence[Entry]) -> None:
 
 def metric_of(requested: str | None, entries: Sequence[Entry]) -> str:
     """Return the dimension to compare: the requested one, else `exact_match`, else the only one."""
-    each = [[d for model in e.run.rewards for d in model.spec.dims] for e in entries]
+    each = [[d for one in e.run.rewards for d in one.model.spec.dims] for e in entries]
     common = [d for d in each[0] if all(d in dims for dims in each)]
     if requested is None and "exact_match" in common:
         return "exact_match"

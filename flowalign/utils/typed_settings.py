@@ -10,6 +10,12 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.inline_components import (
+    apply_entry_options,
+    flatten_components,
+    nest_components,
+    rename_keys,
+)
 from flowalign.utils.setting_errors import explain
 from flowalign.utils.strict_yaml import read_mapping
 
@@ -40,17 +46,19 @@ def build(
     """
     parser = _build_parser(kind)
     try:
-        parsed = _parse(parser, values, options)
+        flat, others = apply_entry_options(kind, values, options)
+        parsed = _parse(parser, nest_components(kind, flat), others)
         for key, what in find_errors(parsed, kind):
-            raise ConfigError(f"{locate(key)}: {key} is {what}")
+            raise ConfigError(rename_keys(kind, f"{locate(key)}: {key} is {what}"))
         built = parser.instantiate_classes(parsed)
         settings = {field.name: built[field.name] for field in fields(kind)}  # type: ignore[arg-type]
         text = parser.dump(parsed, skip_none=False, skip_validation=True)  # parsing validated it
-        return kind(**settings), text
+        return kind(**settings), flatten_components(kind, text, settings)
     except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(explain(str(error), locate, parser)) from error
+        message = explain(str(error), locate, parser)
+        raise ConfigError(rename_keys(kind, message)) from error
 
 
 def join_values(overrides: Sequence[str]) -> list[str]:

@@ -29,8 +29,12 @@ PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
 DENSE = {"class_path": "flowalign.curation.DensePairs", "init_args": {"seconds": 0.5}}
 LOCAL = {"class_path": "flowalign.curation.LocalPairs"}
 REWARD = {
-    "rewards": [{"class_path": "tests.fixtures.video_pixel.Warmth"}],
-    "reward_weights": {"warm": 1.0, "green": 0.5},
+    "rewards": [
+        {
+            "class_path": "tests.fixtures.video_pixel.Warmth",
+            "weight": {"warm": 1.0, "green": 0.5},
+        }
+    ]
 }
 
 
@@ -268,6 +272,7 @@ def test_a_number_of_frames_that_is_not_the_policys_is_refused(num_frames):
 
 def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
     failing = {"class_path": "tests.fixtures.video_pixel.Warmth", "init_args": {"fail_on": "ccc"}}
+    failing["weight"] = {"warm": 1.0}
     config = written(DENSE, rewards=[failing], max_dropped_fraction=0.2)
     assert exit_code("clip-pairs", config) == 0
     (known,) = json.loads((tmp_path / "out" / "summary.json").read_text())["dropped"].values()
@@ -282,11 +287,12 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
             {"policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"}},
             "PixelPolicy makes pictures",
         ),
-        ({"rewards": [], "reward_weights": {}}, "rewards is empty"),
+        ({"rewards": []}, "rewards is empty"),
         (
             {
-                "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
-                "reward_weights": {"redness": 1},
+                "rewards": [
+                    {"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1}}
+                ],
             },
             "reward 'redness' scores images; VideoPixel makes videos",
         ),

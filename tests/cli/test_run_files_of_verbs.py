@@ -35,8 +35,7 @@ def model(tmp_path, prompts) -> Path:
     }
     content = {
         "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
-        "reward_weights": {"redness": 1.0},
+        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
         "num_steps": 3,
         "recipe": {"class_path": "flowalign.training.PolicyGradient", "init_args": recipe},
         "evaluation": {"prompts": {"here": prompts}, "num_prompts": 2, "num_steps": 2},

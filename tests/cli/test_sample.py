@@ -32,8 +32,7 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 policy: {class_path: tests.cli.test_sample.Tinted}
-rewards: [{class_path: tests.fixtures.pixel.Redness}]
-reward_weights: {redness: 1.0}
+rewards: [{class_path: tests.fixtures.pixel.Redness, weight: {redness: 1.0}}]
 num_steps: 1
 seed: 3
 device: cpu
@@ -454,14 +453,12 @@ class Clips(Tinted):
 
 
 EACH_FRAME = """[{class_path: reward_models.PerFrame,
-  init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean}}]"""
+  init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean}, weight: 1.0}]"""
 VIDEO = [
     "--policy.class_path",
     "tests.cli.test_sample.Clips",
     "--rewards",
     EACH_FRAME,
-    "--reward_weights",
-    "{redness_mean: 1.0}",
 ]
 
 
@@ -543,7 +540,7 @@ def test_latents_are_optimised_into_a_folder_that_goes_on(sample, tmp_path, caps
     [
         (["--noises", 4], "--noises is an option of --reward_sds"),
         (["--reward_sds", 5, "--noises", 2], "noises is 2, but weighting min_max needs at least 4"),
-        (["--reward_sds", 5, "--reward_weights.redness", "0.0"], "reward_weights are all zero"),
+        (["--reward_sds", 5, "--rewards.0.weight.redness", "0.0"], "no reward has a weight other"),
     ],
 )
 def test_options_of_reward_sds_that_cannot_be_used_are_refused(sample, tmp_path, options, message):
@@ -591,7 +588,7 @@ def test_the_best_of_several_is_redder_than_one(sample, tmp_path):
     [
         (["--search", "absent.yaml"], "absent.yaml"),
         (["--best_of", 4, "--reward_sds", 3], "exclude each other"),
-        (["--best_of", 4, "--reward_weights.redness", "0.0"], "reward_weights are all zero"),
+        (["--best_of", 4, "--rewards.0.weight.redness", "0.0"], "no reward has a weight other"),
     ],
 )
 def test_searches_that_cannot_be_made_are_refused(sample, tmp_path, options, message):

@@ -41,8 +41,7 @@ def train_pixels(folder: Path, monkeypatch, recipe: dict, **changes) -> dict:
     }
     content = {
         "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
-        "reward_weights": {"redness": 1.0},
+        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
         "num_steps": 2,
         "recipe": {
             "class_path": "flowalign.training.PolicyGradient",
@@ -65,7 +64,7 @@ def test_the_credit_method_that_is_shown_trains(tmp_path, monkeypatch, written):
 
 def test_the_reward_that_is_shown_trains(tmp_path, monkeypatch, written):
     written("my_reward")
-    rewards = {"rewards": [{"class_path": "my_reward.Warmth"}], "reward_weights": {"warmth": 1.0}}
+    rewards = {"rewards": [{"class_path": "my_reward.Warmth", "weight": 1.0}]}
     assert train_pixels(tmp_path, monkeypatch, {}, **rewards)["steps"] == 2
 
 

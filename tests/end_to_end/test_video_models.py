@@ -45,8 +45,7 @@ def small(name: str, method: str, folder: str) -> dict[str, Any]:
     if method == "worldcompass_wan":
         recipe["times"]["init_args"]["num_steps"] = 4
         recipe["times_per_sample"] = 2
-    rewards = [{"class_path": "reward_models.TemporalFlicker"}]
-    weights = {"rewards": rewards, "reward_weights": {"flicker": 1.0}}
+    weights = {"rewards": [{"class_path": "reward_models.TemporalFlicker", "weight": 1.0}]}
     plain = {"num_steps": 2, "evaluation": None, "trackers": [], "device": "cpu", "threads": 1}
     return values | weights | plain
 

@@ -91,7 +91,7 @@ def test_what_is_not_weighted_is_watched_beside_what_is():
 def test_weights_are_read_from_the_run_file(tmp_path):
     file = tmp_path / "config.yaml"
     assert panels.read_weights(file) is None
-    file.write_text("reward_weights: {good: 2.0}\n")
+    file.write_text("rewards: [{class_path: a.B, weight: {good: 2.0}}]\n")
     assert panels.read_weights(file) == {"good": 2.0}
 
 

@@ -75,7 +75,8 @@ def test_a_dimension_that_is_not_only_0_and_1_or_always_the_same_says_no_verdict
 def test_the_worst_prompts_are_those_that_fell_most_and_those_that_end_lowest(folder):
     """Weighted 2 and 4: an untouched prompt 2 + 2 = 4; the eleventh falls from 4 to 0.5; that of
     two samples from the mean of 1 and 5 to the mean of 0 and 2; the twelfth has no score."""
-    (folder / "config.yaml").write_text("reward_weights: {exact_match: 2.0, beauty: 4.0}\n")
+    weight = "{exact_match: 2.0, beauty: 4.0}"
+    (folder / "config.yaml").write_text(f"rewards: [{{class_path: a.B, weight: {weight}}}]\n")
     page = report.write_report(folder).read_text()
     tables = re.findall(r'<table class="prompts">(.*?)</table>', page, re.DOTALL)
     rows = [re.findall("<tr>" + 5 * "<td.*?>(.*?)</td>" + "</tr>", table) for table in tables]

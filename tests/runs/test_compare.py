@@ -58,8 +58,7 @@ def write(tmp_path):
     def write(name: str, rate: float = 1e-2, **changes) -> str:
         content = {
             "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-            "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
-            "reward_weights": {"redness": 1.0},
+            "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
             "num_steps": 2,
             "recipe": {
                 "class_path": "flowalign.training.PolicyGradient",

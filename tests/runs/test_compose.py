@@ -11,7 +11,7 @@ from flowalign.utils.strict_yaml import read_mapping
 
 MODEL = {
     "policy": {"class_path": "pipelines.SD3", "init_args": {"path": "here", "height": 32}},
-    "reward_weights": {"colour": 0.7, "count": 0.2},
+    "ema": {"decay": 0.7, "every": 2},
     "recipe": {
         "class_path": "flowalign.training.PolicyGradient",
         "init_args": {
@@ -23,7 +23,7 @@ MODEL = {
     "seed": 5,
 }
 METHOD = {
-    "reward_weights": {"count": 0.3},
+    "ema": {"every": 3},
     "recipe": {
         "credit": {"class_path": "a.Gain"},
         "sampling": {"eta": 0.8, "kernel": {"class_path": "a.CPS"}},
@@ -63,7 +63,7 @@ def complaint(*configs: str) -> str:
 
 def test_mappings_merge_and_lists_and_components_replace():
     result = composed(MODEL, METHOD)
-    assert result.values["reward_weights"] == {"colour": 0.7, "count": 0.3}
+    assert result.values["ema"] == {"decay": 0.7, "every": 3}
     assert result.values["trackers"] == ["wandb"]
     assert result.values["seed"] == 5
     assert recipe_of(result)["sampling"] == {
@@ -104,7 +104,7 @@ def test_a_component_given_again_keeps_no_argument_of_the_old_one():
 
 
 def test_null_and_plain_values_replace_whole_mappings():
-    assert composed(MODEL, {"reward_weights": None}).values["reward_weights"] is None
+    assert composed(MODEL, {"ema": None}).values["ema"] is None
     assert composed(MODEL, {"seed": {"a": 1}}).values["seed"] == {"a": 1}
 
 
@@ -141,7 +141,7 @@ def test_every_leaf_has_the_file_that_set_it_last():
     recipe = "recipe.init_args."
     assert {key: file for key, file in result.origins.items() if file == "b.yaml"} == dict.fromkeys(
         [
-            "reward_weights.count",
+            "ema.every",
             recipe + "sampling.eta",
             recipe + "sampling.kernel.class_path",
             recipe + "algorithm.class_path",

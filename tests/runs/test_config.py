@@ -125,7 +125,7 @@ WRONG_VALUES = {
         "did you mean FlowSDE",
     ),
     SURROGATE + "class_path": (WINDOW + "Fixed", WINDOW + "Fixed", "Surrogate"),
-    "reward_weights": ({"stict": 1.0, "colour": 1.0}, "stict", "exact_match"),
+    "rewards/0/weight": ({"stict": 1.0, "colour": 1.0}, "stict", "exact_match"),
     "rewards": ([], "rewards is empty"),
     RECIPE + "prompts": ("no/such.txt", "no/such.txt", "does not exist"),
     "evaluation/prompts": ({"seen": "no/such.txt"}, "no/such.txt"),
@@ -144,7 +144,7 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_allowed(written, path
 OUT_OF_RANGE = {
     "num_steps": 0,
     "threads": 0,
-    "reward_weights": {"exact_match": 0.0, "clean": 0.0},
+    "rewards/0/weight": {"exact_match": 0.0, "clean": 0.0},
     "optimizer/learning_rate": -1.0,
     "optimizer/max_grad_norm": 0.0,
     "ema/decay": 1.5,
@@ -172,7 +172,7 @@ def test_a_number_that_cannot_be_used_is_refused_by_name(written, path, value):
 
 
 def test_a_weight_that_is_no_number_is_refused(written):
-    assert "finite" in complaint(written("reward_weights", {"exact_match": float("nan")}))
+    assert "finite" in complaint(written("rewards/0/weight", {"exact_match": float("nan")}))
 
 
 WINDOWS = {
@@ -293,15 +293,48 @@ def test_a_wrong_override_is_refused_and_never_taken_for_an_abbreviation(overrid
     assert meant in complaint(SHAPES, *override)
 
 
-def test_null_takes_back_the_weight_of_an_earlier_file(tmp_path):
+def test_other_rewards_replace_the_weights_of_an_earlier_file(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(f"extends: {SHAPES}\nreward_weights: {{exact_match: null, clean: 2.0}}\n")
-    rewards = load(str(file))[0].build_rewards()
-    assert rewards.weights[rewards.dims.index("exact_match")] == 0
-    assert rewards.weights[rewards.dims.index("clean")] == 2
-    dims = ("exact_match", "colour", "shape", "count", "position", "clean")
-    everything = f"reward_weights={{{', '.join(f'{dim}: null' for dim in dims)}}}"
-    assert "weigh" in complaint(SHAPES, everything)
+    reward = "{class_path: reward_models.JpegSize, weight: 2}"
+    file.write_text(f"extends: {SHAPES}\nrewards: [{reward}]\n")
+    run, text = load(str(file))
+    assert run.build_rewards().weight_of == {"compressibility": 2.0}
+    assert yaml.safe_load(text)["rewards"][0]["weight"] == {"compressibility": 2.0}
+    again, same = load(_write(tmp_path / "again.yaml", text))
+    assert (same, again.build_rewards().weight_of) == (text, {"compressibility": 2.0})
+
+
+def _write(file, text):
+    file.write_text(text)
+    return str(file)
+
+
+def test_an_option_changes_one_weight_or_all_rewards():
+    shape, colour = "--rewards.0.weight.shape=3", "--rewards.0.weight.colour=null"
+    assert "rewards.weight is null" in complaint(SHAPES, colour)
+    rewards = load(SHAPES, [shape])[0].build_rewards()
+    assert rewards.weight_of["shape"] == 3
+    assert rewards.weight_of["exact_match"] == 0.5
+    jpeg = "[{class_path: reward_models.JpegSize, weight: 1}]"
+    options = ["--rewards", jpeg, "--rewards.0.quality=7"]
+    model = load(SHAPES, options)[0].rewards[0].model
+    assert model.quality == 7
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("rewards.1.weight=2", ["--rewards.1.weight", "from 0 to 0", "--rewards.0.weight"]),
+        ("rewards.colour=2", ["--rewards.colour", "from 0 to 0"]),
+        ("rewards.0.weight=1", ["ShapesVerifier has the weight 1.0", "weight: {colour: 1.0}"]),
+        ("rewards.0.weight=loud", ["rewards.weight", "loud"]),
+        ("rewards.0.weigt=1", ["weigt"]),
+        ("rewards=[", ["--rewards", "no YAML"]),
+    ],
+)
+def test_a_wrong_weight_is_refused_with_its_key(option, words):
+    message = complaint(SHAPES, option)
+    assert [word for word in words if word not in message] == [], message
 
 
 def settings_of(policy) -> dict[str, object]:

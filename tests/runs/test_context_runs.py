@@ -61,8 +61,7 @@ def settings(model, recipe, **changes):
     }
     return {
         "policy": {"class_path": "pipelines.Wan", "init_args": made},
-        "rewards": [{"class_path": "reward_models.TemporalFlicker"}],
-        "reward_weights": {"flicker": 1.0},
+        "rewards": [{"class_path": "reward_models.TemporalFlicker", "weight": 1.0}],
         "num_steps": 3,
         "recipe": recipe,
         "optimizer": {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.02},

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.config import load_rewards
 from flowalign.runs.config.compose import compose
+from tests.fixtures.scored import weighted_rewards
 
 ROOT = Path(__file__).parents[2]
 TASK = "configs/tasks/editing.yaml"
@@ -22,18 +20,11 @@ def in_the_repository(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_task_brings_rewards_of_edits_and_leaves_the_policy(policy, tmp_path):
+def test_the_task_brings_rewards_of_edits_and_leaves_the_policy(policy):
     both, alone = compose([policy, TASK]), compose([policy])
     assert both.values["policy"] == alone.values["policy"]
     assert both.values["recipe"]["init_args"]["on_failed_reward"] == "drop_sample"
-    assert both.origins["rewards"] == both.origins["reward_weights.overall"] == TASK
-    (tmp_path / "rewards.yaml").write_text(yaml.safe_dump({"rewards": both.values["rewards"]}))
-    models, _ = load_rewards(str(tmp_path / "rewards.yaml"))
-    assert all("references" in model.spec.needs for model in models)
-    own = {dim for dim, origin in _weights(both).items() if origin == TASK}
-    Rewards(models, dict.fromkeys(own, 1.0)).check_weights()
-
-
-def _weights(composed):
-    prefix = "reward_weights."
-    return {k.removeprefix(prefix): v for k, v in composed.origins.items() if k.startswith(prefix)}
+    assert both.origins["rewards"] == TASK
+    rewards = weighted_rewards(both.values["rewards"])
+    assert all("references" in model.spec.needs for model in rewards.models)
+    rewards.check_weights()

@@ -52,7 +52,7 @@ def written(tmp_path):
             *parents, last = path.split("/")
             place = content
             for key in parents:
-                place = place.setdefault(key, {})
+                place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
             place[last] = copy.deepcopy(value)
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(content))
@@ -128,7 +128,7 @@ WRONG = {
     DATA + "batch_size": (0, "recipe.data.batch_size is 0"),
     DATA + "flip": (2.0, "recipe.data.flip is 2.0"),
     DATA + "cache_dtype": ("fp8", "cache_dtype", "fp8", "bfloat16"),
-    "reward_weights": ({"strickt": 1.0}, "strickt", "exact_match"),
+    "rewards/0/weight": ({"strickt": 1.0}, "strickt", "exact_match"),
 }
 
 
@@ -155,7 +155,10 @@ def test_a_loss_that_compares_rows_needs_a_micro_batch_of_all_of_them(written):
 
 def with_rollouts(stored: str, **changes) -> str:
     """The run file with other data, of other keys."""
-    content = yaml.safe_load(Path(stored).read_text()) | changes
+    content = yaml.safe_load(Path(stored).read_text())
+    if "weight" in changes:
+        content["rewards"][0]["weight"] = changes.pop("weight")
+    content |= changes
     content["recipe"]["init_args"]["data"] = ROLLOUTS
     file = Path(stored).with_name("rollouts.yaml")
     file.write_text(yaml.safe_dump(content))
@@ -163,10 +166,10 @@ def with_rollouts(stored: str, **changes) -> str:
 
 
 def test_rollouts_without_rewards_are_refused(written):
-    for wrong in ({"rewards": []}, {"reward_weights": {"exact_match": 0.0}}, {}):
+    for wrong in ({"rewards": []}, {"weight": {"exact_match": 0.0}}, {}):
         message = complaint(with_rollouts(written(), **wrong))
         assert "data of class Rollouts pairs samples by rewards" in message
-    run, _ = load(with_rollouts(written(), reward_weights={"exact_match": 1.0}))
+    run, _ = load(with_rollouts(written(), weight={"exact_match": 1.0}))
     assert isinstance(run.recipe, Matching)
 
 
@@ -180,7 +183,7 @@ def test_attributes_and_a_teacher_come_together(written, tmp_path):
 
 
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
-    rewarded = {"reward_weights": {"exact_match": 1.0}}
+    rewarded = {"weight": {"exact_match": 1.0}}
     for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "masks")):
         changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
@@ -263,7 +266,7 @@ def test_a_loss_without_reference_is_planned_so_until_a_kl_needs_one(written):
 
 def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
     guided = written({"policy/init_args/guidance": 3.0})
-    rows = plan(load(with_rollouts(guided, reward_weights={"exact_match": 1.0}))[0])
+    rows = plan(load(with_rollouts(guided, weight={"exact_match": 1.0}))[0])
     assert rows["samples per step"] == "15 = 3 prompts x 5"
     assert rows["pairs per step"] == "at most 3"
     assert rows["sampling evaluations per step"] == str(15 * 7 * 2)

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from flowalign.losses import DPO
 from flowalign.rewards import LogSigmoidCentred
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.config import load_rewards
 from flowalign.runs.config.compose import compose
+from tests.fixtures.scored import weighted_rewards
 
 ROOT = Path(__file__).parents[2]
 TASKS = {
@@ -29,18 +27,15 @@ def in_the_repository(monkeypatch):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_weighs_its_own_rewards_and_leaves_the_policy(task, tmp_path):
+def test_a_task_weighs_its_own_rewards_and_leaves_the_policy(task):
     model, wanted = TASKS[task]
     both, alone = (
         compose([f"configs/models/{model}.yaml", task]),
         compose([f"configs/models/{model}.yaml"]),
     )
     assert both.values["policy"] == alone.values["policy"]
-    weights = {k: v for k, v in both.values["reward_weights"].items() if v is not None}
-    assert weights == wanted
-    (tmp_path / "rewards.yaml").write_text(yaml.safe_dump({"rewards": both.values["rewards"]}))
-    models, _ = load_rewards(str(tmp_path / "rewards.yaml"))
-    rewards = Rewards(models, weights)
+    rewards = weighted_rewards(both.values["rewards"])
+    assert rewards.weight_of == wanted
     rewards.check_weights()
     if task.endswith("lsc.yaml"):
         settings = both.values["recipe"]["init_args"]["advantages"]["value_transform"]

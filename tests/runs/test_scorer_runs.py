@@ -29,9 +29,9 @@ def test_scores_of_a_dying_scorer_that_overlap_sampling_change_no_bit(tmp_path):
     entry = {"class_path": "tests.fixtures.scorers.Mortal", "init_args": about}
     beside = ScorerProcess(entry, device="cpu", restarts=len(deaths))
     here, there = tmp_path / "a", tmp_path / "b"
-    weights = {"reward_weights": {"level": 1.0}}
-    go(new_run(here, recipe(None), rewards=[Mortal(str(calls[0]), [])], **weights))
-    go(new_run(there, recipe(1), rewards=[beside], **weights))
+    weights = {"weights": {"level": 1.0}}
+    go(new_run(here, recipe(None), models=[Mortal(str(calls[0]), [])], **weights))
+    go(new_run(there, recipe(1), models=[beside], **weights))
     assert len(list(calls[1].iterdir())) == len(list(calls[0].iterdir())) + len(deaths)
     assert beside.restarts == 0
     one, other = state(here, 5), state(there, 5)

@@ -119,15 +119,14 @@ AVERAGED = {
 WIDE = {"wide": policy_gradient(prompts_per_step=5)}
 """Enough prompts for four processes."""
 EVERY = RECIPES | AVERAGED | WIDE
-SMOOTH = {"class_path": "tests.fixtures.pixel.SmoothRedness"}
+SMOOTH = {"class_path": "tests.fixtures.pixel.SmoothRedness", "weight": {"redness": 1.0}}
 
 
 def settings(recipe, **changes):
     """Three updates of a small adapter, by rewards that drop no group."""
     gradient = "RewardGradient" in recipe["class_path"]
     rewards = [SMOOTH] if gradient else SMALL["rewards"]
-    weights = {"redness": 1.0} if gradient else {"colour": 1.0, "clean": 0.5}
-    own = {"rewards": rewards, "reward_weights": weights, "num_steps": 3, "recipe": recipe}
+    own = {"rewards": rewards, "num_steps": 3, "recipe": recipe}
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.02}
     checkpoints = {"every": 2, "verify": "always" if recipe is RECIPES["branches"] else "never"}
     return SMALL | own | {"optimizer": optimizer, "checkpoints": checkpoints} | changes

@@ -187,7 +187,7 @@ def evaluated(folder: Path, reward: Redness) -> runs.Run:
     (folder.parent / "prompts.txt").write_text("a\nbb\n")
     return new_run(
         folder,
-        rewards=[reward],
+        models=[reward],
         evaluation=Evaluation(prompts=prompts, num_prompts=2, num_steps=2, every=2),
         checkpoints=Checkpoints(every=100, verify="never"),
     )

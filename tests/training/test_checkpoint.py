@@ -33,7 +33,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, after):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight))
     with pytest.raises(Killed):
-        go(new_run(broken, rewards=[Mortal(after)]))
+        go(new_run(broken, models=[Mortal(after)]))
     newest = checkpoint.latest(broken / "checkpoints")
     assert newest == broken / "checkpoints" / f"step-{after:06d}"
     summary = go(new_run(broken), newest)
@@ -84,7 +84,7 @@ def test_a_critic_resumes_bit_for_bit(tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight, recipe))
     with pytest.raises(Killed):
-        go(new_run(broken, recipe, rewards=[Mortal(2)]))
+        go(new_run(broken, recipe, models=[Mortal(2)]))
     go(new_run(broken, recipe), checkpoint.latest(broken / "checkpoints"))
     assert_same_run(straight, broken, 5)
     explained = [row[name] for row in metrics(straight) for name in row if "explained" in name]
@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_says_so_in_a_few_lines(tmp_p
     # Wide enough that the optimizer's moments do not fit where the weights and metrics still do.
     policy, failure = PixelPolicy(width=128), "could not write checkpoint 3"
     with disk_that_fills() as fill, pytest.raises(TrainingFailure, match=failure) as caught:
-        go(new_run(folder, policy=policy, rewards=[FullDisk(fill)]))
+        go(new_run(folder, policy=policy, models=[FullDisk(fill)]))
     assert "File too large" in _short(caught.value)
     assert "--resume" in _short(caught.value)
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [

@@ -123,8 +123,11 @@ class Late(OwnSource, Loadable):
 
 def test_what_a_reward_says_it_needs_when_it_is_loaded_is_checked_then(tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\n")
-    changes = [f"recipe.prompts={tmp_path / 'p.txt'}", "reward_weights={red: 1.0}"]
-    changes += ["rewards=[{class_path: tests.training.test_fit.Late}]", "evaluation=null"]
+    changes = [f"recipe.prompts={tmp_path / 'p.txt'}"]
+    changes += [
+        "rewards=[{class_path: tests.training.test_fit.Late, weight: {red: 1.0}}]",
+        "evaluation=null",
+    ]
     run, _ = load("configs/shapes.yaml", changes)
     with pytest.raises(ValueError, match=r"p.txt:1: reward 'own' needs a source"):
         run.load_rewards(run.build_rewards())
@@ -135,8 +138,8 @@ def test_what_a_reward_says_it_needs_when_it_is_loaded_is_checked_then(tmp_path)
 
 def test_a_run_is_refused_before_weights_load(tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\n")
-    changes = [f"recipe.prompts={tmp_path / 'p.txt'}", "reward_weights={red: 1.0}"]
-    changes += ["rewards=[{class_path: tests.fixtures.sources.OwnSource}]"]
+    changes = [f"recipe.prompts={tmp_path / 'p.txt'}"]
+    changes += ["rewards=[{class_path: tests.fixtures.sources.OwnSource, weight: {red: 1.0}}]"]
     with pytest.raises(ConfigError, match=r"p.txt:1: reward 'own' needs a source"):
         load("configs/shapes.yaml", changes)
     changes[0] = f"recipe.prompts={write_sources(tmp_path)}"

@@ -61,7 +61,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, kind):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight, optimizer=cfg))
     with pytest.raises(Killed):
-        go(new_run(broken, optimizer=cfg, rewards=[Mortal(2)]))
+        go(new_run(broken, optimizer=cfg, models=[Mortal(2)]))
     go(new_run(broken, optimizer=cfg), checkpoint.latest(broken / "checkpoints"))
     assert_same_run(straight, broken, 5)
 

@@ -33,8 +33,7 @@ from tests.fixtures.training import ALONE, new_learner, new_recipe
 
 RUN = """
 policy: {class_path: tests.fixtures.sources.SourcePolicy}
-rewards: [{class_path: tests.fixtures.sources.OwnSource}]
-reward_weights: {red: 1.0}
+rewards: [{class_path: tests.fixtures.sources.OwnSource, weight: {red: 1.0}}]
 num_steps: 2
 recipe:
   class_path: flowalign.training.PolicyGradient

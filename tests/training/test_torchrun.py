@@ -67,8 +67,8 @@ def test_trainings_end_with_a_launcher_that_is_killed(tmp_path):
     watched = Watched(tmp_path)
     (tmp_path / "watched_prompts.py").write_text(WATCHED.format(watched=watched.source))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
-    rewards = "[{class_path: watched_prompts.Watching}]"
-    changes = [f"rewards={rewards}", "reward_weights={one: 1.0}", f"output_dir={tmp_path / 'run'}"]
+    rewards = "[{class_path: watched_prompts.Watching, weight: 1.0}]"
+    changes = [f"rewards={rewards}", f"output_dir={tmp_path / 'run'}"]
     command = [*TRAIN, "configs/shapes.yaml", *changes, "--processes", "2"]
     started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     watched.wait_for(2)

@@ -79,7 +79,7 @@ def build_job(args: argparse.Namespace) -> SamplingJob:
     if steering:
         steering.check_steps(num_steps)
         settings |= {steering.name: steering.settings}
-        settings |= {name: resolved[name] for name in ("rewards", "reward_weights")}
+        settings |= {"rewards": resolved["rewards"]}
     return SamplingJob(
         run=run_file,
         settings=settings,

@@ -11,8 +11,9 @@ from flowalign.curation.clip_pairs.denoiser import ClipRegenerator
 from flowalign.curation.clip_pairs.method import PairGenerator
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.rewards.composite import Rewards
-from flowalign.types import Policy, RewardModel
-from flowalign.types.ranges import Decay, DenoisingSteps, FiniteFloat, PositiveInt, Seed
+from flowalign.rewards.weighted_reward import WeightedReward, join_weights
+from flowalign.types import Policy
+from flowalign.types.ranges import Decay, DenoisingSteps, PositiveInt, Seed
 from flowalign.utils.typed_settings import load_typed
 
 
@@ -35,9 +36,8 @@ class ClipPairs:
     num_frames: PositiveInt | None = None
     """Frames read per video at the policy's fps; shorter videos are dropped. Null: the policy's
     number. Needed for policies without a fixed number of frames."""
-    rewards: list[RewardModel] = field(default_factory=list)
-    reward_weights: dict[str, FiniteFloat] = field(default_factory=dict)
-    """Weight per reward dimension; methods compare the weighted sum."""
+    rewards: list[WeightedReward] = field(default_factory=list)
+    """Reward models, each with its `weight`; methods compare the weighted sum."""
     num_steps: DenoisingSteps = 40
     """Steps of the sampler from pure noise; a video uses the steps below its noise level."""
     batch_size: PositiveInt = 4
@@ -69,7 +69,7 @@ class ClipPairs:
                 "both are shares, and held_out is below 1"
             )
         self._check_policy()
-        rewards = Rewards(self.rewards, self.reward_weights)
+        rewards = self._build_rewards()
         rewards.check_policy(self.policy)
         self.method.check(rewards)
 
@@ -85,6 +85,9 @@ class ClipPairs:
                 "frames: leave num_frames out, or change the policy's"
             )
 
+    def _build_rewards(self) -> Rewards:
+        return Rewards([one.model for one in self.rewards], join_weights(self.rewards))
+
     def dataset(self) -> Dataset:
         """Open the dataset of videos; raise ValueError if there is none."""
         return open_dataset(self.clips, self.schema, self.root)
@@ -93,7 +96,7 @@ class ClipPairs:
         """Load the policy and the rewards; raise ValueError if they cannot be used."""
         if self.threads:
             torch.set_num_threads(self.threads)
-        rewards = Rewards(self.rewards, self.reward_weights)
+        rewards = self._build_rewards()
         rewards.load()
         rewards.check_policy(self.policy)  # a served one says only now what it scores
         self.policy.load(device)

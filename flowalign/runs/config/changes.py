@@ -9,7 +9,6 @@ ACCEPTED = (
     "optimizer",
     "ema",
     "rewards",
-    "reward_weights",
     "evaluation",
     "checkpoints",
     "trackers",

@@ -8,6 +8,7 @@ import torch
 from flowalign.data.requests import read_located_requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
+from flowalign.rewards.weighted_reward import WeightedReward, join_weights
 from flowalign.runs.policy_setup import check_device, encode_prompts, load_policy
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.compatibility import check_requests
@@ -20,12 +21,11 @@ from flowalign.types import (
     Policy,
     PromptConditioning,
     Quantization,
-    RewardModel,
     Setup,
     Sharding,
     Speed,
 )
-from flowalign.types.ranges import FiniteFloat, PositiveInt, Seed
+from flowalign.types.ranges import PositiveInt, Seed
 from flowalign.utils.costs import Costs
 
 
@@ -40,11 +40,8 @@ class Run:
     recipe: Recipe
     """Kind of training and its settings, by dotted path: `flowalign.training.PolicyGradient`,
     `flowalign.training.Matching` or your own class."""
-    rewards: list[RewardModel] = field(default_factory=list)
-    """Reward models, by dotted path."""
-    reward_weights: dict[str, FiniteFloat | None] = field(default_factory=dict)
-    """Weight per reward dimension. A dimension without a weight is only logged. Null removes a
-    weight that an earlier file sets."""
+    rewards: list[WeightedReward] = field(default_factory=list)
+    """Reward models, by dotted path, each with its `weight`."""
     conditioning: PromptConditioning | None = None
     """Words added to the prompts of the policy, in training and in sampling: a class of
     `flowalign.conditioning`. Rewards see the plain prompts. Null: none."""
@@ -161,8 +158,8 @@ class Run:
             ValueError: The models contradict each other or the policy.
         """
         rewards = Rewards(
-            self.rewards,
-            {dim: weight for dim, weight in self.reward_weights.items() if weight is not None},
+            [reward.model for reward in self.rewards],
+            join_weights(self.rewards),
             self.recipe.on_failed_reward,
             costs or Costs(),
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from flowalign.rewards.weighted_reward import read_weights
 from flowalign.runs.config import Run
 from flowalign.types import ExportTarget, describe_conditioning
 
@@ -78,7 +79,7 @@ def _format_training(settings: Mapping[str, Any], summary: Mapping[str, Any]) ->
     recipe = settings["recipe"]
     rows = {"recipe": recipe["class_path"], **_list_components(recipe.get("init_args", {}))}
     rows["rewards"] = ", ".join(one["class_path"] for one in settings.get("rewards", [])) or "none"
-    weights = {k: v for k, v in settings.get("reward_weights", {}).items() if v is not None}
+    weights = read_weights(settings)
     rows["reward weights"] = ", ".join(f"{k} {v}" for k, v in weights.items()) or "none"
     rows["seed"] = str(settings.get("seed", 0))
     names = "status", "steps", "seconds", "network_evaluations", "reward_calls"

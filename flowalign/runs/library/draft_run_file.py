@@ -136,7 +136,7 @@ def draft(model: Model, method: str, prompts: str, reward: str) -> dict[str, Any
     if prompts != OWN:
         _arguments(own, "recipe")["prompts"] = prompts
     if reward != OWN:
-        extends = [*extends, *_set_rewards(own, reward, compose([model.file]).values)]
+        _set_rewards(own, reward, compose([model.file]).values)
     return {"extends": extends, **own}
 
 
@@ -183,18 +183,18 @@ def check_absent(out: Path) -> None:
         raise ValueError(f"{out} exists and is not overwritten; name another file by --out")
 
 
-def _set_rewards(own: dict[str, Any], reward: str, base: dict[str, Any]) -> list[str]:
-    """Set the weights of a reward that replaces the model's; return the files to extend."""
-    dims = [dim for found in load_rewards(reward)[0] for dim in found.spec.dims]
-    stale = [dim for dim in base.get("reward_weights", {}) if dim not in dims]
-    own["reward_weights"] = dict.fromkeys(stale) | dict.fromkeys(dims, 1.0)
+def _set_rewards(own: dict[str, Any], reward: str, base: dict[str, Any]) -> None:
+    """Set a reward that replaces the model's, with weight 1 for each dimension."""
+    path = bundled(reward)
+    entries = read_mapping(path)["rewards"] if Path(path).is_file() else [{"class_path": reward}]
+    models, _ = load_rewards(reward)
+    own["rewards"] = [
+        entry | {"weight": dict.fromkeys(model.spec.dims, 1.0)}
+        for entry, model in zip(entries, models, strict=True)
+    ]
     if base["recipe"].get("init_args", {}).get("advantages", {}).get("thresholds"):
         # They are of dimensions of the model's rewards, which the new reward does not give.
         _arguments(own, "recipe")["advantages"] = {"thresholds": None}
-    if Path(bundled(reward)).is_file():
-        return [reward]
-    own["rewards"] = [{"class_path": reward}]
-    return []
 
 
 def _arguments(own: dict[str, Any], component: str) -> dict[str, Any]:

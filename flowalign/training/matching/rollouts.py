@@ -115,7 +115,7 @@ class Rollouts(DataSource):
         if not run.rewards.weights.any():
             raise ValueError(
                 "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
-                "rewards, and weigh at least one dimension in reward_weights"
+                "rewards, and give at least one of their dimensions a weight"
             )
         self.advantages.check(self.key, run, self.prompts)
 

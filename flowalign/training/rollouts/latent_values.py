@@ -53,6 +53,6 @@ def check_latent_dims(rewards: Rewards, reward: LatentReward, key: str) -> None:
     weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
     if missing := [dim for dim in weighted if dim not in reward.dims]:
         raise ValueError(
-            f"{key} credits states by a latent reward of {', '.join(reward.dims)}; reward_weights "
-            f"weighs {missing[0]}, which it does not score"
+            f"{key} credits states by a latent reward of {', '.join(reward.dims)}; rewards "
+            f"give a weight to {missing[0]}, which it does not score"
         )

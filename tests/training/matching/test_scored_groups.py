@@ -38,7 +38,7 @@ from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import as_recipe, recipe, train
 from tests.fixtures.ranks import join_gloo, start_ranks
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
-from tests.fixtures.small_run import Killed, Mortal, go, new_run
+from tests.fixtures.small_run import Killed, Mortal, go, new_run, weigh
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 from tests.fixtures.stopped_runs import assert_same_run
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards
@@ -343,12 +343,12 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
         behaviour = Average(decay=0.5)
         learned = matching(cfg, times=GRID, times_per_sample=2, behaviour=behaviour)
         weights = {"redness": 1.0, "green": 0.5}
-        return replace(new_run(folder), recipe=learned, reward_weights=weights)
+        return replace(new_run(folder, weights=weights), recipe=learned)
 
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(whole(straight))
     with pytest.raises(Killed):
-        go(replace(whole(broken), rewards=[Mortal(3)]))
+        go(replace(whole(broken), rewards=weigh([Mortal(3)], weights)))
     newest = latest(broken / "checkpoints")
     assert newest is not None
     go(whole(broken), newest)

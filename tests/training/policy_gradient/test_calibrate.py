@@ -14,6 +14,7 @@ from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import CPS, DanceSDE
+from flowalign.rewards.weighted_reward import WeightedReward
 from flowalign.runs.config import Run
 from flowalign.runs.session import run_directory
 from flowalign.sampling.branching import Comb
@@ -50,10 +51,9 @@ def new_run(folder: Path, reward=None, recipe=None, **changes) -> Run:
     prompts.write_text("\n".join(PROMPTS))
     defaults = {
         "policy": moving_policy(),
-        "rewards": [reward or Redness()],
+        "rewards": [WeightedReward(reward or Redness(), {"redness": 1.0})],
         "device": "cpu",
         "threads": 1,
-        "reward_weights": {"redness": 1.0},
         "num_steps": 2,
         "seed": 4,
         "output_dir": str(folder),

@@ -449,7 +449,7 @@ def test_several_reward_models_stand_side_by_side_with_joined_reasons():
 @pytest.mark.parametrize(
     ("models", "weights", "said"),
     [
-        ([Redness()], {"redness": 0.0}, "all zero"),
+        ([Redness()], {"redness": 0.0}, "other than 0"),
         ([Redness()], {"rednes": 1.0}, "rednes"),
         ([Redness(), Redness()], {"redness": 1.0}, "more than one model"),
         ([], {"redness": 1.0}, "empty"),

@@ -91,8 +91,8 @@ REFUSED = {
     "nothing to optimise": (
         {},
         context(weights={"green": 0.0}),
-        "reward_weights are all zero",
-        "weight at least one of redness, green",
+        "no reward has a weight other than 0",
+        "there are redness, green",
     ),
     "a policy that cannot render": (
         {},
@@ -192,7 +192,7 @@ def test_the_plan_counts_what_a_step_does(gradient_path, prompts, tmp_path):
         tmp_path / "run",
         recipe=None,
         policy=PixelPolicy(),
-        rewards=[SmoothRedness()],
+        models=[SmoothRedness()],
         num_steps=1,
     )
     made = recipe(prompts, gradient_path, micro_batch=4)
@@ -225,7 +225,7 @@ def test_the_plan_says_what_rendering_takes_and_what_lowers_it(prompts):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(prompts, tmp_path):
-    run = new_run(tmp_path / "run", rewards=[SmoothRedness()])
+    run = new_run(tmp_path / "run", models=[SmoothRedness()])
     made = recipe(prompts, DRaFTLV(), kl=0.2)
     run = replace(run, recipe=made, checkpoints=Checkpoints(every=1, keep=9))
     go(run)
