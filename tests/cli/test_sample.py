@@ -453,7 +453,8 @@ class Clips(Tinted):
 
 
 EACH_FRAME = """[{class_path: reward_models.PerFrame,
-  init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean}, weight: {redness_mean: 1.0}}]"""
+  init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean},
+  weight: {redness_mean: 1.0}}]"""
 VIDEO = [
     "--policy.class_path",
     "tests.cli.test_sample.Clips",
