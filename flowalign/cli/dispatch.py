@@ -38,8 +38,8 @@ def run_verb(args: argparse.Namespace) -> int:
     except OSError as error:  # a full disk, say
         return complain(_describe(error), 1)
     except KeyboardInterrupt as stop:
-        go_on = "the same command goes on" if args.verb in _REPEATED else "go on with --resume"
-        return complain(f"stopped; what was saved is intact, {go_on}", exit_code(stop))
+        hint = "repeat the command" if args.verb in _REPEATED else "add --resume"
+        return complain(f"stopped; saved files are intact, to continue {hint}", exit_code(stop))
 
 
 def _describe(error: OSError) -> str:

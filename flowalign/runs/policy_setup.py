@@ -21,13 +21,13 @@ def check_device(setup: Setup, device: torch.device) -> None:
     """
     if setup.offload != "none" and device.type == "cpu":
         raise ValueError(
-            f"offload is {setup.offload}, but the network is in main memory on the CPU anyway; "
+            f"offload is {setup.offload}, but on the CPU the network is in main memory anyway; "
             "set it to none"
         )
     kinds = setup.quantization.denoiser, setup.quantization.text_encoders
     if "nf4" in kinds and device.type == "cpu":
         raise ValueError(
-            "quantization nf4 needs a GPU: diffusers quantizes to it nowhere else; on the CPU "
+            "quantization nf4 needs a GPU, since diffusers supports it only there; on the CPU "
             "choose int8 or fp8"
         )
 

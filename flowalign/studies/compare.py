@@ -100,7 +100,7 @@ def compare(request: ComparisonRequest, log: Log) -> Comparison:
     jobs = [_job(request, single) for single in singles if single.todo != "keep"]
     for entry in entries:
         if entry.settings["evaluation"]["every"] == 0:
-            log(f"{entry.name}: evaluation.every is 0, so its curve will have two points only")
+            log(f"{entry.name}: evaluation.every is 0, so its curve will have only two points")
     for single in singles:
         if single.todo == "keep":
             log(f"kept {single.name}, finished earlier")
@@ -125,12 +125,12 @@ def read(request: ComparisonRequest) -> list[Entry]:
     """Read every run file and check it alone, as `flowalign check` does, and against the others."""
     stems = [Path(configs[-1]).stem for configs in request.configs]
     for what, some in (
-        ("run files of the name", stems),
+        ("run files named", stems),
         ("seeds", [str(k) for k in request.seeds]),
     ):
         repeated = sorted({one for one in some if some.count(one) > 1})
         if repeated:
-            raise ValueError(f"two {what} {', '.join(repeated)}; each needs a folder of its own")
+            raise ValueError(f"two {what} {', '.join(repeated)}; each needs its own folder")
     for name in (o.lstrip("-").partition("=")[0] for o in request.overrides):
         if name in _OURS:
             raise ValueError(f"{name} cannot be set here; use {_OURS[name]}")
@@ -163,7 +163,7 @@ def _same_evaluation(entries: Sequence[Entry]) -> None:
             if here != there:
                 raise ValueError(
                     f"evaluation.{name} is {here} in {entry.name} and {there} in "
-                    f"{first.name};\nevaluate alike, for example with "
+                    f"{first.name};\nset the same value, for example with "
                     f"--evaluation.{name} for all runs"
                 )
 
@@ -272,5 +272,5 @@ def _failure(failed: Sequence[CommandJob], num_runs: int) -> str:
     shown = [f"{job.name}: {job.log}" for job in failed[:_LONGEST_LIST]]
     more = len(failed) - len(shown)
     shown += [f"and {more} more"] if more else []
-    first = f"{len(failed)} of {num_runs} runs failed; the same command tries them again:"
+    first = f"{len(failed)} of {num_runs} runs failed; repeat the command to retry them:"
     return "\n".join([first, *shown])

@@ -226,7 +226,7 @@ def test_bad_clips_are_named_counted_and_do_not_stop_the_others(written, tmp_pat
         assert why in told
     capsys.readouterr()
     assert exit_code("clip-pairs", written(DENSE, output_dir=str(tmp_path / "strict"))) == 1
-    assert "3 of 8 clips cannot be used; max_dropped_fraction is 0.05" in capsys.readouterr().err
+    assert "3 of 8 videos cannot be used; max_dropped_fraction is 0.05" in capsys.readouterr().err
     assert len(rows(tmp_path / "strict")) == 5
 
 
@@ -356,7 +356,7 @@ def test_the_end_names_the_weights_that_it_tells_of(written, tmp_path, capsys, e
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
     trained(tmp_path, "DenseDPO", tmp_path / "out" / job.TRAIN, ema)
     saved = tmp_path / "DenseDPO" / "checkpoints" / "step-000002"
-    averaged = f"; averaged, which the table is of: {saved / 'ema'}" if ema else ""
+    averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if ema else ""
     assert f"weights: {saved}{averaged}\n" in capsys.readouterr().err
     assert (saved / "ema").exists() == bool(ema)
 

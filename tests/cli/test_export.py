@@ -59,7 +59,7 @@ def test_an_export_is_a_folder_with_weights_settings_grid_and_card(run, tmp_path
     out = tmp_path / "out"
     code, said = told(capsys, run, "--to", target, "--dtype", "bf16", "--out", out)
     assert code == 0, said
-    read_back = "no loader" if target == "comfyui" else "read back it is off by 0.0e+00"
+    read_back = "no loader" if target == "comfyui" else "it reads back within 0.0e+00"
     assert f"step-000003/ema; {read_back}" in said
     files = {f.name for f in out.iterdir()}
     assert files >= {"README.md", "flowalign.yaml", "samples.png"}
@@ -117,7 +117,7 @@ def test_what_cannot_be_exported_is_refused_before_weights_are_read(run, capsys,
 
 @pytest.mark.usefixtures("_reads_nothing")
 def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_refused(run, tmp_path, capsys):
-    assert "neither the directory of a run nor" in told(capsys, tmp_path)[1]
+    assert "neither a run directory nor a checkpoint" in told(capsys, tmp_path)[1]
     shutil.copytree(run, tmp_path / "copy")
     (tmp_path / "copy/checkpoints/step-000003/ema/adapter_model.safetensors").write_bytes(b"")
     assert "is damaged: ema/adapter_model" in told(capsys, tmp_path / "copy")[1]

@@ -145,7 +145,7 @@ def test_what_is_missing_is_asked_for_until_it_can_be_used(tmp_path, capsys, typ
         "Model, a folder, a hub id or one of flux1_dev,",
         "did you mean shapes?",
         "prompts file 'nowhere.txt' does not exist",
-        "reward 'jpeg' is no dotted path",
+        "reward 'jpeg' is neither a dotted path",
     ):
         assert part in said
     run, _ = load(str(tmp_path / "run.yaml"))
@@ -180,7 +180,7 @@ def test_answers_that_end_early_write_nothing(tmp_path, capsys, typed):
 def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("shapes\n"))
     said = refusal(capsys, "--prompts", "own", "--out", tmp_path / "run.yaml")
-    assert "there is nobody to ask: give --model, --reward" in said
+    assert "without a terminal, --model, --reward must be given" in said
 
 
 # ---------------------------------------------------------------- refusals
@@ -193,7 +193,7 @@ def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys,
         (["--model", "assets/prompts"], "model_index.json is missing"),
         (["--model", "shapes", "--family", "flux1_dev"], "shapes is a family itself"),
         (["--model", PIPELINE, "--family", "flux1_dev"], "choose from sd35_medium"),
-        (["--method", "dpo"], "method 'dpo' is none of b2_diffurl, branch_grpo"),
+        (["--method", "dpo"], "method is 'dpo'; it must be one of b2_diffurl, branch_grpo"),
         (["--prompts", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["--reward", "image"], "did you mean images?"),
         (["--reward", "reward_models.signals.jpeg.Jpeg"], "reward_models.signals.jpeg.Jpeg"),

@@ -397,7 +397,7 @@ def test_no_pair_is_a_failure_that_says_why_and_writes_nothing(tmp_path, capsys)
     assert not (tmp_path / "out").exists()
     table = scored(tmp_path, {"p": [(1.0, 0.0), (1.5, 0.0)]})
     assert pairs(table, *options, "--min_gap", 0.75) == 1
-    assert "no gap is wide enough" in capsys.readouterr().err
+    assert "no gap is large enough" in capsys.readouterr().err
 
 
 # Bad input ----------------------------------------------------------------------------------------
@@ -412,16 +412,16 @@ BOTH = ("--weights", "beauty=1", "alignment=1")
     [
         ((*GAP, "--dimensions", "beuaty"), "no dimension 'beuaty'; did you mean 'beauty'?"),
         ((*GAP, "--weights", "beauty=1", "align=1"), "no dimension 'align'"),
-        (GAP, "--weights beauty=1 alignment=1; or choose with --dimensions"),
-        ((*GAP, *BEAUTY, *BOTH), "the total of beauty needs the weight of each"),
+        (GAP, "--weights beauty=1 alignment=1; or select dimensions with --dimensions"),
+        ((*GAP, *BEAUTY, *BOTH), "the total of beauty needs exactly one weight for each"),
         ((*GAP, "--weights", "beauty"), "--weights 'beauty' is not NAME=NUMBER"),
         ((*GAP, "--weights", "beauty=much"), "--weights 'beauty=much' is not NAME=NUMBER"),
         ((*GAP, "--weights", "beauty=-1"), "--weights beauty=-1; weights must be above 0"),
         ((*GAP, "--weights", "beauty=nan"), "weights must be above 0"),
-        (("--rule", "per_dimension", *BOTH), "--weights has no use with --rule per_dimension"),
-        (("--rule", "per_dimension", "--labels"), "--labels has no use with --rule per_dimension"),
-        ((*GAP, *BEAUTY, "--labels", "--stages", 2), "--labels has no use with --stages"),
-        ((*GAP, *BEAUTY, "--tolerance", 0.1), "--tolerance is of --rule dominance"),
+        (("--rule", "per_dimension", *BOTH), "--weights excludes --rule per_dimension"),
+        (("--rule", "per_dimension", "--labels"), "--labels excludes --rule per_dimension"),
+        ((*GAP, *BEAUTY, "--labels", "--stages", 2), "--labels excludes --stages"),
+        ((*GAP, *BEAUTY, "--tolerance", 0.1), "--tolerance needs --rule dominance"),
         (("--rule", "dominance", *BOTH, "--tolerance", -1), "--tolerance is -1"),
         ((*GAP, *BEAUTY, "--min_gap", -1), "--min_gap is -1; it must be at least 0"),
         ((*GAP, *BEAUTY, "--min_gap", "nan"), "--min_gap is nan"),

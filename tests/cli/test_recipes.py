@@ -46,7 +46,7 @@ def test_nothing_that_needs_a_gpu_is_said_to_have_run():
 @pytest.mark.parametrize("line", ["# A run.", "# [run on TPU] A run.", "policy: 1"])
 def test_a_first_line_without_a_label_is_refused(tmp_path, line):
     (tmp_path / "run.yaml").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"run.yaml: the first line begins with none of \[run on"):
+    with pytest.raises(ValueError, match=r"run.yaml: the first line must begin with one of \[run"):
         read_recipe("run", tmp_path / "run.yaml")
 
 
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_near(capsys):
 @pytest.mark.slow
 def test_memory_is_that_of_the_plan_or_a_reason():
     assert " per process" in memory_of(NAMES["shapes"])
-    assert memory_of(NAMES["methods/rloo"]) == "that of the model before it"
+    assert memory_of(NAMES["methods/rloo"]) == "same as the model"
     assert memory_of(NAMES["clip_pairs/shapes_video"]) == "not planned"
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "check --processes 0": "--processes is 0; it must be at least 1",
     "eval --weights nowhere": "--weights 'nowhere' is not a folder",
     "bench --repeats 0": "--repeats is 0; it must be at least 1",
-    "sample --prompt x --out x.bmp": "--out x.bmp: the model makes pictures",
+    "sample --prompt x --out x.bmp": "--out x.bmp: images can be written to",
 }
 """Commands on the embedded model, and what they are told."""
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

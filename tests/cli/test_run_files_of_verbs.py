@@ -97,4 +97,4 @@ def test_other_verbs_take_several_files_as_well(verb, model, method, prompts, tm
 def test_settings_without_a_run_file_are_refused(verb, capsys, prompts):
     options = ["--prompts", prompts] if verb == "sample" else []
     assert exit_code(verb, "num_steps=2", *options) == 2
-    assert "no run file is named, only settings: num_steps=2" in capsys.readouterr().err
+    assert "name a run file; there are only settings: num_steps=2" in capsys.readouterr().err

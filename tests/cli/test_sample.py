@@ -115,7 +115,7 @@ def test_a_folder_lists_every_picture_with_its_prompt_and_seed(sample, tmp_path,
     assert len(contents) == 15
     files = [row["file_name"] for row in rows] + ["metadata.jsonl", "sample.json"]
     assert sorted(os.listdir(tmp_path / "out")) == sorted(files)
-    assert "15 pictures, 15 of them new" in capsys.readouterr().err
+    assert "15 images, 15 of them new" in capsys.readouterr().err
 
 
 def test_a_picture_is_what_the_sampler_makes_of_its_own_noise(sample, tmp_path):
@@ -242,7 +242,7 @@ def test_nothing_is_loaded_where_all_is_there(sample, tmp_path, monkeypatch, cap
     sample("--out", tmp_path / "out")
     monkeypatch.setattr(Tinted, "load", pytest.fail)
     assert sample("--out", tmp_path / "out") == 0
-    assert "20 pictures, 0 of them new" in capsys.readouterr().err
+    assert "20 images, 0 of them new" in capsys.readouterr().err
 
 
 def test_a_folder_of_other_settings_is_refused_before_anything_is_loaded(
@@ -349,7 +349,7 @@ def test_a_grid_is_of_the_format_that_its_name_says(sample, tmp_path, ending):
 
 def test_a_single_picture_is_written_without_a_frame(sample, tmp_path, capsys):
     sample("--prompt", "bb", "--count", 1, "--out", tmp_path / "new" / "one.png")
-    assert "1 picture: " in capsys.readouterr().err
+    assert "1 image: " in capsys.readouterr().err
     policy = Tinted()
     latents = generate(policy, plain_requests(["bb"]), 4, [generator(3, "sample", 0)], 1)
     expected = (policy.decode(latents)[0, 0] * 255).round().byte().permute(1, 2, 0).numpy()
@@ -369,9 +369,9 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(
 ):
     monkeypatch.setattr(Tinted, "load", pytest.fail)
     kinds = r"a file is \.png, \.jpg, \.jpeg, \.webp;"
-    with pytest.raises(ConfigError, match=rf"{name}: the model makes pictures, of which {kinds}"):
+    with pytest.raises(ConfigError, match=rf"{name}: images can be written to {kinds}"):
         sample("--prompt", "bb", "--out", tmp_path / name)
-    clips = r"the model makes clips, .*\.webp, \.mp4, \.webm, \.gif;"
+    clips = r"videos can be written to .*\.webp, \.mp4, \.webm, \.gif;"
     if name not in ("grid.gif", "grid.mp4"):
         with pytest.raises(ConfigError, match=clips):
             sample("--prompt", "bb", *VIDEO, "--out", tmp_path / name)
@@ -381,7 +381,7 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(
 def test_a_file_where_a_folder_is_meant_is_refused(sample, tmp_path, monkeypatch):
     monkeypatch.setattr(Tinted, "load", pytest.fail)
     (tmp_path / "out").write_text("keep")
-    with pytest.raises(ConfigError, match="out is a file; pictures and clips go to a folder"):
+    with pytest.raises(ConfigError, match="out is a file; name a folder"):
         sample("--out", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "keep"
 
@@ -434,7 +434,7 @@ def test_pictures_are_guided_as_the_evaluation_is_and_the_manifest_says_so(sampl
 def test_a_run_file_that_says_no_number_of_steps_needs_one(sample, tmp_path):
     pairs = painted(tmp_path, 2)
     (tmp_path / "run.yaml").write_text(WITHOUT_SAMPLING.replace("PAIRS", pairs))
-    with pytest.raises(ConfigError, match="does not say how many steps to take: give --num_steps"):
+    with pytest.raises(ConfigError, match="sets no number of sampling steps: give --num_steps"):
         sample("--out", tmp_path / "out")
     assert sample("--out", tmp_path / "out", "--num_steps", 2) == 0
 
@@ -482,7 +482,7 @@ def test_a_video_model_leaves_whole_clips_that_can_be_scored(sample, tmp_path, c
         "copy": 1,
         "fps": 12.5,
     }
-    assert "4 clips, 4 of them new" in capsys.readouterr().err
+    assert "4 videos, 4 of them new" in capsys.readouterr().err
     assert sorted(os.listdir(out)) == [
         *(row["file_name"] for row in rows),
         "metadata.jsonl",
@@ -495,7 +495,7 @@ def test_a_video_model_leaves_whole_clips_that_can_be_scored(sample, tmp_path, c
     assert (found.frames - clip_of("aaaaa", 1, 1)).abs().max() < 2.5 / 255
     written = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
     sample("--count", 2, "--limit", 3, "--out", out, *VIDEO)
-    assert "6 clips, 2 of them new" in capsys.readouterr().err
+    assert "6 videos, 2 of them new" in capsys.readouterr().err
     assert all(path.stat().st_mtime_ns == before for path, before in written.items())
 
 
@@ -531,7 +531,7 @@ def test_latents_are_optimised_into_a_folder_that_goes_on(sample, tmp_path, caps
         pixels(tmp_path / "out", "000001-01") != pixels(tmp_path / "sampled", "000001-01")
     ).any()
     assert sample(*options, "--out", tmp_path / "out") == 0
-    assert "10 pictures, 0 of them new" in capsys.readouterr().err
+    assert "10 images, 0 of them new" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="reward_sds"):
         sample("--reward_sds", 3, "--noises", 4, "--count", 2, "--out", tmp_path / "out")
 
@@ -568,7 +568,7 @@ def test_a_search_says_its_cost_before_and_after_and_goes_on(sample, tmp_path, c
     assert "10 to search: 140 network evaluations, 60 decodes for rewards, 60 reward calls" in said
     assert "spent as planned: 140 network evaluations, 60 decodes" in said
     assert sample("--search", tree, "--count", 2, "--out", tmp_path / "out") == 0
-    assert "10 pictures, 0 of them new" in capsys.readouterr().err
+    assert "10 images, 0 of them new" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="search"):
         sample("--best_of", 4, "--count", 2, "--out", tmp_path / "out")
 

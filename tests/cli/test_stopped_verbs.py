@@ -27,7 +27,7 @@ def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, caps
     command = import_module(f"flowalign.cli.commands.{module}")
     monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(number))
     assert run_verb(argparse.Namespace(verb=verb, module=module)) == code
-    assert "what was saved is intact" in capsys.readouterr().err
+    assert "saved files are intact" in capsys.readouterr().err
 
 
 @STOPS
@@ -37,13 +37,13 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
 
     monkeypatch.setattr(compare, "compare", stopped)
     assert exit_code("compare", "a.yaml", "--seeds", 0, "--out", tmp_path) == code
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "to continue repeat the command" in capsys.readouterr().err
     monkeypatch.setattr(clip_pairs, "load", stopped)
     assert exit_code("clip-pairs", "a.yaml") == code
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "to continue repeat the command" in capsys.readouterr().err
     monkeypatch.setattr(sample, "build_job", stopped)
     assert exit_code("sample", "a.yaml", "--prompt", "a") == code
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "to continue repeat the command" in capsys.readouterr().err
 
 
 @STOPS
@@ -51,7 +51,7 @@ def test_a_process_that_scores_a_shard_exits_alike(number, code, monkeypatch, ca
     monkeypatch.setattr(score, "_run_one", lambda args: signal.raise_signal(number))
     argv = ["data", "--rewards", "a.B", "--out", "out", "--format", "jsonl", "--shard", "0/2"]
     assert exit_code("score", *argv) == code
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "to continue repeat the command" in capsys.readouterr().err
 
 
 def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):

@@ -299,7 +299,7 @@ def test_chosen_columns_only(tmp_path):
     [
         (["--scores", "MQ"], "no scored dimension 'MQ'; the table has VQ"),
         (["--humans", "rank/x"], "no human column 'rank/x'; the table has rank/overall"),
-        (["--limit", "3"], "--limit mean nothing without --rewards"),
+        (["--limit", "3"], "--rewards is missing for --limit"),
         (["--rewards", "x.yaml"], "--rewards needs --out"),
     ],
 )

@@ -61,7 +61,7 @@ def test_what_leaves_the_steps_so_far_as_they_are_may_change(after, told):
     ],
 )
 def test_what_they_came_from_may_not(after, told):
-    with pytest.raises(ValueError, match="here cannot go on with other settings") as caught:
+    with pytest.raises(ValueError, match="here cannot resume with other settings") as caught:
         check_resumable(BEFORE, after | {"num_steps": 20}, "here")
     _, *lines, last = str(caught.value).splitlines()
     assert lines == [told]
@@ -70,7 +70,7 @@ def test_what_they_came_from_may_not(after, told):
 
 def test_many_differences_are_counted_within_five_lines():
     after = policy(path="b", lora=None) | {"seed": 2, "ema": None}
-    with pytest.raises(ValueError, match="cannot go on") as caught:
+    with pytest.raises(ValueError, match="cannot resume") as caught:
         check_resumable(BEFORE, after, "here")
     lines = str(caught.value).splitlines()
     assert len(lines) == 5

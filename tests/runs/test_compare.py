@@ -346,7 +346,7 @@ def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, 
     assert "pairs where a method learns from pairs" in page
     smallest = content["smallest"]
     assert all(smallest[axis] > 0 for axis in ("reward_calls", "network_evaluations", "seconds"))
-    assert printed.count("smallest difference seen") == 4
+    assert printed.count("smallest detectable difference") == 4
 
 
 def test_one_seed_is_allowed_and_said_to_support_no_claim(finished, tmp_path, nothing_runs):
@@ -456,7 +456,7 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, tmp_path, not
     good = write("good")
     evaluation = yaml.safe_load(Path(good).read_text())["evaluation"]
     bad = {
-        "two run files of the name good": request(good, str(twin), out=tmp_path / "o"),
+        "two run files named good": request(good, str(twin), out=tmp_path / "o"),
         "two seeds 1": request(good, out=tmp_path / "o", seeds=[1, 0, 1]),
         "did you mean num_steps": request(good, write("b", nun_steps=3), out=tmp_path / "o"),
         "evaluation is null": request(good, write("c", evaluation=None), out=tmp_path / "o"),
@@ -631,7 +631,7 @@ def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_pat
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
-    assert "the same command goes on" in output
+    assert "to continue repeat the command" in output
     for file in files:
         assert json.loads((file.parent / "summary.json").read_text())["status"] == "interrupted"
     monkeypatch.delenv(STOPPED)

@@ -62,7 +62,7 @@ def test_a_setting_of_two_parts_lowers_both():
 def test_the_plan_says_it_of_the_embedded_model():
     told = plan(load("configs/shapes.yaml")[0])["fits a GPU of"]
     assert told.startswith("16 GB (")
-    assert told.endswith("text encoders and VAE come on top")
+    assert told.endswith("text encoders and VAE not included")
 
 
 def out_of(function):
@@ -80,7 +80,7 @@ def test_what_ran_out_is_told_with_the_next_settings_in_five_lines():
         "out of memory on the GPU for activations, planned at 30 GB, of 74 GB in all without "
         "reward models"
     )
-    assert told[1] == "next: policy.gradient_checkpointing: true, which saves 27 GB"
+    assert told[1] == "try: policy.gradient_checkpointing: true, which saves 27 GB"
     assert [line.split()[1] for line in told[2:4]] == [
         "recipe.micro_batch:",
         "recipe.sampling.states.device:",
@@ -106,6 +106,6 @@ def test_training_that_runs_out_of_memory_says_what_lowers_it(tmp_path, capsys, 
     assert ended.value.code == 1
     last = said[said.index("out of memory") :]
     assert "for activations" in last
-    assert "next: " in last
+    assert "try: " in last
     assert "Traceback" not in said
     assert len(last.splitlines()) <= 5

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     cfg, text = load(args.config, args.overrides)
     outcome = job.finish(cfg, _make_batches(cfg, text, args.shard))
     if outcome is None:
-        say(f"shard {args.shard[0]}/{args.shard[1]} is done, others are not")
+        say(f"shard {args.shard[0]}/{args.shard[1]} is done; other shards are not")
         return 0
     return _print_summary(cfg, outcome)
 
@@ -57,13 +57,13 @@ def _print_summary(cfg: ClipPairs, outcome: job.BatchOutcome) -> int:
         "network evaluations": f"{evaluations:,.0f}",
         "reward calls": f"{costs['reward_calls']:,.0f}",
         "seconds": f"{costs['seconds']:,.1f}",
-        "clips dropped": "\n".join([f"{report.total:,} of {clips:,}", *report.lines()]),
+        "videos dropped": "\n".join([f"{report.total:,} of {clips:,}", *report.lines()]),
     }
     table(f"{len(outcome.rows):,} pairs: {folder}", rows)
     too_many = len(outcome.errors) > cfg.max_dropped_fraction * clips
     if outcome.rows and not too_many:
         return 0
-    head = f"{len(outcome.errors)} of {clips} clips cannot be used; max_dropped_fraction is "
+    head = f"{len(outcome.errors)} of {clips} videos cannot be used; max_dropped_fraction is "
     lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_LISTED]]
     sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
     return EXIT_FAILED

@@ -15,7 +15,7 @@ def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the run files and the overrides; `a.b=c` among the files is an override."""
     files = [word for word in args.config if "=" not in word]
     if not files:
-        raise ConfigError(f"no run file is named, only settings: {' '.join(args.config)}")
+        raise ConfigError(f"name a run file; there are only settings: {' '.join(args.config)}")
     return files, [*(word for word in args.config if "=" in word), *args.overrides]
 
 

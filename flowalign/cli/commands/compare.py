@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_tables(comparison: Comparison) -> None:
     """Print the values after training, and at each cost that all runs reached, with their std."""
-    rows, least = comparison.rows, "smallest difference seen"
+    rows, least = comparison.rows, "smallest detectable difference"
     finals = {row.method.name: with_std(row.final) for row in rows}
     finals[least] = score(comparison.smallest_final)
     table(f"held-out {comparison.metric} after training", finals)

@@ -16,8 +16,8 @@ def run(args: argparse.Namespace) -> int:
     if args.push_to_hub:
         if not args.license:
             raise ConfigError(
-                "--push-to-hub needs --license: that of the base model binds what was trained "
-                "from it"
+                "--push-to-hub needs --license: the license of the base model binds the trained "
+                "weights"
             )
         check_publishing(args.push_to_hub)
     trained = find_trained(source, averaged=not args.live)
@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
     form = Form(args.to, args.dtype, out, args.license)
     difference = export(prepare(trained, form, args.model), trained, form)
     if difference is None:
-        log(f"{out} is written from {trained.weights}; no loader of {args.to} was at hand")
+        log(f"{out} is written from {trained.weights}; not verified, no loader of {args.to}")
     else:
-        log(f"{out} is written from {trained.weights}; read back it is off by {difference:.1e}")
+        log(f"{out} is written from {trained.weights}; it reads back within {difference:.1e}")
     if args.push_to_hub:
         log(f"published: {publish(out, args.push_to_hub, args.private)}")
     return 0

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_complete(args: argparse.Namespace) -> None:
     missing = [f"--{name}" for name in _ASKED if vars(args)[name] is None]
     if missing and not sys.stdin.isatty():
-        raise ValueError(f"there is nobody to ask: give {', '.join(missing)}")
+        raise ValueError(f"without a terminal, {', '.join(missing)} must be given")
 
 
 def _find_model(args: argparse.Namespace) -> draft_run_file.Model:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     job = _build_job(args)
     found = find_pairs(job)
     if not found.choices:
-        lines = [*found.media.lines(), *found.pairs.lines()] or ["no gap is wide enough"]
+        lines = [*found.media.lines(), *found.pairs.lines()] or ["no gap is large enough"]
         reasons = "\n".join(format_pair[:300] for format_pair in lines[:_LISTED])
         sys.stderr.write(f"error: {args.table} gives no pair:\n{reasons}\n")
         return EXIT_FAILED
@@ -55,13 +55,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--stages_by needs --stages")
     if args.labels and (args.stages or args.rule == "per_dimension"):
         other = "--stages" if args.stages else "--rule per_dimension"
-        raise ValueError(f"--labels has no use with {other}: a label has no stage or dimension")
+        raise ValueError(f"--labels excludes {other}: a label has no stage or dimension")
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held_out is {args.held_out:g}; it must be in [0, 1)")
     if args.tolerance is not None and args.rule != "dominance":
-        raise ValueError("--tolerance is of --rule dominance")
+        raise ValueError("--tolerance needs --rule dominance")
     if args.weights and args.rule == "per_dimension":
-        raise ValueError("--weights has no use with --rule per_dimension: there is no total")
+        raise ValueError("--weights excludes --rule per_dimension, which has no total")
     if args.root and not Path(args.root).is_dir():
         raise ValueError(f"--root {args.root!r} is no folder")
 
@@ -89,8 +89,8 @@ def _build_rule(
     if set(weights) != set(dims):
         names = " ".join(f"{dim}=1" for dim in dims)
         raise ValueError(
-            f"the total of {', '.join(dims)} needs the weight of each, and of no other dimension,\n"
-            f"such as --weights {names}; or choose with --dimensions"
+            f"the total of {', '.join(dims)} needs exactly one weight for each,\n"
+            f"such as --weights {names}; or select dimensions with --dimensions"
         )
     weights = {dim: weights[dim] for dim in dims}
     return PairingRule(args.rule, weights, args.min_gap, args.tolerance or 0.0, args.max_per_prompt)

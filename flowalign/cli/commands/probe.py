@@ -105,8 +105,8 @@ def format_setting(judged: ProbeAnalysis) -> dict[str, str]:
         shown[f"{other}, {name}"] = f"signal to noise {row['value']:.4f} ± {row['error']:.2g}"
     clip = found["clip"]
     shown["clip"] = (
-        f"acts on {clip['share']:.0%} of the batches: max_grad_norm is "
-        f"{clip['max_grad_norm']:g}, their norm {clip['norm']:.3g} ± {clip['norm_std']:.2g}"
+        f"active in {clip['share']:.0%} of the batches: max_grad_norm is "
+        f"{clip['max_grad_norm']:g}, gradient norm {clip['norm']:.3g} ± {clip['norm_std']:.2g}"
     )
     return shown | {name: f"{value:g} a batch" for name, value in found["a_batch"].items()}
 
@@ -123,8 +123,8 @@ def format_ranks(found: dict[str, Any]) -> dict[str, str]:
             shown[row["name"]] += f", {gap} behind the first: {far}"
     for row in found["drift"]:
         shown[f"{row['from']} -> {row['to']}"] = (
-            f"weights of steps found at the first are worth {row['kept']['value']:.4f} at the "
-            f"second, those found there {row['renewed']['value']:.4f}, "
-            f"{row['gain']['value']:.2g} ± {row['gain']['error']:.2g} more"
+            f"at the second, step weights of the first reach {row['kept']['value']:.4f}, "
+            f"its own {row['renewed']['value']:.4f}: a gain of "
+            f"{row['gain']['value']:.2g} ± {row['gain']['error']:.2g}"
         )
     return shown

@@ -72,7 +72,7 @@ def _score_first(args: argparse.Namespace) -> int:
     options = {f"--{name}": str(value) for name, value in options.items() if value is not None}
     if args.rewards is None:
         if options:
-            raise ValueError(f"{', '.join(options)} mean nothing without --rewards")
+            raise ValueError(f"--rewards is missing for {', '.join(options)}")
         return 0
     if args.out is None:
         raise ValueError("--rewards needs --out, the folder that the scores are written to")

@@ -59,7 +59,7 @@ def build_job(args: argparse.Namespace) -> SamplingJob:
     num_steps, micro_batch = usual_sampler(run_file)
     if not (num_steps := args.num_steps or num_steps):
         raise ValueError(
-            f"{' '.join(args.config)} does not say how many steps to take: give --num_steps"
+            f"{' '.join(args.config)} sets no number of sampling steps: give --num_steps"
         )
     seed = run_file.seed if args.seed is None else args.seed
     resolved = yaml.safe_load(text)

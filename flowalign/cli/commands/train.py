@@ -69,10 +69,10 @@ def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str
         table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))
         log(f"report: {folder / 'report.html'}")
         if saved := checkpoint.latest(folder / "checkpoints"):
-            averaged = f"; averaged, which the table is of: {saved / 'ema'}" if run_file.ema else ""
+            averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if run_file.ema else ""
             log(f"weights: {saved}{averaged}")
     if summary["status"] == "interrupted":
-        log(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
+        log(f"interrupted; continue with: flowalign train {folder / 'config.yaml'} --resume")
         return 128 + signal.Signals[summary["stopped_by"]]
     return 0
 

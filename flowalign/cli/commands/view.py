@@ -20,11 +20,11 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(
             f"cannot serve on --host {args.host} --port {args.port}: {error.strerror or error}; "
-            "choose another, or --port 0 for any that is free"
+            "choose another, or --port 0 for any free port"
         ) from error
     log = get_log()
     if not names:
-        log(f"--host {args.host}: whoever reaches this machine can read the runs")
+        log(f"--host {args.host}: everyone who can reach this machine can read the runs")
     log(f"runs of {folder} on http://{args.host}:{server.server_port}  (Ctrl-C ends it)")
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()

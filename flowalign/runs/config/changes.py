@@ -79,7 +79,7 @@ def check_resumable(
         raise ValueError(
             "\n".join(
                 [
-                    f"{where} cannot go on with other settings (earlier -> now):",
+                    f"{where} cannot resume with other settings (earlier -> now):",
                     *shorten_list(refused),
                     f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch.",
                 ]

@@ -118,7 +118,7 @@ def _read_base(base: str, config: str) -> dict[str, Any]:
     if _EXTENDS in content:
         raise ConfigError(
             f"{config} extends {base}, which extends {content[_EXTENDS]} itself.\n"
-            f"Only one level is allowed: name in {config} all that it is made of."
+            f"Only one level is allowed: list all base files in {config}."
         )
     return content
 
@@ -130,7 +130,7 @@ def _merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
     if _CLASS in overlay:
         if base and _CLASS not in base:
             raise ConfigError(
-                f"{file}: {key} has a {_CLASS} and would drop what an earlier file sets in {key}.\n"
+                f"{file}: {key} has a {_CLASS} and would drop earlier settings of {key}.\n"
                 f"Name {file} before that file."
             )
         return overlay
@@ -150,7 +150,7 @@ def _read_arguments(overlay: dict[str, Any], file: str, key: str) -> dict[str, A
         raise ConfigError(f"{file}: {key}.{_ARGUMENTS} is {nested!r}; it must be a mapping")
     if twice := sorted(direct.keys() & nested.keys()):
         raise ConfigError(
-            f"{file}: {key} gives {_join_names(twice)} twice, under {_ARGUMENTS} as well"
+            f"{file}: {key} sets {_join_names(twice)} twice, directly and under {_ARGUMENTS}"
         )
     return direct | nested
 

@@ -65,7 +65,7 @@ def find_trained(source: Path, averaged: bool) -> Trained:
     home = folder if (folder / "config.yaml").is_file() else folder.parent
     if not (home / "config.yaml").is_file() or not (home / "state").is_dir():
         raise ValueError(
-            f"{source} is neither the directory of a run nor one of its checkpoints: "
+            f"{source} is neither a run directory nor a checkpoint: "
             "no checkpoints/ and no config.yaml"
         )
     checkpoint.check_weights(folder)
@@ -89,7 +89,7 @@ def prepare(trained: Trained, form: Form, base: str | None) -> Run:
     overrides += [] if base is None else ["--policy.path", base]
     run, _ = load(str(trained.config), overrides)
     if run.policy.network is None:
-        raise ValueError(f"{type(run.policy).__name__} writes no other form than checkpoints")
+        raise ValueError(f"{type(run.policy).__name__} cannot be exported; use its checkpoints")
     run.policy.plan()
     run.policy.network.check_export(str(trained.weights), form.target)
     return run
@@ -110,7 +110,7 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
         partial.mkdir(parents=True)
         difference = policy.network.export(policy, str(partial), form.target, form.dtype)
         if difference is not None and not difference < float("inf"):
-            raise ValueError(f"what was exported and read back is off by {difference}")
+            raise ValueError(f"the exported weights differ by {difference} when read back")
         grid = trained.grid
         if grid:
             shutil.copyfile(grid, partial / "samples.png")

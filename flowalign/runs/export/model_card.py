@@ -71,7 +71,7 @@ def _format_words(run: Run) -> str:
     """Return the section on the words that the conditioning adds; empty without conditioning."""
     if not (asked := describe_conditioning(run.conditioning)):
         return ""
-    told = "The weights were trained with words beside the prompt. For PROMPT, ask with"
+    told = "The weights were trained with words added to the prompt. For PROMPT, use"
     return f"## Words\n\n{told}\n\n    {asked}"
 
 

@@ -66,7 +66,7 @@ def families(name: str) -> list[str]:
         return _families_of(Path(name), known)
     if not _HUB_ID.match(name):
         raise ValueError(
-            f"model {name!r} is no folder, no hub id such as owner/name, and none of "
+            f"model {name!r} is neither a folder, nor a hub id such as owner/name, nor one of "
             f"{', '.join(models())}{_suggest(name, models())}"
         )
     return known
@@ -96,7 +96,7 @@ def find_model(name: str, family: str | None = None) -> Model:
 def find_method(name: str) -> str:
     """Return the name of a credit method; raise ValueError with all names if it is unknown."""
     if name not in methods():
-        raise ValueError(f"method {name!r} is none of {', '.join(methods())}")
+        raise ValueError(f"method is {name!r}; it must be one of {', '.join(methods())}")
     return name
 
 
@@ -121,7 +121,7 @@ def find_reward(source: str) -> str:
         if "." not in source:
             names = _list_names("rewards")
             raise ValueError(
-                f"reward {source!r} is no dotted path, no YAML file, and none of "
+                f"reward {source!r} is neither a dotted path, nor a YAML file, nor one of "
                 f"{', '.join([OWN, *names])}{_suggest(source, names)}"
             )
         load_rewards(source)
@@ -211,14 +211,14 @@ def _families_of(folder: Path, known: Sequence[str]) -> list[str]:
     """
     index = folder / "model_index.json"
     if not index.is_file():
-        raise ValueError(f"{folder} is no folder of a pipeline: model_index.json is missing")
+        raise ValueError(f"{folder} is no pipeline folder: model_index.json is missing")
     kind = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     own = [family for family in known if not _extends_a_model(family)]
     kinds = {family: _pipeline_of(family) for family in own}
     found = [family for family, pipeline in kinds.items() if pipeline == kind]
     if not found:
         there = ", ".join(dict.fromkeys(kinds.values()))
-        raise ValueError(f"{folder} is a {kind}; families with a run file are of {there}")
+        raise ValueError(f"{folder} is a {kind}; there are run files for {there}")
     return found
 
 

@@ -88,7 +88,7 @@ def combinations(model: ShippedFile) -> list[Combination]:
         ValueError: The file is not in configs/models.
     """
     if model.name.partition("/")[0] != "models":
-        raise ValueError(f"{model.name} is no model: methods go behind files of configs/models")
+        raise ValueError(f"{model.name} is no model; name a file of configs/models")
     known = {one.name: one for one in recipes()}
     methods = [name.partition("/")[2] for name in known if name.startswith("methods/")]
     found = [combination(model, method, known) for method in methods]
@@ -149,7 +149,7 @@ def read_recipe(name: str, file: Path) -> ShippedFile:
     first = _FIRST_LINE.match(line)
     if first is None or first[1] not in get_args(Label):
         allowed = ", ".join(f"[{label}]" for label in get_args(Label))
-        raise ValueError(f"{file}: the first line begins with none of {allowed}: {line[:60]}")
+        raise ValueError(f"{file}: the first line must begin with one of {allowed}: {line[:60]}")
     about = _END.split(header.partition("] ")[2], maxsplit=1)[0].rstrip(".:;")
     extends = read_mapping(str(file)).get("extends", [])
     bases = [extends] if isinstance(extends, str) else extends
@@ -181,7 +181,7 @@ def memory_of(recipe: ShippedFile | Combination) -> str:
     """Return the planned memory of a run, or the reason why there is none."""
     parts = recipe.parts if isinstance(recipe, Combination) else (recipe,)
     if not parts[0].complete:
-        return "that of the model before it"
+        return "same as the model"
     if recipe.name.startswith(_UNPLANNED):
         return "not planned"
     try:

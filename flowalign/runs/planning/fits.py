@@ -44,7 +44,7 @@ def rows(parts: Sequence[MemoryPart], counts_encoders: bool) -> dict[str, str]:
     whole = peak(parts)
     fit = [gb for gb in SIZES if whole <= gb * 10**9]
     shown = ", ".join(f"{gb} GB ({size(gb * 10**9 - whole)} to spare)" for gb in fit)
-    beside = "" if counts_encoders else "; text encoders and VAE come on top"
+    beside = "" if counts_encoders else "; text encoders and VAE not included"
     table = {"fits a GPU of": (shown or f"none of {SIZES[-1]} GB or less") + beside}
     return table | {f"to fit {gb} GB": advice(parts, gb * 10**9) for gb in SIZES if gb not in fit}
 
@@ -109,7 +109,7 @@ def explain_shortage(error: BaseException, parts: Sequence[MemoryPart]) -> str:
     savings = {s: now - peak(_apply_setting(parts, s)) for part in parts for s in part.savings}
     best = sorted((s for s in savings if savings[s] > 0), key=lambda s: -savings[s])
     best.sort(key=lambda s: s.startswith(LOSSY))
-    lines += [f"next: {s}, which saves {size(savings[s])}" for s in best[:_NAMED]]
+    lines += [f"try: {s}, which saves {size(savings[s])}" for s in best[:_NAMED]]
     if name == "reward models":
-        lines[1:] = ["next: serve the rewards from another process (flowalign serve-reward)"]
-    return "\n".join([*lines, "flowalign check says what fits 16, 24, 48 and 80 GB"])
+        lines[1:] = ["try: serve the rewards from another process (flowalign serve-reward)"]
+    return "\n".join([*lines, "flowalign check lists settings for 16, 24, 48 and 80 GB"])

@@ -145,14 +145,14 @@ def is_file_name(out: str, clips: bool) -> bool:
     if out.endswith("/") or path.is_dir():
         return False
     if path.exists() and not path.suffix:
-        raise ValueError(f"--out {out} is a file; pictures and clips go to a folder")
+        raise ValueError(f"--out {out} is a file; name a folder, or a file such as grid.png")
     if not path.suffix[1:2].isalpha():  # "samples" and "sd3.5" are folders
         return False
     known = tuple(dict.fromkeys((*PICTURE_FILES, *CLIPS))) if clips else PICTURE_FILES
     if path.suffix.lower() not in known:
         raise ValueError(
-            f"--out {out}: the model makes {'clips' if clips else 'pictures'}, of which a file is "
-            f"{', '.join(known)};\na folder whose name has a dot is written {out}/"
+            f"--out {out}: {'videos' if clips else 'images'} can be written to "
+            f"{', '.join(known)};\nfor a folder with a dot in its name, write {out}/"
         )
     return True
 
@@ -170,13 +170,13 @@ def write_as_grid(job: SamplingJob) -> str:
     if len(media) == 1 and not job.fps:
         job.out.parent.mkdir(parents=True, exist_ok=True)
         write_picture(job.out, media[0, 0])
-        return f"1 picture: {job.out}{job.spent(1)}"
+        return f"1 image: {job.out}{job.spent(1)}"
     if job.fps or not all(request.references for request in job.requests):
         what = write_grid(job.out, media, job.count, job.fps)
         return f"{what}: {job.out}{job.spent(len(requests))}"
     write_grid(job.out, _add_sources(job, media), job.count + 1, None)
-    beside = f"{len(media)} pictures beside their {len(job.requests)} sources: {job.out}"
-    return f"{beside}{job.spent(len(requests))}"
+    written = f"{len(media)} images and their {len(job.requests)} sources: {job.out}"
+    return f"{written}{job.spent(len(requests))}"
 
 
 def _add_sources(job: SamplingJob, media: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def write_folder(job: SamplingJob) -> str:
             progress.update(step, {"throughput": made / (time.perf_counter() - start)})
     rate = made / (time.perf_counter() - start)
     _write_listing(out, media, job.seed)
-    what = "clips" if job.fps else "pictures"
+    what = "videos" if job.fps else "images"
     told = f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
     return f"{told}{job.spent(drawn)}"
 

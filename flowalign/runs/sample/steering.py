@@ -87,7 +87,7 @@ class Steering:
         if not (usable := self.rewards.usable(output.valid)).all():
             i = int((~usable).nonzero()[0])
             raise RewardFailure(
-                f"a medium of {requests[i].prompt!r} has no reward, which decides what is made: "
+                f"a sample of {requests[i].prompt!r} has no reward, so it cannot be steered: "
                 f"{output.reasons.get(i, 'no reason given')}"
             )
         return (output.values.nan_to_num() * self.rewards.weights).sum(1)

@@ -41,7 +41,7 @@ def check_start(run: Run, config: str, overwrite: bool) -> None:
     elif not is_unused(folder):
         raise ValueError(
             f"{folder} already holds a run and is not overwritten.\n"
-            "Add --resume to go on with it, --overwrite to replace it, "
+            "Add --resume to continue it, --overwrite to replace it, "
             "or choose another output_dir."
         )
 

@@ -86,7 +86,7 @@ def start(
             checkpoint belongs to another run.
     """
     if resume and overwrite:
-        raise ValueError("to resume a run and to overwrite it exclude each other")
+        raise ValueError("resume and overwrite exclude each other")
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device, run.sharding.context_degree)

@@ -158,7 +158,7 @@ def _save(session: Session, done: int, first_save: bool) -> None:
     except OSError as error:
         raise TrainingFailure(
             f"could not write checkpoint {done} to {root}: {error.strerror or error}.\n"
-            "Everything saved before is intact; free space and go on with --resume."
+            "Everything saved before is intact; free space and continue with --resume."
         ) from error
     if not session.processes.is_main:
         session.processes.barrier()
@@ -169,7 +169,7 @@ def _save(session: Session, done: int, first_save: bool) -> None:
         if difference != 0:
             raise TrainingFailure(
                 f"{folder} loads back with a difference of {difference:.1e} instead of 0: "
-                "do not trust it."
+                "do not use it."
             )
     checkpoint.prune(root, cfg.keep)
     session.processes.barrier()

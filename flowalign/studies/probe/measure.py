@@ -188,7 +188,7 @@ def _open_setting(setting: Setting) -> RunParts:
     run = setting.loaded.run
     parts = open_run(run)
     if parts.learner.is_sharded:
-        raise ValueError("probe compares whole gradients: set policy.lora, or leave sharding out")
+        raise ValueError("probe needs unsharded gradients: set policy.lora, or remove sharding")
     if setting.weights:
         run.policy.load_weights(str(setting.weights.folder))
     return parts

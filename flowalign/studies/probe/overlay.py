@@ -31,7 +31,7 @@ def write_overlay(
     content = difference(remove_place(load_with_origins(configs)), wanted)
     if not content:
         raise ConfigError(
-            f"--overlay: nothing probed shows more than {' '.join(configs)} as it is, "
+            f"--overlay: no probed setting is better than {' '.join(configs)}, "
             "so there is nothing to write"
         )
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
@@ -40,8 +40,8 @@ def write_overlay(
         partial.write_text(f"# {best.name}, of flowalign probe\n{text}", encoding="utf-8")
         if remove_place(load_with_origins([*configs, str(partial)])) != wanted:
             raise ConfigError(
-                f"--overlay: no file behind {' '.join(configs)} gives the settings of {best.name}; "
-                "put those of the command line into a run file first"
+                f"--overlay: no file after {' '.join(configs)} gives the settings of {best.name}; "
+                "move the command line's settings into a run file first"
             )
 
 

@@ -211,7 +211,7 @@ def check_metric(settings: Sequence[Setting], batches: int) -> None:
         if moments is None and is_projected(trained, run, batches):
             raise ConfigError(
                 f"--metric is update, but the {trained:,} trained parameters of {setting.name} are "
-                "too many to keep moments of batches; give a --checkpoint, which has them"
+                "too many to keep their moments in memory; give a --checkpoint, which has them"
             )
 
 
@@ -228,7 +228,7 @@ def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
         raise ConfigError(f"{name}: {error}") from error
     if calibration:
         raise ConfigError(
-            f"{name}: recipe.calibration is set, and probe searches no noise levels: "
+            f"{name}: recipe.calibration is set, but probe does not search noise levels: "
             "set it to null, and recipe.sampling.eta to the levels found"
         )
     try:

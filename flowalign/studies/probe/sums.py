@@ -144,7 +144,7 @@ def adam_scale(moments: Path, learner: Learner) -> Float[Tensor, "p"]:
         for name, p in learner.named.items():
             square, step = (f"optimizer.{name}:{key}" for key in ("exp_avg_sq", "step"))
             if square not in known or file.get_slice(square).get_shape() != list(p.shape):
-                raise ValueError(f"{moments} has no moments of {name}: it is of another model")
+                raise ValueError(f"{moments} has no moments of {name}: it belongs to another model")
             steps = float(file.get_tensor(step))
             unbiased = 1 - learner.cfg.betas[1] ** steps
             found.append(file.get_tensor(square).flatten() / unbiased)

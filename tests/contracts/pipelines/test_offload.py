@@ -22,7 +22,7 @@ RECOMPUTED = ["policy.gradient_checkpointing=true", "device=cuda"]
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["device=cpu", RECOMPUTED[0]], "the network is in main memory on the CPU anyway"),
+        (["device=cpu", RECOMPUTED[0]], "on the CPU the network is in main memory anyway"),
         (["device=cuda"], r"but policy\.gradient_checkpointing is false"),
         ([*RECOMPUTED, "policy.lora=null"], r"policy\.lora is null"),
         ([*RECOMPUTED, "quantization.denoiser=int8"], r"denoiser int8 exclude each other"),

@@ -150,7 +150,7 @@ def test_a_folder_that_is_not_there_is_told(tmp_path, capsys):
 
 def test_a_port_that_is_taken_is_told(served, root, capsys):
     assert call(root, "--port", served.server_port) == 2
-    assert "--port 0 for any that is free" in capsys.readouterr().err
+    assert "--port 0 for any free port" in capsys.readouterr().err
 
 
 def test_the_verb_serves_until_interrupted(root, monkeypatch, capsys):
@@ -166,7 +166,7 @@ def test_the_verb_serves_until_interrupted(root, monkeypatch, capsys):
 def test_an_address_that_others_reach_is_served_with_a_warning(root, monkeypatch, capsys):
     monkeypatch.setattr(serving.Server, "serve_forever", lambda server: None)
     assert call(root, "--port", "0", "--host", "0.0.0.0") == 0
-    assert "whoever reaches this machine can read the runs" in capsys.readouterr().err
+    assert "everyone who can reach this machine can read the runs" in capsys.readouterr().err
 
 
 @needs_browser
