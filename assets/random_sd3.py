@@ -1,6 +1,6 @@
 """Write a random-weight SD3 pipeline of a chosen size, for benchmarks without a download.
 
-python assets/random_sd3.py runs/sd35_shaped                # as SD3.5 Medium, tiny text encoders
+python assets/random_sd3.py runs/sd35_shaped      # the size of SD3.5-M
 """
 
 import argparse
@@ -35,9 +35,9 @@ def build(
 ) -> StableDiffusion3Pipeline:
     """Build a transformer of this size (64 channels per head), an f8 VAE, tiny text encoders.
 
-    The defaults are the sizes of SD3.5 Medium: `dual` blocks with two attentions, `vae` channels at
-    full resolution, `pooled` channels of each of two CLIP embeddings, positions for a `grid` of
-    patches on a side. Text has its 77 + n tokens.
+    The defaults are the sizes of SD3.5-M. `dual` is the number of blocks with two attentions, `vae`
+    the number of channels at full resolution, `pooled` the width of each of two CLIP embeddings,
+    and `grid` the number of patches per side with positions. Prompts have 77 + n tokens, as in SD3.
     """
     words = PreTrainedTokenizerFast.from_pretrained(SHAPES / "tokenizer", model_max_length=77)
     clip = CLIPTextConfig(

@@ -1,6 +1,6 @@
 """Write a random-weight Wan 2.1 pipeline of a chosen size, for benchmarks without a download.
 
-python assets/random_wan.py runs/wan_shaped                                # as Wan 2.1 T2V 1.3B
+python assets/random_wan.py runs/wan_shaped       # the size of Wan 2.1 T2V 1.3B
 python assets/random_wan.py runs/wan_small --layers 2 --heads 2 --text 64 --vae 8
 """
 

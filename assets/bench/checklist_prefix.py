@@ -1,10 +1,10 @@
-"""Measure what sharing an image's prefix gains: 28 questions about it, together and singly.
+"""Measure the speedup of answering 28 questions about an image with a shared prefix.
 
     python assets/bench/checklist_prefix.py [pixels of a side] [repetitions]
 
-The model is a random Qwen2.5-VL of a few layers, on one thread, in float32. Singly is the bare
-forward of every full prompt, media prepared beforehand; together is the judge with everything that
-it does.
+The model is a random Qwen2.5-VL of a few layers, on one thread, in float32. The baseline runs one
+forward pass per full prompt, on inputs prepared beforehand. The judge is timed completely,
+including preprocessing.
 """
 
 import statistics
@@ -41,7 +41,7 @@ VISION = {
 
 
 def main(side: int = 560, repetitions: int = 3) -> dict[str, float]:
-    """Return seconds of both ways, the largest difference of answers, and numbers of tokens."""
+    """Return the seconds of both methods, their largest difference, and the numbers of tokens."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         questions = read_question_set("vision_reward_image").questions[2:]
@@ -92,7 +92,7 @@ def forward_each(model: torch.nn.Module, judge: QwenYesNo, prompts: list[dict]) 
 
 
 def timed(work: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, torch.Tensor]:
-    """Return median seconds after one warm-up, and what the work returned."""
+    """Return median seconds after one warm-up, and the result of the work."""
     seconds = []
     for _ in range(repetitions + 1):
         start = time.perf_counter()

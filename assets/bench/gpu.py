@@ -1,12 +1,11 @@
-"""Measure on one GPU, in under ten minutes, what flowalign's claims about speed rest on.
+"""Measure flowalign's speed claims on one GPU in under ten minutes.
 
 `python -m assets.bench.gpu [--parts parity,ratio] [--limit 180] [--total 600] [--out FILE]`
 
-Networks have random weights at the sizes of SD3.5 Medium and Wan 2.1 1.3B; nothing is downloaded.
-Each part is a process of its own: one that fails, or takes too long, is named with its message, and
-what it had measured before is kept. Results are one JSON file, written anew after each part, and a
-table. Without a GPU the same parts run on the CPU on tiny networks, which measures nothing, but
-shows that they run.
+Networks have random weights in the sizes of SD3.5-M and Wan 2.1 1.3B; nothing is downloaded. Each
+part runs in a separate process. If a part fails or times out, its message and its earlier
+measurements are kept. The results are written to one JSON file after each part, and printed as a
+table. Without a GPU the same parts run on the CPU on tiny networks, which only tests that they run.
 """
 
 import argparse
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the chosen parts one after the other, and return what was written."""
+    """Run the selected parts one after the other, and return the results."""
     import torch
 
     from assets.bench.gpu_parts import PARTS
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def run_part(part: str, size: str, folder: str, limit: float) -> dict[str, Any]:
-    """Run one part in a process of its own, and return its state and the figures it has made."""
+    """Run one part in a separate process, and return its state and its figures."""
     if limit < 1:
         return {"state": "not started: the time of all parts was up", "figures": {}}
     file = Path(folder) / f"{part}.jsonl"
@@ -73,7 +72,7 @@ def run_part(part: str, size: str, folder: str, limit: float) -> dict[str, Any]:
 
 
 def save(found: dict[str, Any], out: Path) -> None:
-    """Write the file under another name, and rename it."""
+    """Write the file under a temporary name, and rename it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".part")
     temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""The parts of `assets/bench/gpu.py`: what one device shows, at published sizes or in small.
+"""Parts of `assets/bench/gpu.py`: measurements on one device, at published sizes or at toy scale.
 
-Networks have random weights and the sizes of published ones, so nothing is downloaded. On the CPU
-the same functions run on tiny networks.
+Networks have random weights in published sizes, so nothing is downloaded. On the CPU the same
+functions run on tiny networks.
 
 Each part is a generator of named figures, which are saved one by one: `python -m
-assets.bench.gpu_parts PART SIZE FOLDER FILE` appends them to a file, a line of JSON each.
+assets.bench.gpu_parts PART SIZE FOLDER FILE` appends each figure to a file as a line of JSON.
 """
 
 import json
@@ -27,13 +27,13 @@ from pipelines.network.speed import check_attention, set_attention, speed_up, us
 from pipelines.policy import DiffusersPolicy
 
 Figures = dict[str, float | str]
-"""Figures by name; "failed" is the message of what could not be measured."""
+"""Figures by name. "failed" holds the message of a measurement that failed."""
 REPEATS = 3
-"""Evaluations of which the median is taken."""
+"""Number of timed evaluations; their median is reported."""
 
 
 def parity(size: Size, _: Path) -> Iterator[tuple[str, Figures]]:
-    """Compare two updates of the embedded model on the CPU with those on the device."""
+    """Compare two updates of Shapes, the bundled toy model, on the CPU with two on the device."""
     start, here = trained_on("cpu")
     _, there = trained_on(size.device)
     yield (
@@ -46,7 +46,7 @@ def parity(size: Size, _: Path) -> Iterator[tuple[str, Figures]]:
 
 
 def trained_on(device: str) -> tuple[Tensor, Tensor]:
-    """Return the embedded model's adapter before and after two updates by a smooth reward."""
+    """Return the adapter of Shapes before and after two updates with a smooth reward."""
     arguments = "init_args: {path: assets/shapes/preference}, weight: {colour: 1.0}"
     reward = f"{{class_path: reward_models.TrainedReward, {arguments}}}"
     run, _ = load(
@@ -69,7 +69,7 @@ def trained_on(device: str) -> tuple[Tensor, Tensor]:
 
 
 def ratio(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure how far ratios are off 1 before the first update, in each precision."""
+    """Measure the deviation of ratios from 1 before the first update, in each precision."""
     for precision in size.precisions:
         few = [f"recipe.sampling.samples_per_prompt={min(size.group, size.micro_batch)}"]
         found = attempt(lambda p=precision, few=few: _drift(pictures(size, folder, [], p, few)))
@@ -77,7 +77,7 @@ def ratio(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
 
 
 def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Time an evaluation of Wan's network by each attention backend that is there."""
+    """Time an evaluation of Wan's network with each available attention backend."""
     policy, given = network(clips(size, folder), size, size.clips)
     set_attention("_native_math", policy.denoiser)
     exact = _velocity(policy, *given)
@@ -92,7 +92,7 @@ def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
 
 
 def compiling(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Time an evaluation of SD3.5 Medium's network as it is, and compiled."""
+    """Time an evaluation of SD3.5-M's network, eager and compiled."""
     policy, given = network(pictures(size, folder, [], None, []), size)
     exact, before = _velocity(policy, *given), evaluation_seconds(policy, *given)
     yield "eager", before
@@ -108,7 +108,7 @@ def compiling(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
 
 
 def activations(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure a sample's share of an evaluation, by micro-batch and gradient checkpointing."""
+    """Measure the cost per sample of an evaluation, by micro-batch and gradient checkpointing."""
     for recompute in ("false", "true"):
         changes = [f"policy.gradient_checkpointing={recompute}"]
         run = pictures(size, folder, [], None, changes)
@@ -130,13 +130,13 @@ def _per_sample(policy: DiffusersPolicy, size: Size, rows: int) -> Figures:
 
 
 def flow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure a step of Flow-GRPO at SD3.5 Medium's size."""
+    """Measure a step of Flow-GRPO at SD3.5-M's size."""
     few = [f"recipe.sampling.samples_per_prompt={size.group}"]
     yield "a step", attempt(lambda: measured(pictures(size, folder, [], None, few)))
 
 
 def tempflow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure a step of TempFlow-GRPO, with as many children at each step as a group has."""
+    """Measure a step of TempFlow-GRPO, with `comb` (seeds, children) of the size."""
     seeds, children = size.comb
     few = [
         f"recipe.sampling.samples_per_prompt={seeds * children * (size.num_steps - 1)}",
@@ -148,7 +148,7 @@ def tempflow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
 
 
 def nft(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure a step of DiffusionNFT at SD3.5 Medium's size."""
+    """Measure a step of DiffusionNFT at SD3.5-M's size."""
     last = size.num_steps - 1
     few = [
         f"recipe.data.sampling.samples_per_prompt={size.group}",
@@ -175,18 +175,18 @@ PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
     "wan": wan,
     "tempflow_grpo": tempflow_grpo,
 }
-"""What is measured, by name, in order."""
+"""Parts by name, in order."""
 
 
 def measured(run: Run) -> Figures:
-    """Return the figures of one step of a run after a first one."""
+    """Return the figures of the second step of a run."""
     return dict(measure(run, 1))
 
 
 def evaluation_seconds(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> Figures:
-    """Return median seconds of an evaluation without gradient, and of one with its backward.
+    """Return median seconds of an evaluation without gradient, and of one with its backward pass.
 
-    On the CPU they are seconds of processor time, which other processes do not change.
+    On the CPU they are processor seconds, which other processes do not affect.
     """
     given = policy, x, sigma, cond
     works = {"forward": lambda: _velocity(*given), "with_backward": lambda: _backward(*given)}
@@ -199,7 +199,7 @@ def evaluation_seconds(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: 
 
 
 def attempt(work: Callable[[], Figures]) -> Figures:
-    """Return the figures of some work, or the message with which it failed."""
+    """Return the figures of `work`, or its error message if it failed."""
     try:
         return work()
     except (RuntimeError, ValueError, ImportError, OSError) as error:  # also of memory and kernels
@@ -207,7 +207,7 @@ def attempt(work: Callable[[], Figures]) -> Figures:
 
 
 def _drift(run: Run) -> Figures:
-    """Return the largest |ratio - 1| of a step's transitions, and what the check allows."""
+    """Return the largest |ratio - 1| of a step's transitions, and the allowed maximum."""
     with start_temporarily(run) as session:
         metrics = next(iter(session.loop.run(range(1))))
     worst = max(v for name, v in metrics.items() if name.startswith("check/ratio_drift"))

@@ -1,6 +1,6 @@
-"""Runs and networks at published sizes, and in small, with random weights: no download.
+"""Runs and networks at published sizes or at toy scale, with random weights.
 
-The parts of `assets/bench/gpu.py` and the tests on a GPU share them.
+The parts of `assets/bench/gpu.py` and the GPU tests share them.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,23 @@ from pipelines.policy import DiffusersPolicy
 
 @dataclass(frozen=True)
 class Size:
-    """Says how large networks, pictures and groups are."""
+    """Sizes of networks, images, clips and groups."""
 
     device: str
     sd3: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of `assets.random_sd3.build`; the defaults are SD3.5 Medium's."""
+    """Arguments of `assets.random_sd3.build`; the defaults are SD3.5-M's."""
     wan: Mapping[str, int] = field(default_factory=dict)
     """Arguments of `assets.random_wan.build`; the defaults are Wan 2.1 1.3B's."""
     side: int = 512
-    """Height and width of pictures."""
+    """Height and width of images in pixels."""
     tokens: int = 128
-    """Text tokens beside CLIP's 77."""
+    """Number of text tokens in addition to CLIP's 77."""
     video: tuple[int, int, int] = (240, 416, 33)
-    """Height, width and frames of clips, of Flow-GRPO's Wan 2.1 configuration."""
+    """Height, width and frames of clips. Source: Flow-GRPO's Wan 2.1 configuration."""
     num_steps: int = 10
-    """Denoising steps of pictures and clips."""
+    """Denoising steps of images and clips."""
     group: int = 24
-    """Pictures per prompt."""
+    """Images per prompt."""
     clips: int = 4
     """Clips per prompt."""
     comb: tuple[int, int] = (4, 6)
@@ -45,9 +45,9 @@ class Size:
     rank: int = 32
     """Rank of the LoRA."""
     micro_batch: int = 8
-    """Pictures per network call."""
+    """Images per network call."""
     precisions: tuple[str, ...] = ("bf16", "fp16")
-    """Precisions of the ratio; the first is that of all other parts."""
+    """Precisions for the part `ratio`; all other parts use the first one."""
 
 
 FULL = Size("cuda")
@@ -79,7 +79,7 @@ MEDIUM = Size(
     micro_batch=4,
     precisions=("fp32",),
 )
-"""About what a processor core bears in minutes."""
+"""Size that takes a processor core several minutes."""
 SIZES = {"full": FULL, "medium": MEDIUM, "small": SMALL}
 
 
@@ -100,7 +100,7 @@ def build_networks(size: Size, folder: Path) -> None:
 def pictures(
     size: Size, folder: Path, method: list[str], precision: str | None, changes: list[str]
 ) -> Run:
-    """Return one prompt's step of a method at SD3.5 Medium's size, without guidance."""
+    """Return a run with one prompt per step at SD3.5-M's size, without guidance."""
     data = "recipe.data" if method == ["configs/methods/nft.yaml"] else "recipe"
     run, _ = load(
         ["configs/models/sd35_medium.yaml", *method],
@@ -116,7 +116,7 @@ def pictures(
 
 
 def clips(size: Size, folder: Path) -> Run:
-    """Return one prompt's step of Flow-GRPO at the size of Wan 2.1 1.3B, without guidance."""
+    """Return a run of Flow-GRPO with one prompt per step at the size of Wan 2.1 1.3B, unguided."""
     height, width, frames = size.video
     run, _ = load(
         "configs/models/wan21_1_3b.yaml",
@@ -152,7 +152,7 @@ def network(
 
 
 def inputs(policy: DiffusersPolicy, size: Size, rows: int) -> tuple[Tensor, Tensor, Any]:
-    """Return noise, the second noise level, and the conditioning of one prompt for so many rows."""
+    """Return noise, the second noise level, and the conditioning of one prompt for `rows` rows."""
     x = policy.noise(rows, torch.Generator().manual_seed(0))
     cond = policy.encode([Request("a red circle")])
     row = torch.zeros(rows, dtype=torch.long, device=x.device)

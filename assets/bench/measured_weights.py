@@ -1,10 +1,10 @@
-"""Time a training step with step weights that are measured against one with equal weights.
+"""Time a training step with measured step weights against one with equal weights.
 
 `python assets/bench/measured_weights.py [--config configs/shapes.yaml] [--steps 4]`
 
-Both train the run file on one process, a step of each in turns, so that a machine whose speed
-drifts treats them alike. Prints the median processor seconds of a step of each, and the median of
-the quotients of neighbours. Nothing is evaluated or written.
+Both train the run file in one process, alternating step by step, so that changes in the machine's
+speed affect both equally. Prints the median processor seconds per step of each, and the median
+quotient of neighbouring steps. No evaluation runs and no files are written.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Time `flowalign pairs` and its memory on a table of scores that yields this many pairs.
+"""Measure time and memory of `flowalign pairs` on a score table with a given number of pairs.
 
 `python assets/bench/pairs.py [--pairs 100000] [--media 4] [--rule gap]`
 
-Every prompt has `--media` images of 8 x 8 pixels, each a file of its own, so that the time includes
-the checks whether files exist, whether two are equal, and whether they have one size. Prints
-seconds and peak memory of the verb, run in a process of its own.
+Every prompt has `--media` images of 8 x 8 pixels in separate files, so that the time includes the
+checks for existing files, equal files and equal sizes. Prints seconds and peak memory of the
+command, which runs in a separate process.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Measure the share of a step's time that training on cached pairs waits for its data.
+"""Measure the share of step time that training on cached pairs waits for data.
 
 `python assets/bench/preference_data.py [--pictures 2048] [--prompts 256] [--step 0.5]`
 
-The cache has the sizes of SD3.5 at 512 pixels: latents of 16 x 64 x 64, mirrored too, and 154 x
-4096 numbers a prompt, in bfloat16 unless told otherwise. A step takes 32 pairs of a random order,
-every other one mirrored; a wait of `--step` seconds stands for networks on an accelerator. `--busy`
-computes on the processor instead, which then serves both. The first batch, which nothing hides,
-counts too.
+The cache has the sizes of SD3.5 at 512 pixels: latents of 16 x 64 x 64, plain and mirrored, and 154
+x 4096 numbers per prompt, by default in bfloat16. A step takes 32 pairs in random order and mirrors
+every other one. Waiting for `--step` seconds simulates an accelerator. `--busy` computes on the
+processor instead, which then also loads the data. The first batch has no preceding step to overlap
+with and is included.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LATENT, TEXT = (16, 64, 64), (154, 4096)
 
 
 class Wide(PixelPolicy):
-    """Makes latents and embeddings of the sizes of SD3.5 at no cost."""
+    """Policy that creates latents and embeddings in the sizes of SD3.5 at no cost."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -41,7 +41,7 @@ class Wide(PixelPolicy):
         return media.mean((1, 2, 3, 4)).reshape(-1, 1, 1, 1) + torch.rand(len(media), *LATENT)
 
     def encode(self, requests: Sequence[Request]) -> dict[str, Tensor]:
-        """Return noise of the sizes of SD3.5's embeddings."""
+        """Return noise in the sizes of SD3.5's embeddings."""
         return {
             "text": torch.rand(len(requests), *TEXT).to(self.dtype),
             "pooled": torch.rand(len(requests), 2048).to(self.dtype),
@@ -49,13 +49,13 @@ class Wide(PixelPolicy):
 
 
 def media(count: int) -> list[Media]:
-    """Return images of one pixel, all different."""
+    """Return distinct images of one pixel."""
     header = b"P6 1 1 255\n"
     return [Media(data=header + bytes([k % 256, k // 256 % 256, k // 65536])) for k in range(count)]
 
 
 def compute(seconds: float, busy: bool) -> None:
-    """Spend the time of a step's computation."""
+    """Take as long as a step's computation."""
     if not busy:
         time.sleep(seconds)
         return
@@ -65,7 +65,7 @@ def compute(seconds: float, busy: bool) -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Return seconds of the parts of a step, and the share of them spent waiting."""
+    """Return the seconds of the parts of a step, and the share of waiting."""
     dtype = getattr(torch, args.dtype)
     policy, pictures = Wide(dtype), media(args.pictures)
     prompts = [f"prompt {k}" for k in range(args.prompts)]

@@ -1,9 +1,9 @@
-"""Measure what is gained where a slow reward scores one batch of prompts while the next is sampled.
+"""Measure the gain of scoring one batch with a slow reward while the next batch is sampled.
 
     PYTHONPATH=. python assets/bench/scorer_overlap.py
 
-The reward has a process of its own and sleeps 50 ms per sample; the run is that of
-configs/shapes.yaml, for two steps of 16 prompts, sampled all at once or 4 at a time.
+The reward runs in a separate process and sleeps 50 ms per sample. The run is configs/shapes.yaml
+for two steps of 16 prompts, sampled all at once or 4 at a time.
 """
 
 import json
@@ -20,7 +20,7 @@ PARTS = "sample", "reward", "update", "step"
 
 
 class Slow(RewardModel):
-    """Mean of the pixels, after a while."""
+    """Reward that returns the mean of the pixels after a delay."""
 
     def __init__(self) -> None:
         self.spec = RewardSpec("slow", ("slow",), "any", (0.0, 1.0), "Apache-2.0")

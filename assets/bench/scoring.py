@@ -1,11 +1,11 @@
-"""Time a scoring job against the bare forward of its model at the same batch size.
+"""Time a scoring job against the bare forward pass of its model at the same batch size.
 
 `python assets/bench/scoring.py [--pictures 256] [--batch_size 16] [--side 256]`
 
-The model is a random CLIP (open_clip, `--model ViT-B-16` unless told otherwise), or, with `--model
-wait`, a simulated device that takes `--seconds` a batch and no processor time; the images are
-random JPEG files. Prints rows a second of both, their quotient, and the share of the job's time in
-which the model was at work. Both are timed several times in turns, and the medians are compared.
+The model is a random CLIP (open_clip, `--model`, default ViT-B-16). With `--model wait` it is a
+simulated device that takes `--seconds` per batch and no processor time. The images are random JPEG
+files. Prints the rows per second of both, their quotient, and the share of the job's time in which
+the model was busy. Both are timed several times in turns; the medians are compared.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, Rew
 
 
 class RandomClip(RewardModel, Loadable):
-    """Scores the cosine of image and prompt in a network with random weights."""
+    """Reward that scores the cosine of image and prompt in a network with random weights."""
 
     def __init__(self, name: str, device: str):
         self.name, self.device = name, device
@@ -47,7 +47,7 @@ class RandomClip(RewardModel, Loadable):
         return RewardOutput.build(self.spec, self.similarity(pixels, list(batch.prompts))[:, None])
 
     def similarity(self, pixels: Tensor, prompts: list[str]) -> Tensor:
-        """Return cosines; images are resized without care, as only the cost counts."""
+        """Return cosines. Images are resized approximately, because only the cost matters."""
         pixels = nn.functional.interpolate(pixels, (self.side, self.side), mode="bilinear")
         image = self.network.encode_image(pixels, normalize=True)
         text = self.network.encode_text(self.tokens(prompts).to(self.device), normalize=True)
@@ -55,14 +55,14 @@ class RandomClip(RewardModel, Loadable):
 
 
 class Wait(RewardModel, Loadable):
-    """Simulates a model on an accelerator, which takes time but no processor."""
+    """Reward that simulates a model on an accelerator, which takes time but no processor."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.spec = RewardSpec("wait", ("nothing",), "image", (0.0, 0.0), "none")
 
     def load(self) -> None:
-        """Do nothing: there is nothing to load."""
+        """Do nothing, because there are no weights."""
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Return zeros after the given seconds."""
@@ -86,7 +86,7 @@ def pictures(folder: Path, count: int, side: int) -> str:
 
 
 def bare(model: RewardModel, count: int, batch: int, side: int) -> float:
-    """Return rows a second of the forward alone, over and over on the same pixels."""
+    """Return rows per second of the forward pass alone, repeated on the same pixels."""
     media = torch.rand(batch, 1, 3, side, side)
     prompts = [f"picture {k}" for k in range(batch)]
     start = time.perf_counter()

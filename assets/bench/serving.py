@@ -1,8 +1,8 @@
-"""Measure what a round trip to a reward server adds: 16 images of 256 x 256 on the loopback.
+"""Measure the overhead of a round trip to a reward server: 16 images of 256 x 256 on the loopback.
 
     python assets/bench/serving.py
 
-Server and client are two processes; the model does nothing, so that all time is overhead.
+Server and client are two processes. The model does nothing, so all time is overhead.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from reward_models.wrappers.remote import RemoteReward
 
 
 class Nothing(RewardModel):
-    """Scores everything 0."""
+    """Reward that scores everything 0."""
 
     def __init__(self) -> None:
         self.spec = RewardSpec("nothing", ("nothing",), "any", (0.0, 0.0), "Apache-2.0")
@@ -41,7 +41,7 @@ uvicorn.run(app, port={port}, log_level="error")
 
 
 def measure(pixels: str, wait: float, repeats: int) -> dict[str, float]:
-    """Return the median and the best milliseconds of a round trip."""
+    """Return the median and the minimum milliseconds of a round trip."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,9 +1,9 @@
-"""Measure a reward server under 64 clients while hostile ones send what they should not.
+"""Measure a reward server under 64 clients while hostile clients send invalid requests.
 
     PYTHONPATH=. python assets/bench/serving_load.py --seconds 120
 
-The server is `flowalign serve-reward` in a process of its own, and so are the hostile clients; the
-well-behaved ones are threads of four processes, each asking again at once.
+The server is `flowalign serve-reward` in a separate process, and so are the hostile clients. The
+well-behaved clients are threads of four processes, each sending its next request immediately.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LIMITS = (
 
 
 def clients(url: str, seeds: range, until: float) -> tuple[list[float], list[str]]:
-    """Run well-behaved clients side by side; all seconds, and all that was wrong."""
+    """Run well-behaved clients in parallel; return all request seconds, and all errors."""
     torch.set_num_threads(1)
     going_on = lambda: time.time() < until  # noqa: E731
     with ThreadPoolExecutor(len(seeds)) as threads:
@@ -36,7 +36,7 @@ def clients(url: str, seeds: range, until: float) -> tuple[list[float], list[str
 
 
 def attack(url: str, count: int, until: float) -> tuple[Counter[str], list[str]]:
-    """Run hostile clients side by side; what they sent, and answers that were no refusals."""
+    """Run hostile clients in parallel; return the counts of requests, and wrongly accepted ones."""
     stopped = threading.Event()
     threading.Timer(until - time.time(), stopped.set).start()
     hostile = [Hostile(url, seed, stopped) for seed in range(count)]

@@ -1,6 +1,6 @@
-"""Train the methods of a study, draw their measure against both costs, and tabulate.
+"""Train the methods of a study, plot their measure against both costs, and tabulate.
 
-Scripts that compare methods by network evaluations and by reward calls share this.
+The scripts that compare methods by network evaluations and by reward calls share this module.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from flowalign.reports.comparison_chart import draw
 
 
 def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the slice that was asked for, and return the numbers of all that is finished."""
+    """Run the requested part, and return the numbers of all finished runs."""
     for name in args.only:
         tuned(study, args, name)
         compared(study, args, name)
@@ -42,7 +42,7 @@ def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def figure(content: dict[str, Any], place: Path) -> None:
-    """Draw the measure against both costs, with all seeds between, and the diversity at the end."""
+    """Draw the measure against both costs, with the range over seeds, and the final diversity."""
     comparison = compare(content["metric"], methods_of(content))
     fig, panels = plt.subplots(1, 3, figsize=(14, 4.6), dpi=100, layout="constrained")
     draw(panels[0], comparison, "network_evaluations")
@@ -59,7 +59,7 @@ def main(study: Study, description: str) -> None:
 
 
 def report(study: Study, args: argparse.Namespace) -> None:
-    """Run, draw and tabulate what was asked for."""
+    """Run, draw and tabulate the requested part."""
     make = (lambda: made(study, args)) if args.folder else None
     content = kept(args.to / f"{study.name}.json", make)
     figure(content, args.to / f"{study.name}.png")

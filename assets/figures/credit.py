@@ -1,9 +1,9 @@
-"""Keep a finished comparison as the figures of the README: JSON, PNG and the tables of the page.
+"""Store a finished comparison as the figures of the README: JSON, PNG and tables.
 
     flowalign compare ... --out runs/credit     # the command in docs/results/credit_study.md
     python assets/figures/credit.py runs/credit
 
-Writes `credit.json`, `credit.png` and `credit.html` beside this script and prints the table.
+Writes `credit.json`, `credit.png` and `credit.html` next to this script and prints the table.
 """
 
 import json
@@ -16,14 +16,14 @@ AXES = {"reward_calls": "reward calls", "network_evaluations": "evaluations", "s
 
 
 def spread(cell: dict) -> str:
-    """Format mean and standard deviation; the mean alone for one seed, a dash for nothing."""
+    """Format mean and standard deviation; only the mean for one seed, a dash without values."""
     if cell["mean"] is None:
         return "-"
     return f"{cell['mean']:.3f}" + (f" ± {cell['std']:.3f}" if cell["std"] is not None else "")
 
 
 def tables(comparison: dict) -> str:
-    """Tabulate what each method ended with, and what it had at the budget that all reached."""
+    """Tabulate the final results of each method, and its results at the budget that all reached."""
     budgets = comparison["budgets"]
     at = " | ".join(f"at {budgets[axis]:,.0f} {name}" for axis, name in AXES.items())
     lines = [

@@ -67,7 +67,7 @@ def _draw_images(panel: SubFigure, folder: Path) -> None:
 
 
 def _choose(before: list[np.ndarray], after: list[np.ndarray]) -> list[int]:
-    """Return the images to show: those that changed, evenly spaced, then others."""
+    """Return the images to show: changed images, evenly spaced, followed by others."""
     change = [
         np.abs(np.subtract(a, b, dtype=float)).mean() for a, b in zip(before, after, strict=True)
     ]

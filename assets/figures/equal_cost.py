@@ -1,9 +1,9 @@
-"""Tune methods alike, train each with several seeds at equal cost, and read what became of them.
+"""Tune methods equally, train each with several seeds at equal cost, and collect the results.
 
-Scripts of comparisons on the embedded model share this. Every method has the same small tuning:
-each rate for half of the budget, judged on training prompts, with a seed that is not compared. Its
-best rate is then trained with every seed for about the budget of network evaluations, and judged
-on held-out prompts. Rates are held constant.
+The scripts that compare methods on the toy model share this module. Every method gets the same
+small tuning: each learning rate is trained for half of the budget with a seed that is not compared,
+and evaluated on training prompts. The best rate is then trained with every seed for about the
+budget of network evaluations, and evaluated on held-out prompts. Rates are constant.
 """
 
 import argparse
@@ -25,21 +25,21 @@ from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent
 IMAGES = 512
-"""Images of an evaluation."""
+"""Images per evaluation."""
 TUNING_SEED = 100
 PROMPTS = "assets/shapes/prompts"
 
 
 def splits(folder: str = PROMPTS, *, held_out: bool = True) -> dict[str, str]:
-    """Return the prompts of an evaluation by the names of its splits.
+    """Return the prompt files of an evaluation by the names of its splits.
 
-    Those of training have the names of held-out ones, as mappings of run files merge.
+    Training prompts get the names of held-out splits, because mappings of run files merge.
     """
     return {name: f"{folder}/{name if held_out else 'train'}.txt" for name in ("seen", "unseen")}
 
 
 def measured_steps(files: Sequence[str], place: Path, budget: int) -> int:
-    """Return the steps of a budget, from the costs of three steps that are made in a folder."""
+    """Return the number of steps in a budget, from the costs of three trial steps in a folder."""
     trained(place / "steps", [*files, overlay(place / "steps.yaml", 3, 1e-3, None)])
     spent = [row["cost/network_evaluations"] for row in read_metrics(place / "steps")]
     # The first steps are also checked, which takes further evaluations.
@@ -48,37 +48,37 @@ def measured_steps(files: Sequence[str], place: Path, budget: int) -> int:
 
 @dataclass(frozen=True)
 class Study:
-    """Holds what is compared."""
+    """Methods to compare, with their budget and measures."""
 
     name: str
-    """Stem of the files beside the scripts."""
+    """Stem of the file names of the results."""
     methods: Mapping[str, Sequence[str]]
     """Run files of each method, composed from left to right."""
     budget: int
-    """Network evaluations of a run."""
+    """Network evaluations per run."""
     rates: tuple[float, ...]
-    """Learning rates that every method is tuned over."""
+    """Learning rates over which every method is tuned."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings of methods that no file has."""
+    """Further settings of methods, which are in no file."""
     steps: Callable[[Sequence[str], Path, int], int] = measured_steps
-    """Returns the steps of a budget, from run files and a folder for trials."""
+    """Function that returns the steps of a budget, from run files and a folder for trials."""
     evaluations: int = 5
-    """Evaluations of a run after its first."""
+    """Number of evaluations per run after the first."""
     metric: str = "exact_match"
-    """Dimension by which rates are chosen and runs are compared."""
+    """Dimension that selects rates and compares runs."""
     prompts: str = PROMPTS
     """Folder of the prompts."""
     guards: tuple[str, ...] = ()
-    """Further dimensions whose curves are kept."""
+    """Further dimensions with stored curves."""
 
 
 def run(*argv: str) -> None:
-    """Run a command of flowalign."""
+    """Run a flowalign command."""
     subprocess.run([sys.executable, "-m", "flowalign", *argv], check=True)
 
 
 def trained(folder: Path, files: Sequence[str]) -> dict[str, Any]:
-    """Train what is not finished in the folder yet, and return its summary."""
+    """Train the run in the folder unless it is finished, and return its summary."""
     summary = folder / "summary.json"
     if not summary.exists() or json.loads(summary.read_text())["status"] != "finished":
         begun = any((folder / "checkpoints").glob("step-*"))
@@ -94,7 +94,7 @@ def overlay(
     evaluation: dict[str, Any] | None,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write what a run of a method sets, and return the path."""
+    """Write the settings of a method's run, and return the path."""
     settings = {
         "num_steps": steps,
         "optimizer": {"learning_rate": rate, "decay": "constant"},
@@ -109,7 +109,7 @@ def overlay(
 def evaluated(
     study: Study, args: argparse.Namespace, steps: int, times: int | None = None
 ) -> dict[str, Any]:
-    """Return how a run that is compared is evaluated, so often after its first evaluation."""
+    """Return the evaluation settings of a compared run; `times` are those after the first."""
     every = -(-steps // (times or study.evaluations))
     return {"prompts": splits(study.prompts), "num_prompts": args.images, "every": every}
 
@@ -138,7 +138,7 @@ def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
 
 
 def compared(study: Study, args: argparse.Namespace, name: str) -> None:
-    """Train a method whose overlay is in the folder with every seed."""
+    """Train a method with every seed, using its overlay in the folder."""
     files = "+".join([*study.methods[name], str(args.folder / f"{name}.yaml")])
     seeds = [str(seed) for seed in args.seeds]
     where = ["--out", str(args.folder), "--jobs", str(args.jobs), "--metric", study.metric]
@@ -146,7 +146,7 @@ def compared(study: Study, args: argparse.Namespace, name: str) -> None:
 
 
 def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
-    """Return the finished runs of each method, in the order of seeds."""
+    """Return the finished runs of each method, ordered by seed."""
     known = [name for name in study.methods if (folder / f"{name}.yaml").exists()]
     configs = [[*study.methods[name], str(folder / f"{name}.yaml")] for name in known]
     found = {}
@@ -199,7 +199,7 @@ def results(study: Study, folder: Path, runs: Mapping[str, Sequence[Single]]) ->
 def dots(
     panel: Any, values: Mapping[str, Sequence[float]], before: float | None, label: str
 ) -> None:
-    """Draw a value of each seed and their mean, a row for each method; dashed: before training."""
+    """Draw each seed's value and their mean, one row per method; dashed: before training."""
     if before is not None:
         panel.axvline(before, color="#888888", lw=1, ls="--")
     for i, some in enumerate(values.values()):
@@ -210,7 +210,7 @@ def dots(
 
 
 def polished(fig: Any, panels: Any) -> None:
-    """Give all panels a grid, and the figure one legend below."""
+    """Add a grid to all panels, and one legend below the figure."""
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -221,7 +221,7 @@ def polished(fig: Any, panels: Any) -> None:
 def options(
     description: str, study: Study, parser: argparse.ArgumentParser | None = None
 ) -> argparse.ArgumentParser:
-    """Return the options that scripts of comparisons have, added to a script's own."""
+    """Return the shared options of comparison scripts, added to a script's own parser."""
     parser = parser or argparse.ArgumentParser(description=description)
     parser.add_argument("folder", nargs="?", type=Path, help="folder of the runs")
     names = list(study.methods)
@@ -237,7 +237,7 @@ def options(
 
 
 def kept(place: Path, make: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
-    """Write the numbers that are made, if any are, and return those in the file."""
+    """Write the numbers of `make`, if given, and return the numbers in the file."""
     if make:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(make(), indent=1) + "\n")

@@ -1,11 +1,11 @@
-"""Compare methods of several families at equal cost on the embedded model, and draw it.
+"""Compare methods of several families at equal cost on the toy model, and draw the results.
 
-    python assets/figures/families.py runs/families                           # goes on
-    python assets/figures/families.py runs/families --only nft --seeds 0      # a slice of it
+    python assets/figures/families.py runs/families                           # resumes
+    python assets/figures/families.py runs/families --only nft --seeds 0      # a part
 
-How methods are tuned and trained is in `equal_cost.py`. Writes `compare.*` of all runs that are
-finished into the folder, `families.json` and `families.png` beside this script, or into --to, and
-prints the table. Without a folder it draws what is there.
+See `equal_cost.py` for tuning and training. Writes `compare.*` of all finished runs into the
+folder, and `families.json` and `families.png` next to this script or into --to. Prints the table.
+Without a folder it draws the stored numbers.
 """
 
 from both_costs import main

@@ -1,15 +1,14 @@
-"""Compare gradient paths of a reward at equal cost on the embedded model, and draw it.
+"""Compare gradient paths of a reward at equal cost on the toy model, and draw the results.
 
-    python assets/figures/gradient_paths.py runs/gradient_paths    # continues
+    python assets/figures/gradient_paths.py runs/gradient_paths    # resumes
     python assets/figures/gradient_paths.py runs/gradient_paths --only refl --seeds 0
     python assets/figures/gradient_paths.py runs/gradient_paths --long flowbp_sparse
 
-The learned reward is followed, and the verifier only watched. How methods are tuned and trained is
-in `equal_cost.py`; here the steps of a budget follow from the dry run of each gradient path. Writes
+Training follows the learned reward; the verifier only monitors. See `equal_cost.py` for tuning and
+training. The number of steps in a budget follows from the dry run of each gradient path. Writes
 `gradient_paths.json` and `.png` next to this script, or into --to, and prints the table. --long
-continues the training of one gradient path, alone and with what might delay the hacking of its
-reward, in the subfolder `long`, and writes `gradient_paths_long.*`. Without a folder it draws the
-stored numbers.
+trains one gradient path longer, alone and with options that may delay reward hacking, in the
+subfolder `long`, and writes `gradient_paths_long.*`. Without a folder it draws the stored numbers.
 """
 
 import argparse
@@ -46,7 +45,7 @@ from flowalign.training import RewardGradient
 
 BASE, CLASSES = "configs/shapes_draft.yaml", "flowalign.gradient_paths"
 LENGTH = 4
-"""Budgets that the best gradient path is trained for with --long."""
+"""Number of budgets that --long trains the best gradient path for."""
 DIMENSIONS = ("colour", "shape", "count", "position", "clean")
 MEASURES = {
     "exact_match": ["exact_match"],
@@ -59,7 +58,7 @@ WORDS = {
     "unwanted": ["three", "triangles", "above", "purple"],
     "form": "released",
 }
-"""Control words that the towers of the embedded world know; they have none for quality."""
+"""Control words in the vocabulary of the toy world's towers, which has no words for quality."""
 
 
 def method(name: str) -> list[str]:
@@ -73,7 +72,7 @@ def gradient_path(name: str, **settings: Any) -> dict[str, Any]:
 
 
 def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
-    """Return the steps of a budget; the dry run of the gradient path says what one takes."""
+    """Return the steps of a budget, from the cost per step in the dry run of the gradient path."""
     recipe = load(files)[0].recipe
     assert isinstance(recipe, RewardGradient)
     with_gradient = recipe.cost.replayed + recipe.cost.elsewhere
@@ -122,11 +121,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relative": {"relative": WORDS},
     "relative_no_kl": {"relative": WORDS, "kl": 0.0},
 }
-"""Settings of the recipe in runs of --long."""
+"""Recipe settings of --long runs."""
 
 
 def study(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the slice that was asked for, and return the numbers of all that is finished."""
+    """Run the requested part, and return the numbers of all finished runs."""
     for name in args.only:
         tuned(STUDY, args, name)
         compared(STUDY, args, name)
@@ -135,7 +134,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def longer(args: argparse.Namespace) -> dict[str, Any]:
-    """Train one gradient path on at its tuned rate, with each variant, and return the numbers."""
+    """Train one gradient path longer at its tuned rate, in each variant; return the numbers."""
     settings = yaml.safe_load(tuned(STUDY, args, args.long).read_text())
     steps, rate = LENGTH * settings["num_steps"], settings["optimizer"]["learning_rate"]
     args.folder = args.folder / "long" / args.long
@@ -203,7 +202,7 @@ def figure(content: dict[str, Any], place: Path) -> None:
 
 
 def long_figure(content: dict[str, Any], place: Path) -> None:
-    """Draw all measures of each variant against evaluations: thin every seed, thick their mean."""
+    """Draw all measures of each variant against evaluations: seeds thin, their mean thick."""
     fig, panels = plt.subplots(1, 4, figsize=(17, 4.4), dpi=100, layout="constrained")
     for panel, measure in zip(panels, MEASURES, strict=True):
         for i, (name, runs) in enumerate(content["histories"].items()):

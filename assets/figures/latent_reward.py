@@ -1,10 +1,9 @@
-"""Measure a reward of noisy latents: its agreement with rewards of pictures, credit, and guidance.
+"""Measure a reward of noisy latents: its agreement with image rewards, its credit, its guidance.
 
     python assets/figures/latent_reward.py assets/shapes/latent    # minutes on one core
 
-The pictures are of held-out prompts, none of which the rewards were trained on. Writes
-`latent_reward.json` and `latent_reward.png` beside this script. Without a folder it draws what is
-there.
+The images use held-out prompts that the rewards were not trained on. Writes `latent_reward.json`
+and `latent_reward.png` next to this script. Without a folder it draws the stored numbers.
 """
 
 import json
@@ -42,7 +41,7 @@ from reward_models.wrappers.trained import TrainedReward
 HERE = Path(__file__).parent
 DIMS = ("colour", "shape", "count", "position", "clean")
 LEVELS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
-"""Noise levels; at 1 the states of a pair are equal."""
+"""Noise levels. Level 1 is left out, because both states of a pair would be equal."""
 SCALES = (0.0, 0.5, 1.0, 2.0, 4.0)
 PROMPTS, COPIES, STEPS, WINDOW = 96, 4, 8, (0, 3)
 CREDITED, GROUP, GUIDED = 16, 12, 256
@@ -50,21 +49,21 @@ RESAMPLES = 1000
 
 
 def loaded() -> SD3:
-    """Return the embedded model before training, with an adapter that is switched on."""
+    """Return the toy model before training, with an active adapter."""
     policy = SD3("assets/shapes/sd3", 32, 32, 1.0, precision="fp32", max_sequence_length=1)
     policy.load(torch.device("cpu"))
     return policy
 
 
 def held_out(count: int) -> list[Request]:
-    """Return every other prompt of *seen* and of *unseen*, so that both are there alike."""
+    """Return prompts of *seen* and *unseen* in turns, so that both are equally represented."""
     parts = [read_requests(f"assets/shapes/prompts/{split}.txt") for split in ("seen", "unseen")]
     both = [request for pair in zip(*parts, strict=False) for request in pair]
     return [both[i % len(both)] for i in range(count)]
 
 
 def interval(found: Callable[[Tensor], float], count: int) -> list[float]:
-    """Return a figure of all clusters, and its 95 % interval by resampling clusters."""
+    """Return a statistic over all clusters, and its 95 % interval by resampling clusters."""
     drawn = torch.Generator().manual_seed(0)
     rows = torch.randint(count, (RESAMPLES, count), generator=drawn)
     values = torch.tensor([found(row) for row in rows], dtype=torch.float64)
@@ -78,7 +77,7 @@ def total(reward: RewardModel, media: Tensor, prompts: list[str]) -> Tensor:
 
 
 class Agreement:
-    """Orders pairs of pictures of a prompt by a truth, and says how often scores order alike."""
+    """Pairs of images per prompt, ordered by a true score, for measuring the accuracy of scores."""
 
     def __init__(self, truth: Tensor, group: Tensor):
         self.i, self.j = (group[:, None] == group).triu(1).nonzero(as_tuple=True)
@@ -88,7 +87,7 @@ class Agreement:
         self.group, self.count = group[self.i], int(group.max()) + 1
 
     def of(self, score: Tensor) -> list[float]:
-        """Return the share of pairs that are ordered alike, with its interval over prompts."""
+        """Return the share of correctly ordered pairs, with its interval over prompts."""
         right = ((score[self.i] - score[self.j]).sign() == self.sign).double()
         sums = torch.zeros(self.count, dtype=torch.float64).index_add(0, self.group, right)
         pairs = torch.bincount(self.group, minlength=self.count).double()
@@ -96,9 +95,9 @@ class Agreement:
 
 
 def by_level(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
-    """Return pair accuracy at each noise level; the pictures of a prompt share noise.
+    """Return pair accuracy at each noise level; the images of a prompt share their noise.
 
-    The truth is the mean of the dimensions, and then the verifier of each dimension alone.
+    The true score is the mean of the dimensions, and for each dimension the verifier's score.
     """
     requests = [request for request in held_out(PROMPTS) for _ in range(COPIES)]
     seeds = [generator(0, "latent figure", i) for i in range(len(requests))]
@@ -136,7 +135,7 @@ def settings(credit: Gain | LatentGain) -> PolicyGradientSettings:
 
 
 def credited(policy: SD3, credit: Gain | LatentGain, reward: RewardModel) -> dict[str, Any]:
-    """Return the credit of each sample and step of the window, less the mean of its prompt."""
+    """Return the credit of each sample and step of the window, minus the mean of its prompt."""
     cfg, costs = settings(credit), Costs()
     rewards = Rewards([reward], dict.fromkeys(DIMS, 1 / len(DIMS)), costs=costs)
     rewards.load()
@@ -157,7 +156,7 @@ def credited(policy: SD3, credit: Gain | LatentGain, reward: RewardModel) -> dic
 
 
 def by_credit(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
-    """Compare credit by the latent reward with credit by completion, for the same rollouts."""
+    """Compare credit from the latent reward with credit from completions, for the same rollouts."""
     learned = TrainedReward("assets/shapes/preference")
     found = {
         "latent": credited(policy, LatentGain(reward=latent), ShapesVerifier()),
@@ -181,7 +180,7 @@ def by_credit(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
 
 
 def by_scale(policy: SD3, latent: TrainedLatentReward) -> list[dict[str, Any]]:
-    """Return what the verifier finds of pictures under Flow-NRG of several scales."""
+    """Return the verifier's scores of images sampled with Flow-NRG at several scales."""
     requests = held_out(GUIDED)
     prompts, rows = [r.prompt for r in requests], []
     for scale in SCALES:

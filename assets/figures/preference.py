@@ -2,8 +2,8 @@
 
     python assets/figures/preference.py runs/table
 
-Every folder there is METHOD-SEED. Writes `preference.png` and `preference.json` beside this script
-and prints the table.
+Every folder in it is called METHOD-SEED. Writes `preference.png` and `preference.json` next to this
+script and prints the table.
 """
 
 import json
@@ -32,7 +32,7 @@ SHOWN = ("pairs/implicit_accuracy", "pairs/drift_chosen", "pairs/drift_rejected"
 
 
 def read(root: Path) -> dict[str, list[dict]]:
-    """Return summaries by method, in the order of seeds."""
+    """Return summaries by method, ordered by seed."""
     found: dict[str, list[dict]] = {}
     for file in sorted(root.glob("*-*/summary.json")):
         method = file.parent.name.rpartition("-")[0]
@@ -60,7 +60,7 @@ def figure(runs: dict[str, list[dict]]) -> None:
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Tabulate every seed, mean and standard deviation, and what it cost."""
+    """Tabulate every seed, mean and standard deviation, and the cost."""
     lines = [
         "| method | exact_match, each seed | gain | diversity | pairs in order "
         "| error of chosen, rejected | evaluations, seconds |",
@@ -82,7 +82,7 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 
 def _pairs(some: list[dict]) -> list[str]:
-    """Format the metrics on held-out pairs; dashes where there are none."""
+    """Format the metrics on held-out pairs; dashes if there are none."""
     if SHOWN[0] not in some[0]["after"]:
         return ["-", "-"]
     accuracy, chosen, rejected = (mean(_after(some, name)) for name in SHOWN)

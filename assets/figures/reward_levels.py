@@ -1,11 +1,11 @@
-"""Train with words for the strictness of samples, and ask for the best, for none and for the worst.
+"""Train with reward-level words, then sample with the best word, without one, and with the worst.
 
-    python assets/figures/reward_levels.py runs/reward_levels              # goes on
-    python assets/figures/reward_levels.py runs/reward_levels --seeds 0    # a slice of it
+    python assets/figures/reward_levels.py runs/reward_levels              # resumes
+    python assets/figures/reward_levels.py runs/reward_levels --seeds 0    # a part
 
-Trains `configs/shapes_levels.yaml` with each seed, samples the held-out prompts with its averaged
-weights in three ways from equal noise, and writes `reward_levels.json` beside this script, or into
---to, once all seeds are there. Prints the table.
+Trains `configs/shapes_levels.yaml` with each seed. Samples the held-out prompts with its averaged
+weights in three ways from equal noise. Writes `reward_levels.json` next to this script, or into
+--to, when all seeds are finished. Prints the table.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SEEDS = (0, 1, 2)
 
 
 def asked(folder: Path, images: int) -> dict[str, Any]:
-    """Return exact_match and diversity of a run, asked in three ways, and of the base model."""
+    """Return exact_match and diversity of a run, sampled in three ways, and of the base model."""
     run, _ = load(CONFIG)
     torch.set_num_threads(run.threads or 1)
     rewards, processes = run.build_rewards(), join("cpu")
@@ -50,7 +50,7 @@ def asked(folder: Path, images: int) -> dict[str, Any]:
 
 
 def studied(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train and measure what is not there yet."""
+    """Train and measure seeds that are missing."""
     place, file = folder / f"seed{seed}", folder / f"seed{seed}.json"
     if not file.exists():
         summary = trained(place, [CONFIG, "--seed", str(seed), "--evaluation", "null", *args.set])
@@ -73,7 +73,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the slice that was asked for, and tabulate."""
+    """Run the requested part, and tabulate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)

@@ -1,11 +1,11 @@
-"""Draw what a search of the embedded model finds beside best-of-N, at equal network evaluations.
+"""Compare tree search with best-of-N on the toy model at equal network evaluations.
 
     python assets/figures/search.py
 
-Samples the held-out prompts of configs/shapes.yaml with three seeds of noise, by trees of several
-sizes and by up to 13 independent samples. States and samples are valued by the reward of that file,
-whose dimension `exact_match` is also what is drawn. Writes `search.png` and `search.json` beside
-this script; five minutes on one core.
+Samples the held-out prompts of configs/shapes.yaml with three noise seeds, by trees of several
+sizes and by up to 13 independent samples. The reward of that run file values states and samples;
+its dimension `exact_match` is plotted. Writes `search.png` and `search.json` next to this script;
+takes five minutes on one core.
 """
 
 import json
@@ -35,7 +35,7 @@ TREES = (
 
 
 class Scorer:
-    """Scores latents, and remembers what their rewards were."""
+    """Scorer of latents that stores the last exact_match values."""
 
     def __init__(self, policy, rewards):
         self.policy, self.rewards = policy, rewards
@@ -51,13 +51,13 @@ class Scorer:
 
 
 def held_out(run) -> list[Request]:
-    """Return equally many held-out prompts of each split."""
+    """Return the same number of held-out prompts from each split."""
     splits = [read_requests(path) for path in run.evaluation.prompts.values()]
     return [request for some in splits for request in some[: PROMPTS // len(splits)]]
 
 
 def of_trees(policy, scorer: Scorer, requests: list[Request], seed: int) -> list[float]:
-    """Return the share of exactly matching pictures that each tree finds."""
+    """Return the share of exactly matching images that each tree finds."""
     found = []
     for tree in TREES:
         draws = [generator(seed, "search", i) for i in range(len(requests))]
@@ -68,7 +68,7 @@ def of_trees(policy, scorer: Scorer, requests: list[Request], seed: int) -> list
 
 
 def of_samples(policy, scorer: Scorer, requests: list[Request], seed: int) -> list[float]:
-    """Return the share of exactly matching pictures among the best of 1, 2, ... samples."""
+    """Return the share of exactly matching images among the best of 1, 2, ... samples."""
     totals, exact_match = [], []
     for number in range(MOST):
         draws = [generator(seed, "sample", number, i) for i in range(len(requests))]

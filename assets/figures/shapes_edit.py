@@ -1,10 +1,10 @@
-"""Draw what runs on the embedded editing model made of it, from finished runs of several seeds.
+"""Draw the results of training the toy editing model, from finished runs of several seeds.
 
     PYTHONPATH=assets/shapes:assets/shapes_edit python assets/figures/shapes_edit.py RUN [RUN ...]
 
-Writes `shapes_edit.png` (source, result before and after the first run, and what was wanted; held
-out, two requests of every verb of which one result is right and one is not) and `shapes_edit.json`
-(numbers of all runs) beside this script.
+Writes `shapes_edit.png` and `shapes_edit.json` (numbers of all runs) next to this script. The
+figure shows source, result before and after the first run, and target. It has two held-out requests
+per verb for which exactly one of the two results is right.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from reward_models.verifiers.shapes_edit import ShapesEditVerifier
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "shapes_edit" / "kontext"
 EACH = 2
-"""Requests of a verb."""
+"""Requests per verb."""
 KEYS = ("seed", "before", "after", "seconds", "steps", "network_evaluations", "reward_calls")
 
 
 def results(pipe: FluxKontextPipeline, some: Sequence[Edit]) -> Tensor:
-    """Return the pipeline's pictures of requests."""
+    """Return the pipeline's images for requests."""
     return pipe(
         image=torch.stack([picture(edit.change.source) for edit in some]),
         prompt=[edit.instruction for edit in some],
@@ -50,7 +50,7 @@ def results(pipe: FluxKontextPipeline, some: Sequence[Edit]) -> Tensor:
 
 
 def right(some: Sequence[Edit], made: Tensor) -> list[bool]:
-    """Return which results are strictly right."""
+    """Return whether each result matches exactly."""
     batch = MediaBatch(
         made[:, None],
         [edit.instruction for edit in some],
@@ -61,7 +61,7 @@ def right(some: Sequence[Edit], made: Tensor) -> list[bool]:
 
 
 def changed(some: Sequence[Edit], before: Tensor, after: Tensor) -> list[int]:
-    """Return requests that only one of two results does right, `EACH` of every verb."""
+    """Return requests for which exactly one of two results is right, `EACH` per verb."""
     pairs = zip(right(some, before), right(some, after), strict=True)
     found = [i for i, (was, became) in enumerate(pairs) if was != became]
     by_verb = [[i for i in found if some[i].combination[0] == verb][:EACH] for verb in EDITS]
@@ -69,7 +69,7 @@ def changed(some: Sequence[Edit], before: Tensor, after: Tensor) -> list[int]:
 
 
 def figure(some: Sequence[Edit], before: Tensor, after: Tensor, chosen: Sequence[int]) -> None:
-    """Draw four pictures for each chosen request, `EACH` requests in a row."""
+    """Draw four images for each selected request, `EACH` requests per row."""
     fig, axes = plt.subplots(len(EDITS), 4 * EACH, figsize=(11, 6.6), dpi=100, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")

@@ -1,14 +1,14 @@
-"""Compare outcomes with credit of single steps, and weights of steps, at equal cost.
+"""Compare outcome credit with single-step credit, and step weights, at equal cost.
 
-    python assets/figures/step_credit.py runs/step_credit --seeds 0 1 2 3 4         # goes on
-    python assets/figures/step_credit.py runs/step_credit --only comb --seeds 0     # a slice
+    python assets/figures/step_credit.py runs/step_credit --seeds 0 1 2 3 4         # resumes
+    python assets/figures/step_credit.py runs/step_credit --only comb --seeds 0     # a part
     python assets/figures/step_credit.py runs/late --setting late --seeds 0 1 2 3 4
 
 All methods of a setting train the same steps, with the same kernel, noise and loss. They differ in
-how a group's samples come apart and in what is credited, or, in the setting `weights`, in how much
-each step weighs. How methods are tuned and trained is in `equal_cost.py`. Writes `compare.*` of all
-runs that are finished into the folder, `step_credit*.json` and `step_credit*.png` of the setting
-beside this script, or into --to, and prints the tables. Without a folder it draws what is there.
+the branching of a group's samples and in the credited quantity, or, in the setting `weights`, in
+the step weights. See `equal_cost.py` for tuning and training. Writes `compare.*` of all finished
+runs into the folder, and `step_credit*.json` and `step_credit*.png` of the setting next to this
+script or into --to. Prints the tables. Without a folder it draws the stored numbers.
 """
 
 import argparse
@@ -27,13 +27,13 @@ JPEG = {
         {"class_path": "reward_models.ShapesVerifier"},
     ],
 }
-"""DDPO's compressibility, with the verifier as a guard that weighs nothing."""
+"""DDPO's compressibility, with the verifier as a guard of weight 0."""
 
 
 def recipes(
     steps: int, start: int, stop: int, children: int, samples: int = 192
 ) -> dict[str, dict[str, Any]]:
-    """Return outcomes of several noises and of one, and a comb of as many samples in a step."""
+    """Return outcome credit with several noises and with one, and a comb of equal size."""
     trained = window(start, stop) | {"num_steps": steps}
     each = children * (stop - start)
     comb = {"class_path": "flowalign.sampling.Comb", "init_args": {"children": children}}
@@ -50,7 +50,7 @@ def recipes(
 
 
 def weighted() -> dict[str, dict[str, Any]]:
-    """Return outcomes of all steps but the last of six, by how much each step weighs."""
+    """Return outcome credit of all steps except the last of six, with several step weights."""
     trained = {"sampling": ALL | {"num_steps": 6}}
     measured = {"measured": "gradient"}
     weights = {"uniform": "uniform", "std": "std", "measured": measured}
@@ -66,7 +66,7 @@ def study(
     methods: Sequence[str] | None = None,
     **changes: Any,
 ) -> Study:
-    """Return the comparison of recipes in a setting, which `more` changes in the run files."""
+    """Return the comparison of recipes in a setting; `more` changes the run files."""
     methods = methods or tuple(made)
     return Study(
         name="_".join(["step_credit", *([setting] if setting != "early" else [])]),

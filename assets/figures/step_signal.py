@@ -1,11 +1,11 @@
-"""Compare what the probe predicts with what short trainings gain, and draw it.
+"""Compare the probe's predictions with the gains of short trainings, and draw them.
 
-    python assets/figures/step_signal.py runs/signal    # an hour on one core; goes on
+    python assets/figures/step_signal.py runs/signal    # an hour on one core; resumes
 
 Every setting differs from configs/shapes.yaml by its overlay. It is probed before training, and
 trained for about BUDGET network evaluations at the demo's learning rate, held constant. Writes
-`step_signal.json` and `step_signal.png` beside this script. Without a folder it draws what is
-there.
+`step_signal.json` and `step_signal.png` next to this script. Without a folder it draws the stored
+numbers.
 """
 
 import json
@@ -38,7 +38,7 @@ def window(start: int, stop: int) -> dict[str, Any]:
 
 
 def arranged(name: str, children: int) -> dict[str, Any]:
-    """Return 12 prompts of 16 samples from one noise, credited by what descends from each."""
+    """Return 12 prompts of 16 samples from one initial noise, credited by their descendants."""
     branching = {"class_path": f"flowalign.sampling.{name}", "init_args": {"children": children}}
     branch = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
     sampling = {"samples_per_prompt": 16, "seeds_per_prompt": 1, "branching": branching}
@@ -71,7 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    """Probe and train what is not in the folder yet, and return a row for each setting."""
+    """Probe and train settings that are missing in the folder, and return one row per setting."""
     rows = []
     for number, (name, recipe) in enumerate(SETTINGS.items()):
         place = folder / f"{number:02d}"
@@ -111,7 +111,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(*argv: str) -> None:
-    """Run a command of flowalign."""
+    """Run a flowalign command."""
     subprocess.run([sys.executable, "-m", "flowalign", *argv], check=True)
 
 

@@ -1,14 +1,15 @@
 """Compare a student of two teachers with mixed rewards, and SOAR with fine-tuning.
 
-    python assets/figures/teachers.py runs/teachers                         # goes on where it was
-    python assets/figures/teachers.py runs/teachers --only opd --seeds 0    # a slice of it
-    python assets/figures/teachers.py runs/teachers --table                 # of what is finished
+    python assets/figures/teachers.py runs/teachers                         # resumes
+    python assets/figures/teachers.py runs/teachers --only opd --seeds 0    # a part
+    python assets/figures/teachers.py runs/teachers --table                 # finished runs
 
-For each seed two teachers are trained on a reward and the prompts of its own, their student by OPD,
-and Flow-GRPO on both rewards for the network evaluations of all three together. SOAR and
-fine-tuning learn from the same pictures of the embedded world in equally many steps; a step of SOAR
-costs more, which the table says. Rewards are those of held-out prompts after training; a student
-has reached a teacher if it is at most MARGIN below it. Writes `teachers.json` into the folder.
+For each seed two teachers are trained, each on one reward and its own prompts. OPD trains their
+student. Flow-GRPO trains on both rewards with the network evaluations of all three runs together.
+SOAR and fine-tuning learn from the same images of Shapes in the same number of steps; a step of
+SOAR costs more, as the table shows. Rewards are measured on held-out prompts after training. A
+student has reached a teacher if it is at most MARGIN below it. Writes `teachers.json` into the
+folder.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from world import render, splits
 from flowalign.utils.seeds import generator
 
 MARGIN = 0.03
-"""Distance below a teacher's reward within which a student has reached it."""
+"""Maximum distance below a teacher's reward at which a student has reached it."""
 TEACHERS = {"relations": "relations/position", "counts": "counts/count"}
-"""The reward of each teacher, on held-out prompts of its own."""
+"""Reward of each teacher, on its own held-out prompts."""
 CONFIGS = {
     **{name: f"configs/teachers/shapes/{name}.yaml" for name in (*TEACHERS, "opd", "mixed")},
     "soar": "configs/preference/shapes/soar.yaml",
@@ -41,7 +42,7 @@ METRICS = [*TEACHERS.values(), "exact_match"]
 
 
 def draw(folder: Path, count: int) -> None:
-    """Write true pictures of the training prompts, and the file that names them."""
+    """Write true images of the training prompts, and the file that lists them."""
     place = folder / "pictures"
     if (place / "train.jsonl").exists():
         return
@@ -56,7 +57,7 @@ def draw(folder: Path, count: int) -> None:
 
 
 def summary(folder: Path, name: str, seed: int) -> dict[str, Any] | None:
-    """Return what a finished run found, or None."""
+    """Return the summary of a finished run, or None."""
     file = folder / name / f"seed{seed}" / "summary.json"
     found = json.loads(file.read_text()) if file.exists() else {"status": "missing"}
     return found if found["status"] == "finished" else None
@@ -71,7 +72,7 @@ def evaluations(folder: Path, name: str, seed: int) -> tuple[int, int]:
 
 
 def settings(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
-    """Return what this study sets in a run: its steps, its seed, and where its inputs are."""
+    """Return the overlay of a run: its steps, its seed, and the paths of its inputs."""
     steps = args.steps or yaml.safe_load(Path(CONFIGS[name]).read_text()).get("num_steps")
     own: dict[str, Any] = {"seed": seed, "output_dir": str(args.folder / name / f"seed{seed}")}
     own |= {"num_steps": steps} if steps else {}
@@ -90,7 +91,7 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace, name: str, seed: int) -> None:
-    """Train what is not finished yet, and first what it needs."""
+    """Train a run unless it is finished, after the runs that it depends on."""
     for other in NEEDED.get(name, []):
         train(args, other, seed)
     if summary(args.folder, name, seed):
@@ -132,7 +133,7 @@ def table(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the slice that was asked for, and print and write the table."""
+    """Run the requested part, and print and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,8 +2,8 @@
 
     python assets/figures/video.py runs/video
 
-Every folder there is METHOD-SEED. Writes `video.png` and `video.json` beside this script and prints
-the table; film strips are of the Flow-GRPO run with the smallest seed.
+Every folder in it is called METHOD-SEED. Writes `video.png` and `video.json` next to this script
+and prints the table. Film strips come from the Flow-GRPO run with the smallest seed.
 """
 
 import json
@@ -31,7 +31,7 @@ SHOWN = 5
 
 
 def read(root: Path) -> dict[str, list[dict]]:
-    """Return summaries by method, in the order of seeds."""
+    """Return summaries by method, ordered by seed."""
     found: dict[str, list[dict]] = {}
     for file in sorted(root.glob("*-*/summary.json")):
         method = file.parent.name.rpartition("-")[0]
@@ -41,7 +41,7 @@ def read(root: Path) -> dict[str, list[dict]]:
 
 
 def figure(runs: dict[str, list[dict]], strips: Path) -> None:
-    """Draw a dot for each seed above, and clips before and after below."""
+    """Draw a dot for each seed, and clips before and after below."""
     fig = plt.figure(figsize=(11, 6.8), dpi=100, layout="constrained")
     above, below = fig.subfigures(2, 1, height_ratios=[1, 1.25])
     order = list(runs)[::-1]
@@ -62,7 +62,7 @@ def figure(runs: dict[str, list[dict]], strips: Path) -> None:
 
 
 def _strips(part, samples: Path) -> None:
-    """Draw the same prompts and noises before and after, those first that changed most."""
+    """Draw the same prompts and noises before and after, most changed ones first."""
     about = json.loads((samples / "index.json").read_text())
     first, last = (
         np.asarray(Image.open(samples / f"step-{step:06d}.png").convert("RGB"))
@@ -82,7 +82,7 @@ def _strips(part, samples: Path) -> None:
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Tabulate every seed, and what it cost."""
+    """Tabulate every seed and its cost."""
     lines = [
         "| method | exact_match, each seed | gain | amount of motion | diversity | evaluations, "
         "reward calls | seconds |",

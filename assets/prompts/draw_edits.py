@@ -1,4 +1,4 @@
-"""Draws the pictures, masks and requests of `edits.jsonl` and `fills.jsonl`, beside this file.
+"""Draws the images, masks and requests of `edits.jsonl` and `fills.jsonl`, next to this file.
 
 python assets/prompts/draw_edits.py
 """
@@ -19,7 +19,7 @@ SCENES = {
     "balloon": (88, 38, 168, 168),
     "lighthouse": (98, 48, 158, 208),
 }
-"""What stands in the middle of each picture, and the box around it."""
+"""Object in the middle of each image, and its bounding box."""
 EDITS = (
     "make the {} red",
     "paint blue stripes on the {}",
@@ -39,7 +39,7 @@ FILLS = (
 
 
 def scene(name: str, box: tuple[int, int, int, int]) -> Image.Image:
-    """A thing between two grounds."""
+    """Draw an object in front of sky and ground."""
     water = name in ("boat", "lighthouse")
     picture = Image.new("RGB", (SIZE, SIZE), SKY)
     pen = ImageDraw.Draw(picture)
@@ -69,7 +69,7 @@ def scene(name: str, box: tuple[int, int, int, int]) -> Image.Image:
 
 
 def main() -> None:
-    """Write everything."""
+    """Write all images, masks and requests."""
     folder = HERE / "edits"
     folder.mkdir(exist_ok=True)
     edits, fills = [], []

@@ -1,8 +1,8 @@
-"""Train the embedded text-to-image model from scratch, write it to `sd3/` for diffusers.
+"""Train Shapes, the bundled toy text-to-image model, from scratch and write it to `sd3/`.
 
     python assets/shapes/build.py            # about half an hour on two CPU cores, seeded
 
-Training stops early, when half of the images are right, so that alignment has something to do. Two
+Training stops early, when half of the images are right, to leave room for alignment. It has two
 stages: a small AutoencoderKL (four times smaller per side) on rendered images, then an
 SD3Transformer2DModel together with both CLIP text encoders by conditional flow matching on its
 latents. The prompts of the *unseen* split never occur.
@@ -40,12 +40,11 @@ from reward_models.verifiers.shapes import ShapesVerifier
 
 HERE = Path(__file__).parent
 T5_LENGTHS = (1, 256)
-"""Numbers of zero tokens in T5's place: 1 is what flowalign asks for, 256 what a plain
-`pipe(prompt)` does."""
+"""Numbers of zero tokens that replace T5: flowalign uses 1, and a plain `pipe(prompt)` uses 256."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer of this world's prompts."""
+    """Return the tokenizer of Shapes prompts."""
     words = {w for c in COUNTS for o in COLOURS for s in SHAPES for w in phrase(c, o, s).split()}
     return whole_words(words | {w for r in RELATIONS for w in r.split()}, 12)
 
@@ -87,11 +86,10 @@ def text_encoder(vocab: int, layers: int) -> CLIPTextModelWithProjection:
 
 
 def silent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
-    """Return a zero-output T5 stub, as if T5 were absent, and a tokenizer that reads nothing.
+    """Return a zero-output T5 stub, as if T5 were absent, and a tokenizer that ignores its input.
 
-    Diffusers refuses to load an SD3 folder without T5 unless the caller passes
-    `text_encoder_3=None`; with this stub a plain `from_pretrained` works and gives the same
-    numbers.
+    Diffusers does not load an SD3 folder without T5 unless the caller passes `text_encoder_3=None`.
+    With this stub a plain `from_pretrained` works and gives the same numbers.
     """
     model = T5EncoderModel(
         T5Config(
@@ -189,7 +187,7 @@ def train_vae(vae: AutoencoderKL, pictures: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Return the dataset's latents; set the scaling and shift that make them standard."""
+    """Return the dataset's latents; set the scaling and shift that standardise them."""
     latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures.split(256)])
     vae.register_to_config(
         scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())

@@ -1,10 +1,11 @@
-"""Train the embedded two-tower model on the shapes world, and write it to `clip/` for open_clip.
+"""Train the two-tower model of Shapes, the bundled toy world, and write it to `clip/`.
 
     python assets/shapes/clip.py          # about twenty minutes on one CPU core, seeded
 
-Contrastive learning on rendered pictures, half of them as the embedded autoencoder reproduces
-them. A batch holds scenes and their near misses (one word of the prompt changed), so that the
-towers have to look at every word. The prompts of the *unseen* split never occur.
+It learns contrastively on rendered images; half of them are passed through the toy model's
+autoencoder. A batch holds scenes and their near misses (one word of the prompt changed), so that
+the towers must read every word. The prompts of the *unseen* split never occur. open_clip can load
+the folder.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def near_misses(prompts: list[str]) -> dict[str, list[str]]:
-    """Return, for each prompt, prompts of its length with one word or the order changed."""
+    """Return, for each prompt, prompts of equal length with one word or the order changed."""
     known, words = set(prompts), [*COLOURS, *SHAPES, *(s + "s" for s in SHAPES), "two", "three"]
     found: dict[str, list[str]] = {}
     for prompt in prompts:
@@ -98,7 +99,7 @@ def pictures(prompts: list[str], copies: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def reproduced(drawn: Tensor) -> Tensor:
-    """Pass images through the embedded autoencoder, whose artefacts a policy's images bear."""
+    """Pass images through the toy model's autoencoder, so that they have its artefacts."""
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL.from_pretrained(HERE / "sd3" / "vae").eval()
@@ -156,7 +157,7 @@ def train(args: argparse.Namespace) -> tuple[open_clip.CLIP, PreTrainedTokenizer
 
 @torch.no_grad()
 def choice_accuracy(model: open_clip.CLIP, words: PreTrainedTokenizerFast, split: str) -> float:
-    """Return how often a new image is nearer to its own prompt than to a near miss of it."""
+    """Return how often a new image is closer to its own prompt than to a near miss."""
     mean, std = (torch.tensor(CONFIG["preprocess_cfg"][k]).view(3, 1, 1) for k in ("mean", "std"))
     everything, generator = [p for some in splits().values() for p in some], torch.Generator()
     misses, rng = near_misses(everything), random.Random(5)

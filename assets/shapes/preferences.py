@@ -1,10 +1,10 @@
-"""Draw preferences over images of the embedded model, with known ground truth.
+"""Create preferences over images of the toy model, with known ground truth.
 
     python assets/shapes/preferences.py runs/preferences      # a few minutes on one CPU core
 
-Generates four images per prompt and ranks them in each dimension of the verifier; images that it
-scores alike are ties. Training images show prompts of the *train* split, those to test on prompts
-of *seen* and *unseen*. Writes PNG files, `train.jsonl` and `test.jsonl`.
+Generates four images per prompt and ranks them in each dimension of the verifier. Images with equal
+scores are ties. Training images use prompts of the *train* split, test images prompts of *seen* and
+*unseen*. Writes PNG files, `train.jsonl` and `test.jsonl`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def draw(policy: SD3, prompts: list[str], count: int, purpose: str, steps: int) 
 
 
 def main() -> None:
-    """Generate the images, score them and write files."""
+    """Generate the images, score them and write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--count", type=int, default=4, help="pictures per prompt")

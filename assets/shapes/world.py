@@ -1,9 +1,9 @@
-"""Define the shapes world: every prompt, its splits, and a seeded renderer of ground truth.
+"""Define Shapes, the toy world: every prompt, its splits, and a seeded ground-truth renderer.
 
-Run as a script to write `prompts/{train,seen,unseen}.txt` and, for two teachers, the prompts with a
-relation and those without: `prompts/{relations,counts}.txt` to train on, `held_out_*.txt` to
-evaluate, and `taught.jsonl`, in which each training prompt names its teacher; those without a
-relation, which are few, stand there ten times.
+Run it as a script to write `prompts/{train,seen,unseen}.txt`. For two teachers, it also writes the
+prompts with a relation and those without: `prompts/{relations,counts}.txt` for training and
+`held_out_*.txt` for evaluation. `taught.jsonl` names the teacher of each training prompt; it
+repeats prompts without a relation ten times, because there are few.
 """
 
 import json
@@ -38,8 +38,9 @@ def phrase(count: str, colour: str, shape: str) -> str:
 def splits(seed: int = 0) -> dict[str, list[str]]:
     """Return disjoint prompt lists: train, seen (not in alignment), unseen (nor in pretraining).
 
-    An unseen relation uses a pair of objects that pretraining never shows in any relation; an
-    unseen count is a number of one object that it never shows. Every single object is shown.
+    An unseen relation uses a pair of objects that pretraining never shows in any relation. An
+    unseen count is a number of one object that pretraining never shows. Every single object is
+    shown.
     """
     rng = random.Random(seed)
     singles = [phrase("a", *o) for o in OBJECTS]
@@ -63,7 +64,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
 
 def render(prompt: str, generator: torch.Generator) -> Tensor:
-    """Render a random image [3, 32, 32] in [0, 1] that shows exactly what the prompt says."""
+    """Render a random image [3, 32, 32] in [0, 1] that shows exactly the prompt's scene."""
     scene = parse_prompt(prompt)
     while (placed := _place(scene, generator)) is None:
         pass
@@ -118,7 +119,7 @@ def _uniform(low: float, high: float, generator: torch.Generator) -> float:
 
 
 def taught(prompts: Sequence[str]) -> dict[str, list[str]]:
-    """Return the prompts that say where objects are, and those that say how many there are."""
+    """Return the prompts that request a relation, and the prompts that request only a count."""
     found: dict[str, list[str]] = {"relations": [], "counts": []}
     for prompt in prompts:
         found["counts" if parse_prompt(prompt).relation is None else "relations"].append(prompt)

@@ -1,6 +1,6 @@
-"""Define the world of edited shapes: instructions, their pictures before and after, and splits.
+"""Define the editing world of Shapes: instructions, images before and after, and splits.
 
-Run as a script to write `requests/{train,seen,unseen}.jsonl` and the source pictures beside them:
+Run it as a script to write `requests/{train,seen,unseen}.jsonl` and the source images:
 
     PYTHONPATH=assets/shapes python assets/shapes_edit/edited_world.py
 """
@@ -19,35 +19,35 @@ from reward_models.verifiers.shapes import COLOURS, RELATIONS
 from reward_models.verifiers.shapes_edit import EditChange, ShapeObject
 
 WAYS = {"left of": "to the left", "right of": "to the right", "above": "up", "below": "down"}
-"""How an instruction to move says where the new place lies from the old one."""
+"""Phrases that describe the direction of a move."""
 EDITS: dict[str, list[tuple[str, ...]]] = {
     "make": [(*kind, colour) for kind in OBJECTS for colour in COLOURS if colour != kind[0]],
     "move": [(*kind, relation) for kind in OBJECTS for relation in RELATIONS],
     "remove": list(OBJECTS),
     "add": [(*kind, relation) for kind in OBJECTS for relation in RELATIONS],
 }
-"""Combinations of each verb: colour and shape of its object, and what becomes of it."""
+"""Combinations of each verb: colour and shape of its object, and its new colour or position."""
 NUMBERS = {"train": 400, "seen": 200, "unseen": 200}
-"""How many requests a split has."""
+"""Number of requests per split."""
 
 _STEP = 9.0
-"""Pixels that an object moves by."""
+"""Distance of a move in pixels."""
 _GAP = 1.5
-"""Least distance of two objects in pixels."""
+"""Minimum distance of two objects in pixels."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Holds an instruction, and what is in the picture before and after."""
+    """Instruction with the objects before and after it."""
 
     instruction: str
     combination: tuple[str, ...]
-    """The verb and one of its combinations in `EDITS`."""
+    """Verb and one of its combinations in `EDITS`."""
     change: EditChange
 
 
 def combinations(seed: int = 0) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the combinations that pretraining shows, and every eighth, which it never does."""
+    """Return the combinations that pretraining shows, and every eighth one, which it omits."""
     rng, shown, hidden = random.Random(seed), [], []
     for verb, some in EDITS.items():
         shuffled = [(verb, *one) for one in rng.sample(some, len(some))]
@@ -57,14 +57,14 @@ def combinations(seed: int = 0) -> tuple[list[tuple[str, ...]], list[tuple[str, 
 
 
 def edits(some: Sequence[tuple[str, ...]], number: int, seed: int) -> list[Edit]:
-    """Draw edits of these combinations, each verb equally often."""
+    """Draw edits from a list of combinations, each verb equally often."""
     rng = random.Random(seed)
     by_verb = [[one for one in some if one[0] == verb] for verb in EDITS]
     return [_edit(rng.choice(by_verb[i % len(by_verb)]), rng) for i in range(number)]
 
 
 def splits() -> dict[str, list[Edit]]:
-    """Return disjoint requests: train, seen (not in alignment), unseen (combinations, too)."""
+    """Return disjoint requests: train, seen (not in alignment), unseen (other combinations)."""
     shown, hidden = combinations()
     of = {"train": shown, "seen": shown, "unseen": hidden}
     return {name: edits(of[name], NUMBERS[name], seed=i + 1) for i, name in enumerate(of)}
@@ -90,7 +90,7 @@ def _edit(combination: tuple[str, ...], rng: random.Random) -> Edit:
 
 
 def _others(verb: str, rng: random.Random) -> int:
-    """Return how many objects there are beside the one that is edited or added."""
+    """Return the number of objects other than the edited or added one."""
     return rng.choice({"make": (0, 1, 2), "move": (0, 1, 2), "remove": (1, 2), "add": (1, 2)}[verb])
 
 
@@ -141,7 +141,7 @@ def _instruction(
     verb: str, subject: ShapeObject, change: EditChange, what: list[str], rng: random.Random
 ) -> str:
     def name(thing: ShapeObject) -> str:
-        """Name an object of the source: by its shape alone, where that is enough, half the time."""
+        """Name an object of the source, half the time only by its shape if this is unambiguous."""
         alone = sum(one.shape == thing.shape for one in change.source) == 1
         return thing.shape if alone and rng.random() < 0.5 else f"{thing.colour} {thing.shape}"
 
@@ -154,7 +154,7 @@ def _instruction(
 
 
 def write(folder: Path) -> None:
-    """Write every split: a row for each request, and its source as a picture of 32 x 32."""
+    """Write every split: a row for each request, and its source as an image of 32 x 32."""
     for name, some in splits().items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         rows = []

@@ -1,12 +1,12 @@
-"""Train the embedded editing model from scratch, write it to `kontext/` for diffusers.
+"""Train the toy editing model of Shapes from scratch and write it to `kontext/`.
 
     PYTHONPATH=assets/shapes python assets/shapes_edit/train.py    # on one CPU core, seeded
 
-An autoencoder exists: that of the embedded text-to-image model. A FluxTransformer2DModel and both
-text encoders, T5 for the words and CLIP for the whole, learn the latents of edited pictures by
-conditional flow matching, with the tokens of the source appended as FLUX.1 Kontext has it. The
-*unseen* combinations never occur. As in collected data, in a share of the pairs nothing was edited,
-so the model returns a source unchanged about as often: alignment has something to do.
+The autoencoder comes from the toy text-to-image model. A FluxTransformer2DModel and both text
+encoders (T5 for tokens, CLIP for the pooled vector) learn the latents of edited images by
+conditional flow matching, with the tokens of the source appended as in FLUX.1 Kontext. The *unseen*
+combinations never occur. In a share of the pairs the target equals the source, as in collected
+data. The model therefore often returns the source unchanged, which leaves room for alignment.
 """
 
 import argparse
@@ -42,17 +42,17 @@ from reward_models.verifiers.shapes_edit import ShapeObject, ShapesEditVerifier
 
 HERE = Path(__file__).parent
 TOKENS = 13
-"""Padded length of an instruction, enough for the longest. The model learns no other."""
+"""Padded length of an instruction, enough for the longest. The model learns no other length."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer of this world's instructions."""
+    """Return the tokenizer of instructions."""
     texts = [*EDITS, *COLOURS, *SHAPES, *RELATIONS, *WAYS.values(), "a the it"]
     return whole_words({word for text in texts for word in text.split()}, TOKENS)
 
 
 def clip(vocab: int) -> CLIPTextModel:
-    """Return a CLIP text tower of width 48, of which FLUX.1 uses the pooled output."""
+    """Return a CLIP text tower of width 48; FLUX.1 uses its pooled output."""
     return CLIPTextModel(
         CLIPTextConfig(
             vocab_size=vocab,
@@ -69,7 +69,7 @@ def clip(vocab: int) -> CLIPTextModel:
 
 
 def t5(vocab: int) -> T5EncoderModel:
-    """Return a T5 encoder of width 64, whose outputs are the tokens of the instruction."""
+    """Return a T5 encoder of width 64 for the tokens of the instruction."""
     return T5EncoderModel(
         T5Config(
             vocab_size=vocab,
@@ -115,7 +115,7 @@ def new_pipeline(args: argparse.Namespace) -> FluxKontextPipeline:
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, scenes: Sequence[Sequence[ShapeObject]]) -> Tensor:
-    """Return the normalised latents of pictures, packed into tokens of 2 x 2."""
+    """Return the normalised latents of images, packed into tokens of 2 x 2."""
     parts = []
     for i in range(0, len(scenes), 256):
         pictures = torch.stack([picture(scene) for scene in scenes[i : i + 256]])
@@ -125,7 +125,7 @@ def encode(vae: AutoencoderKL, scenes: Sequence[Sequence[ShapeObject]]) -> Tenso
 
 
 class Editor(nn.Module):
-    """Holds what is trained, and predicts velocities as the pipeline asks for them."""
+    """Trained networks, which predict velocities as in the pipeline."""
 
     def __init__(self, pipe: FluxKontextPipeline):
         super().__init__()
@@ -144,7 +144,7 @@ class Editor(nn.Module):
     def velocity(
         self, x: Tensor, sigma: Tensor, source: Tensor, text: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Return the velocity of target tokens beside those of their source."""
+        """Return the velocity of target tokens, given the tokens of their source."""
         return self.transformer(
             hidden_states=torch.cat([x, source], 1),
             timestep=sigma,
@@ -202,7 +202,7 @@ def words_of(pipe: FluxKontextPipeline, some: list[Edit]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(pipe: FluxKontextPipeline, editor: Editor, split: str, steps: int = 8) -> float:
-    """Print every dimension of the verifier, mean over requests and by verb; return exact_match."""
+    """Print every dimension of the verifier, averaged and by verb; return exact_match."""
     some = splits()[split]
     source = encode(pipe.vae, [edit.change.source for edit in some])
     text = editor.embed(words_of(pipe, some))

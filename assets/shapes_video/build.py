@@ -1,13 +1,12 @@
-"""Train the embedded text-to-video model from scratch, write it to `wan/` for diffusers.
+"""Train the toy text-to-video model of moving Shapes from scratch and write it to `wan/`.
 
     python assets/shapes_video/build.py      # under an hour on two CPU cores, seeded
 
-Training stops early, when about every third held-out clip is right without guidance, so that
-alignment has something to do.
-A small AutoencoderKLWan (four times smaller per side, twice in time) learns on rendered clips; then
-its decoder goes on alone in a process of its own, while a WanTransformer3DModel together with its
-UMT5 text encoder learns the latents by conditional flow matching. The prompts of the *unseen* split
-never occur.
+Training stops early, when about a third of the held-out clips are right without guidance, to leave
+room for alignment. A small AutoencoderKLWan (four times smaller per side, twice in time) learns on
+rendered clips. Its decoder then continues to train in a separate process, while a
+WanTransformer3DModel together with its UMT5 text encoder learns the latents by conditional flow
+matching. The prompts of the *unseen* split never occur.
 """
 
 import argparse
@@ -37,19 +36,19 @@ from reward_models.verifiers.moving_shapes import COUNTS, MovingShapesVerifier, 
 
 HERE = Path(__file__).parent
 TOKENS = 16
-"""Padded prompt length that flowalign asks for; the longest prompt and its end fit."""
+"""Padded prompt length that flowalign uses; the longest prompt with its end token fits."""
 LENGTHS = (TOKENS, 512)
-"""Padded prompt lengths in training. 512 is what a plain `pipe(prompt)` pads to, with zeros that
-are attended to: the model learns that seldom and is worse at it, so give
-`max_sequence_length=16`."""
+"""Padded prompt lengths in training. A plain `pipe(prompt)` pads to 512 with zeros that are
+attended to. The model rarely sees this length and is worse at it, so set `max_sequence_length=16`.
+"""
 CHANNELS = 8
 SHIFT = 3.0
-"""Shift of the schedule, in training too, as Wan has at 480p. What a clip shows is decided at the
-noisy end, where few of a plain logit-normal's times lie: one in 25 above .85."""
+"""Shift of the schedule, also in training, as for Wan at 480p. The noisy end decides the content of
+a clip, but a plain logit-normal has few timesteps there: one in 25 above .85."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a whole-word tokenizer; <eos> ends every prompt, as T5 has it."""
+    """Return a whole-word tokenizer; <eos> ends every prompt, as in T5."""
     clauses = [write_clause(c, *o, m) for c in COUNTS for o in OBJECTS for m in MOTIONS]
     words = sorted({"and", *(word for clause in clauses for word in clause.split())})
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
@@ -68,7 +67,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_pipeline(args: argparse.Namespace) -> WanPipeline:
-    """Build the untrained pipeline; the schedule is Wan's own."""
+    """Build the untrained pipeline with Wan's own schedule."""
     words = tokenizer()
     vae = AutoencoderKLWan(
         base_dim=12,
@@ -122,7 +121,7 @@ def new_pipeline(args: argparse.Namespace) -> WanPipeline:
 
 
 def dataset(number: int, seed: int) -> tuple[Tensor, list[str]]:
-    """Render clips of shown prompts in 8 bits: 20 % one object, 30 % two alike, 50 % a pair."""
+    """Render 8-bit clips of shown prompts: 20 % one object, 30 % two of a kind, 50 % a pair."""
     prompts = splits()["shown"]
     kinds = [
         [p for p in prompts if p.startswith("a ") and " and " not in p],
@@ -141,13 +140,13 @@ def pixels(clips: Tensor) -> Tensor:
 
 
 def train_decoder(vae: AutoencoderKLWan, clips: Tensor, steps: int) -> None:
-    """Train the decoder alone, in place and on one thread: latents stay what they are."""
+    """Train only the decoder, in place and on one thread, so that the latents do not change."""
     torch.set_num_threads(1)
     train_vae(vae, clips, steps, encoder=False)
 
 
 def train_vae(vae: AutoencoderKLWan, clips: Tensor, steps: int, encoder: bool) -> None:
-    """Train reconstruction, objects weighted five times their surroundings, with a light KL."""
+    """Train reconstruction with a light KL; objects weigh five times as much as the background."""
     generator = torch.Generator().manual_seed(1 if encoder else 4)
     trained = vae if encoder else nn.ModuleList([vae.post_quant_conv, vae.decoder])
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3, weight_decay=1e-4)
@@ -175,7 +174,7 @@ def train_vae(vae: AutoencoderKLWan, clips: Tensor, steps: int, encoder: bool) -
 
 @torch.no_grad()
 def encode_all(vae: AutoencoderKLWan, clips: Tensor) -> Tensor:
-    """Return the dataset's latents; set mean and std per channel that make them standard."""
+    """Return the dataset's latents; set the mean and std per channel that standardise them."""
     latents = torch.cat([vae.encode(pixels(x)).latent_dist.mean for x in clips.split(64)])
     mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -191,7 +190,7 @@ def decoded(vae: AutoencoderKLWan, x: Tensor) -> Tensor:
 
 
 def exact_match(clips: Tensor, prompts: list[str]) -> float:
-    """Return the share of clips that show exactly what the prompt says."""
+    """Return the share of clips that match their prompts exactly."""
     return float(MovingShapesVerifier().score(MediaBatch(clips, prompts)).values[:, -1].mean())
 
 
@@ -204,7 +203,7 @@ def train_flow(
 ) -> None:
     """Train transformer and text encoder by conditional flow matching; keep the EMA weights.
 
-    One thread is left to the decoder's process for the first `args.beside` steps.
+    The decoder's process uses one thread for the first `args.beside` steps.
     """
     trained = nn.ModuleList([pipe.transformer, pipe.text_encoder]).train()
     average = copy.deepcopy(trained)
@@ -263,7 +262,7 @@ def finish(decoder: mp.Process) -> None:
 
 
 def draw(latents: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Draw clips, which of them lose their prompt, and their noise and times."""
+    """Draw clips, a mask of dropped prompts, noise and timesteps."""
     pick = torch.randint(len(latents), (number,), generator=generator)
     dropped = torch.rand(number, generator=generator) < 0.1
     noise = torch.randn(number, *latents.shape[1:], generator=generator)
@@ -271,7 +270,7 @@ def draw(latents: Tensor, number: int, generator: torch.Generator) -> tuple[Tens
 
 
 def shifted(sigma: Tensor) -> Tensor:
-    """Shift times towards noise, as the schedule does."""
+    """Shift timesteps towards noise, as the schedule does."""
     return SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
 
 
@@ -283,7 +282,7 @@ def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
 
 
 def indexed(pipe: WanPipeline, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens and masks of the unique prompts and, last, of none; and each prompt's row."""
+    """Return tokens and masks of the unique prompts and an empty one, and each prompt's row."""
     unique = [*sorted(set(prompts)), ""]
     index = {prompt: i for i, prompt in enumerate(unique)}
     return *tokens(pipe, unique), torch.tensor([index[p] for p in prompts])
@@ -296,7 +295,7 @@ def tokens(pipe: WanPipeline, prompts: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def embed(encoder: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Embed text as the pipeline's own `encode_prompt` does, with zeros behind the end."""
+    """Embed text as the pipeline's own `encode_prompt` does, with zeros after the end token."""
     return encoder(ids, mask).last_hidden_state * mask[..., None]
 
 
@@ -327,7 +326,7 @@ def log(stage: str, step: int, steps: int, start: float, value: float) -> None:
 
 
 def save(pipe: WanPipeline, folder: Path) -> None:
-    """Write the pipeline in half precision, the text encoder in full."""
+    """Write the pipeline in half precision, except the text encoder."""
     for module in (pipe.transformer, pipe.vae):
         module.half()
     pipe.save_pretrained(folder)

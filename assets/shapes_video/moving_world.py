@@ -1,6 +1,6 @@
-"""Define the world of moving shapes: every prompt, its splits, a seeded renderer of ground truth.
+"""Define moving Shapes, the toy video world: every prompt, its splits, and a seeded renderer.
 
-python assets/shapes_video/moving_world.py                      # prompts/{train,seen,unseen}.txt
+python assets/shapes_video/moving_world.py                      # prompts/*.txt
 python assets/shapes_video/moving_world.py --clips runs/clips   # rendered clips with prompts
 """
 
@@ -28,8 +28,8 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
     """Return prompt lists: `shown` in pretraining, its parts `train` and `seen`, and `unseen`.
 
     train, seen and unseen are disjoint. An unseen pair joins two objects that pretraining never
-    shows together; an unseen number is one of an object and a motion that it never shows twice.
-    Every single object is shown.
+    shows together. An unseen number is two of an object with a motion that pretraining never shows
+    twice. Every single object is shown.
     """
     rng = random.Random(seed)
     singles = [write_clause("a", *o, m) for o in OBJECTS for m in MOTIONS]
@@ -58,7 +58,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
 
 def render(prompt: str, generator: torch.Generator) -> Float[Tensor, "F 3 H W"]:
-    """Render a random clip in [0, 1] that shows exactly what the prompt says."""
+    """Render a random clip in [0, 1] that shows exactly the prompt's scene."""
     actors = parse_prompt(prompt)
     while (paths := _place(actors, generator)) is None:
         pass
@@ -111,7 +111,7 @@ def _uniform(low: float, high: float, generator: torch.Generator) -> float:
 
 
 def write_prompts() -> None:
-    """Write `prompts/{train,seen,unseen}.txt` beside this file."""
+    """Write `prompts/{train,seen,unseen}.txt` next to this file."""
     folder = Path(__file__).parent / "prompts"
     folder.mkdir(exist_ok=True)
     for name, prompts in splits().items():
