@@ -129,10 +129,11 @@ class Processes:
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
-        if self.ranks > 1:
-            self._wait_for_all("max_rank_difference")
-        sums = torch.stack([gather_whole(p.detach()).double().sum().cpu() for p in parameters])
-        gathered = self.ungrouped.gather(sums[None])
+        if self.ranks == 1:
+            return 0.0
+        self._wait_for_all("max_rank_difference")
+        sums = torch.stack([gather_whole(p.detach()).double().sum() for p in parameters])
+        gathered = self.ungrouped.gather(sums[None].cpu())
         return float((gathered.amax(0) - gathered.amin(0)).max())
 
     def barrier(self) -> None:

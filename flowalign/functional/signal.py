@@ -88,13 +88,13 @@ def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float
     """Estimate signal and noise of one batch without bias from its two independent halves.
 
     Their gradients add up to the batch's; each has the expectation share * m_k, where the share is
-    that of its samples.
+    that of its samples. The result is on the CPU: it is small, and GPUs compute float64 slowly.
     """
     first, second = halves
     whole = first + second
-    between = (first @ second.T).double() / (shares[0] * shares[1])
+    between = (first @ second.T).cpu().double() / (shares[0] * shares[1])
     signal = (between + between.T) / 2
-    return Moments(signal, (whole @ whole.T).double() - signal)
+    return Moments(signal, (whole @ whole.T).cpu().double() - signal)
 
 
 def project(vector: Float[Tensor, "p"], signs: Bool[Tensor, "p"], size: int) -> Float[Tensor, "q"]:

@@ -1,0 +1,96 @@
+"""The simulated GPU raises what a GPU raises, counts operations, and computes as the CPU."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.fixtures.simulated_gpu import on_simulated_gpu
+
+pytestmark = pytest.mark.slow
+
+
+def refused():
+    """Messages of what the device refuses."""
+    on_device, on_cpu = torch.ones(2, device="cuda"), torch.ones(2)
+    half = torch.ones(1, 1, 2, 4, device="cuda", dtype=torch.float16)
+    attempts = {
+        "two devices": lambda: on_device + on_cpu,
+        "in place": lambda: on_cpu.add_(on_device),
+        "numpy": lambda: on_device.numpy(),
+        "attention": lambda: scaled_dot_product_attention(half.float(), half.float(), half),
+    }
+    messages = {}
+    with torch.autocast("cuda", torch.float16):
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+            except (RuntimeError, TypeError) as error:
+                messages[name] = str(error)
+    return messages
+
+
+def test_what_a_gpu_refuses_is_refused():
+    messages, _ = on_simulated_gpu(refused)
+    assert messages.keys() == {"two devices", "in place", "numpy", "attention"}
+    assert "at least two devices, cuda:0 and cpu" in messages["two devices"]
+    assert "float32/float32/float16" in messages["attention"]
+
+
+def counted():
+    x = torch.arange(4.0).to("cuda")
+    x.sum().item()
+    x.double().cpu()
+    (x + 1.5).tolist()
+    assert torch.ones(3, device="cuda").device.type == "cuda"
+
+
+def test_reads_uploads_and_float64_are_counted():
+    _, usage = on_simulated_gpu(counted)
+    assert sum(usage.host_reads.values()) == 3
+    assert sum(usage.uploads.values()) == 1
+    assert sum(usage.float64.values()) == 0  # the conversions alone compute nothing in it
+    assert usage.peak_bytes >= 4 * 4
+
+
+def gradients():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.RMSNorm(8), torch.nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    network(x).square().sum().backward()
+    expected = [p.grad.clone() for p in network.parameters()]
+    network.zero_grad()
+    network.to("cuda")
+    network(x.to("cuda")).square().sum().backward()
+    found = [p.grad.cpu() for p in network.parameters()]
+    with torch.autocast("cuda", torch.bfloat16):
+        hidden = network[0](x.to("cuda"))
+        normed = network[1](hidden)
+    same = all(map(torch.allclose, found, expected))
+    return same, str(hidden.dtype), str(normed.dtype)
+
+
+def test_values_are_those_of_the_cpu_and_autocast_that_of_cuda():
+    (same, hidden, normed), _ = on_simulated_gpu(gradients)
+    assert same
+    assert hidden == "torch.bfloat16"
+    assert normed == "torch.float32"  # CUDA autocast since torch 2.12; not so on the CPU
+
+
+def failing():
+    raise ValueError("a reason to fail")
+
+
+def test_a_failure_is_told():
+    with pytest.raises(AssertionError, match="a reason to fail"):
+        on_simulated_gpu(failing)
+
+
+def test_networks_without_values_are_counted_by_bytes():
+    _, usage = on_simulated_gpu(large, payload="meta")
+    assert usage.peak_bytes == pytest.approx(4 * (20_000**2 + 2 * 20_000), rel=1e-3)
+
+
+def large():
+    weight = torch.empty(20_000, 20_000, device="cuda")
+    y = torch.ones(1, 20_000, device="cuda") @ weight
+    assert y.mean().item() == 0.5
