@@ -1,4 +1,4 @@
-"""Train by policy gradients: rewards of rollouts, credited to denoising steps (the GRPO family)."""
+"""Train with policy gradients, with rewards credited to denoising steps (the GRPO family)."""
 
 from flowalign.training.policy_gradient.recipe import PolicyGradient
 

@@ -1,4 +1,4 @@
-"""Cut the batch of a step into minibatches: single transitions, or pairs of better and worse."""
+"""Split the batch of a step into minibatches of single transitions or of pairs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,37 +17,36 @@ from flowalign.types import BestTransition, Minibatch, Trajectory
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Holds the transitions that one step trains on this rank, with the masks of all ranks."""
+    """Transitions of this rank that one step trains, with the masks of all ranks."""
 
     trajectory: Trajectory
     """Trajectories of this rank."""
     advantage: Float[Tensor, "B T"]
     """Advantage of each transition."""
     mask: Bool[Tensor, "B T"]
-    """True where a transition is trained."""
+    """Mask of the trained transitions."""
     weight: Float[Tensor, "T"]
     """Weight of each denoising step in the loss."""
     global_mask: Bool[Tensor, "B_all T"]
     """Masks of all ranks, in rank order."""
     rank_offset: int
-    """Position of this rank's first sample among those of all ranks."""
+    """Global position of this rank's first sample."""
     process: Float[Tensor, "B T"] | None = None
-    """Advantage of each transition's process reward; None if credit has none."""
+    """Advantage of each transition's process reward; None if there are no process rewards."""
     rival: Int[Tensor, "B T"] | None = None
-    """For losses of pairs: the sample that lost against this one at a step, -1 where none did."""
+    """Index of the sample that lost against this one at a step, or -1; only for pair losses."""
     chunk: Int[Tensor, "T"] | None = None
-    """For ratios of chunks: the chunk of each step."""
+    """Chunk of each step; only for ratios of chunks."""
     best: Int[Tensor, "B"] | None = None
-    """For losses that need it: the best sample of each one's prompt."""
+    """Index of the best sample of each sample's prompt; only for losses that need it."""
     others: Float[Tensor, "B T"] | None = None
-    """Summed log-ratios of the other transitions of a chunk; None while no weight has moved."""
+    """Summed log-ratios of the other transitions of a chunk; None before the first update."""
     spans: Mapping[int, Sequence[int]] | None = None
-    """For losses of spans: the steps of each span, by the step that it begins with and is trained
-    as."""
+    """Steps of each span, keyed by its first step; only for losses of spans."""
 
 
 def pair_best_and_worst(batch: TrainBatch, processes: Processes) -> TrainBatch:
-    """Train only the best and the worst of each set of alternatives, against each other."""
+    """Return a batch of pairs: the best against the worst of each set of alternatives."""
     chosen = batch.mask & _noisy(batch.trajectory)
     sample, step = chosen.nonzero().unbind(1)
     group = alternatives(batch.trajectory)[sample, step]
@@ -60,9 +59,10 @@ def pair_best_and_worst(batch: TrainBatch, processes: Processes) -> TrainBatch:
 
 
 def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
-    """Return group ids of transitions; those with equal ids may be paired.
+    """Return group ids of transitions; transitions with equal ids may be paired.
 
-    They leave one state if the step branches there, else they are step k of one prompt.
+    At a step that branches, transitions from the same state have equal ids. Elsewhere, all
+    transitions of a prompt at this step do.
     """
     family, step = sibling_ids(trajectory), torch.arange(trajectory.num_steps)
     _, index, size = family[trajectory.trained].unique(return_inverse=True, return_counts=True)
@@ -73,7 +73,7 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
 def parts(
     batch: TrainBatch, num_parts: int, generator: torch.Generator
 ) -> Iterator[Int[Tensor, "n"]]:
-    """Yield the samples of all ranks in random order, divided evenly; pairs keep prompts whole."""
+    """Yield random, equal parts of the samples of all ranks; for pairs, prompts are not split."""
     unit = 1 if batch.rival is None else batch.trajectory.group_size
     order = torch.randperm(len(batch.global_mask) // unit, generator=generator)
     for part in order.tensor_split(num_parts):
@@ -81,10 +81,10 @@ def parts(
 
 
 def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
-    """Yield every trained transition of the given samples once, in minibatches of one step k.
+    """Yield each trained transition of the given samples once, in minibatches of one step k.
 
-    A minibatch has the transitions of at most `size` states. For pairs, the winners come first and
-    then, in the same order, the losers; no pair is divided.
+    A minibatch has the transitions from at most `size` states. Pairs are not split: the winners
+    come first, then the losers in the same order.
     """
     for k, chosen in portions(batch, rows, size):
         yield minibatch(batch, k, chosen)
@@ -93,7 +93,7 @@ def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterato
 def portions(
     batch: TrainBatch, rows: Int[Tensor, "n"], size: int
 ) -> Iterator[tuple[int, Int[Tensor, "m"]]]:
-    """Yield step and samples of each minibatch."""
+    """Yield the step and the samples of each minibatch."""
     if batch.rival is None:
         for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
             chosen = rows[batch.mask[rows, k]]
@@ -108,7 +108,7 @@ def portions(
 def _of_states(
     trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"], size: int
 ) -> Iterator[Int[Tensor, "m"]]:
-    """Yield the samples whose transition k leaves one of `size` states, for all their states."""
+    """Yield parts of the chosen samples with at most `size` distinct states k each."""
     states, row = trajectory.rows.source_row[chosen, k].unique(return_inverse=True)
     if len(states) == len(chosen):
         yield from chosen.split(size)
@@ -118,7 +118,7 @@ def _of_states(
 
 
 def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
-    """Return transition k of the chosen samples, with those of its span."""
+    """Return transition k of the chosen samples, with the other transitions of its span."""
     single = replace(batch, spans=None)
     following = () if batch.spans is None else batch.spans[k][1:]
     after = tuple(minibatch(single, step, chosen) for step in following)
@@ -167,9 +167,9 @@ def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
 
 
 def _noisy(trajectory: Trajectory) -> Bool[Tensor, "B T"]:
-    """Return True where transitions have a density.
+    """Return the mask of transitions with a density.
 
-    Some kernels have none at the last step, whatever eta.
+    Some kernels are deterministic at the last step for any eta.
     """
     std = [
         trajectory.kernel.coefficients(trajectory.sigmas, k, eta).std

@@ -1,4 +1,4 @@
-"""Make the batch of a step: transitions of rollouts with their advantages and weights."""
+"""Build the batch of a step: transitions of rollouts with their advantages and weights."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -21,26 +21,26 @@ from flowalign.types import StepCredit, Trajectory
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds what this rank sampled, valued and credited in one step, before the update."""
+    """Samples, values and credit of this rank in one step, before the update."""
 
     batch: TrainBatch
     """Transitions with their advantages."""
     credit: StepCredit
-    """Credit before it is compared."""
+    """Credit before normalisation."""
     values: CompletionValues
-    """Values of the states, and the trajectories they belong to."""
+    """Values of the states, with their trajectories."""
 
 
 class StepObserver(ABC):
-    """Observes each step before its update."""
+    """Observer of each step before its update."""
 
     @abstractmethod
     def __call__(self, step: int, result: StepResult) -> None:
-        """Observe a step; the time spent counts to the reward stage."""
+        """Observe a step; the time is attributed to the reward stage."""
 
     @abstractmethod
     def draw(self) -> float:
-        """Write figures of the last step, if any. Returns the seconds spent."""
+        """Write the figures of the last step, if any, and return the seconds spent."""
 
 
 def build_batch(
@@ -50,9 +50,9 @@ def build_batch(
     estimate: AdvantageEstimate,
     averages: Averages | None = None,
 ) -> TrainBatch:
-    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them.
+    """Return this rank's transitions with advantages, in pairs or chunks if the loss needs them.
 
-    Without `averages`, step weights that are measured are those of the start.
+    `averages` determine measured step weights. If None, the starting weights are used.
     """
     trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
     outcome = estimate.gathered.outcome[local]
@@ -85,7 +85,7 @@ def _weights_of_steps(
 def best_samples(
     rewards: Rewards, outcome: Float[Tensor, "n R"], group_size: int
 ) -> Int[Tensor, "n"]:
-    """Return, for each sample, the one of its prompt whose weighted rewards are highest."""
+    """Return the index of the sample with the highest weighted reward of each sample's prompt."""
     usable = rewards.usable(outcome.isfinite())
     total = (outcome.nan_to_num() @ rewards.weights).masked_fill(~usable, -torch.inf)
     best = total.view(-1, group_size).argmax(1) + torch.arange(0, len(total), group_size)

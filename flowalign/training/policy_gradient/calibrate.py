@@ -32,7 +32,7 @@ def calibrate_noise_levels(
 ) -> PolicyGradientSettings:
     """Return the settings with calibrated noise levels, or unchanged without a calibration.
 
-    The levels are stored in the run directory; a run that resumes reads them there.
+    The levels are stored in the run directory and read again by a resumed run.
     """
     calibration = cfg.calibration
     if calibration is None:
@@ -64,7 +64,10 @@ def _gains(
     learner: Learner,
     rewards: Rewards,
 ) -> Gains:
-    """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another request."""
+    """Return a function that samples new trajectories and returns the gains V_{k+1} - V_k.
+
+    Each trajectory has a different request. Gains of ODE steps are NaN.
+    """
     local = learner.processes.share(range(num_samples))
     one = {"samples_per_prompt": 1, "seeds_per_prompt": None, "branching": Chain()}
     plain = replace(cfg.sampling, tail_ratio=None, **one)
@@ -109,7 +112,7 @@ def _local_gains(
 
 
 def _identity(cfg: PolicyGradientSettings, run: RunContext) -> dict[str, Any]:
-    """Return everything that the gains depend on besides the noise levels."""
+    """Return all settings that the gains depend on besides the noise levels."""
     sampling, policy = cfg.sampling, run.policy
     return {
         "seed": run.seed,

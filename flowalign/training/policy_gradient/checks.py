@@ -1,7 +1,7 @@
-"""Check the first steps of a run automatically, and name what is wrong.
+"""Check the first steps of a run automatically, and report problems.
 
-Each check answers a bug that a released code base shipped: a rollout that the trainer cannot
-reproduce, a KL term without gradient, adapters that never move, ranks that drift apart.
+Each check detects a bug that occurred in a released code base: a rollout that training does not
+reproduce, a KL term without gradient, adapters that never change, ranks with diverging weights.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from flowalign.utils.stages import stage
 
 
 class PolicyGradientChecks:
-    """Checks one run before its first update, and after two that were not skipped."""
+    """Automatic checks of a run before its first update and after two updates."""
 
     def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure, log: Log):
         self.algorithm, self.learner = algorithm, learner
@@ -28,7 +28,7 @@ class PolicyGradientChecks:
 
     @stage("check")
     def before_update(self, batches: Iterable[Minibatch]) -> None:
-        """Check, before the first update, that the ratio of every stored transition is 1."""
+        """Check before the first update that the ratio of every stored transition is 1."""
         if self.replayed:
             return
         drift = replay_drift(self.learner.policy, batches)
@@ -54,7 +54,7 @@ class PolicyGradientChecks:
 
     @stage("check")
     def after_update(self, batches: Iterable[Minibatch]) -> None:
-        """Check, after two updates, that weights moved, ranks agree and the KL has a gradient."""
+        """Check after two updates that weights changed, ranks agree and the KL has a gradient."""
         if self.weights.after_update() and self.algorithm.needs_reference:
             self._kl_gradient(next(iter(batches), None))
 
@@ -79,7 +79,7 @@ class PolicyGradientChecks:
 
 @torch.no_grad()
 def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[int, float]:
-    """Return the largest |ratio - 1| of each denoising step at the weights that sampled it."""
+    """Return the largest |ratio - 1| of each denoising step before any update of the weights."""
     drift: dict[int, Tensor] = {}
     for batch in (step for first in batches for step in first.span):
         logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))

@@ -1,4 +1,4 @@
-"""Form chunks of a rollout: steps that belong together, and the log-ratios of the other steps."""
+"""Form chunks of rollout steps, and compute the log-ratios of the other steps of a chunk."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
 def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Processes) -> TrainBatch:
-    """Form pairs, chunks or spans, if the loss uses them."""
+    """Return the batch with pairs, chunks or spans if the loss needs them."""
     if algorithm.pairs:
         return pair_best_and_worst(batch, processes)
     if algorithm.span is not None:
@@ -35,9 +35,9 @@ def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Proces
 def join_chunks(
     batch: TrainBatch, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
 ) -> TrainBatch:
-    """Join the trained transitions of a sample in chunks, which share the mean of their advantages.
+    """Return a batch in which all transitions of a chunk have the mean of their advantages.
 
-    Weights grow so that the mean over transitions is one over chunks, each counting alike.
+    Weights are scaled so that every chunk has equal weight in the mean over transitions.
     """
     trajectory = batch.trajectory
     check_chains(trajectory)
@@ -57,13 +57,13 @@ def join_chunks(
 
 
 def _changes(trajectory: Trajectory) -> Float[Tensor, "B T"]:
-    """Return latent_change of every step, holding two states at a time."""
+    """Return `latent_change` of every step, with only two states in memory at a time."""
     states = (trajectory.state(k) for k in range(trajectory.num_steps + 1))
     return torch.cat([latent_change(torch.stack(two, 1)) for two in pairwise(states)], 1)
 
 
 def check_chains(trajectory: Trajectory) -> None:
-    """Raise ValueError if a chunk or span of one sample would hold transitions of another."""
+    """Raise ValueError unless all samples are trained at the same steps, as chunks need."""
     if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
         raise ValueError(
             "chunks and spans of steps need samples that are noisy at the same steps, each by "
@@ -76,13 +76,16 @@ def check_chains(trajectory: Trajectory) -> None:
 def with_log_ratios(
     batch: TrainBatch, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
 ) -> TrainBatch:
-    """Add, for each transition of the given samples, the log-ratios of the others of its chunk."""
+    """Return the batch with the summed log-ratios of the other transitions of each chunk.
+
+    Only the given samples are evaluated.
+    """
     assert batch.chunk is not None, "the rollout was not chunked"
     log_ratio = torch.zeros(batch.mask.shape)
     for k, chosen in portions(batch, rows, micro_batch):
         part = minibatch(batch, k, chosen)
         logp = log_density(part.kernel, part.x_next.float(), part.transition(policy))
         log_ratio[chosen, k] = (logp - part.logp_old).cpu()
-    # Without the diagonal: a transition's own ratio carries the gradient and is not added twice.
+    # No diagonal: the loss adds the transition's own ratio, which carries the gradient.
     others = (batch.chunk[:, None] == batch.chunk).float().fill_diagonal_(0)
     return replace(batch, others=log_ratio @ others)

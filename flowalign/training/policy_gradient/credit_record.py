@@ -24,23 +24,20 @@ from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text
 
 _LARGEST = 160
-"""Longer side of a picture, in pixels, after it is reduced."""
+"""Longer side of a reduced image, in pixels."""
 _QUARTERS = 4
-"""Number of frames that are shown of a clip."""
+"""Number of frames shown per video."""
 
 
 def differs_from_outcome(credit: CreditEstimator, branching: Branching) -> bool:
-    """Return False if every step of a sample earns its outcome.
-
-    The samples show that already.
-    """
+    """Return whether the credit of steps can differ from the outcome of the sample."""
     return not (isinstance(credit, Outcome) and isinstance(branching, Chain))
 
 
 class CreditRecorder(StepObserver):
-    """Keeps the credit of some steps, and writes it once the step is over.
+    """Observer that writes the credit of some training steps to files.
 
-    These are the first step, the last, and those after which an evaluation is due.
+    It records the first step, the last step, and each step before an evaluation.
     """
 
     def __init__(self, folder: Path, credit: CreditEstimator, num_steps: int, every: int):
@@ -50,14 +47,14 @@ class CreditRecorder(StepObserver):
 
     @override
     def __call__(self, step: int, result: StepResult) -> None:
-        """Keep the credit of this rank, if the step is one of those that are written."""
+        """Store the credit of this rank if the step is recorded."""
         after = step + 1
         if step == 0 or after == self.num_steps or (self.every and after % self.every == 0):
             self.kept = step, result
 
     @override
     def draw(self) -> float:
-        """Write `step-NNNNNN.json` and `.png` of the step that was kept. Returns the seconds."""
+        """Write `step-NNNNNN.json` and `.png` of the stored step, and return the seconds spent."""
         if self.kept is None:
             return 0.0
         start, (step, result) = time.perf_counter(), self.kept
@@ -66,7 +63,7 @@ class CreditRecorder(StepObserver):
         images = images_of(result)
         by_sample = torch.stack(list(images.values()), 1)
         file = self.folder / f"step-{step:06}.json"
-        # The images first: a page shows a record only together with its images.
+        # Images are written first, because the report shows a record only with its images.
         write_picture(file.with_suffix(".png"), arrange_grid(by_sample.flatten(0, 1), len(images)))
         content = record(step, self.credit, result)
         content = replace(content, image_states=list(images), num_images=len(by_sample))
@@ -107,9 +104,9 @@ def record(step: int, method: CreditEstimator, result: StepResult) -> CreditReco
 
 
 def images_of(result: StepResult) -> dict[int, Float[Tensor, "n 3 h w"]]:
-    """Return small images of the completed states, by state, for the first samples of the prompt.
+    """Return small images of the completed states of the prompt's first samples, by state.
 
-    If samples branch, these are only the finished images, but of all samples.
+    If samples branch, the result has only finished images, but of all samples.
     """
     trajectory, values = result.batch.trajectory, result.values
     end = trajectory.num_steps
@@ -127,7 +124,7 @@ def images_of(result: StepResult) -> dict[int, Float[Tensor, "n 3 h w"]]:
 def select_states(values: CompletionValues) -> list[CompletionRequest]:
     """Return the valued states in order, with one completion each.
 
-    If a state has several completions, the recipe's is chosen, else the first.
+    The recipe's completion is preferred if a state has several.
     """
     chosen: dict[int, CompletionRequest] = {}
     for request in sorted(values.known, key=lambda known: (known[0], known[1] != values.how)):
@@ -136,13 +133,13 @@ def select_states(values: CompletionValues) -> list[CompletionRequest]:
 
 
 def branches(trajectory: Trajectory) -> bool:
-    """Return whether samples share noisy steps, or are noisy in different ones."""
+    """Return whether samples share stochastic steps, or differ in their stochastic steps."""
     noisy = (trajectory.eta > 0).cpu()
     return bool(trajectory.shared.any() or (noisy != noisy[:1]).any())
 
 
 def weigh_rewards(value: Float[Tensor, "*n R"], weights: Float[Tensor, "R"]) -> Float[Tensor, "*n"]:
-    """Sum over the weighted reward dimensions; NaN where one of these is."""
+    """Return the weighted sum of rewards; NaN if a dimension with a weight is NaN."""
     counts = weights != 0
     return value[..., counts] @ weights[counts]
 
@@ -154,7 +151,7 @@ def _decode(policy: Policy, x: Float[Tensor, "n *latent"], size: int) -> Float[T
 
 
 def _small(media: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "3 h w"]:
-    """Return a small image; of a clip four frames from the first to the last, in two rows."""
+    """Return a small image; for a video, a grid of four frames from the first to the last."""
     if len(media) < _QUARTERS:
         return reduce_size(media[len(media) // 2 :][:1], _LARGEST)[0]
     frames = media[spread_frames(len(media), _QUARTERS)]
@@ -162,7 +159,7 @@ def _small(media: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "3 h w"]:
 
 
 def _round(numbers: Tensor) -> list[Any]:
-    """Round to four significant digits; null for what is not finite."""
+    """Return numbers rounded to four significant digits, and None for non-finite numbers."""
 
     def plain(number: Any) -> Any:
         if isinstance(number, list):

@@ -2,10 +2,9 @@
 
     requests -> trajectory -> values -> credit -> advantages -> loss -> update
 
-Glossary. A *step* of the loop samples `prompts_per_step` x `samples_per_prompt` trajectories and
-makes `epochs_per_step` x `updates_per_step` *updates* (optimizer steps) from them; an update
-accumulates the gradient over *micro-batches*. A *denoising step* k is one transition of a
-trajectory.
+Glossary. A training *step* samples `prompts_per_step` x `samples_per_prompt` trajectories and makes
+`epochs_per_step` x `updates_per_step` *updates* (optimizer steps) with them. An update accumulates
+the gradient over *micro-batches*. A *denoising step* k is one transition of a trajectory.
 """
 
 import time
@@ -35,7 +34,7 @@ from flowalign.utils.seeds import generator
 
 
 class PolicyGradientLoop(Loop):
-    """Samples rollouts, credits their rewards to denoising steps, and updates the policy."""
+    """Loop that samples rollouts, credits rewards to denoising steps, and updates the policy."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class PolicyGradientLoop(Loop):
         self.requests, self.observer, self.log = requests, observer, log
         self.rollouts = CreditedRollouts(cfg.rollouts, learner, rewards, seed)
         self.steps = step_gradients(cfg, learner)
-        """Gradients of denoising steps, if their weights are measured."""
+        """Measurement of the gradients of denoising steps; None if step weights are fixed."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -101,7 +100,7 @@ class PolicyGradientLoop(Loop):
 
 
 def step_gradients(cfg: PolicyGradientSettings, learner: Learner) -> StepGradients | None:
-    """Return what measures the weights of steps, or None if they are given."""
+    """Return the measurement of step weights, or None if the weights are fixed."""
     if cfg.measured is None:
         return None
     return StepGradients(cfg.measured, learner, cfg.sampling.num_steps, cfg.updates_per_step)
@@ -117,7 +116,8 @@ def update(
 ) -> dict[str, float]:
     """Make the updates of one step, and return metrics averaged over transitions and ranks.
 
-    Step weights are measured in the first epoch: later on the weights have seen the samples.
+    Step weights are measured only in the first epoch, because later the policy was already trained
+    on the samples.
     """
     totals: dict[str, Tensor] = {}
     metrics: dict[str, float] = {}
@@ -125,7 +125,7 @@ def update(
     for epoch in range(cfg.epochs_per_step):
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
             num_trained = int(batch.global_mask[part].sum())
-            # Before the first update all ratios are 1, and chunks need no evaluation for them.
+            # Before the first update all ratios are 1, so chunks need no evaluation.
             if batch.chunk is not None and learner.num_updates > sampled_with:
                 local = _local(batch, part)
                 batch = with_log_ratios(batch, local, learner.policy, cfg.micro_batch)
@@ -148,7 +148,7 @@ def _backward(
     batch: TrainBatch,
     samples: Int[Tensor, "n"],
 ) -> Iterator[int]:
-    """Accumulate gradient and statistics of these samples; yield the step of each minibatch."""
+    """Accumulate gradient and statistics of the samples; yield the step of each minibatch."""
     for minibatch in minibatches(batch, _local(batch, samples), cfg.micro_batch):
         loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
         share = len(minibatch.x) / num_trained
@@ -159,7 +159,7 @@ def _backward(
 
 
 def _local(batch: TrainBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
-    """Return the positions on this rank of those samples that it holds."""
+    """Return the local positions of the samples that are on this rank."""
     start, stop = batch.rank_offset, batch.rank_offset + len(batch.mask)
     return samples[(samples >= start) & (samples < stop)] - start
 

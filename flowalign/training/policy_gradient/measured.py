@@ -1,4 +1,4 @@
-"""Weigh denoising steps by the signal and the noise that their gradients had so far."""
+"""Weight denoising steps by the measured signal and noise of their gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,38 +18,38 @@ _TINY = 1e-300
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredWeight:
-    """Configures step weights that show the mean gradient best, kept up to date while training.
+    """Settings of step weights that maximise the signal-to-noise ratio of the gradient.
 
-    The gradient of each step is taken with equal weights over two halves of the prompts: what they
-    have in common is signal. The update adds these gradients, times weights that follow from
-    earlier steps of the loop alone, so that no gradient chooses its own weight. The weight of a
-    step multiplies all of its loss, the KL term included.
+    The weights are updated during training. The gradient of each step is computed with equal
+    weights over two halves of the prompts, and the part common to both is signal. The update sums
+    the gradients of steps, multiplied by weights from earlier training steps, so that no gradient
+    affects its own weight. The weight of a step multiplies its whole loss, including the KL term.
     """
 
     measured: Quantity = "gradient"
-    """gradient: signal and noise of gradients. update: of what AdamW makes of them, each entry
-    divided by sqrt(v) + eps with the second moment v of earlier updates."""
+    """Measured quantity. gradient: the gradients. update: AdamW's updates, with each gradient entry
+    divided by sqrt(v) + eps and the second moment v of earlier updates."""
     half_life: PositiveFloat = 40.0
-    """Steps of the loop after which a measurement counts half in the averages. After as many, half
-    of each weight is the best one that was measured, and half is the start's."""
+    """Half-life of a measurement in the averages, in training steps. After one half-life, each
+    weight is the mean of the starting weight and the best measured weight."""
     floor: UnitInterval = 0.05
     """Smallest weight of a trained step, as a share of the largest."""
     start: Literal[StepWeight, "noise"] | list[PositiveFloat] = "noise"
-    """Weights while signal is little known. noise: 1 / sqrt(noise), the best ones if all steps have
-    the same signal to noise; 1 before the noise of a step is measured. Or another rule, or a number
-    for each denoising step."""
+    """Starting weights, used while there are few measurements. noise: 1 / sqrt(noise), which is
+    optimal if all steps have the same signal-to-noise ratio; 1 before the first measurement. Also:
+    another rule, or a number for each denoising step."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range."""
+        """Reject settings outside their ranges."""
         require_ranges(self, "recipe.step_weight")
 
     def weights(
         self, averages: "Averages", start: Float[Tensor, "T"], trained: Bool[Tensor, "T"]
     ) -> Float[Tensor, "T"]:
-        """Return the weights of the steps that are trained, with mean 1 over them; 0 elsewhere.
+        """Return the weights of all steps: mean 1 over the trained steps, 0 elsewhere.
 
-        A step that was never measured keeps its weight of the start. Without any signal that stands
-        out, all do.
+        A step without measurements keeps its starting weight. If no step has a signal above the
+        estimation error, no weight changes.
         """
         steps = trained.cpu().nonzero()[:, 0]
         weight = start[trained].double().cpu()
@@ -72,29 +72,29 @@ class MeasuredWeight:
 
 @dataclass(frozen=True)
 class Averages:
-    """Holds running averages of signal and noise; a pair's, of the updates that trained both."""
+    """Running averages of signal and noise for pairs of steps, over updates that trained both."""
 
     signal: Float[Tensor, "T T"]
-    """Sums of m_k . m_j, whose weights fall exponentially."""
+    """Exponentially weighted sums of m_k . m_j."""
     noise: Float[Tensor, "T T"]
-    """The same sums of the inner products of the noise."""
+    """Exponentially weighted sums of the inner products of the noise."""
     evidence: Float[Tensor, "T T"]
-    """Sums of the weights: 0 before the first measurement, towards 1 after many."""
+    """Sums of the weights, from 0 before the first measurement towards 1 after many."""
 
     @staticmethod
     def none(num_steps: int) -> "Averages":
-        """Return averages before anything was measured."""
+        """Return averages without measurements."""
         zero = torch.zeros(num_steps, num_steps, dtype=torch.float64)
         return Averages(zero, zero, zero)
 
     def of(self, steps: Int[Tensor, "K"]) -> Moments:
-        """Return the averages of these steps; 0 for pairs that were never trained together."""
+        """Return the averages of some steps; 0 for pairs that were never trained together."""
         at = steps[:, None], steps
         evidence = self.evidence[at].where(self.evidence[at] > 0, 1.0)
         return Moments(self.signal[at] / evidence, self.noise[at] / evidence)
 
     def after(self, found: Moments, steps: Int[Tensor, "K"], decay: float) -> "Averages":
-        """Return the averages after one more measurement of these steps."""
+        """Return the averages after one more measurement of some steps."""
         at = steps[:, None], steps
 
         def moved(before: Tensor, new: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Averages:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
+        """Return the state for a checkpoint."""
         return {name: value.tolist() for name, value in vars(self).items()}
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Train by policy gradients: rewards of rollouts, credited to denoising steps (the GRPO family)."""
+"""Train with policy gradients, with rewards credited to denoising steps (the GRPO family)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from flowalign.types import ModelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(PolicyGradientSettings, Recipe):
-    """Configures online reinforcement learning: sample, score, credit steps, update, repeat."""
+    """Recipe for online reinforcement learning: sample, score, credit steps, update, repeat."""
 
     @property
     @override
@@ -67,7 +67,7 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         return PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
-        """Return a recorder, if the credit of steps differs from the outcome."""
+        """Return a recorder if the credit of steps can differ from the outcome, else None."""
         if not differs_from_outcome(self.credit, self.sampling.branching):
             return None
         return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)

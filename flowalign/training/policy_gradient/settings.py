@@ -1,4 +1,4 @@
-"""Define the settings of policy-gradient training that its loop reads."""
+"""Define the settings of the policy-gradient loop."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,57 +23,59 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientSettings:
-    """Rollouts of a file of requests, their credit, and the updates of their transitions.
+    """Settings of the rollouts, their credit, and the updates.
 
     `flowalign bench` times the stages of a recipe with these settings, and `flowalign probe`
     compares the gradients of its denoising steps.
     """
 
     prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
-    `image`, `images` or `mask` where the policy takes them."""
+    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
+    `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
     prompts_per_step: PositiveInt = 8
-    """P, prompts of a step over all processes together."""
+    """Number P of prompts per step, over all processes."""
     rollout_batch_prompts: PositiveInt | None = None
-    """Prompts of a process that are sampled together; rewards of one batch are computed while the
-    next is sampled. Null: all of them. Changes time and memory, not the update."""
+    """Number of prompts that a process samples together. Rewards of one batch are computed while
+    the next one is sampled. It changes time and memory, not the update. Null: all prompts."""
     sampling: Sampling
-    """Sampler of the trajectories of a prompt."""
+    """Sampling of the trajectories of a prompt."""
     calibration: Calibration | None = None
-    """Search for the noise level of each step before the first one (DenseGRPO), starting at
+    """Search for the noise level of each denoising step before training (DenseGRPO). It starts at
     `sampling.eta` of the kernel FlowSDE. Null: none."""
     credit: CreditEstimator = field(default_factory=Outcome)
-    """Method that assigns credit to denoising steps, a class of `flowalign.credit`."""
+    """Method that assigns credit to denoising steps, a class from `flowalign.credit`."""
     completion: Completion = field(default_factory=Completion)
-    """Completion of intermediate states whose values the credit method requests."""
+    """Completion of the intermediate states that the credit method values."""
     critic: Critic | None = None
-    """Regression that predicts outcomes from the denoiser's features, for credit that reads its
-    predictions. Null: none."""
+    """Regression of outcomes on the denoiser's features, for credit methods that need a critic.
+    Null: none."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Comparison of credit: normalisation, weighting of rewards, clipping and selection."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
     updates_per_step: PositiveInt = 1
-    """Number of optimizer updates into which the samples of a step are divided."""
+    """Number of optimizer updates per pass over the samples of a step."""
     epochs_per_step: PositiveInt = 1
     """Number of passes over the samples of a step."""
     micro_batch: PositiveInt = 64
-    """States per forward and backward pass, with all transitions that leave them; changes memory,
-    not the update."""
+    """Number of states per forward and backward pass, with all their outgoing transitions. It
+    changes memory, not the update."""
     step_weight: Literal[StepWeight, "measured"] | list[NonNegativeFloat] | MeasuredWeight = (
         "uniform"
     )
     """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`; a number for
-    each step, such as `flowalign probe` finds; or `measured` while training, with settings of its
-    own such as `{measured: update, half_life: 40}`."""
+    each step, for example from `flowalign probe`; or `measured` during training, with optional
+    settings such as `{measured: update, half_life: 40}`."""
     on_failed_reward: OnFailure = "raise"
-    """raise: a failed reward ends the run. drop_sample: transitions whose credit is unknown are not
-    trained. drop_group: nor are those of the other samples of their prompt at the same step."""
+    """Action after a failed reward. raise: the run ends. drop_sample: transitions with unknown
+    credit are not trained. drop_group: transitions of the other samples of the prompt at the same
+    step are not trained either."""
     on_failed_check: update_checks.OnFailure = "raise"
-    """raise: a failed check of the first updates stops the run. warn: it is logged."""
+    """Action after a failed check of the first updates. raise: the run ends. warn: a message is
+    logged."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
         self._check_step_weight()
         self.rollouts.check_groups()
@@ -126,7 +128,7 @@ class PolicyGradientSettings:
 
     @property
     def rollouts(self) -> RolloutSettings:
-        """Return the rollouts of a step, with the states and means that the loss needs."""
+        """Return the rollout settings, including the states and means that the loss needs."""
         return RolloutSettings(
             sampling=self.sampling,
             credit=self.credit,
@@ -142,13 +144,13 @@ class PolicyGradientSettings:
 
     @property
     def measured(self) -> MeasuredWeight | None:
-        """Return how step weights are measured while training, or None."""
+        """Return the settings of measured step weights, or None."""
         named = MeasuredWeight() if self.step_weight == "measured" else self.step_weight
         return named if isinstance(named, MeasuredWeight) else None
 
     @property
     def step_rule(self) -> StepWeight | list[float]:
-        """Return the rule or the numbers of step weights; of measured ones, those at the start."""
+        """Return the rule or the numbers of the step weights, or of their start if measured."""
         measured = self.measured
         if measured:
             return "uniform" if measured.start == "noise" else measured.start
@@ -158,20 +160,20 @@ class PolicyGradientSettings:
 
     @property
     def updates(self) -> int:
-        """Return the number of optimizer updates of one step of the loop."""
+        """Return the number of optimizer updates per training step."""
         return self.updates_per_step * self.epochs_per_step
 
     @property
     def examples_per_step(self) -> int:
-        """Return the number of trajectories of one step, over all processes."""
+        """Return the number of trajectories per step, over all processes."""
         return self.prompts_per_step * self.sampling.samples_per_prompt
 
 
 def require_policy_gradient(recipe: Recipe) -> PolicyGradientSettings:
-    """Return a recipe as one whose denoising steps can be measured.
+    """Return the recipe if it trains transitions of rollouts.
 
     Raises:
-        ValueError: It has no rollouts of which transitions are updated.
+        ValueError: The recipe is not a policy-gradient recipe.
     """
     if not isinstance(recipe, PolicyGradientSettings):
         raise ValueError(

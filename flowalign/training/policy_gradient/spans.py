@@ -1,4 +1,4 @@
-"""Form spans of a rollout: consecutive steps that are clipped, and differentiated, as one."""
+"""Form spans of a rollout: consecutive steps with one clipped ratio and one gradient."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from flowalign.training.policy_gradient.batches import TrainBatch
 
 
 def join_spans(batch: TrainBatch, longest: int, processes: Processes) -> TrainBatch:
-    """Join consecutive trained steps in spans, each trained as the transition that it begins with.
+    """Return a batch of spans of consecutive trained steps, each stored at its first step.
 
-    A span has the mean of its steps' advantages and weights. Where one of its steps is not trained,
-    none is.
+    A span has the mean of its steps' advantages and weights. If one of its steps is masked, the
+    whole span is.
     """
     trained = batch.trajectory.trained.any(0).nonzero().flatten().tolist()
     spans = {steps[0]: steps for steps in find_spans(trained, longest)}

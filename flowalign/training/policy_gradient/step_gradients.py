@@ -1,4 +1,4 @@
-"""Weigh the gradients of denoising steps in an update, and measure them over halves of prompts."""
+"""Weight the gradients of denoising steps, and measure them over two halves of the prompts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -14,16 +14,17 @@ from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 
 MOST_BYTES = 2**30
-"""Memory for the gradients of all steps over both halves; larger ones are projected."""
+"""Memory limit for the gradients of all steps over both halves, in bytes; above it gradients are
+projected."""
 PROJECTED = 2**16
-"""Dimensions of a projected gradient."""
+"""Number of dimensions of a projected gradient."""
 
 Backward = Callable[[TrainBatch, Int[Tensor, "n"]], Iterable[int]]
-"""Accumulates the gradient of these samples, and yields the denoising step of each minibatch."""
+"""Function that accumulates the gradient of samples and yields the step of each minibatch."""
 
 
 class StepGradients:
-    """Makes updates of weighted gradients of steps, and owns the averages of what they show."""
+    """Weighted gradients of denoising steps, with running averages of their signal and noise."""
 
     def __init__(self, cfg: MeasuredWeight, learner: Learner, num_steps: int, updates: int):
         if learner.is_sharded:
@@ -34,7 +35,7 @@ class StepGradients:
         self.cfg, self.learner = cfg, learner
         self.averages = Averages.none(num_steps)
         self.decay = 0.5 ** (1 / (cfg.half_life * updates))
-        """Weight of earlier measurements after one of the `updates` of a step of the loop."""
+        """Decay of earlier measurements per update."""
         size = sum(p.numel() for p in learner.parameters)
         self.size = projected_size(size, num_steps)
         device = learner.processes.device
@@ -43,9 +44,10 @@ class StepGradients:
     def accumulate(
         self, batch: TrainBatch, samples: Int[Tensor, "n"], backward: Backward, measures: bool
     ) -> None:
-        """Leave in the parameters the weighted gradient of these samples, and measure it if asked.
+        """Set the parameters' gradients to the weighted gradient of the samples.
 
-        `backward` gets the batch with equal weights, half of the prompts after the other.
+        `backward` gets the batch with equal weights, one half of the prompts after the other. If
+        `measures` is set, the gradients of both halves update the averages.
         """
         scale = self._scale() if measures else None
         steps = batch.global_mask[samples].any(0).nonzero()[:, 0]
@@ -65,9 +67,9 @@ class StepGradients:
             self._include(self.learner.processes.sum(kept), (first, 1 - first), steps)
 
     def metrics(self, weight: Float[Tensor, "T"]) -> dict[str, float]:
-        """Return the weights of a step of the loop, and the averages of signal and noise after it.
+        """Return the weights of a training step, and the averages of signal and noise after it.
 
-        Steps of weight 0 are left out.
+        Denoising steps with weight 0 are omitted.
         """
         steps = weight.cpu().nonzero()[:, 0]
         found, known = self.averages.of(steps), self.averages.evidence.diagonal()[steps] > 0
@@ -83,14 +85,14 @@ class StepGradients:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
+        """Return the state for a checkpoint."""
         return {"measured": self.cfg.measured} | self.averages.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the averages of a checkpoint.
+        """Restore the averages of a checkpoint.
 
         Raises:
-            ValueError: They are of another quantity, or of another number of denoising steps.
+            ValueError: The averages are for another quantity or number of denoising steps.
         """
         averages = Averages.restored(state)
         here = self.cfg.measured, len(self.averages.signal)
@@ -106,7 +108,7 @@ class StepGradients:
     def _include(
         self, kept: Float[Tensor, "2 K p"], shares: tuple[float, float], steps: Int[Tensor, "K"]
     ) -> None:
-        """Include the gradients of all ranks in the averages, unless one is not finite."""
+        """Add the gradients of all ranks to the averages, unless one is not finite."""
         found = moments_of_halves(kept, shares)
         if found.noise.isfinite().all():
             self.averages = self.averages.after(found, steps, self.decay)
@@ -116,9 +118,9 @@ class StepGradients:
         return gradient if self.signs is None else project(gradient, self.signs, self.size)
 
     def _scale(self) -> Tensor | None:
-        """Return the factor on each entry of a gradient that is measured.
+        """Return the factor from each gradient entry to the measured quantity.
 
-        None if AdamW has no second moment yet, without which an update is not known.
+        It is None if the updates are measured and AdamW has no second moment yet.
         """
         loss_scale = self.learner.scaler.get_scale()
         if self.cfg.measured == "gradient":
@@ -136,19 +138,19 @@ class StepGradients:
 
 
 class _Sums:
-    """Sums gradients with weights, beside the ones that accumulate in the parameters."""
+    """Weighted sums of gradients, separate from the gradients of the parameters."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.sums: dict[nn.Parameter, Tensor] = {}
 
     def latest(self) -> Float[Tensor, "p"]:
-        """Return what has accumulated since the last `take`."""
+        """Return the gradient accumulated since the last `take`."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         return torch.cat([g.flatten().float() for g in found])
 
     def take(self, weight: float) -> None:
-        """Move what has accumulated to the sums."""
+        """Add the accumulated gradient to the sums, and clear it."""
         grads = {p: p.grad for p in self.parameters if p.grad is not None}
         self.sums |= {p: torch.zeros_like(p) for p in grads if p not in self.sums}
         if grads:
@@ -157,13 +159,13 @@ class _Sums:
             p.grad = None
 
     def put(self) -> None:
-        """Make the sums the gradients of the parameters."""
+        """Set the gradients of the parameters to the sums."""
         for p, total in self.sums.items():
             p.grad = total
 
 
 def halves(samples: Int[Tensor, "n"], group_size: int) -> tuple[Tensor, Tensor]:
-    """Return the samples of the first half of their prompts, and those of the others."""
+    """Return the samples of the first and of the second half of the prompts."""
     prompt = samples // group_size
     present = prompt.unique()
     first = prompt < present[len(present) // 2]
@@ -171,5 +173,5 @@ def halves(samples: Int[Tensor, "n"], group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def projected_size(size: int, num_steps: int) -> int:
-    """Return the dimensions that are kept of a gradient of `size` entries."""
+    """Return the number of dimensions to keep of a gradient with `size` entries."""
     return size if 2 * num_steps * 4 * size <= MOST_BYTES else min(size, PROJECTED)

@@ -1,4 +1,4 @@
-"""Plan a policy-gradient step: its counts and memory, before any weight is read."""
+"""Plan a policy-gradient step: its counts and memory, before any model is loaded."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ from flowalign.utils.seeds import generator
 def plan_step(
     cfg: PolicyGradientSettings, run: RunContext, model: ModelPlan, world: int
 ) -> RecipePlan:
-    """Return counts and memory of one step; raise ValueError if the run cannot do it."""
+    """Return the counts and memory of one step; raise ValueError if the settings do not fit."""
     check_rollouts(cfg.rollouts, run, model, world)
     per_velocity = run.policy.evaluations_per_velocity
     window = cfg.rollouts.window(0, generator(run.seed, "window", 0))
@@ -47,10 +47,10 @@ def plan_step(
 def evaluations(
     cfg: PolicyGradientSettings, window: Sequence[int], per_velocity: int = 1
 ) -> dict[str, int]:
-    """Return the network evaluations for one prompt, by purpose.
+    """Return the number of network evaluations for one prompt, by purpose.
 
-    Those with gradient are `training`; `ratios` are those of other steps of a chunk, needed from
-    the second update on. States that samples share count once.
+    `training` counts evaluations with gradient. `ratios` counts evaluations of the other steps of a
+    chunk, which are needed from the second update on. States shared by samples count once.
 
     Source: the counts of published methods in their papers.
     """
@@ -70,7 +70,7 @@ def evaluations(
 
 
 def num_trained(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
-    """Return the transitions of a prompt that an update sees; for pairs, at most that many."""
+    """Return the number of trained transitions per prompt; for pairs, an upper bound."""
     if not cfg.algorithm.pairs:
         chosen = empty.trained
         if (count := cfg.advantages.extremes) is not None:
@@ -82,10 +82,10 @@ def num_trained(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
 
 
 def num_evaluated(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
-    """Return the states of a prompt that an update evaluates: one for all that leave it.
+    """Return an upper bound of the number of evaluated states per prompt.
 
-    Pairs, extremes, and samples that are spread over several updates may leave fewer states, so
-    this is the most.
+    All transitions from the same state need one evaluation. Pairs, extremes and several updates may
+    reduce the number of states.
     """
     transitions = num_trained(cfg, empty)
     if cfg.algorithm.pairs or cfg.updates_per_step > 1:
@@ -109,17 +109,17 @@ def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -
 
 
 def _spans(cfg: PolicyGradientSettings, window: Sequence[int]) -> list[list[int]]:
-    """Return the spans of a sample, if the loss trains spans."""
+    """Return the spans of a sample; empty if the loss does not train spans."""
     return [] if cfg.algorithm.span is None else find_spans(window, cfg.algorithm.span)
 
 
 def _together(cfg: PolicyGradientSettings, window: Sequence[int]) -> int:
-    """Return the steps of a sample whose activations an update keeps at once."""
+    """Return the largest number of steps with activations in memory at the same time."""
     return max((len(steps) for steps in _spans(cfg, window)), default=1)
 
 
 def _span_rows(cfg: PolicyGradientSettings, window: Sequence[int]) -> dict[str, str]:
-    """Return which steps are trained as one, if the loss trains spans."""
+    """Return the plan row of the spans, if the loss trains spans."""
     spans = _spans(cfg, window)
     if not spans:
         return {}
@@ -130,7 +130,7 @@ def _span_rows(cfg: PolicyGradientSettings, window: Sequence[int]) -> dict[str, 
 def _calibration_rows(
     cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]
 ) -> dict[str, str]:
-    """Return what the search for noise levels costs, all iterations together."""
+    """Return the plan row of the total cost of the calibration, if there is one."""
     calibration = cfg.calibration
     if calibration is None:
         return {}
@@ -146,7 +146,7 @@ def _calibration_rows(
 
 
 def _measured_rows(cfg: PolicyGradientSettings) -> dict[str, str]:
-    """Return how step weights are measured, if they are."""
+    """Return the plan row of measured step weights, if they are measured."""
     how = cfg.measured
     if how is None:
         return {}
@@ -160,7 +160,7 @@ def _measured_rows(cfg: PolicyGradientSettings) -> dict[str, str]:
 def _measured_memory(
     cfg: PolicyGradientSettings, model: ModelPlan, window: Sequence[int]
 ) -> list[MemoryPart]:
-    """Return the memory of the gradients of steps over halves, of their sum and of one copy."""
+    """Return the memory of the step gradients over both halves, of their sum and of one copy."""
     if cfg.measured is None:
         return []
     kept = 2 * len(window) * projected_size(model.trainable, cfg.sampling.num_steps)

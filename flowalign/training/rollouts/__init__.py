@@ -1,1 +1,1 @@
-"""Sample requests, value the samples and compare their rewards: what online trainings share."""
+"""Sample requests, value the samples and compare their rewards, for all online recipes."""

@@ -1,4 +1,4 @@
-"""Configure how the rewards of samples are combined, compared and turned into advantages."""
+"""Configure the combination and comparison of rewards into advantages."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,63 +14,66 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, PositiveInt,
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """Normalisation, weighting and selection of credit: how rewards become advantages."""
+    """Normalisation, weighting and selection that turn credit into advantages."""
 
     scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
-    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. pooled: of all
-    prompts at the same denoising step, whose mean is also the baseline. none: 1 (Dr. GRPO).
-    leave_one_out: none, and each is compared with the mean of the others (RLOO). given: credit is
-    not centred or divided, because the credit method returns advantages, or because rewards are
-    compared as they are."""
+    whole step (Flow-GRPO's global std). joint: of all denoising steps of a prompt together. pooled:
+    of all prompts at the same denoising step, with their mean as the baseline. none: 1 (Dr. GRPO).
+    leave_one_out: 1, with the mean of the other samples as the baseline (RLOO). given: credit is
+    neither centred nor divided, because the credit method returns advantages or rewards are
+    compared directly."""
     combine: Combine = "sum_of_advantages"
-    """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
-    advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
+    """Order of normalisation and weighting. sum_of_advantages: each reward dimension is normalised
+    separately, then weighted (DanceGRPO). advantage_of_sum: rewards are weighted and added first
+    (Flow-GRPO)."""
     std_correction: Literal[0, 1] = 0
-    """1: these deviations divide by n - 1 (DanceGRPO, MixGRPO), 0: by n (Flow-GRPO)."""
+    """Correction of the standard deviation. 1: divide by n - 1 (DanceGRPO, MixGRPO). 0: divide by n
+    (Flow-GRPO)."""
     std_floor: NonNegativeFloat = 1e-6
-    """Standard deviation of credit up to which a group carries no signal and gets zeros."""
+    """Standard deviation up to which a group counts as constant and gets zero advantages."""
     clip: PositiveFloat | None = 5.0
     """Largest absolute advantage. Null: not clipped. Default: 5, as in Flow-GRPO's code."""
     extremes: PositiveInt | None = None
-    """Number of the best and of the worst of each group that are trained (DanceGRPO for videos: 4
-    of 24), by their advantage among all. Null: all are."""
+    """Number of best and of worst samples per group that are trained, by their advantage in the
+    whole group. DanceGRPO for videos: 4 of 24. Null: all samples."""
     value_transform: LogSigmoidCentred | None = None
-    """Transform of rewards before they are credited; metrics show raw rewards. Null: none."""
+    """Transform of rewards before credit assignment; metrics show raw rewards. Null: none."""
     pareto: Pareto = "off"
-    """Train only samples that no other dominates in all weighted rewards (Parrot). group: among
-    those of their prompt. batch: among those of the step. off: train all."""
+    """Restriction to samples that no other sample dominates in all weighted rewards (Parrot).
+    group: compared within the prompt. batch: compared within the step. off: no restriction."""
     thresholds: Thresholds | None = None
-    """Thresholds of reward dimensions, which count while their mean misses them. Null: none."""
+    """Thresholds of reward dimensions, which contribute while their mean misses the threshold.
+    Null: none."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range."""
+        """Reject settings outside their ranges."""
         require_ranges(self, "advantages")
 
     def check(self, key: str, run: RunContext, prompts: str) -> None:
         """Raise ValueError if rewards, prompts or prompt conditioning of a run do not fit.
 
-        `key` names the settings that hold these in run files.
+        `key` is the key of the parent settings in run files, for messages.
         """
         self.check_rewards(run.rewards)
         self.check_prompts(prompts)
         self._check_conditioning(key, run)
 
     def check_rewards(self, rewards: Rewards) -> None:
-        """Raise ValueError if a setting names reward dimensions that do not fit."""
+        """Raise ValueError if a setting refers to missing or unsuitable reward dimensions."""
         rewards.check_weights()
         for part in (self.value_transform, self.thresholds):
             if part:
                 part.check(rewards)
 
     def check_prompts(self, prompts: str) -> None:
-        """Raise ValueError if a file has no requests, or requests that these settings refuse."""
+        """Raise ValueError if the prompts file is empty or has unsuitable requests."""
         located = read_located_requests(prompts)
         if self.value_transform:
             self.value_transform.check_requests(located)
 
     def check_groups(self, key: str, group_size: int) -> None:
-        """Raise ValueError if groups of this size cannot be compared."""
+        """Raise ValueError if groups of `group_size` samples cannot be compared."""
         if group_size == 1 and self.scale in ("group", "batch", "none", "leave_one_out"):
             raise ValueError(
                 "sampling.samples_per_prompt is 1: a group of one has no others to compare with. "
@@ -88,7 +91,7 @@ class AdvantageConfig:
             )
 
     def refuse_extremes(self, key: str, reason: str) -> None:
-        """Raise ValueError if only the best and the worst of a group would be trained."""
+        """Raise ValueError if `extremes` is set."""
         if self.extremes is not None:
             raise ValueError(
                 f"{key}.advantages.extremes is {self.extremes}, but {reason}: set it to null"

@@ -1,8 +1,8 @@
-"""Turn credit into advantages: compare it over all processes, by weights that thresholds change.
+"""Turn credit into advantages over all processes, with reward weights that thresholds adapt.
 
-    credit of this process -> credit of all -> advantages and which are trained -> multipliers
+    credit of this process -> credit of all -> advantages and training mask -> multipliers
 
-Credit has one column for each denoising step, or a single one for the outcome.
+Credit has one column per denoising step, or a single column for the outcome.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,42 +27,42 @@ class GatheredCredit:
     """Credit of all processes in rank order, and the rewards of their finished samples."""
 
     credit: StepCredit
-    """Credit whose mask leaves out transitions whose rewards failed."""
+    """Credit; its mask excludes transitions with failed rewards."""
     outcome: Float[Tensor, "n R"]
-    """Rewards of finished samples; NaN where a reward failed."""
+    """Rewards of finished samples; NaN if a reward failed."""
     train_mask: Bool[Tensor, "n T"]
-    """The mask of `credit` without samples that others dominate (Pareto)."""
+    """Mask of `credit` without samples that are Pareto-dominated."""
     local: slice
     """Rows of this process's samples."""
     num_dropped: int
-    """Number of transitions that are not trained because a reward failed."""
+    """Number of transitions that are excluded because a reward failed."""
 
 
 @dataclass(frozen=True)
 class AdvantageEstimate:
-    """Advantages of all processes, and which transitions are trained."""
+    """Advantages of all processes, with the mask of trained transitions."""
 
     gathered: GatheredCredit
-    """Credit that was compared."""
+    """Credit that the advantages are computed from."""
     advantage: Float[Tensor, "n T"]
     """Advantage of each transition within its group, clipped."""
     process: Float[Tensor, "n T"] | None
-    """Advantage of each process reward, compared by itself; None if credit has none."""
+    """Advantage of each process reward, normalised separately; None without process rewards."""
     train_mask: Bool[Tensor, "n T"]
-    """Transitions that are trained: if only extremes are, those of each group."""
+    """Mask of the trained transitions; with `extremes`, only the best and worst of each group."""
     metrics: Mapping[str, float]
-    """Rewards, their spread in groups, and weights that thresholds change."""
+    """Rewards, their spread in groups, and the weights adapted by thresholds."""
 
     @property
     def size_metrics(self) -> dict[str, float]:
-        """Return the mean size of advantages."""
+        """Return the mean absolute advantage."""
         mask = self.gathered.credit.mask
         size = float(self.advantage[mask].abs().mean()) if mask.any() else 0.0
         return {"adv_abs_mean": size}
 
     @property
     def transition_metrics(self) -> dict[str, float]:
-        """Return the number of transitions that can be trained, and of those that cannot."""
+        """Return the numbers of trainable and of dropped transitions."""
         return {
             "transitions": float(self.gathered.credit.mask.sum()),
             "transitions_dropped": float(self.gathered.num_dropped),
@@ -70,25 +70,26 @@ class AdvantageEstimate:
 
 
 class AdvantageEstimator:
-    """Compares credit within groups, by weights that thresholds change from step to step."""
+    """Estimator of advantages within groups, with reward weights that thresholds adapt."""
 
     def __init__(self, cfg: AdvantageConfig, rewards: Rewards, processes: Processes):
         self.cfg, self.rewards, self.processes = cfg, rewards, processes
         self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
-        """Lagrange multipliers of reward dimensions that are held near thresholds."""
+        """Lagrange multipliers of the reward dimensions with thresholds."""
 
     @property
     def weights(self) -> Float[Tensor, "R"]:
-        """Return this step's reward weights: those of the run file, times the multipliers."""
+        """Return the reward weights of the run file times the current multipliers."""
         base = self.rewards.weights
         return base if self.multipliers is None else self.multipliers.scale(base)
 
     def estimate(
         self, credit: StepCredit, outcome: Float[Tensor, "local R"], group_size: int
     ) -> AdvantageEstimate:
-        """Gather the credit of all processes and compare it; of groups, only pooled ones span them.
+        """Gather the credit of all processes, and return the advantages.
 
-        `outcome` are the raw rewards of this process's finished samples, prompt after prompt.
+        Only the scales pooled and batch compare samples of different processes. `outcome` has the
+        raw rewards of this process's finished samples, prompt-major.
         """
         gathered = self._gather(credit, outcome, group_size)
         credit, mask = gathered.credit, gathered.train_mask
@@ -100,16 +101,16 @@ class AdvantageEstimator:
         return AdvantageEstimate(gathered, advantage, process, mask, self._metrics(gathered))
 
     def learn(self, outcome: Float[Tensor, "n R"]) -> None:
-        """Move the multipliers after a step with these rewards of all processes' samples."""
+        """Update the multipliers with the rewards of all processes' samples in a step."""
         if self.cfg.thresholds is not None and self.multipliers is not None:
             self.multipliers = self.cfg.thresholds.after(self.multipliers, outcome)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {"multipliers": self.multipliers and self.multipliers.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the multipliers of a checkpoint."""
+        """Restore the multipliers of a checkpoint."""
         if self.multipliers and state["multipliers"]:
             self.multipliers = self.multipliers.restore(state["multipliers"])
 
@@ -117,7 +118,7 @@ class AdvantageEstimator:
         self, credit: StepCredit, outcome: Float[Tensor, "local R"], group_size: int
     ) -> GatheredCredit:
         rewards, gather = self.rewards, self.processes.gather
-        # Ids of groups must differ between processes: the rank takes the upper bits.
+        # Group ids must differ between processes, so the rank is added in the upper bits.
         rank_id, prompt = self.processes.rank << 40, torch.arange(len(outcome)) // group_size
         usable = _usable(rewards, credit.value)
         if credit.process is not None:
@@ -138,7 +139,7 @@ class AdvantageEstimator:
         )
 
     def _compare(self, credit: StepCredit) -> Float[Tensor, "n T"]:
-        """Return the gathered credit of all transitions, each compared with its group, clipped."""
+        """Return the clipped advantages of all gathered transitions within their groups."""
         cfg = self.cfg
         found = advantages(
             credit.value.nan_to_num(),
@@ -153,7 +154,7 @@ class AdvantageEstimator:
         return found if cfg.clip is None else found.clamp(-cfg.clip, cfg.clip)
 
     def _groups(self, credit: StepCredit, prompt: Int[Tensor, "local"]) -> Int[Tensor, "n T"]:
-        """Return the group ids of all processes: those given with credit, or of a wider scale."""
+        """Return the group ids of all processes, from the credit or for a wider scale."""
         if self.cfg.scale == "pooled":
             return self.processes.gather(
                 torch.arange(credit.group.shape[1]).expand_as(credit.group)
@@ -163,7 +164,7 @@ class AdvantageEstimator:
         return self.processes.gather(group + (self.processes.rank << 40))
 
     def _metrics(self, gathered: GatheredCredit) -> dict[str, float]:
-        """Return rewards, the share of dominated transitions, and weights that changed."""
+        """Return rewards, the share of dominated transitions, and the adapted weights."""
         cfg, metrics = self.cfg, reward_metrics(self.rewards, gathered)
         if cfg.pareto != "off":
             candidates = gathered.credit.mask.sum().clamp(min=1)
@@ -175,12 +176,12 @@ class AdvantageEstimator:
 
 
 def _usable(rewards: Rewards, value: Float[Tensor, "n T R"]) -> Bool[Tensor, "n T"]:
-    """Return for which transitions all weighted dimensions are known."""
+    """Return the mask of transitions for which all weighted dimensions are known."""
     return rewards.usable(value.isfinite().flatten(0, 1)).view(value.shape[:2])
 
 
 def outcome_credit(outcome: Float[Tensor, "n R"], group_size: int) -> StepCredit:
-    """Return the credit of samples for their outcomes, in one column; prompts are the groups."""
+    """Return outcomes as credit with a single column; the groups are prompts."""
     group = (torch.arange(len(outcome)) // group_size)[:, None]
     return StepCredit(outcome[:, None], group, torch.ones_like(group, dtype=torch.bool))
 
@@ -188,9 +189,10 @@ def outcome_credit(outcome: Float[Tensor, "n R"], group_size: int) -> StepCredit
 def mask_unused_rewards(
     value: Float[Tensor, "n *T R"], dims: Sequence[str], requests: Sequence[Request]
 ) -> Float[Tensor, "n *T R"]:
-    """Return credit with 0 for reward dimensions that a sample was not asked for.
+    """Return credit with 0 for reward dimensions that a sample was not conditioned on.
 
-    All samples of a group are asked for the same dimensions, so zeros compare none of them.
+    All samples of a group are conditioned on the same dimensions, so the zeros do not affect
+    comparisons.
     """
     own = [request.conditioned.dims if request.conditioned else () for request in requests]
     if not any(own):

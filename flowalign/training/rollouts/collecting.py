@@ -29,10 +29,10 @@ def collect_rollouts(
     step: int,
     critic: FittedCritic | None = None,
 ) -> CompletionValues:
-    """Sample this rank's share of the requests, and return the values of their trajectories.
+    """Sample this rank's share of the requests, and return the values of the trajectories.
 
     If `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
-    computed while the next is sampled.
+    computed while the next batch is sampled.
     """
     local = learner.processes.share(range(len(requests)))
     size = cfg.rollout_batch_prompts or max(len(local), 1)
@@ -68,11 +68,11 @@ def sample_prompts(
     step: int,
     indices: Sequence[int],
 ) -> Trajectory:
-    """Sample some requests of a step.
+    """Return trajectories of some requests of a step.
 
-    All ranks share the window; noise belongs to the request.
+    All ranks use the same window. The noise depends only on the position of the request.
     """
-    # Noise belongs to the position of a request, so that ranks and batches draw the same.
+    # Noise is seeded by the request's position, so ranks and batches do not change the draws.
     window = cfg.window(step, generator(seed, "window", step))
     with _use_precision(cfg.sampling, learner.policy):
         return sample(
@@ -91,7 +91,7 @@ def sample_prompts(
 
 
 def _use_precision(sampling: Sampling, policy: Policy) -> AbstractContextManager[None]:
-    """Compute in the precision of rollouts inside this context, if it is not the policy's."""
+    """Return a context with the precision of rollouts, if it differs from the policy's."""
     if sampling.precision is None or policy.network is None:
         return nullcontext()
     return policy.network.reduce_precision(sampling.precision)
@@ -104,7 +104,7 @@ def completion_values(
     trajectory: Trajectory,
     critic: FittedCritic | None = None,
 ) -> CompletionValues:
-    """Return the value function that the recipe's credit method queries for a trajectory."""
+    """Return the value function of a trajectory for the recipe's credit method."""
     size = cfg.sampling.micro_batch
     return CompletionValues(
         learner.policy,
@@ -123,7 +123,7 @@ def finish_states(
     requests: Sequence[CompletionRequest],
     micro_batch: int,
 ) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
-    """Return clean latents of the requested states: completed by the rollout, or now."""
+    """Return the completed latents of the requested states, from the rollout or computed now."""
     device, known = trajectory.device, trajectory.finished
     done = {request: known[request].to(device) for request in requests if request in known}
     for how in {request[1] for request in requests if request not in done}:

@@ -1,4 +1,4 @@
-"""Sample, value and credit the rollouts of a run, and keep what later steps compare with.
+"""Sample, value and credit the rollouts of a run, and keep the state for later steps.
 
 requests -> trajectories -> values -> credit -> advantages
 """
@@ -27,18 +27,18 @@ from flowalign.types import Request, StepCredit
 class CreditedRollouts:
     """Rollouts of a run with their credit and advantages.
 
-    Earlier steps count: their outcomes, what a critic learned from them, and multipliers of
-    rewards with thresholds.
+    State from earlier steps: their outcomes, the fitted critic, and the multipliers of reward
+    thresholds.
     """
 
     def __init__(self, cfg: RolloutSettings, learner: Learner, rewards: Rewards, seed: int):
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
-        """Comparison of credit, by weights that thresholds change."""
+        """Estimator of advantages, with reward weights that thresholds adapt."""
         self.history = OutcomeHistory(cfg.history)
-        """Outcomes of earlier steps that the credit method compares with."""
+        """Outcomes of earlier steps that the credit method uses."""
         self.critic = cfg.critic.start() if cfg.critic else None
-        """Critic that has learned from the outcomes of earlier steps."""
+        """Critic fitted to the outcomes of earlier steps."""
 
     def sample(self, requests: Sequence[Request], step: int) -> CompletionValues:
         """Sample this process's share of the requests; return the values of the trajectories."""
@@ -51,7 +51,7 @@ class CreditedRollouts:
     def estimate(
         self, values: CompletionValues, credit: StepCredit | None = None
     ) -> AdvantageEstimate:
-        """Return the advantages of all processes; `credit` None computes it from the values."""
+        """Return the advantages of all processes; if `credit` is None, it is computed."""
         credit = compute_credit(self.cfg, values) if credit is None else credit
         trajectory = values.trajectory
         outcome = values([trajectory.num_steps])[:, 0]
@@ -60,20 +60,20 @@ class CreditedRollouts:
     def learn(
         self, requests: Sequence[Request], values: CompletionValues, estimate: AdvantageEstimate
     ) -> dict[str, float]:
-        """Keep what later steps read of a step; return the metrics of the critic, if there is one.
+        """Update history, multipliers and critic after a step; return the critic's metrics.
 
-        `requests` are those of all processes.
+        `requests` are the requests of all processes.
         """
-        # Only now: the credit and the weights of this step must not see its own outcomes.
+        # Update only now: the credit and weights of a step must not depend on its own outcomes.
         outcome = estimate.gathered.outcome
         self.history.add([request.key for request in requests], outcome)
         self.estimator.learn(outcome)
         return self.learn_critic(values)
 
     def learn_critic(self, values: CompletionValues) -> dict[str, float]:
-        """Let the critic learn from outcomes that were credited; return how well it foresaw them.
+        """Fit the critic to the step's outcomes; return the explained variance before the fit.
 
-        What it predicted of them before does not change.
+        Predictions that were already used for credit do not change.
         """
         critic, trajectory, rewards = self.critic, values.trajectory, values.rewards
         if critic is None:
@@ -101,7 +101,7 @@ class CreditedRollouts:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             **self.estimator.state(),
             "history": self.history.state(),
@@ -109,7 +109,7 @@ class CreditedRollouts:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.estimator.restore(state)
         self.history.restore(state["history"])
         if self.critic and state["critic"]:
@@ -117,9 +117,9 @@ class CreditedRollouts:
 
 
 def compute_credit(cfg: RolloutSettings, values: CompletionValues) -> StepCredit:
-    """Credit the transitions of this process, requesting the values that the method needs.
+    """Return the credit of this process's transitions, after computing the required values.
 
-    Without a method, samples have the credit of their outcomes, in one column.
+    Without a credit method, the outcomes are the credit, in one column.
     """
     trajectory, transformed = values.trajectory, _transform_values(cfg, values)
     if cfg.credit is not None:

@@ -1,4 +1,4 @@
-"""Score states of rollouts by a reward of noisy latents, without completion, decode or reward."""
+"""Score the states of rollouts with a latent reward, without completion or decoding."""
 
 import torch
 from jaxtyping import Float
@@ -19,16 +19,16 @@ def latent_scores(
     reward: LatentReward,
     micro_batch: int,
 ) -> Float[Tensor, "B R"]:
-    """Return the scores of state k in the run's reward dimensions, NaN where there is none.
+    """Return the scores of state k in the run's reward dimensions, NaN for missing dimensions.
 
     Raises:
-        RewardFailure: A score of a weighted dimension is not finite, and failures end the run.
+        RewardFailure: A score of a weighted dimension is not finite, and `on_failure` is raise.
     """
     reward.attach(policy)
     rows = trajectory.rows.unique_rows(k)
     asked = (rows // trajectory.group_size).to(trajectory.device)
     states = trajectory.unique_states(k).split(micro_batch)
-    with rewards.costs.paused():  # which would count evaluations that stop early as whole ones
+    with rewards.costs.paused():  # partial evaluations would be counted as whole ones
         parts = [
             reward.score(x, trajectory.sigmas[k], take_rows(trajectory.cond, row)).float().cpu()
             for x, row in zip(states, asked.split(micro_batch), strict=True)
@@ -49,7 +49,7 @@ def latent_scores(
 
 
 def check_latent_dims(rewards: Rewards, reward: LatentReward, key: str) -> None:
-    """Raise ValueError unless a latent reward has all dimensions that have a weight."""
+    """Raise ValueError unless a latent reward has all dimensions with a nonzero weight."""
     weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
     if missing := [dim for dim in weighted if dim not in reward.dims]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Remember the outcomes of prompts over some steps of the loop (B2-DiffuRL)."""
+"""Keep the outcomes of prompts over several training steps (B2-DiffuRL)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ from flowalign.types import PastOutcomes
 
 
 class OutcomeHistory:
-    """Holds the outcomes of the last `length` steps, of the prompts of all processes."""
+    """Outcomes of the last `length` training steps, of the prompts of all processes."""
 
     def __init__(self, length: int):
         self.length = length
         self.steps: list[dict[str, list[list[float | None]]]] = []
-        """Outcomes of each step by the key of a request, None where a reward failed."""
+        """Outcomes of each step by request key; None if a reward failed."""
 
     def add(self, keys: Sequence[str], outcome: Float[Tensor, "n R"]) -> None:
-        """Add the outcomes of a step, which has equally many samples of each request."""
+        """Add the outcomes of a step with equal numbers of samples per request."""
         if not self.length:
             return
         found: dict[str, list[list[float | None]]] = {}
@@ -30,7 +30,7 @@ class OutcomeHistory:
         self.steps = [*self.steps, found][-self.length :]
 
     def of(self, keys: Sequence[str], like: Float[Tensor, "n R"], num_steps: int) -> PastOutcomes:
-        """Return outcomes of these requests in the last steps, in the dimensions of `like`."""
+        """Return past outcomes of the requests `keys`, with the dimensions of `like`."""
         known = [
             (i, row)
             for i, key in enumerate(keys)
@@ -42,9 +42,9 @@ class OutcomeHistory:
         return PastOutcomes(value, torch.tensor([i for i, _ in known], dtype=torch.long))
 
     def state(self) -> list[dict[str, list[list[float | None]]]]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return self.steps
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.steps = [dict(step) for step in state]

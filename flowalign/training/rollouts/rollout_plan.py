@@ -1,4 +1,4 @@
-"""Plan the rollouts of a step: their counts and memory, before any weight is read."""
+"""Plan the rollouts of a step: their counts and memory, before any model is loaded."""
 
 from collections.abc import Sequence
 from math import ceil, prod
@@ -16,9 +16,9 @@ from flowalign.utils.seeds import generator
 def rollout_evaluations(
     cfg: RolloutSettings, window: Sequence[int], per_velocity: int = 1
 ) -> dict[str, int]:
-    """Return the network evaluations for the rollouts of one prompt, by purpose.
+    """Return the number of network evaluations for the rollouts of one prompt, by purpose.
 
-    States that samples share count once.
+    States shared by samples count once.
     """
     empty, num_steps = cfg.empty_trajectory(window), cfg.sampling.num_steps
     completing = [
@@ -55,7 +55,7 @@ def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> 
 
 
 def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, world: int) -> None:
-    """Raise ValueError for needs of a run that its settings alone do not show."""
+    """Raise ValueError for settings that do not fit the model, rewards or processes of a run."""
     check_prompts_per_step(cfg.key, cfg.prompts_per_step, world)
     if cfg.sampling.frame_window:
         seed = generator(run.seed, "clip")
@@ -73,9 +73,9 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
 def rollout_memory(
     cfg: RolloutSettings, model: ModelPlan, world: int, window: Sequence[int]
 ) -> list[MemoryPart]:
-    """Return the memory of the trajectories of a step, and of states while they are completed.
+    """Return the memory of a step's trajectories, and of states during completion.
 
-    The latter are on the device, wherever they are kept afterwards.
+    States are completed on the device even if they are stored in main memory afterwards.
     """
     empty, storage = cfg.empty_trajectory(window), cfg.sampling.states
     prompts = ceil(cfg.prompts_per_step / world)
@@ -102,7 +102,7 @@ def rollout_memory(
 
 
 def _steps(cfg: RolloutSettings, window: Sequence[int]) -> str:
-    """Return how many steps are made, which are trained, and whether others are noisy too."""
+    """Return a description of the executed, stochastic and trained steps."""
     sampling = cfg.sampling
     noisy = len(sampling.stochastic(window))
     made = sampling.num_steps - len(sampling.skipped(window))
@@ -115,7 +115,7 @@ def _steps(cfg: RolloutSettings, window: Sequence[int]) -> str:
 
 
 def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
-    """Return what a critic predicts from, if there is one; it evaluates nothing."""
+    """Return the plan row of the critic, if there is one."""
     if cfg.critic is None:
         return {}
     observed = f"features of states {list(cfg.observed_states(window))}"
@@ -123,7 +123,7 @@ def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
 
 
 def _latent_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
-    """Return what rewards of noisy latents cost, for credit and for guidance."""
+    """Return the plan rows of the cost of latent rewards, for credit and for guidance."""
     empty, rows = cfg.empty_trajectory(window), dict[str, str]()
     distinct = [len(empty.rows.unique_rows(k)) for k in range(cfg.sampling.num_steps + 1)]
     scored = cfg.requirements(window).scored

@@ -1,4 +1,4 @@
-"""Define the rollouts of a step: how samples are drawn, valued, credited and compared."""
+"""Define the settings of rollouts: sampling, values, credit and advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,36 +20,36 @@ from flowalign.types import CreditEstimator, Trajectory, plain_requests
 from flowalign.types.completion import Completion
 
 SEVERAL = 10**6
-"""A late step of a loop, whose window is checked like that of the first."""
+"""Index of a late training step; its window is checked in addition to the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """Rollouts that a recipe or a data source composes from its settings."""
+    """Rollout settings, which a recipe or a data source composes."""
 
     sampling: Sampling
-    """Sampler of the trajectories of a prompt."""
+    """Sampling of the trajectories of a prompt."""
     credit: CreditEstimator | None = None
-    """Method that assigns credit to denoising steps. None: a sample has the credit of its
-    outcome."""
+    """Method that assigns credit to denoising steps. None: the outcome is the credit."""
     completion: Completion = field(default_factory=Completion)
-    """Completion of intermediate states whose values the credit method requests."""
+    """Completion of the intermediate states that the credit method values."""
     critic: Critic | None = None
-    """Regression that predicts outcomes, for credit that reads its predictions."""
+    """Regression that predicts outcomes, for credit methods that need a critic."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Comparison of credit."""
     prompts_per_step: int = 8
-    """Prompts of a step over all processes together."""
+    """Number of prompts per step, over all processes."""
     rollout_batch_prompts: int | None = None
-    """Prompts of a process that are sampled together. None: all of them."""
+    """Number of prompts that a process samples together. None: all prompts."""
     key: str = "recipe"
     """Key of the settings in run files, for messages."""
     keeps: Literal["credited", "trained", "all"] = "credited"
-    """States that a rollout keeps: those of credit, those of trained steps also, or all."""
+    """States that a rollout keeps. credited: the states that credit reads. trained: also the states
+    of trained steps. all: all states."""
     needs_means: bool = False
     """Whether a rollout keeps the means of trained transitions."""
     clips_process: bool = False
-    """Whether process rewards can be trained next to the credit of outcomes, clipped separately."""
+    """Whether the loss trains process rewards with a separate clip."""
 
     def check_groups(self) -> None:
         """Raise ValueError if the samples of a prompt cannot be compared."""
@@ -57,11 +57,11 @@ class RolloutSettings:
 
     @property
     def num_samples(self) -> int:
-        """Return the number of trajectories of one step, over all processes."""
+        """Return the number of trajectories per step, over all processes."""
         return self.prompts_per_step * self.sampling.samples_per_prompt
 
     def window(self, iteration: int, generator: torch.Generator | None = None) -> tuple[int, ...]:
-        """Return the trained steps in one step of the loop."""
+        """Return the trained denoising steps of one training step."""
         drawn = torch.Generator() if generator is None else generator
         return self.sampling.sde_window.steps(self.sampling.num_steps, iteration, drawn)
 
@@ -69,13 +69,13 @@ class RolloutSettings:
         """Return the samples of one prompt before they are drawn.
 
         Raises:
-            ValueError: The samples cannot be arranged in this way.
+            ValueError: The branching does not fit the number of samples or the steps.
         """
         sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
         return empty_trajectory(self.sampling, steps, plain_requests([""]), sigmas)
 
     def kept_states(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states that a rollout keeps, if `steps` are trained."""
+        """Return the indices of the states that a rollout keeps; `steps` are the trained steps."""
         if self.keeps == "all":
             return tuple(range(self.sampling.num_steps + 1))
         trained = {*steps, *(k + 1 for k in steps)} if self.keeps == "trained" else set[int]()
@@ -87,21 +87,21 @@ class RolloutSettings:
         """Return the states that the credit method values.
 
         Raises:
-            ValueError: The settings do not meet the needs of the credit method.
+            ValueError: The settings do not fit the credit method.
         """
         return self.requirements(steps).requested
 
     @property
     def history(self) -> int:
-        """Return the number of earlier steps whose outcomes the credit method compares with."""
+        """Return the number of earlier training steps with outcomes that credit uses."""
         return self.requirements(self.window(0)).history
 
     def observed_states(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states whose features a rollout keeps."""
+        """Return the indices of the states to record features of."""
         return tuple(sorted(self.requirements(steps).observed))
 
     def refuse_features(self) -> None:
-        """Raise ValueError for credit that reads features of all tokens on one process."""
+        """Raise ValueError for credit with features, which context parallelism cannot compute."""
         if self.observed_states(self.window(0)):
             raise ValueError(
                 f"{self.key}.credit reads features of the denoiser, whose tokens "
@@ -109,10 +109,10 @@ class RolloutSettings:
             )
 
     def requirements(self, steps: Sequence[int]) -> CreditRequirements:
-        """Return what the credit method needs from a rollout.
+        """Return the requirements of the credit method on a rollout.
 
         Raises:
-            ValueError: The settings do not meet these needs.
+            ValueError: The settings do not fit the credit method.
         """
         method = self.credit or Outcome()
         needs = credit_requirements(method, self.empty_trajectory(steps), self.completion)
@@ -146,7 +146,7 @@ class RolloutSettings:
 
 
 def refuse_process(key: str, method: CreditEstimator) -> NoReturn:
-    """Raise ValueError: nothing would train the process rewards of this credit method."""
+    """Raise ValueError because the loss does not train the process rewards of the method."""
     raise ValueError(
         f"{key}.credit is {type(method).__name__}, whose process rewards only GRPO on transitions "
         "clips apart, with a surrogate that needs no best sample;\n"

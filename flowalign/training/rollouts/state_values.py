@@ -1,4 +1,4 @@
-"""Value intermediate states by completion: what credit methods request, and their only cost."""
+"""Value intermediate states by completing, decoding and scoring them, for credit methods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ from flowalign.utils.stages import stage
 
 @dataclass
 class _Pending:
-    """Holds states that are decoded and being scored."""
+    """States that are decoded and currently being scored."""
 
     requests: Sequence[CompletionRequest]
-    """States that are scored."""
+    """States to score."""
     rows: Sequence[Int[Tensor, "n"]]
-    """The distinct rows of each state."""
+    """Distinct rows of each state."""
     scoring: Scoring
     """Scores in progress."""
 
 
 class CompletionValues(ValueFunction):
-    """Values one trajectory; each state is completed, decoded and scored at most once."""
+    """Value function of one trajectory; each state is completed and scored at most once."""
 
     pictured = 6
-    """Number of samples whose decoded media are kept for charts."""
+    """Number of samples with decoded images that are kept for charts."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class CompletionValues(ValueFunction):
         self.critic = critic
         self.known: dict[CompletionRequest, RewardOutput] = {}
         self.media: dict[CompletionRequest, Tensor] = {}
-        """Decoded media of the requested states, for the first `pictured` samples."""
+        """Decoded images of the requested states, for the first `pictured` samples."""
         self.pending: list[_Pending] = []
         self.parts: Sequence[CompletionValues] = ()
-        """Values of the trajectories that this one was concatenated from."""
+        """Values of the trajectories that were concatenated to this trajectory."""
         self.history: OutcomeHistory = OutcomeHistory(0)
-        """Outcomes of earlier steps of the loop."""
+        """Outcomes of earlier training steps."""
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
-        """Return the rewards of states ks, each completed by ODE; NaN where a reward failed."""
+        """Return the rewards of the completed states ks; NaN if a reward failed."""
         requests = [self._request(k, how) for k in ks]
         self._join_parts()
         self.request(requests)
@@ -75,19 +75,19 @@ class CompletionValues(ValueFunction):
         return torch.stack(values, 1)
 
     def outcome_map(self, name: str) -> Float[Tensor, "B *place"]:
-        """Return the map that a reward model gave of every finished sample."""
+        """Return a reward model's spatial map of every finished sample."""
         last = self.trajectory.num_steps
         self([last])
         known = self.known[self._request(last, None)].maps[name]
         return known[self.trajectory.rows.row_index(last)]
 
     def past(self, num_steps: int) -> PastOutcomes | None:
-        """Return the outcomes that these prompts had in earlier steps of the loop."""
+        """Return the outcomes of the trajectory's prompts in earlier training steps."""
         keys = [request.key for request in self.trajectory.requests[:: self.trajectory.group_size]]
         return self.history.of(keys, self([self.trajectory.num_steps])[:, 0], num_steps)
 
     def predicted(self, ks: Sequence[int]) -> Tensor:
-        """Return the outcomes that the critic predicts from states ks, less their prompt's mean."""
+        """Return the critic's predicted outcomes for states ks, relative to the prompt's mean."""
         assert self.critic is not None, "settings are refused without the critic that credit reads"
         trajectory, num_rewards = self.trajectory, len(self.rewards.dims)
         found = [
@@ -97,13 +97,13 @@ class CompletionValues(ValueFunction):
         return torch.stack(found, 1)
 
     def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
-        """Return what a latent reward says of states ks, which were kept."""
+        """Return the latent rewards of the states ks."""
         asked = self.policy, self.rewards, self.trajectory
         found = [latent_scores(*asked, k, reward, self.micro_batch) for k in ks]
         return torch.stack(found, 1)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
-        """Complete and decode states that are new, in chunks that go to the rewards at once."""
+        """Complete and decode new states, and submit them to the rewards in chunks."""
         seen = {*self.known, *(request for pending in self.pending for request in pending.requests)}
         missing = sorted({t for t in requests if t not in seen}, key=lambda request: request[0])
         if not missing:
@@ -150,7 +150,7 @@ class CompletionValues(ValueFunction):
             self.media[request], kept = kept[: len(wanted)][at], kept[len(wanted) :]
 
     def _collect(self) -> None:
-        """Wait for the rewards of everything that was requested."""
+        """Wait for the rewards of all requested states."""
         for pending in self.pending:
             output, start = pending.scoring.result(), 0
             for request, row in zip(pending.requests, pending.rows, strict=True):
