@@ -64,7 +64,7 @@ class CheckedReward(RewardModel):
                 output = self.model.score(batch)
         except RewardGone:
             raise
-        except Exception as error:
+        except Exception as error:  # a plug-in may raise anything: it ends the run or is logged
             broken = RewardError(spec, f"raised {_describe_error(error, self.model)}")
             if self.on_failure == "raise" or not self.answered:
                 raise broken from error
@@ -89,7 +89,7 @@ def load(model: RewardModel) -> None:
             model.load()
     except (ValueError, OSError):
         raise
-    except Exception as error:
+    except Exception as error:  # a plug-in may raise anything: the user gets its name and text
         described = _describe_error(error, model)
         raise RewardError(model.spec, f"could not be loaded: {described}") from error
 

@@ -267,7 +267,7 @@ class ByStride(ValueFunction):
         raise AssertionError("these values know no latent reward")
 
     def predicted(self, ks):
-        raise NotImplementedError
+        raise AssertionError("these values know no critic")
 
 
 def test_granular_credit_sums_one_advantage_per_stride():

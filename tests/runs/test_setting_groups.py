@@ -140,7 +140,7 @@ class Grouped(RewardModel):
         self.spec = RewardSpec("side", ("side",), "any", (0.0, 1.0), "none")
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        raise NotImplementedError
+        raise AssertionError("settings are checked before anything is scored")
 
 
 def test_a_group_of_a_reward_in_a_list_is_checked_too(tmp_path):

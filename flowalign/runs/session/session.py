@@ -1,7 +1,7 @@
 """Run a run file: build, train, evaluate, save, resume."""
 
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,15 +95,14 @@ def start(
     else:
         check = partial(check_start, run, config, overwrite)
     claimed = claim(Path(run.output_dir), processes, log, check)
-    try:
+    with ExitStack() as on_failure:
+        if claimed:
+            on_failure.callback(claimed.release)
         session = _open_session(run, config, log, processes, overwrite, resume is None)
         session.claim = claimed
         if resume:
             _resume(session, resume)
-    except BaseException:
-        if claimed:
-            claimed.release()
-        raise
+        on_failure.pop_all()
     return session
 
 

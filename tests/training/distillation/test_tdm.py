@@ -97,7 +97,9 @@ def _one_of_two(rank, folder):
 def test_two_processes_make_the_updates_of_one(tmp_path):
     start_ranks(_one_of_two, 2, str(tmp_path))
     for name, settings in (("plain", PLAIN), ("rewarded", REWARDED)):
-        first, second = (torch.load(tmp_path / f"{name}{rank}") for rank in (0, 1))
+        first, second = (
+            torch.load(tmp_path / f"{name}{rank}", weights_only=True) for rank in (0, 1)
+        )
         assert torch.equal(first[0], second[0])
         assert first[1] == second[1]
         loop, learner = opened(recipe(**settings), fail_on="ccc")
