@@ -4,6 +4,7 @@ A dataclass field of type `list[D]` is written flat if `D` marks one of its fiel
 keys `class_path` and `init_args` of an entry describe that field, other keys the fields next to it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
@@ -81,7 +82,7 @@ def apply_entry_options(
 def rename_keys(kind: type, message: str) -> str:
     """Return an error message with the keys of flat entries as they are written."""
     for name, inner in find_inline_fields(kind).items():
-        message = message.replace(f"{name}.{inner}", name)
+        message = re.sub(rf"\b{name}((\.\d+)?)\.{inner}\b", rf"{name}\1", message)
     return message
 
 

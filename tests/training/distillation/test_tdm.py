@@ -128,7 +128,7 @@ def test_a_step_costs_what_the_plan_says(settings):
 def test_the_fake_score_learns_to_predict_the_generators_data():
     cfg = recipe(**PLAIN | {"prompts_per_step": 5, "samples_per_prompt": 16, "micro_batch": 80})
     loop, _ = opened(cfg, rate=1e-9)
-    drawn = loop._drawn(100)
+    drawn = loop._sample(100)
 
     @torch.no_grad()
     def missed() -> float:
