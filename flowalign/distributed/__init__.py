@@ -1,4 +1,4 @@
-"""Processes: launch them, gather small tensors and sum gradients over them.
+"""Launch processes, gather small tensors and sum gradients over them.
 
-This room wraps `torch.distributed` and knows no other room but `utils`.
+This package wraps `torch.distributed` and imports no other package except `utils`.
 """

@@ -1,10 +1,10 @@
-"""Keep ranks in step that do different amounts of work on weights which they share in parts.
+"""Keep ranks in step that share sharded weights but do different amounts of work.
 
 A sharded block can only compute after all ranks have gathered its weights, but ranks make different
 numbers of evaluations: samples are dropped, branches end, one rank saves. Therefore each rank
 announces every all-gather, and every other collective call, before it makes the call. Each round
-gathers the lowest announced block. The rank that asked for it computes; the others only take part
-in the all-gather. Then all ranks announce again. A rank that waits for another collective call
+gathers the lowest announced block. The rank that asked for it computes; the other ranks only take
+part in the all-gather. Then all ranks announce again. A rank that waits for another collective call
 joins all-gathers until every rank waits for that call.
 
 Ranks that compute the same samples together make the same calls. They compare the names of their
@@ -29,23 +29,23 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(hours=24)
 """Timeout of an announcement. It is long because a rank may encode for hours. A rank that dies
-closes its connections, which ends the others at once."""
+closes its connections, which immediately ends the other ranks."""
 SOON = timedelta(minutes=10)
 """Timeout of a call that all ranks have announced and are about to make."""
 
 
 class CollectiveScheduler:
-    """Announces collective calls of this process to the others; all ranks must make one."""
+    """Announcements of collective calls between ranks; all ranks must create one."""
 
     def __init__(self) -> None:
         self._all_ranks = _form_group(None)
         self._shard_group: dist.ProcessGroup | None = None
         self.joins: Sequence[Callable[[], None]] = ()
-        """One function per block, which takes part in the all-gather of the block and does not
-        compute with it. All ranks have the same blocks in the same order."""
+        """One function per block, which takes part in the all-gather of the block without computing
+        with it. All ranks have the same blocks in the same order."""
         self._joining = False
         self.evaluations: Evaluations | None = None
-        """Evaluations of the network whose trained weights are sharded; None if none are."""
+        """Evaluations of the network with sharded trained weights; None without such a network."""
         self.replicas: dist.ProcessGroup | None = None
         """Ranks with the same part of sharded trained weights; None if none are sharded."""
         self._context_group: dist.ProcessGroup | None = None
@@ -57,7 +57,7 @@ class CollectiveScheduler:
         """
         self.evaluations = self.replicas = None
         for ranks in groups:
-            group = _form_group(list(ranks))  # also by ranks outside of it: new_group is collective
+            group = _form_group(list(ranks))  # all ranks must call new_group, members or not
             if dist.get_rank() in ranks:
                 self._shard_group = group
 
@@ -72,11 +72,11 @@ class CollectiveScheduler:
                 self._context_group = group
 
     def wait_for_group(self, call: str) -> None:
-        """Wait until all ranks of this rank's context group are about to make this call.
+        """Wait until all ranks of this rank's context group are about to make `call`.
 
         Raises:
             ConnectionError: Another process ended or cannot be reached.
-            RuntimeError: Ranks have come to different calls.
+            RuntimeError: Ranks are about to make different calls.
         """
         if self._context_group:
             _check_same_call(self._context_group, call)
@@ -89,12 +89,12 @@ class CollectiveScheduler:
         return box[0]
 
     def wait_to_gather(self, block: int, backward: bool) -> None:
-        """Join all-gathers of other blocks until all ranks are about to gather this block.
+        """Join all-gathers of other blocks until all ranks are about to gather `block`.
 
         The rank that lags behind announces the lowest number: forward passes come before backward
-        passes, and earlier blocks before later ones. Block 0 is the network around the others.
+        passes, and earlier blocks before later ones. Block 0 is the network around the blocks.
         """
-        # An all-gather that this rank only joins comes here again, through the hook of the block.
+        # An all-gather that this rank only joins calls this again, through the hook of the block.
         if self._joining or self._shard_group is None:
             return
         count = len(self.joins)
@@ -103,11 +103,11 @@ class CollectiveScheduler:
             self._join_all_gather(least)
 
     def wait_for_all(self, call: str) -> None:
-        """Join all-gathers until all ranks are about to make this collective call.
+        """Join all-gathers until all ranks are about to make the collective call `call`.
 
         Raises:
             ConnectionError: Another process ended or cannot be reached.
-            RuntimeError: Ranks have come to different calls.
+            RuntimeError: Ranks are about to make different calls.
         """
         self.wait_for_group(call)
         while self._join_until(self._backward + 1) == self._backward:
@@ -115,7 +115,7 @@ class CollectiveScheduler:
         _check_same_call(self._all_ranks, call)
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Return the loss once all ranks begin a backward pass, or wait for another call."""
+        """Return the loss when all ranks begin a backward pass or wait for another call."""
         self.wait_for_group("backward pass")
         if self.evaluations is None:
             return loss
@@ -127,7 +127,7 @@ class CollectiveScheduler:
         return 2 * len(self.joins)
 
     def _join_until(self, number: int) -> int:
-        """Join all-gathers until no rank announces one; return the lowest announcement then."""
+        """Join all-gathers until no rank announces one; then return the lowest announcement."""
         while self._shard_group:
             (least,) = _reduce_min(self._shard_group, number)
             if least >= self._backward:
@@ -136,9 +136,9 @@ class CollectiveScheduler:
         return number
 
     def _equalize_evaluations(self) -> Tensor:
-        """Repeat evaluations up to the count of the rank with most, then wait for all ranks.
+        """Repeat evaluations up to the largest count of all ranks, then wait for all ranks.
 
-        Returns a zero whose backward pass makes the collective calls of the repeated evaluations.
+        Returns a zero; its backward pass makes the collective calls of the repeated evaluations.
         """
         assert self._shard_group is not None
         assert self.evaluations is not None
@@ -158,15 +158,15 @@ class CollectiveScheduler:
 
 
 def _form_group(ranks: list[int] | None) -> Any:
-    """Form a group of these ranks, or of all; every rank must call this."""
-    # Announcements go over gloo also where tensors go over NCCL: a call that waits in NCCL spins
-    # on the GPU, and its order with the announced calls would have to be the same on all ranks.
+    """Form a group of `ranks`, or of all ranks if None; every rank must call this."""
+    # Announcements use gloo even if tensors use NCCL: a call that waits in NCCL spins on the GPU,
+    # and its order with the announced calls would have to be the same on all ranks.
     return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
 
 
 def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
     """Wait until all ranks of the group make this call; raise if they make different calls."""
-    # A checksum and its negative in one minimum: both equal one's own only if all are equal.
+    # The minima of the checksums and of their negatives equal mine only if all checksums are equal.
     mine = crc32(call.encode())
     if _reduce_min(group, mine, -mine) != [mine, -mine]:
         calls = [""] * dist.get_world_size(group)

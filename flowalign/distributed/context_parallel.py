@@ -1,7 +1,7 @@
-"""Let consecutive ranks compute the same samples together, each a part of the sequence of tokens.
+"""Form groups of consecutive ranks that compute the same samples, each a part of the tokens.
 
-In context parallelism by Ulysses (arXiv:2309.14509) every rank of a group holds a part of the
-sequence everywhere but in attention, where it holds all of the sequence for a part of the heads.
+In context parallelism by Ulysses (arXiv:2309.14509), every rank of a group holds a part of the
+sequence. In attention, it holds the whole sequence for a part of the heads instead.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from flowalign.distributed.collective_scheduler import CollectiveScheduler
 
 @dataclass(frozen=True)
 class Context:
-    """Represents the group of ranks with which this one computes its samples."""
+    """Group of ranks that compute the same samples together."""
 
     degree: int
-    """Number of ranks of the group."""
+    """Number of ranks in the group."""
     place: int
-    """Place of this rank in it, from 0."""
+    """Position of this rank in the group, from 0."""
     mesh: DeviceMesh
-    """The group as diffusers wants it: the dimensions `ring`, of one rank, and `ulysses`."""
+    """Device mesh of the group for diffusers, with the dimensions `ring` (size 1) and `ulysses`."""
 
     def sum_gradient(self, part: Tensor) -> Tensor:
         """Sum the parts of a gradient over the group in place, and return it."""
@@ -33,10 +33,10 @@ class Context:
 
 
 def check_degree(degree: int, world: int) -> None:
-    """Refuse groups that processes cannot form.
+    """Check that the processes can be divided into groups of `degree`.
 
     Raises:
-        ValueError: Processes would be left over.
+        ValueError: `degree` does not divide the number of processes.
     """
     if world % degree:
         raise ValueError(
@@ -46,14 +46,14 @@ def check_degree(degree: int, world: int) -> None:
 
 
 def list_divisors(*numbers: int) -> str:
-    """List the divisors that these numbers have in common."""
+    """Return the common divisors of numbers as a text."""
     most = min(numbers)
     return ", ".join(str(d) for d in range(1, most + 1) if not any(n % d for n in numbers))
 
 
 @cache
 def form_context(degree: int, device: str, scheduler: CollectiveScheduler) -> Context:
-    """Form groups of so many consecutive ranks, as all ranks must, and return this rank's."""
+    """Form groups of `degree` consecutive ranks and return this rank's; all ranks must call it."""
     groups = torch.arange(dist.get_world_size()).view(-1, degree).tolist()
     scheduler.form_context_groups(groups)
     shape, names = (len(groups), 1, degree), ("data", "ring", "ulysses")

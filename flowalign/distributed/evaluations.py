@@ -1,4 +1,4 @@
-"""Repeat evaluations of a network without weight, so that ranks have equal backward passes."""
+"""Repeat evaluations of a network with weight 0, so that ranks have equal backward passes."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Evaluations:
-    """Counts the evaluations of a network since the last backward pass, and repeats the last one.
+    """Counter of the evaluations of a network since the last backward pass, which can be repeated.
 
-    While a gradient is recorded, all inputs get one: then all evaluations have backward passes of
-    the same collective calls.
+    While gradients are recorded, all inputs require one, so the backward passes of all evaluations
+    make the same collective calls.
     """
 
     def __init__(self, network: nn.Module):
@@ -20,7 +20,7 @@ class Evaluations:
         network.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
 
     def repeat_last(self) -> Tensor:
-        """Return a zero whose backward pass is that of an evaluation, and adds zeros.
+        """Return a zero; its backward pass runs through a repeated evaluation and adds zeros.
 
         Raises:
             RuntimeError: This process has not evaluated the network yet.

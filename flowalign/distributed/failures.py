@@ -1,4 +1,4 @@
-"""Let only the first process that fails speak: the others fail because it did."""
+"""Report only the first process that fails, because the other failures follow from it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _PATTERN = "failure-*.json"
 
 
 def leave_failure(code: int, text: str) -> bool:
-    """Leave an exit code and its message; return whether there is a launcher that tells it."""
+    """Store an exit code and its message; return whether a launcher will report them."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return False
@@ -25,7 +25,7 @@ def leave_failure(code: int, text: str) -> bool:
 
 
 def leave_crashes() -> None:
-    """Leave the traceback of an error that nothing catches to the launcher, if there is one."""
+    """Store the traceback of an uncaught error for the launcher, if there is one."""
     if FOLDER in os.environ:
         sys.excepthook = _leave_crash
 

@@ -1,8 +1,8 @@
-"""End with a message where another process of a run neither answers nor ends.
+"""End this process with a message if another process of the run hangs silently.
 
-A process that ends closes its connections, which the others notice at once. A machine that loses
-its power, or its network, closes nothing. So every process counts up a number in the store by
-which the processes found one another, and looks whether those of the others go on.
+A process that ends closes its connections, which the other processes notice immediately. A machine
+that loses power or its network closes no connections. Therefore every process increments a counter
+in the rendezvous store, and checks that the counters of the other processes advance.
 """
 
 import atexit
@@ -21,14 +21,14 @@ from flowalign.distributed.failures import leave_failure
 BEAT_S = 5.0
 """Seconds between two beats."""
 MISSED = 60
-"""Number of own beats without one of another process after which that is lost: five minutes. A
-machine that was suspended made none of its own."""
+"""Number of own beats without a beat of another process after which it is lost (five minutes). A
+suspended machine makes no beats, so it does not declare others lost."""
 _STORE = timedelta(seconds=60)
 _LEFT = b"left"
 
 
 class Silence:
-    """Counts, for each of the other processes, the beats since its number went on."""
+    """Number of beats since the counter of each other process advanced."""
 
     def __init__(self, missed: int):
         self.missed = missed
@@ -36,7 +36,7 @@ class Silence:
         self.silent: dict[int, int] = {}
 
     def find_lost(self, found: Mapping[int, bytes]) -> list[int]:
-        """Take the numbers of a beat, and return the ranks of those that are lost by now."""
+        """Process the counters of one beat, and return the ranks of lost processes."""
         for rank, number in found.items():
             goes_on = number == _LEFT or number != self.last.get(rank)
             self.silent[rank] = 0 if goes_on else self.silent[rank] + 1
@@ -45,17 +45,17 @@ class Silence:
 
 
 class Heartbeat:
-    """Beats in a thread from `start` to the end of the process, and watches the others."""
+    """Thread that beats from `start` to the end of the process, and watches other processes."""
 
     def __init__(self, store: dist.Store, rank: int, world: int):
-        self.store, self.rank = store.clone(), rank  # a connection of its own
+        self.store, self.rank = store.clone(), rank  # a separate connection for the thread
         self.store.set_timeout(_STORE)
         self.others = [other for other in range(world) if other != rank]
         self.silence, self.stopped = Silence(MISSED), threading.Event()
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin; a process that ends by itself says so, because it will not beat any more."""
+        """Start the thread; at a normal exit the process marks itself as left."""
         self.store.set(_store_key(self.rank), "0")
         self.thread.start()
         atexit.register(self._leave)
@@ -68,7 +68,7 @@ class Heartbeat:
                 lost = self._look(str(beats))
             except RuntimeError as error:
                 if time.monotonic() - began < _STORE.total_seconds():
-                    return  # it closed, as it does where a process ends, which the others notice
+                    return  # the store was closed because a process ended; others notice that
                 _end_process(
                     f"the store of the run cannot be reached: {str(error).splitlines()[0]}"
                 )
@@ -95,7 +95,7 @@ def _store_key(rank: int) -> str:
 
 
 def _end_process(why: str, end: Callable[[int], None] = os._exit) -> None:
-    """End at once: the thread that trains waits in a call that nothing else ends."""
+    """End immediately, because the training thread waits in a call that nothing else ends."""
     text = f"flowalign: {why}, so this process ends, too; go on with --resume\n"
     if not leave_failure(1, text):
         sys.stderr.write(text)

@@ -1,7 +1,7 @@
-"""Start a command as several processes of this machine, which end together.
+"""Start a command as several processes on this machine, which end together.
 
-The launcher is small, because it lives as long as they do: `relaunch` replaces the process that
-validated the command, with the memory and the GPU context that this took.
+The launcher lives as long as the processes, so it must be small. `relaunch` therefore replaces the
+process that validated the command, and frees its memory and GPU context.
 """
 
 import os
@@ -18,13 +18,13 @@ from flowalign.distributed.failures import FOLDER, read_first_failure
 from flowalign.utils.parent_watchdog import tie_to_parent
 
 STOPPED = 130, 143
-"""Exit codes of a process that Ctrl-C or SIGTERM asked to stop, which is no failure."""
+"""Exit codes of a process that was stopped by Ctrl-C or SIGTERM, which is no failure."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_END = 10.0
 
 
 def relaunch(processes: int, argv: Sequence[str]) -> None:
-    """Replace this process by a launcher, which starts the command once per process."""
+    """Replace this process by a launcher that starts the command once per process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", __name__, str(processes), *argv])
@@ -33,8 +33,8 @@ def relaunch(processes: int, argv: Sequence[str]) -> None:
 def run_together(processes: int, command: Sequence[str]) -> int:
     """Run a command once per process, and return its exit code.
 
-    The first failure ends all of them and is the only one told. Ctrl-C and SIGTERM go on to them,
-    and they get the time that they take to stop; a third Ctrl-C ends them.
+    The first failure ends all processes and is the only one reported. Ctrl-C and SIGTERM are
+    forwarded, and the processes may take as long as they need to stop. A third Ctrl-C ends them.
     """
     workers: list[subprocess.Popen] = []
     with (
@@ -68,11 +68,11 @@ def _start(command: Sequence[str], rank: int, world: int, folder: str) -> subpro
 
 
 def _wait(workers: Sequence[subprocess.Popen]) -> list[int | None]:
-    """Wait until all have ended or one has failed; return their exit codes."""
+    """Wait until all workers have ended or one has failed; return their exit codes."""
     while True:
         codes = [_exit_code(worker) for worker in workers]
         if _failures(codes):
-            # Polled again: the process that failed first may have ended between two polls.
+            # Poll again: the process that failed first may have ended between two polls.
             return [_exit_code(worker) for worker in workers]
         if None not in codes:
             return codes
@@ -80,18 +80,18 @@ def _wait(workers: Sequence[subprocess.Popen]) -> list[int | None]:
 
 
 def _exit_code(worker: subprocess.Popen) -> int | None:
-    """Return an exit code; a process that was asked to stop while it was starting has stopped."""
+    """Return an exit code; a worker ended by SIGINT or SIGTERM while starting counts as stopped."""
     code = worker.poll()
     return 128 - code if code in (-signal.SIGINT, -signal.SIGTERM) else code
 
 
 def _failures(codes: Sequence[int | None]) -> dict[int, int]:
-    """Return the exit codes of those that have failed, by rank."""
+    """Return the exit codes of failed workers by rank."""
     return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, *STOPPED)}
 
 
 def _end_all(workers: Sequence[subprocess.Popen]) -> None:
-    """End those that are still running, at last by SIGKILL."""
+    """End the running workers by SIGTERM, and by SIGKILL after 10 seconds."""
     for worker in workers:
         worker.terminate()
     until = time.monotonic() + _SECONDS_TO_END
@@ -104,7 +104,7 @@ def _end_all(workers: Sequence[subprocess.Popen]) -> None:
 
 
 def _describe_outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, str]:
-    """Return the exit code of all, and what to tell of the process that failed first."""
+    """Return the exit code of the launcher, and a message about the first failed process."""
     failed, left = _failures(codes), read_first_failure(folder)
     killed = [rank for rank, code in failed.items() if code < 0]
     if killed:
@@ -120,7 +120,7 @@ def _describe_outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, s
 
 @contextmanager
 def _forward_signals(workers: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
-    """Hand Ctrl-C and SIGTERM on to the processes; yield a list that grows with each signal."""
+    """Forward Ctrl-C and SIGTERM to the workers; yield a list of the received signals."""
     asked: list[int] = []
 
     def hand_on(number: int, _: object) -> None:

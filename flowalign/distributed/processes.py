@@ -1,8 +1,8 @@
 """Coordinate processes: ranks and devices, gathering small tensors, summing gradients.
 
-Ranks that compute the same samples together (`flowalign.distributed.context_parallel`) are one
-process to the code that divides samples and gathers results: `rank` and `world` count such groups,
-and the first rank of a group contributes for all of them.
+Code that divides samples and gathers results treats a group of ranks with the same samples
+(`flowalign.distributed.context_parallel`) as one process. `rank` and `world` count such groups, and
+the first rank of a group contributes for the whole group.
 """
 
 import os
@@ -29,17 +29,17 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Processes:
-    """Represents this process among its peers; every process must make all collective calls."""
+    """This process among its peers; every process must make all collective calls."""
 
     rank: int
-    """Place among those that hold different samples."""
+    """Index of this process, or of its context group, among the ones with different samples."""
     world: int
-    """Number of those that hold different samples."""
+    """Number of processes, or context groups, with different samples."""
     device: torch.device
     scheduler: CollectiveScheduler | None = None
-    """Order of collective calls between ranks; None for a single process."""
+    """Scheduler of collective calls between ranks; None for a single process."""
     context: Context | None = None
-    """Ranks that compute the same samples together; None: each computes its own."""
+    """Ranks that compute the same samples together; None: every rank computes its own samples."""
 
     @property
     def is_main(self) -> bool:
@@ -48,65 +48,65 @@ class Processes:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank is the first of those that compute the same samples."""
+        """Return whether this rank is the first of its context group."""
         return self.context is None or self.context.place == 0
 
     @property
     def ranks(self) -> int:
-        """Return the number of all ranks."""
+        """Return the total number of ranks."""
         return self.world * (self.context.degree if self.context else 1)
 
     @property
     def ungrouped(self) -> "Processes":
-        """This rank among all ranks, for work that ranks do not share with their group."""
+        """Return this rank among all ranks, for work that is not shared with its context group."""
         if self.context is None:
             return self
         rank = self.rank * self.context.degree + self.context.place
         return replace(self, rank=rank, world=self.ranks, context=None)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's consecutive part of a list; in rank order the parts give the list."""
+        """Return this rank's consecutive part of a list; parts are in rank order."""
         bounds = [len(items) * r // self.world for r in range(self.world + 1)]
         return items[bounds[self.rank] : bounds[self.rank + 1]]
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate over ranks on the CPU, along the first axis, which may differ in length."""
+        """Concatenate over ranks on the CPU along the first axis, which may differ in length."""
         if self.ranks == 1:
             return tensor.cpu()
         return torch.cat(self._gather_objects("gather", tensor.detach().cpu()))
 
     def sum_by_name(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Sum over ranks by name; every rank must call this, also one without any value."""
+        """Sum over ranks by name; every rank must call this, also a rank without values."""
         parts = self._gather_objects("sum_by_name", dict(mine))
         names = sorted({name for part in parts for name in part})
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
     def merge(self, mine: Mapping[K, T]) -> dict[K, T]:
-        """Return the union over ranks, the same on all; the lowest rank with a key sets it."""
+        """Return the union over ranks; the lowest rank with a key sets its value on all ranks."""
         parts = self._gather_objects("merge", dict(mine))
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
     def broadcast_first(self, value: T) -> T:
-        """Return the value of the first of the ranks that compute the same samples."""
+        """Return the value of the first rank of the context group."""
         if self.context is None:
             return value
         assert self.scheduler is not None, "ranks that compute together have a scheduler"
         return self.scheduler.broadcast_first(value)
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Return the loss to go backward from, once all ranks that share trained weights begin."""
+        """Return the loss for the backward pass when all ranks that share trained weights begin."""
         return self.scheduler.before_backward(loss) if self.scheduler else loss
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0.
+        """Sum gradients over ranks in one flat reduction; a missing gradient counts as 0.
 
-        Those of sharded parameters are summed over the ranks that share them already. Ranks that
-        compute the same samples have parts of one gradient, which sum to it.
+        Gradients of sharded parameters are already summed over the ranks that share them. Ranks of
+        a context group have partial gradients, which add up to the gradient.
         """
         if self.ranks == 1:
             return
         parameters = list(parameters)
-        # First, because while this rank waits it may still take part in backward passes of others,
+        # Wait first: meanwhile this rank may still take part in backward passes of other ranks,
         # which add to its gradients.
         self._wait_for_all("sum_gradients")
         group = self.scheduler.replicas if self.scheduler else None
@@ -128,7 +128,7 @@ class Processes:
         return tensor
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
+        """Return the largest difference of a parameter's sum between ranks; 0 for equal weights."""
         if self.ranks == 1:
             return 0.0
         self._wait_for_all("max_rank_difference")
@@ -143,7 +143,7 @@ class Processes:
             dist.barrier()
 
     def _gather_objects(self, call: str, mine: T) -> list[T]:
-        """Return the objects of all groups of ranks, in rank order; the first rank's of each."""
+        """Return the objects of the first rank of every context group, in rank order."""
         if self.ranks == 1:
             return [mine]
         parts: list[Any] = [None] * self.ranks
@@ -157,12 +157,12 @@ class Processes:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, which shares its memory; else the tensor."""
+    """Return this rank's part of a sharded tensor, with shared memory, or an unsharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor from the ranks that share it, all of which must call this."""
+    """Gather a sharded tensor; all ranks that share it must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -171,7 +171,7 @@ ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 def check_fits(processes: int, device: str = "auto") -> None:
-    """Refuse more processes than this machine has GPUs, or cores where it computes on the CPU."""
+    """Raise ValueError for more processes than GPUs, or than CPU cores if `device` is the CPU."""
     on_gpu = _device_type(device) == "cuda"
     most = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
     if processes > most:
@@ -187,7 +187,7 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     `context_degree` consecutive ranks compute the same samples together.
 
     Raises:
-        ValueError: The device is not there, or ranks would be left over.
+        ValueError: The device is not available, or the degree does not divide the number of ranks.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, kind = int(os.environ.get("LOCAL_RANK", 0)), _device_type(device)
@@ -196,7 +196,7 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     if kind == "cuda":
         torch.cuda.set_device(chosen)
     if world > 1 and not dist.is_initialized():
-        folder = os.environ.get(FOLDER)  # torchrun announces a port instead
+        folder = os.environ.get(FOLDER)  # unset under torchrun, which sets an address and a port
         store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)

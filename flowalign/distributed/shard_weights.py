@@ -1,8 +1,8 @@
 """Shard weights over processes by FSDP2, block by block.
 
-arXiv:2304.11277 describes fully sharded data parallelism; `torch.distributed.fsdp.fully_shard` is
-its second implementation. The parameters of an adapter are left whole on every process, so
-gradients, averages and checkpoints are those of an unsharded run. Where a whole network is trained,
+FSDP2 is `torch.distributed.fsdp.fully_shard`, the second implementation of fully sharded data
+parallelism (arXiv:2304.11277). Adapter parameters stay whole on every process, so gradients,
+averages and checkpoints are the same as without sharding. If a whole network is trained, its
 parameters, gradients, averages and moments are `DTensor`s.
 """
 
@@ -25,12 +25,12 @@ from flowalign.distributed.processes import Processes
 PRECISION = MixedPrecisionPolicy(
     param_dtype=None, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
 )
-"""Weights are gathered as they are stored and computed with as in an unsharded run; reductions are
-in float32."""
+"""Precision policy: weights are gathered and used in their stored dtype, as without sharding, and
+reductions are in float32."""
 
 
 class Shards:
-    """Holds networks whose parameters are divided over groups of ranks; copies can be added."""
+    """Networks with parameters sharded over groups of ranks; further networks can be added."""
 
     def __init__(self, processes: Processes, degree: int):
         assert processes.scheduler is not None, "processes that share weights have a scheduler"
@@ -48,14 +48,14 @@ class Shards:
         """Shard the parameters of a network; all ranks must call this while none computes."""
         adapter = _adapter_parameters(network)
         for p in adapter:
-            p.data = p.data.to(self.processes.device)  # what is ignored is not moved
+            p.data = p.data.to(self.processes.device)  # fully_shard does not move ignored params
         sharded = [
             fully_shard(
                 unit,
                 mesh=self.mesh["shard"],
                 mp_policy=PRECISION,
                 ignored_params=adapter,
-                reshard_after_forward=True,  # of the whole network, too: others may need it
+                reshard_after_forward=True,  # also the root unit: other ranks may gather it again
             )
             for unit in (*blocks, network)
         ]
@@ -64,8 +64,8 @@ class Shards:
         for number, unit in enumerate(self.units[first:], first):
             gather: Any = _AnnouncedGather(self.scheduler, number)
             unit.set_custom_all_gather(gather)
-            unit.set_modules_to_backward_prefetch([unit])  # gathered already, so: none
-            unit.set_gradient_divide_factor(1.0)  # ranks have shares of a loss, so gradients add
+            unit.set_modules_to_backward_prefetch([unit])  # itself is gathered: prefetches nothing
+            unit.set_gradient_divide_factor(1.0)  # sum gradients: each rank has a share of the loss
             unit.set_force_sum_reduction_for_comms(True)
         self.scheduler.joins = _joins_of(self.units)
 
@@ -75,7 +75,7 @@ class Shards:
         empty: nn.Module,
         blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
     ) -> nn.Module:
-        """Return a frozen copy of a sharded network with its present weights, sharded equally.
+        """Return an equally sharded, frozen copy of a sharded network with its current weights.
 
         `empty` is a copy of the network without values. All ranks must call this.
         """
@@ -93,11 +93,11 @@ def shard(
     processes: Processes,
     degree: int,
 ) -> Shards:
-    """Shard the parameters of networks, each given with its blocks, over groups of ranks.
+    """Shard the parameters of networks over groups of ranks; `networks` pairs them with blocks.
 
-    Trained parameters of a network that has frozen ones stay whole. `degree` consecutive ranks
-    share one copy. Networks may be in main memory: block after block moves to the device of this
-    process.
+    Trained parameters stay whole if the network also has frozen ones. `degree` consecutive ranks
+    share one copy. Networks may be in main memory; their blocks are moved one by one to the device
+    of this process.
     """
     shards = Shards(processes, degree)
     whole = [
@@ -119,7 +119,7 @@ def copy_without_values(network: nn.Module) -> nn.Module:
 
 
 def _copy_on(network: nn.Module, device: torch.device) -> nn.Module:
-    """Return a frozen copy whose parameters have no values, but memory on this device."""
+    """Return a frozen copy with uninitialised parameters on `device`."""
     empty = {
         id(p): nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
         for p in network.parameters()
@@ -132,13 +132,13 @@ def _trained_parameters(network: nn.Module) -> set[nn.Parameter]:
 
 
 def _adapter_parameters(network: nn.Module) -> set[nn.Parameter]:
-    """Return the trained parameters of a network that has frozen ones."""
+    """Return the trained parameters of a network that also has frozen ones; else an empty set."""
     trained = _trained_parameters(network)
     return trained if len(trained) < sum(1 for _ in network.parameters()) else set()
 
 
 class _AnnouncedGather:
-    """Gathers a unit as FSDP2 does by default, once all ranks are about to."""
+    """Default all-gather of FSDP2, delayed until all ranks are about to make it."""
 
     def __init__(self, scheduler: CollectiveScheduler, number: int):
         self.scheduler, self.number = scheduler, number
@@ -161,9 +161,9 @@ class _AnnouncedGather:
 
 
 def _joins_of(units: Sequence[FSDPModule]) -> list[Callable[[], None]]:
-    """Return a function per unit that takes part in its all-gather, without computing with it."""
+    """Return a function per unit that takes part in its all-gather without computing with it."""
     owners: dict[nn.Parameter, tuple[FSDPModule, nn.Module, str]] = {}
-    for unit in units:  # blocks come after the network that holds them, and keep what is theirs
+    for unit in units:  # blocks come after their network, so they own their parameters
         for module in cast(nn.Module, unit).modules():
             for name, p in module.named_parameters(recurse=False):
                 if isinstance(p, DTensor):
@@ -175,7 +175,7 @@ def _joins_of(units: Sequence[FSDPModule]) -> list[Callable[[], None]]:
 
 
 def _join_all_gather(unit: FSDPModule, module: nn.Module, name: str) -> None:
-    # A unit that is whole already would not gather again, and the other ranks would wait forever.
+    # Reshard a gathered unit first: it would not gather again, and other ranks would wait forever.
     whole = not isinstance(getattr(module, name), DTensor)
     if whole:
         unit.reshard()

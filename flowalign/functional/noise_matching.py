@@ -1,8 +1,8 @@
-"""Noise clean latents, and measure by how much a network's prediction misses its target.
+"""Noise clean latents, and compute the error of a network's prediction.
 
-A residual is prediction - target; an error is the mean of its square. The velocity residual at
-fixed x_sigma is the residual of the noise, of the data and of the v of a variance-preserving
-process up to factors of sigma: changing the space reweighs the times.
+A residual is prediction - target; an error is the mean of its square. At fixed x_sigma, residuals
+of velocity, noise, data and variance-preserving v differ only by factors of sigma. Changing the
+space therefore only reweights the noise levels.
 """
 
 from typing import Literal
@@ -14,8 +14,8 @@ from torch import Tensor
 from flowalign.functional.transition import per_row
 
 Space = Literal["velocity", "noise", "data", "v"]
-"""Space in which squared residuals are taken. velocity: flow matching. noise: epsilon prediction,
-of SD1.5 and SDXL. data: x0 prediction. v: prediction of v = alpha noise - s data."""
+"""Space of the squared residuals. velocity: flow matching. noise: epsilon prediction, as in SD1.5
+and SDXL. data: x0 prediction. v: prediction of v = alpha noise - s data."""
 
 
 def add_noise(
@@ -27,10 +27,11 @@ def add_noise(
 
 
 def step_at(sigma: Float[Tensor, "m"], sigmas: Float[Tensor, "S"]) -> Int[Tensor, "m"]:
-    """Return the denoising step at each noise level, k where sigmas[k] >= sigma > sigmas[k + 1].
+    """Return the denoising step k of each noise level, with sigmas[k] >= sigma > sigmas[k + 1].
 
-    A level of the schedule belongs to the step that starts there, whose velocity was evaluated at
-    it. Above the first level it is the first step, at the last level the last step.
+    A level of the schedule belongs to the step that starts at it, because the step's velocity was
+    evaluated there. Levels above the first level belong to the first step, the last level to the
+    last step.
     """
     k = (sigmas[:, None] >= sigma).sum(0) - 1
     return k.clamp(0, len(sigmas) - 2)
@@ -39,9 +40,10 @@ def step_at(sigma: Float[Tensor, "m"], sigmas: Float[Tensor, "S"]) -> Int[Tensor
 def space_factor(space: Space, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     """Return the factor that turns a velocity residual into a residual of another space.
 
-    With alpha : s = (1 - sigma) : sigma, alpha^2 + s^2 = 1: noise - noise_hat = (1 - sigma)(v -
-    v_hat), data - data_hat = -sigma (v - v_hat), and the v of a variance-preserving process has the
-    noise residual divided by alpha. Signs do not matter to squares and are left out.
+    noise - noise_hat = (1 - sigma) (v - v_hat), and data - data_hat = -sigma (v - v_hat). The
+    residual of variance-preserving v is the noise residual divided by alpha, where
+    alpha : s = (1 - sigma) : sigma and alpha^2 + s^2 = 1. Signs are dropped, because residuals are
+    squared.
     """
     if space == "velocity":
         return torch.ones_like(sigma)
@@ -53,12 +55,12 @@ def space_factor(space: Space, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
 
 
 def sample_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n"]:
-    """Return the mean square over everything but rows, whatever the number of axes."""
+    """Return the mean square over all axes except rows."""
     return residual.square().flatten(1).mean(1)
 
 
 def frame_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n F"]:
-    """Return the mean square per latent frame, [n, C, F, H, W] to [n, F]; images have one frame."""
+    """Return the mean square per latent frame, [n, C, F, H, W] -> [n, F]; images have one frame."""
     squared = residual.square()
     if residual.ndim == 5:
         return squared.mean((1, 3, 4))
@@ -70,8 +72,10 @@ def masked_error(
 ) -> Float[Tensor, "n"]:
     """Return the mean square weighted by the mask, sum(mask e) / sum(mask) per row.
 
-    Source: Local-DPO's normalisation, error * mask * numel / sum(mask), with the sum of each row
-    instead of the batch's. A row whose mask is 0 everywhere has error 0.
+    A row with a mask of zeros has error 0.
+
+    Source: Local-DPO's normalisation, error * mask * numel / sum(mask), but with the sum per row
+    instead of over the batch.
     """
     mask = mask.expand_as(residual)
     total = mask.flatten(1).sum(1)

@@ -1,9 +1,9 @@
-"""Choose which media of a prompt form preference pairs, and in which curriculum stage.
+"""Choose the preference pairs among the samples of a prompt, and their curriculum stages.
 
-Rules take the scores of one prompt's K media (higher is better) and return positions of winners and
-of losers; a pair's gap is total[winner] - total[loser]. Media with a NaN never take part, and equal
-scores make no pair. `pair_over_gap` and `pair_dominating` order pairs by the position of the
-earlier medium, then by that of the later one.
+Rules take the scores of the K samples of a prompt (higher is better), and return the positions of
+winners and losers. The gap of a pair is total[winner] - total[loser]. Samples with a NaN are
+skipped, and equal scores give no pair. `pair_over_gap` and `pair_dominating` sort pairs by the
+position of the earlier sample, then of the later sample.
 """
 
 import math
@@ -17,16 +17,16 @@ Positions = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
 
 
 def check_margin(name: str, value: float) -> None:
-    """Reject a minimum gap or a tolerance that is negative or not finite, naming it."""
+    """Raise ValueError if the setting `name` is negative or not finite."""
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} is {value:g}; it must be at least 0")
 
 
 def pair_extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.0) -> Positions:
-    """Pair the best with the worst, the second best with the second worst, and so on.
+    """Pair the best with the worst sample, the second best with the second worst, and so on.
 
-    At most `count` pairs are returned, none of a medium with itself, of equal totals, or of totals
-    less than min_gap apart. Among equal totals the first medium is taken, as winner and as loser.
+    Returns at most `count` pairs. Pairs have different samples with different totals and a gap of
+    at least `min_gap`. Among equal totals the first sample is taken, as winner and as loser.
     """
     known = total.isfinite().nonzero()[:, 0]
     count = min(count, len(known) // 2)
@@ -38,7 +38,7 @@ def pair_extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.
 
 
 def pair_over_gap(total: Float[Tensor, "K"], min_gap: float = 0.0) -> Positions:
-    """Return all pairs whose totals are at least min_gap apart."""
+    """Return all pairs with a gap of at least `min_gap`."""
     return _pairs(_leads(total, min_gap))
 
 
@@ -48,20 +48,20 @@ def pair_dominating(
     tolerance: float = 0.0,
     min_gap: float = 0.0,
 ) -> Positions:
-    """Return pairs in which no dimension of the winner is more than tolerance below the loser's.
+    """Return pairs in which the winner is at most `tolerance` worse in every dimension.
 
-    The total has to be higher, too, by at least min_gap. Media with a NaN in any dimension are left
-    out.
+    The winner's total must also be higher, by at least `min_gap`. Samples with a NaN in any
+    dimension are skipped.
 
-    Source: VisionReward's multi-objective preference optimization, arXiv:2412.21059v4: all R_k(i)
-    >= R_k(j), and a gap of the total; a tolerance is ours, for many dimensions.
+    Source: VisionReward's multi-objective preference optimization, arXiv:2412.21059v4, with all
+    R_k(i) >= R_k(j) and a gap of the total. The tolerance is our addition for many dimensions.
     """
     no_worse = (scores[:, None] >= scores[None] - tolerance).all(-1)
     return _pairs(no_worse & _leads(total, min_gap))
 
 
 def select_widest(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "k"]:
-    """Return the positions of the `count` largest gaps, in rising order; ties keep the first."""
+    """Return the sorted positions of the `count` largest gaps; the first wins a tie."""
     return gap.argsort(descending=True, stable=True)[:count].sort().values
 
 
@@ -69,12 +69,12 @@ def select_widest(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "k"]:
 
 
 def stages_by_score(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
-    """Return the stage, 0 ... count - 1, in which each pair is new; the widest gaps come first.
+    """Return the stage, 0 ... count - 1, that introduces each pair; the widest gaps come first.
 
-    Bounds divide the range between the largest and the smallest gap into `count` equal parts; stage
-    k is trained on the pairs of stages 0 to k.
+    The range between the largest and the smallest gap is divided into `count` equal parts. Stage k
+    trains on the pairs of stages 0 to k.
 
-    Source: the code of Curriculum-DPO, arXiv:2405.13637, whose `groups` is count + 1.
+    Source: the code of Curriculum-DPO, arXiv:2405.13637, where `groups` is count + 1.
     """
     if len(gap) == 0:
         return torch.zeros(0, dtype=torch.long)
@@ -84,9 +84,9 @@ def stages_by_score(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
 
 
 def stages_by_rank(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
-    """Return stages as `stages_by_score` does, with equal numbers of new pairs to within one.
+    """Return stages like `stages_by_score`, but with equal numbers of new pairs (up to one).
 
-    Source: Curriculum-DPO, arXiv:2405.13637, which divides by rank in the paper.
+    Source: Curriculum-DPO, arXiv:2405.13637; the paper divides by rank.
     """
     rank = torch.empty(len(gap), dtype=torch.long)
     rank[gap.argsort(descending=True, stable=True)] = torch.arange(len(gap))
@@ -94,13 +94,13 @@ def stages_by_rank(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
 
 
 def _leads(total: Float[Tensor, "K"], min_gap: float) -> Bool[Tensor, "K K"]:
-    """Return whether the row's medium leads the column's; comparisons with NaN are False."""
+    """Return True where the row's sample leads the column's; comparisons with NaN are False."""
     lead = total[:, None] - total[None]
     return (lead > 0) & (lead >= min_gap)
 
 
 def _pairs(wins: Bool[Tensor, "K K"]) -> Positions:
-    """List the True entries as pairs, ordered by the earlier and then the later position."""
+    """Return the True entries as pairs, sorted by the earlier and then the later position."""
     winner, loser = wins.nonzero().unbind(1)
     earlier, later = torch.minimum(winner, loser), torch.maximum(winner, loser)
     order = (earlier * len(wins) + later).argsort()

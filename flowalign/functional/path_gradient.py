@@ -1,6 +1,6 @@
-"""Connect a sample to the velocities that made it, so that the gradient of a reward reaches them.
+"""Propagate the gradient of a reward from a sample to the velocities of its rollout.
 
-Source: the frame is that of FlowBP, arXiv:2606.11075; single functions name theirs.
+Source: the framework of FlowBP, arXiv:2606.11075; functions name further sources.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from flowalign.functional.transition import per_row
 def straight_through(
     value: Float[Tensor, "n *latent"], path: Float[Tensor, "n *latent"]
 ) -> Float[Tensor, "n *latent"]:
-    """Return `value`, to the bit, with the gradient of `path`."""
-    # In this order: the difference is exactly 0, while (value + path) - path would round.
+    """Return exactly `value`, with the gradient of `path`."""
+    # Keep this order: the difference is exactly 0, while (value + path) - path would round.
     return value.detach() + (path - path.detach())
 
 
 def scale_gradient(x: Float[Tensor, "n *latent"], factor: float) -> Float[Tensor, "n *latent"]:
-    """Return x, whose gradient is multiplied by `factor`; 0 detaches it."""
+    """Return x with its gradient multiplied by `factor`; 0 detaches it."""
     return straight_through(x, factor * x)
 
 
@@ -35,10 +35,10 @@ def predict_clean(
 def euler_sum(
     velocities: Mapping[int, Float[Tensor, "n *latent"]], sigmas: Float[Tensor, "S"]
 ) -> Float[Tensor, "n *latent"]:
-    """Return the sum of (sigma_{k+1} - sigma_k) v_k over the given steps k of a schedule.
+    """Return the sum of (sigma_{k+1} - sigma_k) v_k over the steps k in `velocities`.
 
-    It is what these steps contribute to the end of an Euler rollout, and so the path of their
-    gradient to it.
+    The sum is the contribution of the steps to the end of an Euler rollout, and carries their
+    gradient.
     """
     return torch.stack([(sigmas[k + 1] - sigmas[k]) * v for k, v in velocities.items()]).sum(0)
 
@@ -46,9 +46,9 @@ def euler_sum(
 def rescale_factor(
     active: Float[Tensor, "a"], whole: Float[Tensor, "b"], strength: float
 ) -> Float[Tensor, ""]:
-    """Return 1 + strength (sum |whole| / sum |active| - 1), which makes up for inactive steps.
+    """Return 1 + strength (sum |whole| / sum |active| - 1), which compensates for inactive steps.
 
-    At strength 1 the weights of the active steps add up to those of all steps.
+    At strength 1 the rescaled weights of the active steps have the same sum as all steps.
 
     Source: FlowBP-Sparse, arXiv:2606.11075.
     """
@@ -62,9 +62,10 @@ def closeness_weight(
     x0: Float[Tensor, "n *latent"],
     floor: float,
 ) -> Float[Tensor, "n"]:
-    """Return 1 / (max(d_j, floor) + max(d_0, floor)): samples whose leaps miss them count less.
+    """Return 1 / (max(d_j, floor) + max(d_0, floor)), a lower weight for inaccurate leaps.
 
-    d_j and d_0 are the mean absolute differences of a leap's ends from the rollout. No gradient.
+    d_j and d_0 are the mean absolute differences between the ends of a leap and the rollout. The
+    weight has no gradient.
 
     Source: LeapAlign, arXiv:2604.15311.
     """
@@ -81,7 +82,7 @@ def recover_clean(
 ) -> Float[Tensor, "n *latent"]:
     """Return (x - sigma noise) / (1 - sigma), the clean latents of a state with known noise.
 
-    It diverges at sigma = 1.
+    The result diverges at sigma = 1.
 
     Source: Direct-Align, arXiv:2509.06942.
     """
@@ -93,5 +94,5 @@ def reward_gradient_loss(
     gradient: Float[Tensor, "n *latent"],
     weight: Float[Tensor, "n"],
 ) -> Float[Tensor, ""]:
-    """Return a scalar whose gradient with respect to `clean` is weight x `gradient`, per sample."""
+    """Return a scalar with gradient weight * `gradient` per sample with respect to `clean`."""
     return (clean * per_row(weight, clean) * gradient).sum()

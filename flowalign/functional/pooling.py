@@ -14,8 +14,8 @@ Pool = Literal["mean", "min", "soft_min"]
 def soft_min(scores: Float[Tensor, "n F R"], temperature: float) -> Float[Tensor, "n R"]:
     """Return -temperature * log mean exp(-score / temperature) over frames, in score units.
 
-    It lies between the mean, its limit for a high temperature, and the minimum, its limit for a low
-    one; at most temperature * log F above the minimum. Every frame has a gradient, bad ones the
+    The result lies between the minimum (low temperature) and the mean (high temperature), at most
+    temperature * log F above the minimum. Every frame has a gradient; the worst frames have the
     largest.
     """
     frames = scores.shape[1]
@@ -25,7 +25,7 @@ def soft_min(scores: Float[Tensor, "n F R"], temperature: float) -> Float[Tensor
 def pool_frames(
     scores: Float[Tensor, "n F R"], over: Pool, temperature: float | None = None
 ) -> Float[Tensor, "n R"]:
-    """Return one score from those of F frames; only `soft_min` needs a temperature."""
+    """Return the scores pooled over F frames; only `soft_min` needs a temperature."""
     if over == "soft_min":
         assert temperature is not None, "soft_min has a temperature"
         return soft_min(scores, temperature)
@@ -33,12 +33,12 @@ def pool_frames(
 
 
 def token_grid(num_tokens: int, places: Sequence[int]) -> tuple[int, ...]:
-    """Return how tokens lie in a latent of these places: rows and columns, of a clip frames first.
+    """Return the grid of tokens over a latent of shape `places`: (rows, columns) or (F, ...).
 
-    A token covers a square of places of one frame, and tokens are in the order of the places.
+    Each token covers a square patch of one frame. Tokens are in row-major order.
 
     Raises:
-        ValueError: No such squares make that many tokens.
+        ValueError: No square patches give `num_tokens` tokens.
     """
     *frames, height, width = places
     side = math.isqrt(math.prod(places) // num_tokens) or 1
@@ -51,9 +51,9 @@ def token_grid(num_tokens: int, places: Sequence[int]) -> tuple[int, ...]:
 def pool_regions(
     tokens: Float[Tensor, "n L D"], grid: Sequence[int], regions: Sequence[int]
 ) -> Float[Tensor, "n K D"]:
-    """Return the mean of the tokens of each region, if the grid is divided into so many.
+    """Return the mean of the tokens in each region; `regions` is the number of regions per axis.
 
-    Regions overlap where their number does not divide the grid's.
+    Regions overlap if their number does not divide the size of the grid.
     """
     places = tokens.transpose(1, 2).unflatten(2, tuple(grid))
     *frames, rows, columns = regions

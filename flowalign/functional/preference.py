@@ -1,4 +1,4 @@
-"""Select which transitions are compared, and compute the preference loss of a comparison."""
+"""Select transitions to compare, and compute the preference loss of a comparison."""
 
 import torch
 from jaxtyping import Float, Int
@@ -12,8 +12,8 @@ def step_dpo(
 
     log_ratio is log pi - log pi_ref.
 
-    Source: SPO, arXiv:2406.04314, and its code, whose log-probabilities are averaged over latent
-    elements, too: beta is 10 there.
+    Source: SPO, arXiv:2406.04314, and its code, which uses beta 10 and also averages
+    log-probabilities over latent elements.
     """
     return -torch.nn.functional.logsigmoid(beta * (log_ratio_winner - log_ratio_loser))
 
@@ -23,7 +23,7 @@ def best_and_worst(
 ) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
     """Return the indices of the highest and of the lowest value of each group.
 
-    Groups whose values are all equal are left out.
+    Groups with equal values are skipped.
     """
     # Two stable sorts: by group, and within a group by value.
     order = value.argsort(stable=True)

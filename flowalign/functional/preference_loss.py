@@ -1,8 +1,8 @@
-"""Compute losses that prefer the error of one row over another's; one number per pair or row.
+"""Compute preference losses from the errors of winners and losers, one number per pair or row.
 
-n rows of errors are m pairs: winners 0 to m - 1, losers m to 2m - 1. Errors are MEANS of squared
-residuals over latent elements, see `matching.sample_error`: a beta published for sums is larger
-here by the number of elements. The caller reduces the losses.
+n rows of errors are m pairs, winners in rows 0 to m - 1 and losers in rows m to 2m - 1. Errors are
+MEANS of squared residuals over latent elements, see `noise_matching.sample_error`. Multiply a beta
+that was published for sums by the number of elements. The caller reduces the losses.
 """
 
 import math
@@ -22,9 +22,9 @@ from flowalign.functional.transition import per_row
 def relative_gap(
     policy: Float[Tensor, "n *F"], reference: Float[Tensor, "n *F"]
 ) -> Float[Tensor, "m *F"]:
-    """Return (l_w - r_w) - (l_l - r_l): how much more the winner's error rose than the loser's.
+    """Return (l_w - r_w) - (l_l - r_l), for errors l of the policy and r of the reference.
 
-    l is the policy's error, r the reference's. Below 0 the policy prefers the winner.
+    If it is negative, the policy prefers the winner.
     """
     winner, loser = (policy - reference).chunk(2)
     return winner - loser
@@ -33,9 +33,9 @@ def relative_gap(
 def implicit_margin(gap: Float[Tensor, "m"], beta: float) -> Float[Tensor, "m"]:
     """Return -beta / 2 * gap, the difference between the implicit rewards of winner and loser.
 
-    Source: Diffusion-DPO, arXiv:2311.12908, and its code: times and their weight are in beta, the
-    error is a mean and has the factor 1/2. Published beta on this scale: 5000 (SD1.5, SDXL), 2000
-    and 100 (flow matching). Code that leaves out the factor 1/2 states half of this beta.
+    Source: Diffusion-DPO, arXiv:2311.12908, and its code. Beta includes the number of timesteps and
+    their weight; the error is a mean with the factor 1/2. Published values on this scale are 5000
+    (SD1.5, SDXL), and 2000 and 100 (flow matching). Code without the factor 1/2 states half of it.
     """
     return -beta / 2 * gap
 
@@ -43,10 +43,10 @@ def implicit_margin(gap: Float[Tensor, "m"], beta: float) -> Float[Tensor, "m"]:
 def beyond_scores(
     z: Float[Tensor, "m"], score_margin: Float[Tensor, "m"], own_weight: float
 ) -> Float[Tensor, "m"]:
-    """Return (z - score_margin) / own_weight, the preference that other dimensions do not explain.
+    """Return (z - score_margin) / own_weight, the margin that other dimensions do not explain.
 
-    score_margin = sum over other dimensions k of w_k (score_w,k - score_l,k).
-    Source: MODPO, arXiv:2310.03708, with z for beta times the difference of log-ratios.
+    score_margin is the sum of w_k (score_w,k - score_l,k) over the other dimensions k.
+    Source: MODPO, arXiv:2310.03708, where z is beta times the difference of log-ratios.
     """
     return (z - score_margin) / own_weight
 
@@ -54,33 +54,33 @@ def beyond_scores(
 def sigmoid_link(z: Float[Tensor, "m"], smoothing: float = 0.0) -> Float[Tensor, "m"]:
     """Return -(1 - smoothing) log sigmoid(z) - smoothing log sigmoid(-z), which is log 2 at z = 0.
 
-    smoothing is the probability that the label is wrong (conservative DPO): the optimal z is
+    `smoothing` is the probability that the label is wrong (conservative DPO). The optimal z is
     finite, the logit of 1 - smoothing.
     """
     return -(1 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
 
 
 def hinge_link(z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-    """Return max(0, 1 - z), which has no gradient from a margin of 1 on."""
+    """Return max(0, 1 - z), which has no gradient for margins above 1."""
     return torch.relu(1 - z)
 
 
 def ipo_link(z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-    """Return (z - 1/2)^2: the margin is regressed on 1/2.
+    """Return (z - 1/2)^2, a regression of the margin to 1/2.
 
-    With the unscaled margin h, z = beta h, this is beta^2 (h - 1/(2 beta))^2, the loss of IPO times
-    beta^2: so scaled, its slope at z = 0 is -1, as the hinge's, where DPO's is -1/2.
+    With the unscaled margin h and z = beta h, this is beta^2 (h - 1/(2 beta))^2, the loss of IPO
+    times beta^2. The slope at z = 0 is -1 on this scale, as for the hinge; for DPO it is -1/2.
     Source: IPO, arXiv:2310.12036.
     """
     return (z - 0.5).square()
 
 
 def auto_beta(typical_gap: float, target: float) -> float:
-    """Return beta = 2 log((1 - target) / target) / typical_gap; infinite where the gap is 0.
+    """Return beta = 2 log((1 - target) / target) / typical_gap; infinite if the gap is 0.
 
-    At this beta a pair of typical size, the mean of |relative_gap|, once in the right order has
-    sigmoid(-z) = target, the factor by which DPO's gradient has shrunk.
-    Source: SimpleTuner's automatic beta, target 0.2.
+    `typical_gap` is the mean of |relative_gap|. At this beta, a correctly ordered pair with the
+    typical gap has sigmoid(-z) = target, the factor on its DPO gradient.
+    Source: SimpleTuner's automatic beta, with target 0.2.
     """
     logit = math.log((1 - target) / target)
     return 2 * logit / typical_gap if typical_gap > 0 else math.inf
@@ -91,9 +91,9 @@ def segment_margin(
 ) -> Float[Tensor, "m"]:
     """Return -beta / 2 * mean of label * gap over frames with a preference; 0 if there are none.
 
-    A label is 1 where the first row of a pair is better, -1 where the second is, 0 for a tie.
-    Source: DenseDPO, arXiv:2506.03517, whose appendix A.3 averages over frames that are no ties;
-    ours has the factor 1/2, so that one beta serves pairs with and without segments.
+    A label is 1 if the first row of a pair is better, -1 if the second is better, 0 for a tie.
+    Source: DenseDPO, arXiv:2506.03517; appendix A.3 averages over frames except ties. The factor
+    1/2 is our addition, so that one beta fits pairs with and without segments.
     """
     decided = segments.abs().sum(1).clamp(min=1)
     return implicit_margin((segments * gap).sum(1) / decided, beta)
@@ -102,16 +102,16 @@ def segment_margin(
 def linear_dpo(
     policy: Float[Tensor, "n"], reference: Float[Tensor, "n"], beta: float, floor: float
 ) -> Float[Tensor, "m"]:
-    """Return linear_weight * (l_w - l_l); the weight has no gradient."""
+    """Return `linear_weight` * (l_w - l_l); the weight has no gradient."""
     winner, loser = policy.chunk(2)
     weight = linear_weight(relative_gap(policy, reference), beta, floor)
     return weight.detach() * (winner - loser)
 
 
 def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[Tensor, "m"]:
-    """Return clip(0.2 beta gap + 1/2, floor, 1 - floor), where DPO has sigmoid(beta gap / 2).
+    """Return clip(0.2 beta gap + 1/2, floor, 1 - floor); DPO has sigmoid(beta gap / 2) instead.
 
-    Source: Linear-DPO, arXiv:2605.21123, and its code; the tangent of the sigmoid at gap 0 would be
+    Source: Linear-DPO, arXiv:2605.21123, and its code. The tangent of the sigmoid at gap 0 would be
     0.125 beta gap + 1/2.
     """
     return (0.2 * beta * gap + 0.5).clamp(floor, 1 - floor)
@@ -120,9 +120,9 @@ def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[T
 def scale_row_gradients(
     x: Float[Tensor, "n *latent"], scale: Float[Tensor, "n"]
 ) -> Float[Tensor, "n *latent"]:
-    """Return x itself, through which `scale` times the gradient of each row flows back."""
+    """Return exactly x, with the gradient of each row multiplied by `scale`."""
     value = x.detach()
-    # The difference is exactly 0, so the value is that of x to the bit.
+    # The difference is exactly 0, so the value equals x bit for bit.
     return value + per_row(scale, x) * (x - value)
 
 
@@ -130,11 +130,11 @@ def scale_row_gradients(
 def balancing_scale(
     winner: Float[Tensor, "m *latent"], loser: Float[Tensor, "m *latent"]
 ) -> Float[Tensor, "m"]:
-    """Return min(1, |winner| / |loser|) of residuals, 1 where the loser's is 0.
+    """Return min(1, |winner| / |loser|) of the norms of residuals; 1 if the loser's norm is 0.
 
-    A loss of the difference of squared residuals pulls the prediction by its winner's residual and
-    pushes it by its loser's. Scaled so, the push is never longer than the pull.
-    Source: CPO, arXiv:2601.04300, which balances the two gradients; the rule is our reconstruction.
+    A loss on the difference of squared residuals pulls the prediction along the winner's residual
+    and pushes it along the loser's. With this scale the push is never larger than the pull.
+    Source: CPO, arXiv:2601.04300, which balances the two gradients; the rule is a reconstruction.
     """
     pull, push = (side.flatten(1).norm(dim=1) for side in (winner, loser))
     return (pull / push.where(push > 0, 1.0)).where(push > pull, 1.0)
@@ -143,12 +143,12 @@ def balancing_scale(
 def loser_scale(
     winner: Float[Tensor, "m *latent"], loser: Float[Tensor, "m *latent"], mu: float
 ) -> Float[Tensor, "m"]:
-    """Return the factor on the loser's gradient that keeps a step from raising the winner's error.
+    """Return a factor on the loser's gradient that prevents a step from raising the winner's error.
 
-    The residuals g_A of the winner and g_B of the loser are the gradients of their errors up to a
-    factor. The scale is clip((1 - mu) |g_A|^2 / <g_A, g_B>, 0, 1), and 1 where the product is not
-    positive. Then <-g_A + scale g_B, g_A> <= -mu |g_A|^2. It has no gradient itself.
-    Source: Diffusion-SDPO, arXiv:2511.03317; its code takes a batch for one pair.
+    The residuals g_A of the winner and g_B of the loser are proportional to the gradients of their
+    errors. The scale is clip((1 - mu) |g_A|^2 / <g_A, g_B>, 0, 1), and 1 if the product is not
+    positive. Then <-g_A + scale g_B, g_A> <= -mu |g_A|^2. The scale has no gradient.
+    Source: Diffusion-SDPO, arXiv:2511.03317; its code treats a batch as one pair.
     """
     a, b = winner.detach().flatten(1), loser.detach().flatten(1)
     agreement, limit = (a * b).sum(1), (1 - mu) * a.square().sum(1)
@@ -159,24 +159,24 @@ def loser_scale(
 
 
 def mapo(policy: Float[Tensor, "n"], beta: float, scale: float, s: float) -> Float[Tensor, "m"]:
-    """Return l_w - beta log sigmoid(scale (f(l_w) - f(l_l))), f = mapo_likelihood.
+    """Return l_w - beta log sigmoid(scale (f(l_w) - f(l_l))), with f = `mapo_likelihood`.
 
-    Source: MaPO, arXiv:2406.06424, and its code: scale is the number of training times, 1000.
+    Source: MaPO, arXiv:2406.06424, and its code, where scale is the number of timesteps, 1000.
     """
     return policy.chunk(2)[0] - beta * logsigmoid(mapo_margin(policy, scale, s))
 
 
 def mapo_margin(policy: Float[Tensor, "n"], scale: float, s: float) -> Float[Tensor, "m"]:
-    """Return the margin scale (f(l_w) - f(l_l)), f = mapo_likelihood.
+    """Return the margin scale (f(l_w) - f(l_l)), with f = `mapo_likelihood`.
 
-    As f falls by s/2 per unit of error, the margin is about scale s/2 (l_l - l_w).
+    f falls by s/2 per unit of error, so the margin is about scale s/2 (l_l - l_w).
     """
     winner, loser = mapo_likelihood(policy, s).chunk(2)
     return scale * (winner - loser)
 
 
 def mapo_likelihood(error: Float[Tensor, "n"], s: float) -> Float[Tensor, "n"]:
-    """Return s l / (exp(s l) - 1): 1 at an error l of 0, falling to 0."""
+    """Return s l / (exp(s l) - 1), which falls from 1 at error l = 0 to 0."""
     # x / (e^x - 1) without overflow: both parts are multiplied by e^-x. It is 0 / 0 at x = 0.
     x = (s * error).clamp(min=1e-12)
     return x * (-x).exp() / -torch.expm1(-x)
@@ -185,8 +185,8 @@ def mapo_likelihood(error: Float[Tensor, "n"], s: float) -> Float[Tensor, "n"]:
 # Rows ---------------------------------------------------------------------------------------------
 
 Utility = Literal["sigmoid", "loss_averse", "risk_seeking"]
-"""Utility of a gain. sigmoid: flattens for gains and losses. loss_averse (log sigmoid): flattens
-for gains only. risk_seeking (softplus): flattens for losses only."""
+"""Utility of a gain. sigmoid: saturates for gains and losses. loss_averse (log sigmoid): saturates
+for gains only. risk_seeking (softplus): saturates for losses only."""
 
 _UTILITIES = {"sigmoid": torch.sigmoid, "loss_averse": logsigmoid, "risk_seeking": softplus}
 
@@ -198,9 +198,9 @@ def kto(
     beta: float,
     utility: Utility,
 ) -> Float[Tensor, "n"]:
-    """Return 1 - U(beta (gain - baseline)) for desirable rows, 1 - U(-beta (gain - baseline)) else.
+    """Return 1 - U(beta (gain - baseline)) for desirable rows, else 1 - U(-beta (gain - baseline)).
 
-    gain = r - l, the reference's error minus the policy's, without the factor 1/2 of pairs.
+    gain = r - l is the reference's error minus the policy's, without the factor 1/2 of pairs.
     Source: Diffusion-KTO, arXiv:2404.04465, and its code (the third of its risk-seeking forms).
     """
     sign = 2 * desirable.to(gain) - 1
@@ -208,7 +208,7 @@ def kto(
 
 
 def kto_baseline(gain: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Return max(0, mean gain), an estimate of the divergence from the reference; no gradient."""
+    """Return max(0, mean gain), an estimate of the divergence from the reference, detached."""
     return gain.detach().mean().clamp(min=0)
 
 
@@ -222,7 +222,7 @@ def exponential_weight(
 def weighted_score(
     scores: Mapping[str, Float[Tensor, "n"]], weights: Mapping[str, float]
 ) -> Float[Tensor, "n"]:
-    """Return the sum of weight * score over the weighted dimensions; NaN where one is unknown."""
+    """Return the sum of weight * score over the weighted dimensions; NaN if a score is unknown."""
     missing = sorted(set(weights) - set(scores))
     if missing:
         raise ValueError(f"no scores {missing}; the data has {sorted(scores)}")

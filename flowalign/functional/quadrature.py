@@ -1,4 +1,4 @@
-"""Integrate a velocity over sigma from its values at few points: interpolatory quadrature.
+"""Integrate a velocity over sigma from its values at a few points by interpolatory quadrature.
 
 Source: FlowBP-Lagrange, arXiv:2606.11075.
 """
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def support_points(start: int, stop: int, order: int) -> list[int]:
-    """Return at most `order` steps of start ... stop - 1, evenly spaced, both ends among them.
+    """Return at most `order` evenly spaced steps of start ... stop - 1, including both ends.
 
-    One point is `start`.
+    With order 1 the only point is `start`.
     """
     count = stop - start
     if count <= order:
@@ -26,7 +26,7 @@ def lagrange_weights(
     """Return the integrals from start to stop of the Lagrange basis polynomials of the points.
 
     The weighted sum of values at the points integrates every polynomial of degree below m exactly.
-    Computed in double precision, returned in that of the points.
+    The weights are computed in float64 and returned in the dtype of `points`.
     """
     # A Vandermonde matrix is ill-conditioned: float32 would lose several digits.
     x, m = points.double(), len(points)

@@ -1,4 +1,4 @@
-"""Define features of samples, the wrapper of the head that rates them, and score units."""
+"""Define features of samples, the wrapper of the head that scores them, and score units."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Features:
-    """Holds the features that a backbone extracts from n samples."""
+    """Features of n samples from a backbone."""
 
     joint: Float[Tensor, "n D"]
-    """Features of media and prompt together, which a head rates."""
+    """Joint features of media and prompt, the input of the head."""
     prompt: Float[Tensor, "n E"]
-    """Features of the prompt alone, which a gate reads; E is 0 if the backbone reads no prompt."""
+    """Features of the prompt alone, the input of a gate; E is 0 if the backbone reads no prompt."""
 
     def __len__(self) -> int:
         return len(self.joint)
 
     def take(self, rows: Int[Tensor, "k"]) -> "Features":
-        """Return the given samples, in that order."""
+        """Return the samples `rows`, in that order."""
         return Features(self.joint[rows], self.prompt[rows])
 
     def to(self, device: torch.device) -> "Features":
@@ -30,9 +30,9 @@ class Features:
 
 @dataclass(frozen=True)
 class Ratings:
-    """Holds the scores of samples and, for heads that estimate it, the log-variance.
+    """Scores of samples, with the log-variance if the head estimates it.
 
-    If there are several reward dimensions, they are the last axis.
+    Several reward dimensions form the last axis.
     """
 
     score: Float[Tensor, "*n"]
@@ -45,9 +45,9 @@ class Ratings:
 
 
 class Standardiser(nn.Module):
-    """Subtracts the mean of the training features and divides by their standard deviation.
+    """Standardisation by the mean and the standard deviation of the training features.
 
-    A feature that never varied is centred and not scaled.
+    A constant feature is centred but not scaled.
     """
 
     mean: Tensor
@@ -59,24 +59,24 @@ class Standardiser(nn.Module):
         self.register_buffer("std", torch.ones(size))
 
     def fit(self, features: Float[Tensor, "n D"]) -> None:
-        """Set mean and standard deviation to those of these features."""
+        """Set mean and standard deviation to the values of `features`."""
         mean = features.mean(0)
         std = (features - mean).square().mean(0).sqrt()
         self.mean.copy_(mean)
         self.std.copy_(torch.where(std > 1e-6, std, 1.0))
 
     def forward(self, features: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
-        """Return features of mean 0 and variance 1."""
+        """Return standardised features."""
         return (features - self.mean) / self.std
 
 
 class Rater(nn.Module):
-    """Wraps a head: standardises its features and converts its scores to calibrated units.
+    """Head with standardised features and scores in calibrated units.
 
-    Calibrated scores are factor * score + shift. For dimensions learned from comparisons factor is
-    1 / temperature and shift is 0, so that a difference is in log-odds; for dimensions learned from
-    ratings they restore the units of the ratings. `mean` and `std` of the calibrated scores over
-    the training media make z-scores.
+    Calibrated scores are factor * score + shift. For dimensions trained on comparisons, factor is
+    1 / temperature and shift is 0, so that a difference is in log-odds. For dimensions trained on
+    ratings, they restore the units of the ratings. z-scores use `mean` and `std` of the calibrated
+    scores over the training media.
     """
 
     factor: Tensor
@@ -96,11 +96,11 @@ class Rater(nn.Module):
         return Features(self.joint(features.joint), self.prompt(features.prompt))
 
     def forward(self, features: Features) -> Ratings:
-        """Return the head's own scores, on which its losses are defined."""
+        """Return the uncalibrated scores of the head, which its losses use."""
         return self.head(self.standardise(features))
 
     def in_units(self, ratings: Ratings, z_score: bool) -> tuple[Tensor, Tensor | None]:
-        """Return scores [n, R], calibrated or as z-scores, and their standard deviations."""
+        """Return scores [n, R], calibrated or as z-scores, with their standard deviations."""
         scale = self.factor / self.std if z_score else self.factor
         offset = (self.shift - self.mean) / self.std if z_score else self.shift
         spread = ratings.log_variance

@@ -1,4 +1,4 @@
-"""Regress on features from running sums: exact after every batch, and older batches fade."""
+"""Fit ridge regressions from running sums, exactly after every batch, with fading memory."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Regression:
-    """Holds the sums that a ridge regression without intercept needs, in float64."""
+    """Running sums of a ridge regression without intercept, in float64."""
 
     gram: Float[Tensor, "D D"]
     """Sum of x x^T over the samples."""
     cross: Float[Tensor, "D R"]
     """Sum of x y^T."""
     count: float
-    """Number of samples; older ones count less than 1."""
+    """Effective number of samples; older samples count less than 1."""
 
     @staticmethod
     def start(num_features: int, num_targets: int) -> "Regression":
-        """Return a regression that has seen nothing; its weights are 0."""
+        """Return a regression without samples; its weights are 0."""
         gram = torch.zeros(num_features, num_features, dtype=torch.float64)
         return Regression(gram, gram.new_zeros(num_features, num_targets), 0.0)
 
     def update(
         self, x: Float[Tensor, "n D"], y: Float[Tensor, "n R"], memory: float = 1.0
     ) -> "Regression":
-        """Return the regression with these samples; those it has seen count `memory` times."""
+        """Return the regression with n more samples; earlier samples are weighted by `memory`."""
         x, y = x.double(), y.double()
         return Regression(
             memory * self.gram + x.T @ x,
@@ -38,9 +38,9 @@ class Regression:
     def weights(self, penalty: float) -> Float[Tensor, "D R"]:
         """Return the w that minimise |x w - y|^2 / n + penalty D / n |s w|^2.
 
-        s are the root mean squares of the features, so that their units do not matter. Features
-        that are equally good and uncorrelated are best fitted with a penalty of the variance that
-        they leave unexplained over that which they explain.
+        s are the root mean squares of the features, so their units do not matter. For equally
+        useful, uncorrelated features, the best penalty is the ratio of unexplained to explained
+        variance.
         """
         size = self.gram.diagonal().sqrt()
         size = torch.where(size > 0, size, 1.0)
@@ -50,7 +50,7 @@ class Regression:
         return torch.linalg.solve(alike, self.cross / size[:, None]) / size[:, None]
 
     def state(self) -> list:
-        """Return the state that a checkpoint stores, exactly."""
+        """Return the exact state for a checkpoint."""
         return [self.gram.tolist(), self.cross.tolist(), self.count]
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Compute bootstrap intervals: the figures of `agreement` for many resamples at once.
+"""Compute bootstrap intervals of the statistics in `agreement`, for many resamples at once.
 
-A resample is a weight per row: how often the row was drawn. Each function takes b of them and
-returns b values, equal to those of `agreement` for rows repeated that often; NaN where no row that
-counts was drawn.
+A resample is a weight per row, the number of times that the row was drawn. Each function takes b
+resamples and returns b values, equal to `agreement` on repeated rows. A value is NaN if the
+resample contains no relevant row.
 """
 
 import math
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _ENTRIES = 2_000_000
-"""Largest number of entries of the matrix of resamples by rows that is computed at once."""
+"""Largest size of the matrix (resamples x rows) that is computed at once."""
 
 
 def bootstrap(
@@ -23,10 +23,10 @@ def bootstrap(
     generator: torch.Generator,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Return the interval between percentiles of a statistic over resamples drawn by cluster.
+    """Return the percentile interval of a statistic over resamples of whole clusters.
 
-    Pairs of one prompt share images, so whole prompts are drawn. The interval is NaN below two
-    clusters, and if the statistic is NaN in every resample.
+    Pairs of one prompt share images, so whole prompts are drawn. The interval is NaN if there are
+    fewer than two clusters, or if the statistic is NaN in every resample.
     """
     ids, index = cluster.unique(return_inverse=True)
     if len(ids) < 2:
@@ -55,7 +55,7 @@ def mean(x: Float[Tensor, "n"], weight: Float[Tensor, "b n"]) -> Float[Tensor, "
 def accuracy_without_ties(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
-    """Return the accuracy on pairs that people decided."""
+    """Return the accuracy on pairs with a human preference."""
     decided = human != 0
     return mean((lead.sign() == human)[decided].double(), weight[:, decided])
 
@@ -63,7 +63,7 @@ def accuracy_without_ties(
 def best_accuracy(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
-    """Return the accuracy with ties, each resample at its own best threshold."""
+    """Return the accuracy with ties, at the best threshold of each resample."""
     return _best_threshold(lead, human, weight)[0] / weight.sum(1)
 
 
@@ -73,7 +73,7 @@ def held_out_accuracy(
     fold: Int[Tensor, "n"],
     weight: Float[Tensor, "b n"],
 ) -> Float[Tensor, "b"]:
-    """Return the accuracy with ties, each fold of a resample at the others' best threshold."""
+    """Return the accuracy with ties; each fold uses the best threshold of the other folds."""
     parts, right = fold.unique(), torch.zeros(len(weight), dtype=torch.float64)
     if len(parts) < 2:
         return right.fill_(math.nan)
@@ -113,7 +113,7 @@ def spearman(
 
 
 def _best_threshold(lead: Tensor, human: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of right answers at each resample's best threshold, and that threshold."""
+    """Return the best threshold of each resample, after the weight of right answers at it."""
     size, order = lead.double().abs().sort(stable=True)
     weight, human, sign = weight[:, order], human[order], lead[order].sign()
     zero = weight.new_zeros(len(weight), 1)

@@ -1,4 +1,4 @@
-"""Bring pictures to a size."""
+"""Resize images and masks."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -10,7 +10,8 @@ def resize_to_cover(
 ) -> Float[Tensor, "n 3 height width"]:
     """Resize images to cover the target size, keeping the aspect ratio, and crop the centre.
 
-    Bicubic with antialiasing, clamped to [0, 1]; images that already have the size are unchanged.
+    Resizing is bicubic with antialiasing, clamped to [0, 1]. Images of the target size do not
+    change.
     """
     h, w = pictures.shape[-2:]
     scale = max(height / h, width / w)
@@ -25,5 +26,5 @@ def resize_to_cover(
 def hole_within(
     mask: Float[Tensor, "1 3 h w"], height: int, width: int
 ) -> Bool[Tensor, "1 1 height width"]:
-    """Return where a mask is white, 0.5 or more, in what `resize_to_cover` keeps of it."""
+    """Return True where a mask is white (>= 0.5) after `resize_to_cover`."""
     return resize_to_cover(mask, height, width).mean(1, keepdim=True) >= 0.5

@@ -1,9 +1,8 @@
 """Compute losses that train a reward model on comparisons, rankings, votes and ratings.
 
-Each returns one loss per comparison, list or rating. Scores have any leading shape, such as
-[pairs, dimensions]. `target` is the probability that A is better: 1 or 0 where people decided, 0.5
-for a tie, a share of votes in between. Where a label is missing, put any finite number and mask the
-entry out.
+Each function returns one loss per comparison, list or rating. Scores have any leading shape, such
+as [pairs, dimensions]. `target` is the probability that A is better: 1 or 0 for a decision, 0.5 for
+a tie, or a share of votes. For a missing label pass any finite number, and mask the loss.
 """
 
 import math
@@ -20,7 +19,7 @@ from torch.nn.functional import huber_loss, log_softmax, logsigmoid
 def bradley_terry(
     a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], target: Float[Tensor, "*n"]
 ) -> Float[Tensor, "*n"]:
-    """Return the cross-entropy of target under P(A) = sigmoid(a - b); ties cost at least log 2."""
+    """Return the cross-entropy of `target` under P(A) = sigmoid(a - b); at least log 2 for ties."""
     return _cross_entropy(logsigmoid(a - b), logsigmoid(b - a), target)
 
 
@@ -32,8 +31,8 @@ def margin(
 ) -> Float[Tensor, "*n"]:
     """Return the Bradley-Terry loss with a required margin: -log sigmoid(lead - by).
 
-    Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of
-    people's ratings, better minus worse.
+    Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of the
+    annotators' ratings, better minus worse.
     """
     return _cross_entropy(logsigmoid(a - b - by), logsigmoid(b - a - by), target)
 
@@ -46,8 +45,8 @@ def bt_with_ties(
 ) -> Float[Tensor, "*n"]:
     """Return the negative log-likelihood of the labels under Bradley-Terry with ties.
 
-    A target is 1 for A, 0.5 for a tie or 0 for B, and nothing in between. log_k > 0 broadcasts to
-    the scores: one number, one per dimension, or one per pair.
+    A target must be 1 for A, 0.5 for a tie or 0 for B. log_k > 0 broadcasts to the scores: one
+    number, one per dimension, or one per pair.
     """
     if not ((target == 0) | (target == 0.5) | (target == 1)).all():
         raise ValueError(
@@ -59,7 +58,7 @@ def bt_with_ties(
 
 
 def log_k_of(tie_share: float) -> float:
-    """Return the log k at which equal scores tie with this probability, to start learning from."""
+    """Return the log k at which equal scores tie with probability `tie_share`, as initial value."""
     if not 0 < tie_share < 1:
         raise ValueError(f"tie_share must be inside (0, 1), got {tie_share}")
     return math.log((1 + tie_share) / (1 - tie_share))
@@ -85,10 +84,10 @@ def uncertainty(
     log_sigma_a: Float[Tensor, "*n"],
     log_sigma_b: Float[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """Return the expected Bradley-Terry loss, -E log sigmoid(z), when both scores are uncertain.
+    """Return the expected Bradley-Terry loss, -E log sigmoid(z), of two uncertain scores.
 
     z is normal with mean a - b and variance sigma_a^2 + sigma_b^2. HPSv3's code draws 1,000 samples
-    of it in half precision; here 32 Gauss-Hermite nodes take the integral without noise.
+    in half precision. Our integral uses 32 Gauss-Hermite nodes and has no sampling noise.
     """
     nodes, weights = _gauss_hermite(32)
     x, w = a.new_tensor(nodes), a.new_tensor(weights)
@@ -102,10 +101,11 @@ def uncertainty(
 def vote_fraction(
     score: Float[Tensor, "*n m"], share: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
 ) -> Float[Tensor, "*n"]:
-    """Return the KL from vote shares to softmax(score); 0 where the two agree, ties included.
+    """Return the KL from vote shares to softmax(score), which is 0 if both agree, also for ties.
 
-    Shares sum to 1 over the candidates in the mask, which marks those that a shorter list has.
-    Source: PickScore, arXiv:2305.01569, whose lists are pairs with shares 0, 0.5 and 1.
+    `mask` marks the candidates of each list, because lists differ in length. Shares sum to 1 over
+    the marked candidates.
+    Source: PickScore, arXiv:2305.01569, with pairs as lists and shares 0, 0.5 and 1.
     """
     logp = log_softmax(_mask_scores(score, mask), -1)
     share = torch.where(mask, share, 0.0)
@@ -115,12 +115,12 @@ def vote_fraction(
 def plackett_luce(
     score: Float[Tensor, "*n m"], rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
 ) -> Float[Tensor, "*n"]:
-    """Return the negative log-likelihood of a ranking, rank 1 being the best.
+    """Return the negative log-likelihood of a ranking, with rank 1 as the best.
 
-    It sums over the choices that the ranking consists of: each candidate is chosen over those
-    ranked strictly below it. Without ties this is exactly Plackett-Luce, and Bradley-Terry for a
-    pair; candidates of equal rank are not compared with each other, so a tie neither teaches an
-    order nor forbids one. `has_order` marks the lists that teach.
+    Each candidate is chosen over the candidates ranked strictly below it, and the log-likelihoods
+    of the choices are added. Without ties this is exactly Plackett-Luce, and Bradley-Terry for a
+    pair. Candidates of equal rank are not compared, so a tie has no effect on their order.
+    `has_order` marks the lists with a training signal.
     """
     below = rank[..., None, :] > rank[..., :, None]
     itself = torch.eye(score.shape[-1], dtype=torch.bool, device=score.device)
@@ -129,7 +129,7 @@ def plackett_luce(
 
 
 def has_order(rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]) -> Bool[Tensor, "*n"]:
-    """Return the mask of lists in which at least one candidate is ranked above another."""
+    """Return True for lists in which at least one candidate is ranked above another."""
     best = rank.masked_fill(~mask, math.inf).amin(-1)
     worst = rank.masked_fill(~mask, -math.inf).amax(-1)
     return best < worst
@@ -146,7 +146,7 @@ def squared_error(score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"]) -> Fl
 def huber(
     score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"], delta: float = 1.0
 ) -> Float[Tensor, "*n"]:
-    """Return half the squared error up to delta, beyond it delta * (|error| - delta / 2)."""
+    """Return error^2 / 2 if |error| <= delta, else delta * (|error| - delta / 2)."""
     return huber_loss(score, rating, reduction="none", delta=delta)
 
 
@@ -155,8 +155,8 @@ def ordinal(
 ) -> Float[Tensor, "*n"]:
     """Return the negative log-likelihood of a level 0 ... L-1 under the proportional odds model.
 
-    P(level <= l) = sigmoid(cuts[l] - score). The L - 1 cuts increase; they may differ by dimension,
-    whose axes are the last ones of the scores.
+    P(level <= l) = sigmoid(cuts[l] - score). The L - 1 cuts must increase. They may differ by
+    dimension, if the dimensions are the last axes of the scores.
     Source: the proportional odds model, McCullagh, 1980.
     """
     if not (cuts.diff(dim=-1) > 0).all():
@@ -166,8 +166,9 @@ def ordinal(
         raise ValueError(f"levels must be 0 to {last}, got {level.min()} to {level.max()}")
     upper = _select_cut(cuts, level.clamp(max=last - 1)) - score
     lower = _select_cut(cuts, (level - 1).clamp(min=0)) - score
-    # sigmoid(u) - sigmoid(l) = sigmoid(u) sigmoid(-l) (1 - exp(l - u)); the ends have one side.
-    # A placeholder at the ends: log(-expm1(0)) gives NaN gradients even where it is not chosen.
+    # sigmoid(u) - sigmoid(l) = sigmoid(u) sigmoid(-l) (1 - exp(l - u)); the end levels have only
+    # one cut. The -1.0 there is a placeholder: log(-expm1(0)) would give NaN gradients, even where
+    # torch.where does not select it.
     between = torch.where((level > 0) & (level < last), lower - upper, -1.0)
     inside = torch.log(-torch.expm1(between))
     logp = torch.where(level == last, 0.0, logsigmoid(upper))
@@ -182,8 +183,9 @@ def _cross_entropy(log_a: Tensor, log_b: Tensor, target: Tensor) -> Tensor:
 def _log_outcomes(a: Tensor, b: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log P(A), log P(tie) and log P(B), which sum to 1 as probabilities.
 
-    P(A) = sigmoid(a - b - log k), P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has probability (k
-    - 1) / (k + 1): 2/3 for the k = 5 of VideoAlign's code. Source: Rao and Kupper, 1967.
+    P(A) = sigmoid(a - b - log k), and P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has
+    probability (k - 1) / (k + 1), which is 2/3 for the k = 5 of VideoAlign's code.
+    Source: Rao and Kupper, 1967.
     """
     if not (log_k > 0).all():
         raise ValueError(f"log_k must be above 0, or ties are impossible, got {log_k.tolist()}")
@@ -197,7 +199,7 @@ def _joint_std(log_sigma_a: Tensor, log_sigma_b: Tensor) -> Tensor:
 
 
 def _mask_scores(score: Tensor, mask: Tensor) -> Tensor:
-    """Make scores outside the mask lose every comparison; they stay finite, as do gradients."""
+    """Set scores outside the mask to the lowest finite number, so that gradients stay finite."""
     return torch.where(mask, score, torch.finfo(score.dtype).min)
 
 

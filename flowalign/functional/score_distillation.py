@@ -1,4 +1,4 @@
-"""Move latents to where a model finds them likely, with noises weighted by what they lead to.
+"""Optimise latents by score distillation, with noises weighted by the rewards they lead to.
 
 Source: RewardSDS, arXiv:2503.09601; its code, itaychachy/RewardSDS.
 """
@@ -12,18 +12,19 @@ from torch import Tensor
 from flowalign.functional.transition import per_row
 
 NoiseWeighting = Literal["min_max", "best", "softmax", "none"]
-"""min_max: 0.9 times the mean of the two best noises less 0.1 times that of the two worst, which
-the authors recommend. best: the best one. softmax: all, by the softmax of their rewards. none: all
-alike, which is score distillation without a reward (DreamFusion, arXiv:2209.14988)."""
+"""Weighting of the noises of a latent. min_max: 0.9 times the mean of the two best noises minus 0.1
+times the mean of the two worst, the authors' recommendation. best: only the best noise. softmax:
+softmax of the rewards. none: equal weights, which is score distillation without a reward
+(DreamFusion, arXiv:2209.14988)."""
 FEWEST_NOISES: dict[NoiseWeighting, int] = {"min_max": 4, "best": 1, "softmax": 1, "none": 1}
 _EXTREMES, _TOWARDS, _AWAY = 2, 0.9, 0.1
 
 
 def noise_weights(reward: Float[Tensor, "n N"], weighting: NoiseWeighting) -> Float[Tensor, "n N"]:
-    """Return the weight of each of a latent's N noises, from the rewards that they lead to.
+    """Return the weights of the N noises of each latent, from the rewards they lead to.
 
     Raises:
-        ValueError: There are fewer noises than the weighting tells apart.
+        ValueError: The weighting needs more noises.
     """
     num_noises = reward.shape[1]
     if num_noises < (fewest := FEWEST_NOISES[weighting]):
@@ -49,9 +50,9 @@ def distillation_gradient(
 ) -> Float[Tensor, "n *latent"]:
     """Return s^2 (predicted noise - noise), the gradient of score distillation at x_sigma.
 
-    The velocity v predicts the noise x_sigma + (1 - sigma) v, and so misses it by (1 - sigma) (v -
-    (noise - x0)). s^2 = sigma^2 / ((1 - sigma)^2 + sigma^2) is the 1 - alpha-bar of the
-    variance-preserving process with the same ratio of data to noise.
+    The velocity v predicts the noise x_sigma + (1 - sigma) v, with the error
+    (1 - sigma) (v - (noise - x0)). s^2 = sigma^2 / ((1 - sigma)^2 + sigma^2) is 1 - alpha-bar of
+    the variance-preserving process with the same signal-to-noise ratio.
     """
     s, share = per_row(sigma, x0), per_row(variance_share(sigma), x0)
     return share * (1 - s) * (v - (noise - x0))

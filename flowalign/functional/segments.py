@@ -1,4 +1,4 @@
-"""Split clips in time, in frames or latent frames, and label which of two is better where.
+"""Split clips into segments of frames or latent frames, and label the better clip of a pair.
 
 Axes: m pairs, C segments of a clip.
 """
@@ -10,23 +10,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 Span = tuple[int, int]
-"""Index of the first frame, and of the one after the last."""
+"""Range [start, stop) of frames."""
 
 
 def split_spans(num_frames: int, length: float) -> list[Span]:
-    """Cut frames into at least one part of about this length, as even as possible."""
+    """Split frames into spans of about `length` frames, as evenly as possible; at least one."""
     count = min(max(1, round(num_frames / length)), num_frames)
     ends = [round(i * num_frames / count) for i in range(count + 1)]
     return list(pairwise(ends))
 
 
 def temporal_stride(num_frames: int, num_latent: int) -> int:
-    """Return the number of frames per latent frame, as causal video VAEs count.
+    """Return the number of frames per latent frame of a causal video VAE.
 
-    The first latent frame stands for the first frame alone.
+    The first latent frame encodes only the first frame.
 
     Raises:
-        ValueError: these numbers belong to no such VAE.
+        ValueError: The numbers do not fit a causal VAE.
     """
     if num_latent == 1 and num_frames == 1:
         return 1
@@ -39,7 +39,7 @@ def temporal_stride(num_frames: int, num_latent: int) -> int:
 
 
 def find_frames(latent: Span, stride: int) -> Span:
-    """Return the frames that a span of latent frames stands for."""
+    """Return the span of frames that a span of latent frames encodes."""
     start, stop = latent
     return max(0, 1 + (start - 1) * stride), 1 + (stop - 1) * stride
 
@@ -47,6 +47,6 @@ def find_frames(latent: Span, stride: int) -> Span:
 def compare_with_margin(
     a: Float[Tensor, "m C"], b: Float[Tensor, "m C"], margin: float
 ) -> Float[Tensor, "m C"]:
-    """Return 1 where a is better by more than the margin, -1 where b is, 0 for a tie."""
+    """Return 1 if a is better by more than `margin`, -1 if b is, and 0 for a tie."""
     gap = a - b
     return torch.where(gap.abs() > margin, gap.sign(), 0.0)

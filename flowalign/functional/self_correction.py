@@ -1,4 +1,4 @@
-"""Construct the points off the data path at which SOAR corrects a model, and weigh them.
+"""Construct the off-path states at which SOAR corrects a model, and weight them.
 
 Source: SOAR, arXiv:2604.12617, and code of Tencent-Hunyuan/HY-SOAR.
 """
@@ -13,9 +13,9 @@ from flowalign.functional.transition import per_row
 def level_after(
     sigmas: Float[Tensor, "S"], sigma: Float[Tensor, "n"], share: float
 ) -> Float[Tensor, "n"]:
-    """Return the noise levels that lie `share` of the whole schedule further on; 0 past its end.
+    """Return the noise levels after `share` of the whole schedule; 0 beyond its end.
 
-    Between the levels of the schedule its places are linear in sigma.
+    Positions between the levels of the schedule are interpolated linearly in sigma.
     """
     rising = sigmas.flip(0).contiguous()
     upper = torch.searchsorted(rising, sigma.contiguous()).clamp(1, len(rising) - 1)
@@ -32,10 +32,10 @@ def renoise(
     sigma: Float[Tensor, "n"],
     higher: Float[Tensor, "n"],
 ) -> Float[Tensor, "n *latent"]:
-    """Return x at level sigma moved on a straight line towards the noise, to the level `higher`.
+    """Return x, moved from level sigma on a straight line towards the noise to level `higher`.
 
-    x_h = (1 - a) x + a noise with a = (higher - sigma) / (1 - sigma). For x that was noised by this
-    very noise, it is the state noised to `higher`.
+    x_h = (1 - a) x + a noise with a = (higher - sigma) / (1 - sigma). If x was noised with the same
+    noise, x_h is the data noised to `higher`.
     """
     share = ((higher - sigma) / (1 - sigma).clamp(min=1e-12)).clamp(0, 1)
     return torch.lerp(x, noise, per_row(share, x).expand_as(x))
@@ -49,9 +49,9 @@ def velocity_to_data(
 
 
 def point_weights(num_points: int, weight: float) -> tuple[float, float]:
-    """Return the weights of a sample and of each of its points, whose mean over all rows is 1.
+    """Return the weights of a sample and of each of its extra points, with mean 1 over all rows.
 
-    The mean of weighted errors is then (sum of samples + weight * sum of points) / (number of
+    The mean of weighted errors is then (sum over samples + weight * sum over points) / (number of
     samples + weight * number of points).
     """
     scale = (1 + num_points) / (1 + weight * num_points)

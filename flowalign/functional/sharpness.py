@@ -1,4 +1,4 @@
-"""Measure how sharp pictures are.
+"""Measure the sharpness of images.
 
 Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000.
 """
@@ -16,8 +16,8 @@ _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
 def variance_of_laplacian(media: Float[Tensor, "n F 3 H W"]) -> Float[Tensor, "n"]:
     """Return the variance over pixels of each frame's Laplacian, averaged over frames.
 
-    The Laplacian is of the brightness in [0, 1], the border continued by its own pixels. Blur
-    lowers the variance, noise raises it, and contrast does by its square.
+    The Laplacian is computed on the brightness in [0, 1] with replicated borders. Blur lowers the
+    variance and noise raises it. The variance is quadratic in the contrast.
     """
     luma = torch.einsum("nfchw,c->nfhw", media, media.new_tensor(_LUMA))
     frames = pad(luma.flatten(0, 1)[:, None], (1, 1, 1, 1), mode="replicate")

@@ -1,13 +1,14 @@
-"""Estimate the signal and the noise of policy gradients from those of independent batches.
+"""Estimate signal and noise of policy gradients from the gradients of independent batches.
 
-At fixed weights, denoising step k of a batch has a gradient with a mean m_k, the signal, and a
-noise around it. Inner products between the gradients of different batches have the expectation
-m_k . m_j, those within a batch exceed it by the noise: both are estimated without bias, without an
-update and without knowing m_k. With weights w on the steps, a batch is worth
+At fixed network weights, denoising step k of a batch has a gradient g_k with mean m_k, the signal,
+plus noise. Inner products of gradients from different batches have the expectation m_k . m_j. Inner
+products within a batch exceed it by the noise. Signal and noise are therefore estimated without
+bias, without an update and without knowledge of m_k. With weights w on the steps, the squared
+signal-to-noise ratio of a batch is
 
     |sum_k w_k m_k|^2 / E |sum_k w_k (g_k - m_k)|^2
 
-its squared signal to noise: how many batches it takes until the mean gradient shows.
+Its inverse is the number of batches at which signal and noise of the mean gradient are equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,29 +20,29 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _COLUMNS = 2**16
-"""Entries of a gradient that are multiplied at once, in float64."""
+"""Number of gradient entries that are multiplied at once in float64."""
 
 
 class Products(NamedTuple):
-    """Holds inner products between blocks of batches, of which some may be a single batch.
+    """Inner products between blocks of batches; a block may be a single batch.
 
-    Sums over blocks are all that signal and noise need: pairs of different blocks show the signal,
-    and a block's own product exceeds it by its noise.
+    Sums over blocks are sufficient for signal and noise: products of different blocks estimate the
+    signal, and the product of a block with itself exceeds it by the noise.
     """
 
     sums: Float[Tensor, "J K J K"]
     """Inner products of the gradients of steps, each summed over the batches of a block."""
     batches: Int[Tensor, "J"]
-    """Number of batches of each block."""
+    """Number of batches in each block."""
 
 
 class Moments(NamedTuple):
-    """Holds the inner products of gradients of steps: of their means, and of their noise."""
+    """Inner products of the step gradients, separately for their means and their noise."""
 
     signal: Float[Tensor, "K K"]
-    """m_k . m_j; its estimate may have negative eigenvalues."""
+    """Inner products m_k . m_j; the estimate may have negative eigenvalues."""
     noise: Float[Tensor, "K K"]
-    """E (g_k - m_k) . (g_j - m_j), of one batch."""
+    """Noise E (g_k - m_k) . (g_j - m_j) of one batch."""
 
 
 def inner_products(
@@ -49,12 +50,12 @@ def inner_products(
     count: Sequence[int],
     scale: Float[Tensor, "p"] | None = None,
 ) -> Products:
-    """Return the inner products of J x K gradients, each entry times `scale`, if that is given."""
+    """Return the inner products of J x K gradients, with entries multiplied by `scale` if given."""
     rows = [row for block in sums for row in block]
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for start in range(0, len(rows[0]), _COLUMNS):
         columns = slice(start, start + _COLUMNS)
-        # A part at a time: gradients of a large network in float64 would not fit into memory.
+        # Convert in parts: float64 gradients of a large network would not fit into memory.
         part = torch.stack([row[columns] for row in rows]).double()
         part = part if scale is None else part * scale[columns]
         total += part @ part.T
@@ -63,10 +64,11 @@ def inner_products(
 
 
 def moments(products: Products, kept: Bool[Tensor, "J"] | None = None) -> Moments:
-    """Estimate signal and noise without bias from at least two blocks, all of them or those kept.
+    """Estimate signal and noise without bias from the blocks `kept`, or from all blocks.
 
-    Two halves of a batch are enough. With sums S and counts n of blocks, signal = sum over pairs a,
-    b of S_a . S_b / sum of n_a n_b, and noise = sum of (S_a . S_a - n_a^2 signal) / sum of n_a.
+    At least two blocks are needed; two halves of a batch are enough. For blocks with sums S and
+    counts n, signal = (sum over pairs a, b of S_a . S_b) / (sum of n_a n_b), and
+    noise = (sum of S_a . S_a - n_a^2 signal) / (sum of n_a).
 
     Raises:
         ValueError: There are fewer than two blocks.
@@ -87,8 +89,9 @@ def moments(products: Products, kept: Bool[Tensor, "J"] | None = None) -> Moment
 def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float]) -> Moments:
     """Estimate signal and noise of one batch without bias from its two independent halves.
 
-    Their gradients add up to the batch's; each has the expectation share * m_k, where the share is
-    that of its samples. The result is on the CPU: it is small, and GPUs compute float64 slowly.
+    The sum of both gradients is the gradient of the batch. Each half has the expectation
+    share * m_k, where `shares` are the shares of the samples.
+    The result is on the CPU, because it is small and GPUs compute float64 slowly.
     """
     first, second = halves
     whole = first + second
@@ -98,9 +101,9 @@ def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float
 
 
 def project(vector: Float[Tensor, "p"], signs: Bool[Tensor, "p"], size: int) -> Float[Tensor, "q"]:
-    """Add each entry, negated where its sign is False, to one of `size` sums.
+    """Return a random projection: entries, negated where `signs` is False, added into `size` sums.
 
-    With random signs, inner products keep their expectation and gain noise.
+    With random signs, inner products keep their expectation but become noisier.
     """
     signed = torch.where(signs, vector, -vector)
     return pad(signed, (0, -len(vector) % size)).view(-1, size).sum(0)
@@ -113,19 +116,19 @@ def random_signs(size: int, device: torch.device, seed: int = 0) -> Bool[Tensor,
 
 
 def signal_to_noise(found: Moments, weights: Float[Tensor, "K"]) -> Float[Tensor, ""]:
-    """Return the squared signal to noise of a batch whose steps have these weights.
+    """Return the squared signal-to-noise ratio of a batch with `weights` on its steps.
 
-    It is 0 where there is no noise, because nothing was learnt from: no weights, no gradient.
+    Without noise it is 0, because then there is no gradient, or all weights are 0.
     """
     noise = weights @ found.noise @ weights
     return torch.where(noise > 0, (weights @ found.signal @ weights) / noise, 0.0)
 
 
 def best_weights(found: Moments) -> Float[Tensor, "K"]:
-    """Return the weights, none negative and the largest 1, that show the whole mean gradient best.
+    """Return the non-negative weights, largest 1, with the best estimate of the mean gradient.
 
-    They maximise (sum_k w_k m_k . sum_j m_j)^2 / noise, and solve noise w = signal 1; steps whose
-    solution is negative are left out, the most negative first.
+    They maximise (sum_k w_k m_k . sum_j m_j)^2 / noise, and solve noise w = signal 1. Steps with a
+    negative solution are removed one by one, the most negative first.
     """
     kept = torch.ones(len(found.noise), dtype=torch.bool)
     weights = torch.zeros(len(found.noise), dtype=found.noise.dtype)
@@ -140,10 +143,11 @@ def best_weights(found: Moments) -> Float[Tensor, "K"]:
 
 
 def subtract_estimation_error(found: Moments) -> Moments:
-    """Return the same noise, and of the signal what stands out from the error of its estimate.
+    """Return moments with the estimation error subtracted from the signal.
 
-    In units of each step's noise the estimate has eigenvalues, which truly are 0 or above: the
-    lowest says how far they are off, and all are lowered by as much, down to 0.
+    In units of the noise of each step, the true signal has eigenvalues >= 0. The lowest estimated
+    eigenvalue, if negative, measures the estimation error. It is subtracted from all eigenvalues,
+    which are then clamped at 0.
     """
     unit = found.noise.diagonal().clamp(min=torch.finfo(found.noise.dtype).tiny).sqrt()
     values, vectors = torch.linalg.eigh(found.signal / (unit[:, None] * unit))
@@ -156,11 +160,12 @@ def subtract_estimation_error(found: Moments) -> Moments:
 def cross_fit(
     products: Products, kept: Bool[Tensor, "J"] | None = None, chosen_by: Products | None = None
 ) -> Float[Tensor, ""]:
-    """Return the signal to noise of the best weights, found on one half of the blocks each.
+    """Return the signal-to-noise ratio of the best weights, cross-fitted on two halves of blocks.
 
-    Weights that are judged by the batches which chose them look better than they are. `chosen_by`
-    are products of the same batches elsewhere, such as at earlier weights of the network, whose
-    best weights are judged here. Blocks keep their half when others are left out.
+    Each half evaluates the weights that the other half chose, because evaluating weights on the
+    same batches is optimistic. `chosen_by` are products of the same batches under other conditions,
+    such as earlier network weights; if given, they choose the weights. The half of a block does not
+    depend on `kept`.
 
     Raises:
         ValueError: A half has fewer than two blocks.
@@ -177,14 +182,14 @@ def cross_fit(
 def leave_one_out(
     statistic: Callable[[Bool[Tensor, "J"]], Tensor], blocks: int
 ) -> Float[Tensor, "J *rest"]:
-    """Return a statistic of blocks, without each of them in turn."""
+    """Return a statistic with each block left out in turn."""
     return torch.stack([statistic(torch.arange(blocks) != out) for out in range(blocks)])
 
 
 def standard_error(left: Float[Tensor, "J *rest"]) -> Float[Tensor, "*rest"]:
-    """Return the jackknife's standard error of a statistic, given `leave_one_out` values.
+    """Return the jackknife standard error of a statistic from its `leave_one_out` values.
 
-    It is exact for means of blocks of one size. The error of a difference between two settings that
-    were probed on the same batches is that of the difference of their values.
+    It is exact for means of equally large blocks. For the difference between two settings that were
+    probed on the same batches, pass the differences of their values.
     """
     return ((left - left.mean(0)).square().sum(0) * (len(left) - 1) / len(left)).sqrt()

@@ -1,6 +1,6 @@
-"""Take longer deterministic steps of higher order: the multistep ODE solver DPM-Solver++(2M).
+"""Take longer, second-order deterministic steps with the multistep ODE solver DPM-Solver++(2M).
 
-Source: DPM-Solver++, arXiv:2211.01095; MixGRPO-Flash, arXiv:2507.21802v7, after its window.
+Source: DPM-Solver++, arXiv:2211.01095. MixGRPO-Flash, arXiv:2507.21802v7, uses it after its window.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def thin_schedule(sigmas: Float[Tensor, "S"], path: Sequence[int]) -> Float[Tensor, "S"]:
-    """Return the schedule whose steps join the given points, in as many points as before.
+    """Return the schedule with steps between the points of `path`, at the same length.
 
-    The points between two of the path move to the first of them, where steps of length 0 do
-    nothing.
+    Points between two points of the path move to the first of the two, and become steps of length
+    0, which do nothing.
     """
     thinned = sigmas.clone()
     for start, stop in pairwise(path):
@@ -32,9 +32,10 @@ def second_order_step(
 ) -> Float[Tensor, "n *latent"]:
     """Return the state at `following`, from the data predicted at `sigma` and at `before`.
 
-    With lambda = log((1 - sigma) / sigma), it is the Euler step to x0_hat + (x0_hat - x0_before) h
-    / (2 h_before), where h is the growth of lambda over this step, h_before over the one before.
-    From pure noise and to clean data, where lambda is infinite, it is the Euler step to x0_hat.
+    With lambda = log((1 - sigma) / sigma), it is the Euler step to the data
+    x0_hat + (x0_hat - x0_before) h / (2 h_before), where h and h_before are the increases of lambda
+    over this and the previous step. From pure noise and to clean data, lambda is infinite, so it is
+    the Euler step to x0_hat.
     """
     target = x0_hat
     if before < 1 and following > 0:

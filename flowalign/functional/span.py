@@ -1,4 +1,4 @@
-"""Compute the log-density of a span: consecutive denoising steps whose gradient flows through all.
+"""Compute the log-density of a span, consecutive denoising steps with a gradient through all.
 
 Source: CogniEdit, arXiv:2512.13276v1.
 """
@@ -23,11 +23,11 @@ def span_log_density(
 ) -> Float[Tensor, "n"]:
     """Return sum_k log pi(x_{k+1} | x_k) over the steps k = first, first + 1, ... of a span.
 
-    `states` are those that the old policy reached, one more than there are velocities. Each state
-    keeps its value, to the bit, but carries the gradient of the mean of the step before: a velocity
-    answers for the density of its own step and, along the latents, of all later ones. The gradient
-    at the states that the velocities were evaluated at is the caller's; CogniEdit stops it there,
-    so that no Jacobian of the network is needed.
+    `states` are the states that the old policy reached, one more than there are velocities. Each
+    state keeps its exact value but carries the gradient of the mean of the previous step. A
+    velocity therefore gets a gradient from the density of its step and, through the latents, of all
+    later steps. The caller decides whether gradients flow into the states at which velocities were
+    evaluated. CogniEdit detaches them, so no Jacobian of the network is needed.
     """
     x, found = states[0], []
     for i, velocity in enumerate(velocities):
@@ -38,9 +38,9 @@ def span_log_density(
 
 
 def find_spans(trained: Sequence[int], longest: int) -> list[list[int]]:
-    """Return runs of consecutive steps, each of at most `longest`, that the increasing steps form.
+    """Return the spans of at most `longest` consecutive steps in an increasing list of steps.
 
-    A run that does not divide evenly has its short span last.
+    If a run does not divide evenly, its last span is shorter.
     """
     spans: list[list[int]] = []
     for k in trained:

@@ -1,4 +1,4 @@
-"""Compute policy objectives and divergences: one number per sample, reduced by the caller."""
+"""Compute policy objectives and divergences, one number per sample; the caller reduces them."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,8 +26,8 @@ def reward_clip(
 ) -> Float[Tensor, "n"]:
     """Return the clip range low + (high - low) tanh(sensitivity |A|), wider for large advantages.
 
-    Source: Dynamic-TreeRPO, arXiv:2509.23352v3, known to us from reviews only: that its clip range
-    depends on the reward, by a sensitivity and two limits. The function is our reconstruction.
+    Source: Dynamic-TreeRPO, arXiv:2509.23352v3; a reconstruction. From reviews we only know that
+    the clip range depends on the reward, with a sensitivity and two limits.
     """
     return low + (high - low) * (sensitivity * advantage.abs()).tanh()
 
@@ -40,8 +40,8 @@ def ratio_norm(
 ) -> Float[Tensor, "n"]:
     """Return the normalised log-ratio std * (log r + mean(|mean - mean_old|^2) / (2 std^2)).
 
-    This removes the bias of the log-ratio and its step-dependent scale. What is left is
-    -mean((mean_old - mean) * noise), so one clip range acts alike on every step.
+    This removes the bias of the log-ratio and its step-dependent scale. The result is
+    -mean((mean_old - mean) * noise), so one clip range has the same effect on every step.
 
     Source: GRPO-Guard, arXiv:2510.22319v1, RatioNorm.
     """
@@ -53,7 +53,7 @@ def log_hinge(
 ) -> Float[Tensor, "n"]:
     """Return max(0, margin |A| - A log r), linear until log r moved by `margin` in A's direction.
 
-    Source: PCPO, arXiv:2509.25774, its log-hinge objective.
+    Source: the log-hinge objective of PCPO, arXiv:2509.25774.
     """
     return (margin * advantage.abs() - advantage * log_ratio).clamp(min=0)
 
@@ -64,7 +64,7 @@ def divergence_mask(
     divergence: Float[Tensor, "n"],
     threshold: float,
 ) -> Bool[Tensor, "n"]:
-    """Return False where the policy is `threshold` from the old one and would move further away.
+    """Return False where the policy is `threshold` away from the old and would move further away.
 
     Source: Flow-DPPO, arXiv:2606.11025v1, with `gaussian_kl` to the old policy as the divergence.
     """
@@ -83,16 +83,16 @@ def gaussian_kl(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
 
 
 def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, "*n"]) -> Float[Tensor, "n"]:
-    """Return `gaussian_kl` times the step length, about ten times weaker, as Flow-GRPO's code does.
+    """Return `gaussian_kl` times the step length, as in Flow-GRPO's code, about ten times weaker.
 
-    Published coefficients (0.04, 0.01) belong to this one. dt is sigma - sigma_next > 0, of
-    all samples or of each.
+    The published coefficients (0.04, 0.01) are for this form. dt = sigma - sigma_next > 0 is one
+    number, or one per sample.
     """
     return gaussian_kl(p, q) * dt
 
 
 def latent_mse(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
-    """Return mean((mu_p - mu_q)^2), the KL that is used with the "unit" density of CPS."""
+    """Return mean((mu_p - mu_q)^2), the KL for the "unit" density of CPS."""
     return _square(p.mean, q.mean)
 
 

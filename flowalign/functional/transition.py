@@ -1,12 +1,12 @@
-"""Define the Gaussian transition kernels of flow models, and their log-densities.
+"""Define the Gaussian transition kernels of flow models and their log-densities.
 
-Every published sampler is one step with two coefficients,
+Every published sampler takes steps with two coefficients,
 
     x_{k+1} = (1 - sigma_{k+1}) x0_hat + c1 * x1_hat + std * noise,
-    x0_hat  = x - sigma v   (predicted data),     x1_hat = x + (1 - sigma) v   (predicted noise),
+    x0_hat  = x - sigma v   (predicted data),     x1_hat = x + (1 - sigma) v   (predicted noise).
 
-and kernels differ in (c1, std) only. With eta = 0 each of them has c1 = sigma_{k+1} and std = 0,
-the Euler step of the probability-flow ODE, so deterministic sampling needs no second code path.
+Kernels differ only in (c1, std). With eta = 0 every kernel has c1 = sigma_{k+1} and std = 0, the
+Euler step of the probability-flow ODE, so deterministic sampling needs no separate code path.
 """
 
 import math
@@ -26,14 +26,14 @@ NOISE = 0.9999
 
 
 class Gaussian(NamedTuple):
-    """Holds N(mean, std^2 I), with one std per sample."""
+    """Normal distribution N(mean, std^2 I), with one std per sample."""
 
     mean: Float[Tensor, "n *latent"]
     std: Float[Tensor, "n"]
 
 
 class Coefficients(NamedTuple):
-    """Holds the two coefficients that distinguish one kernel from another at one step."""
+    """Coefficients (c1, std) of a kernel at one step."""
 
     c1: Float[Tensor, "n"]
     """Weight of the predicted noise x1_hat."""
@@ -42,13 +42,13 @@ class Coefficients(NamedTuple):
 
 
 class Kernel(ABC):
-    """Defines a family of transitions, indexed by its noise level eta."""
+    """Family of transitions with a noise level eta."""
 
     density: Density = "gaussian"
-    """Score of a transition: "gaussian" is the log-density, "unit" is -mean((x_next - mean)^2), as
-    CPS code uses."""
+    """Score of a transition. gaussian: the log-density. unit: -mean((x_next - mean)^2), as in the
+    CPS code."""
     largest_eta: ClassVar[float] = math.inf
-    """Noise level above which the fresh noise alone is more than the next state has."""
+    """Largest noise level at which the fresh noise does not exceed sigma_next (default: inf)."""
 
     @abstractmethod
     def coefficients(
@@ -59,13 +59,14 @@ class Kernel(ABC):
 
 @dataclass(frozen=True)
 class FlowSDE(Kernel):
-    """Takes the Euler-Maruyama step of the SDE with the marginals of the flow ODE.
+    """Euler-Maruyama step of the SDE with the marginals of the flow ODE.
 
-    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next), c1 = sigma_next - std^2 /
-    (2 sigma). g diverges at sigma = 1; there, and where a schedule starts a rounding below 1 as
-    UniPC's do, 1 - sigma becomes 1 - sigma_1: the first std is eta itself.
+    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next), and
+    c1 = sigma_next - std^2 / (2 sigma). g diverges at sigma = 1. There, and if a schedule starts
+    slightly below 1 like the schedules of UniPC, 1 - sigma is replaced by 1 - sigma_1, so the first
+    std is eta.
 
-    Source: Flow-GRPO, arXiv:2505.05470v5, Eq. (9), eta is its `a`, 0.7 by default there.
+    Source: Flow-GRPO, arXiv:2505.05470v5, Eq. (9), where eta is `a` (default 0.7).
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
@@ -77,9 +78,9 @@ class FlowSDE(Kernel):
 
 @dataclass(frozen=True)
 class DanceSDE(Kernel):
-    """Takes the step of `FlowSDE` with the constant diffusion g = eta.
+    """Step of `FlowSDE` with the constant diffusion g = eta.
 
-    Source: DanceGRPO, arXiv:2505.07818v4; eta = 0.3 for images and 0.25 for video there.
+    Source: DanceGRPO, arXiv:2505.07818v4, with eta = 0.3 for images and 0.25 for videos.
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
@@ -89,15 +90,15 @@ class DanceSDE(Kernel):
 
 @dataclass(frozen=True)
 class CPS(Kernel):
-    """Takes a coefficients-preserving step: the total noise level is exactly sigma_next.
+    """Coefficients-preserving step, with a total noise level of exactly sigma_next.
 
     std = sigma_next sin(eta pi / 2), c1 = sigma_next cos(eta pi / 2).
 
-    The noise does not shrink with the step, so eta is not comparable between numbers of steps. The
-    published code drops 1 / (2 std^2) and the constants from the log-density ("unit"); with the
-    true density the last step dominates the gradient.
+    The noise does not shrink with the step length, so eta is not comparable between numbers of
+    steps. The published code drops 1 / (2 std^2) and the constants from the log-density ("unit").
+    With the true density, the last step would dominate the gradient.
 
-    Source: Flow-CPS, arXiv:2509.05952v1; eta is 0.7 to 0.9 in published runs.
+    Source: Flow-CPS, arXiv:2509.05952v1, with eta from 0.7 to 0.9 in published runs.
     """
 
     density: Density = "unit"
@@ -111,10 +112,10 @@ class CPS(Kernel):
 
 @dataclass(frozen=True)
 class Precise(Kernel):
-    """Solves the local SDE exactly, with x0_hat frozen during the step.
+    """Exact solution of the local SDE, with x0_hat frozen during the step.
 
-    rho = [sigma_next (1 - sigma) / (sigma (1 - sigma_next))]^(eta^2 / 2), c1 = sigma_next rho, std
-    = sigma_next sqrt(1 - rho^2). At sigma = 1 rho is 0: the first step draws all noise anew.
+    rho = [sigma_next (1 - sigma) / (sigma (1 - sigma_next))]^(eta^2 / 2), c1 = sigma_next rho, and
+    std = sigma_next sqrt(1 - rho^2). At sigma = 1, rho is 0, so the first step redraws all noise.
 
     Source: PRECISE, arXiv:2605.23522v1, and its released code.
     """
@@ -128,14 +129,15 @@ class Precise(Kernel):
 
 @dataclass(frozen=True)
 class DDIM(Kernel):
-    """Takes the stochastic DDIM step of variance-preserving models, in flow coordinates.
+    """Stochastic DDIM step of variance-preserving models, in flow coordinates.
 
-    With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times n = ((1
-    - sigma)^2 + sigma^2)^(-1/2); its std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar'). In
-    flow coordinates that is std = sigma_next eta sqrt(1 - q^2) with q = sigma_next (1 - sigma) /
-    (sigma (1 - sigma_next)), precise where abar is close to 1, too.
+    With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2), a VP state is the flow state times
+    n = ((1 - sigma)^2 + sigma^2)^(-1/2). Its step has
+    std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar'). In flow coordinates this is
+    std = sigma_next eta sqrt(1 - q^2) with q = sigma_next (1 - sigma) / (sigma (1 - sigma_next)),
+    which is also precise for abar close to 1.
 
-    Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
+    Source: DDIM, arXiv:2010.02502v4, Eq. (16). DDPO, arXiv:2305.13301v4, uses eta = 1.
     """
 
     largest_eta: ClassVar[float] = 1.0
@@ -151,11 +153,11 @@ class DDIM(Kernel):
 
 @dataclass(frozen=True)
 class StepwiseDDIM(Kernel):
-    """Takes a step with std = eta sigma_next sqrt(1 - sigma), c1 = sqrt(sigma_next^2 - std^2).
+    """Step with std = eta sigma_next sqrt(1 - sigma) and c1 = sqrt(sigma_next^2 - std^2).
 
-    The total noise level is exactly sigma_next; the first step, at sigma = 1, draws no noise.
+    The total noise level is exactly sigma_next. The first step, at sigma = 1, draws no noise.
 
-    Source: Stepwise-Flow-GRPO, arXiv:2603.28718, known from secondary sources.
+    Source: Stepwise-Flow-GRPO, arXiv:2603.28718 (from secondary sources).
     """
 
     largest_eta: ClassVar[float] = 1.0
@@ -175,7 +177,7 @@ def transition(
     k: int,
     eta: Float[Tensor, "n"],
 ) -> Gaussian:
-    """Return the distribution of x_{k+1}, given x_k and the velocity there."""
+    """Return the distribution of x_{k+1}, given x_k and the velocity at x_k."""
     c1, std = _coefficients(kernel, sigmas, k, eta)
     x0_hat, x1_hat = x - sigmas[k] * v, x + (1 - sigmas[k]) * v
     return Gaussian((1 - sigmas[k + 1]) * x0_hat + per_row(c1, x) * x1_hat, std)
@@ -193,13 +195,13 @@ def log_density(
 ) -> Float[Tensor, "n"]:
     """Return log pi(x_next), averaged (not summed) over latent elements; 0 where std is 0.
 
-    Averaging keeps ratios near 1 for any latent size; published clip ranges (1e-6 to 1e-3) assume
-    it.
+    Averaging keeps ratios near 1 for any latent size. Published clip ranges (1e-6 to 1e-3) assume
+    averaging.
     """
     square = (x_next - distribution.mean).square().flatten(1).mean(1)
     if kernel.density == "unit":
         return -square
-    # 1 where std is 0: a division by 0 gives NaN gradients even where it is not chosen.
+    # Use 1 where std is 0: a division by 0 gives NaN gradients even where it is not selected.
     std = torch.where(distribution.std > 0, distribution.std, 1.0)
     logp = -square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
     return torch.where(distribution.std > 0, logp, 0.0)
@@ -208,7 +210,7 @@ def log_density(
 def mean_sensitivity(
     kernel: Kernel, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Return kappa = d mean / d v = c1 (1 - sigma) - sigma (1 - sigma_next), which is negative."""
+    """Return d mean / d v = c1 (1 - sigma) - sigma (1 - sigma_next), which is negative."""
     sigma, following = sigmas[k], sigmas[k + 1]
     return _coefficients(kernel, sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
 
@@ -223,17 +225,18 @@ def travelled_velocity(
 ) -> Float[Tensor, "n *latent"]:
     """Return the velocity for which x_next is the mean of the step from x.
 
-    The mean is linear in the velocity with slope `mean_sensitivity`, so it costs no evaluation of
-    the network.
+    The mean is linear in the velocity with slope `mean_sensitivity`, so no network evaluation is
+    needed.
     """
     still = transition(kernel, x, torch.zeros_like(x), sigmas, k, eta).mean
     return (x_next - still) / per_row(mean_sensitivity(kernel, sigmas, k, eta), x)
 
 
 def _coefficients(kernel: Kernel, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-    """Return the kernel's coefficients, and exactly those of the Euler step where eta is 0.
+    """Return the kernel's coefficients, replaced by the exact Euler step where eta is 0.
 
-    A schedule may stay at pure noise for a few steps of length 0, where kernels have no value.
+    The replacement is needed because a schedule may start with steps of length 0 at pure noise,
+    where the coefficients of kernels are undefined.
     """
     c1, std = kernel.coefficients(sigmas, k, eta)
     noisy = eta > 0
@@ -246,5 +249,5 @@ def _euler_maruyama(sigma: Tensor, following: Tensor, g: Tensor) -> Coefficients
 
 
 def per_row(value: Float[Tensor, "n"], like: Float[Tensor, "n *latent"]) -> Tensor:
-    """Reshape one number per row so that it multiplies latents."""
+    """Reshape one number per row to broadcast over latents."""
     return value.reshape(-1, *[1] * (like.ndim - 1))

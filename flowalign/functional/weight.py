@@ -21,14 +21,19 @@ def step_weights(
     eta: Float[Tensor, "T"],
     trained: Bool[Tensor, "T"],
 ) -> Float[Tensor, "T"]:
-    """Return the factor on the loss of each step; 0 where the step is not trained.
+    """Return the factor on the loss of each step; 0 for steps that are not trained.
 
-    uniform: 1. std: the std of the step (TempFlow-GRPO, arXiv:2508.04324, noise-aware weight). dt:
-    its length. sigma: its noise level (SuperFlow, arXiv:2512.17951v2, known from secondary
-    sources). These three have mean 1 over trained steps. inverse_dt: 1 / length (GRPO-Guard,
-    arXiv:2510.22319v1). inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard). proportional:
-    makes the gradient of each step proportional to its length and keeps the sum of the native
-    weights |d mean / d v| / std (PCPO, arXiv:2509.25774). Numbers: those, one per denoising step.
+    - uniform: 1.
+    - std: the std of the step (noise-aware weight of TempFlow-GRPO, arXiv:2508.04324).
+    - dt: the length of the step.
+    - sigma: the noise level of the step (SuperFlow, arXiv:2512.17951v2, from secondary sources).
+    - inverse_dt: 1 / length (GRPO-Guard, arXiv:2510.22319v1).
+    - inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard).
+    - proportional: makes the gradient of each step proportional to its length, and keeps the sum of
+      the native weights |d mean / d v| / std (PCPO, arXiv:2509.25774).
+    - numbers: one factor per denoising step.
+
+    std, dt and sigma are scaled to mean 1 over trained steps.
     """
     if not isinstance(kind, str):
         return torch.where(trained, torch.tensor(kind, device=eta.device), 0.0)

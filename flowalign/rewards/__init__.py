@@ -1,4 +1,4 @@
-"""Rewards: several reward models as one, what is optimised of them, and their server."""
+"""Combine reward models, define objectives on their dimensions, and serve models over HTTP."""
 
 from flowalign.rewards.checked import CheckedReward, RewardError, RewardFailure
 from flowalign.rewards.composite import Rewards

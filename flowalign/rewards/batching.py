@@ -1,4 +1,4 @@
-"""Limits of a reward server, and batches of one model made of the requests of many clients."""
+"""Limit the load of a reward server, and batch the requests of many clients for one model."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ BYTES_PER_PIXEL = 3 * 4
 
 
 class Refusal(Exception):
-    """Signals a request that is answered with an HTTP error status."""
+    """Request that is answered with an HTTP error status."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -33,25 +33,25 @@ class Limits:
     max_batch: PositiveInt = 64
     """Largest number of samples per call of the model."""
     max_wait_ms: NonNegativeFloat = 3.0
-    """Milliseconds that a request waits for others to share its batch."""
+    """Milliseconds that a request waits for other requests to share its batch."""
     deadline: PositiveFloat = 60.0
-    """Seconds until a request fails, unless it asks for less."""
+    """Seconds until a request fails; a request may set a shorter deadline."""
     max_request_mb: PositiveFloat = 256.0
-    """Largest size of a request, in MiB; larger ones are refused with 413."""
+    """Largest size of a request, in MiB; larger requests get status 413."""
     max_image_mp: PositiveFloat = 16.0
-    """Largest image or frame, in millions of pixels, by its declared size; 413 beyond it."""
+    """Largest declared size of an image or frame, in megapixels; above it status 413."""
     max_request_mp: PositiveFloat = 100.0
-    """Largest number of pixels of all images and frames of a request, in millions; 413 beyond
-    it."""
+    """Largest total size of the images and frames of a request, in megapixels; above it status
+    413."""
     max_held_mb: PositiveFloat = 4096.0
-    """Memory of all requests that are read or wait, in MiB; 503 beyond it."""
+    """Memory of all pending requests, in MiB; above it status 503."""
     max_requests: PositiveInt = 1024
-    """Largest number of requests that are read or wait; 503 beyond it."""
+    """Largest number of pending requests; above it status 503."""
     read_timeout: PositiveFloat = 30.0
-    """Seconds in which a request must have arrived; 408 beyond it."""
+    """Seconds until a request must have arrived; after it status 408."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that let no request through."""
+        """Raise ValueError for limits that reject every request."""
         require_ranges(self, "limits")
         needed = self.max_request_mb + self.max_request_mp * 1e6 * BYTES_PER_PIXEL / MIB
         if self.max_held_mb < needed:
@@ -61,11 +61,11 @@ class Limits:
             )
 
     def check_pixels(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the bytes of decoded images of these shapes (..., channels, height, width).
+        """Return the bytes of decoded images with shapes (..., channels, height, width).
 
         Raises:
             ValueError: An image has no pixels.
-            Refusal: An image, or all together, have too many.
+            Refusal: An image, or all images together, have too many pixels.
         """
         total = 0
         for *several, _, height, width in shapes:
@@ -82,7 +82,7 @@ class Limits:
 
 
 class Room:
-    """Memory that each request holds while it is read or waits."""
+    """Accounting of the memory of pending requests."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -91,9 +91,9 @@ class Room:
 
     @contextmanager
     def admit(self) -> Iterator[Callable[[int], None]]:
-        """Admit a request for a while; yield a function that holds more bytes for it.
+        """Admit a request inside the context; yield a function that reserves bytes for it.
 
-        Both raise Refusal where there is no room.
+        Both raise Refusal if a limit is exceeded.
         """
         request = object()
         with self._lock:
@@ -129,7 +129,7 @@ class _Job:
         return (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
 
     def begin(self) -> bool:
-        """Mark the job as running, unless it was cancelled or is too late."""
+        """Mark the job as running and return True, unless it was cancelled or is too late."""
         if not self.result.set_running_or_notify_cancel():
             return False
         if self.deadline < time.monotonic():
@@ -143,9 +143,9 @@ class _Job:
 
 
 class Batcher:
-    """Thread that runs one model: the earliest deadline first, together with jobs that fit.
+    """Thread that runs one model on batches, the earliest deadline first.
 
-    An error of the model is the answer of the request that caused it, and the model continues.
+    An error of the model becomes the answer of the request that caused it; the thread continues.
     """
 
     def __init__(self, model: RewardModel, limits: Limits):
@@ -153,16 +153,16 @@ class Batcher:
         self.ready, self.failure = threading.Event(), ""
         self.waiting: list[_Job] = []
         self._changed = threading.Condition()
-        # a daemon thread, so that the process can end while the model scores
+        # A daemon thread, so that the process can exit while the model scores.
         threading.Thread(target=self._work, name=f"reward-{model.spec.name}", daemon=True).start()
 
     @property
     def state(self) -> str:
-        """State of the model: `loading`, `ready`, or `failed` if it did not load."""
+        """Return the state of the model: `loading`, `ready`, or `failed` if it did not load."""
         return "failed" if self.failure else "ready" if self.ready.is_set() else "loading"
 
     def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
-        """Queue a batch; return a future of its scores, which leaves the queue if cancelled."""
+        """Queue a batch; return a future of its scores. Cancelling it removes the batch."""
         job = _Job(batch, deadline)
         job.result.add_done_callback(lambda _: self._drop_cancelled())
         with self._changed:
@@ -184,14 +184,14 @@ class Batcher:
                     self._score(checked, jobs)
         except (ValueError, OSError, RewardError) as error:
             self.failure = str(error)
-        finally:  # any other error shows its traceback in the log, and leaves no client waiting
+        finally:  # answer all clients also after any other error, which goes to the log
             name = self.model.spec.name
             self.failure = self.failure or f"{name} has stopped; see the server's log"
             for job in (*jobs, *self.waiting):
                 job.fail(RuntimeError(self.failure))
 
     def _take(self) -> list[_Job]:
-        """Wait for a job, then a little for others, and take the next batch from the queue."""
+        """Wait for a job, then up to `max_wait_ms` for more, and take the next batch."""
         with self._changed:
             self._changed.wait_for(lambda: self.waiting)
             self._changed.wait_for(self._is_full, self.limits.max_wait_ms / 1000)
@@ -206,7 +206,7 @@ class Batcher:
         return sum(len(j.batch) for j in self.waiting if j.fits(first)) >= self.limits.max_batch
 
     def _next_batch(self) -> list[_Job]:
-        """Return the most urgent job, and others that fit unless the model compares groups."""
+        """Return the most urgent job, with further jobs that fit unless the model needs groups."""
         batch: list[_Job] = []
         for job in sorted(self.waiting, key=lambda job: job.deadline):
             size = sum(len(one.batch) for one in batch) + len(job.batch)
@@ -217,10 +217,10 @@ class Batcher:
         return batch
 
     def _score(self, model: CheckedReward, jobs: Sequence[_Job]) -> None:
-        """Answer jobs; if the model cannot score all, each half is scored separately."""
+        """Answer jobs; if the model fails on the batch, score each half separately."""
         try:
             output = model.score(MediaBatch.concat([job.batch for job in jobs]))
-        except RuntimeError as error:  # a mistake of the model, or memory for the whole batch
+        except RuntimeError as error:  # an error of the model, or out of memory for the batch
             half = len(jobs) // 2
             if half:
                 self._score(model, jobs[:half])
@@ -234,6 +234,6 @@ class Batcher:
             start += len(job.batch)
 
     def _drop_cancelled(self) -> None:
-        """Free the media of cancelled jobs now, and not when their turn comes."""
+        """Drop cancelled jobs from the queue, to free their memory immediately."""
         with self._changed:
             self.waiting = [job for job in self.waiting if not job.result.cancelled()]

@@ -1,4 +1,4 @@
-"""Call reward models, which users write, and check what they return: the border to their code."""
+"""Call reward models, which may be user code, and check their outputs."""
 
 import sys
 import traceback
@@ -13,16 +13,16 @@ from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, Rew
 from flowalign.utils.console import Patience, say
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
-"""Reaction to a reward that could not be computed: end the run, drop what needs it, or drop its
-whole group."""
+"""Reaction to a failed reward. raise: end the run. drop_sample: drop the samples that need it.
+drop_group: drop their whole group."""
 
 
 class RewardFailure(RuntimeError):
-    """Signals a reward that could not be computed, in a run that stops in that case."""
+    """Reward that could not be computed, in a run that stops on failures."""
 
 
 class RewardError(RewardFailure):
-    """Signals a reward model that raised an error, or returned something other than scores."""
+    """Reward model that raised an error or returned an invalid output."""
 
     def __init__(self, spec: RewardSpec, what: str):
         dims = f"dimension{'s' * (len(spec.dims) > 1)} {', '.join(spec.dims)}"
@@ -30,15 +30,15 @@ class RewardError(RewardFailure):
 
 
 class RewardGone(RewardFailure):
-    """Signals that a reward model will give no score any more, which ends a run in any case."""
+    """Reward model that cannot give scores any more, which always ends a run."""
 
 
 class CheckedReward(RewardModel):
-    """Scores by another model, and vouches for the result; a call that takes long is announced.
+    """Reward model with checked outputs; slow calls are logged.
 
-    An error of the model ends the run. Where failed rewards are dropped and the model has answered
-    before, the samples of the call failed instead, with the error as their reason. A result of the
-    wrong kind always ends the run, because no other batch would be better off.
+    An error of the model ends the run. If failed rewards are dropped and the model has answered
+    before, the samples of the call fail instead, with the error as their reason. An output of the
+    wrong type or shape always ends the run, because every batch would have the same problem.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class CheckedReward(RewardModel):
         self.answered = False
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score, with a gradient if the media require one.
+        """Score a batch, with a gradient if the media require one.
 
         Raises:
-            RewardError: The model did something wrong.
-            RewardGone: It gives no score any more.
+            RewardError: The model raised an error or returned an invalid output.
+            RewardGone: The model cannot give scores any more.
         """
         spec = self.model.spec
         try:
@@ -78,11 +78,11 @@ class CheckedReward(RewardModel):
 
 
 def load(model: RewardModel) -> None:
-    """Load a model that has to be.
+    """Load a model if it is `Loadable`.
 
     Raises:
-        ValueError, OSError: Its weights, files or server cannot be used, as it says.
-        RewardError: It raised anything else.
+        ValueError, OSError: The model reports that its weights, files or server cannot be used.
+        RewardError: The model raised another error.
     """
     try:
         if isinstance(model, Loadable):
@@ -95,7 +95,7 @@ def load(model: RewardModel) -> None:
 
 
 def check_spec(model: RewardModel) -> None:
-    """Raise ValueError unless a model declares what it scores."""
+    """Raise ValueError unless a model has a valid `spec`."""
     spec, name = getattr(model, "spec", None), type(model).__name__
     if not isinstance(spec, RewardSpec):
         raise ValueError(f"reward {name} has the spec {spec!r}; its __init__ must set a RewardSpec")
@@ -107,13 +107,13 @@ def check_spec(model: RewardModel) -> None:
 
 
 def check_output(spec: RewardSpec, output: object, count: int) -> RewardOutput:
-    """Return the scores of `count` samples as a model must give them.
+    """Return a model's output for `count` samples after validation.
 
-    A value that is not finite has failed, whatever the model said of it, and a failed one is NaN.
-    Values that have a gradient keep it.
+    Non-finite values become invalid, even if the model marked them as valid, and invalid values
+    become NaN. Gradients are kept.
 
     Raises:
-        RewardError: There is no such score for each sample and dimension.
+        RewardError: The output does not have one score per sample and dimension.
     """
     if not isinstance(output, RewardOutput):
         raise RewardError(
@@ -142,7 +142,7 @@ def check_output(spec: RewardSpec, output: object, count: int) -> RewardOutput:
 
 def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
     if not output.maps and not output.valid.any():
-        return  # whose samples all failed
+        return  # all samples failed, so there are no maps
     wanted = {spec.name} if spec.maps else set()
     if {*output.maps} != wanted or any(len(places) != count for places in output.maps.values()):
         raise RewardError(
@@ -174,7 +174,7 @@ def _describe_type(value: object) -> str:
 
 
 def _describe_error(error: Exception, model: RewardModel) -> str:
-    """Return type, message and place of an error: the last line of the model's own file in it."""
+    """Return type, message and location of an error, preferably in the model's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     file = vars(sys.modules[type(model).__module__]).get("__file__")
     own = [frame for frame in frames if frame.filename == file]

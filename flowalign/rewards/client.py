@@ -1,4 +1,4 @@
-"""Client of one model of a reward server; its callers decide what a failure means."""
+"""Connect to one model of a reward server; callers decide how to treat failures."""
 
 import json
 import ssl
@@ -33,15 +33,15 @@ class NoAnswer:
     why: str
     """Last status or error."""
     retry_after: float | None = None
-    """Seconds after which a server that has no room now wants to be asked again."""
+    """Seconds to wait before a retry, sent by an overloaded server; or None."""
     disconnected: bool = False
-    """Whether the connection broke, rather than the server answering."""
+    """Whether the connection broke before an answer."""
 
 
 class RewardClient:
     """Connection to one model of a server.
 
-    `timeout` is the number of seconds that the server has for a request.
+    `timeout` is the time limit of a request in seconds.
     """
 
     def __init__(self, url: str, model: str | None, timeout: float, token: str | None):
@@ -49,19 +49,19 @@ class RewardClient:
         self._httpx = import_optional("httpx", "serve")
         self._server = self._httpx.Client(
             base_url=url,
-            # a little longer than the server's deadline, so that its timeout message arrives
+            # Longer than the server's deadline, so that its timeout message arrives.
             timeout=timeout + 2,
             headers={"authorization": f"Bearer {token}"} if token else {},
-            # a proxy named in the environment must not get requests to this machine
+            # Ignore proxies from the environment: they must not get requests to this machine.
             trust_env=False,
             verify=ssl.create_default_context() if url.startswith("https") else False,
         )
 
     def wait_until_ready(self) -> None:
-        """Wait until the server has loaded the model, for `timeout` seconds at most.
+        """Wait until the server has loaded the model, for at most `timeout` seconds.
 
         Raises:
-            ValueError: It cannot be reached, has failed, or is not ready in time.
+            ValueError: The server cannot be reached, has failed, or is not ready in time.
         """
         until = time.monotonic() + self.timeout
         while True:
@@ -81,10 +81,10 @@ class RewardClient:
             time.sleep(0.2)
 
     def spec(self, pixels: Pixels) -> RewardSpec:
-        """Return the model's declaration, with its fingerprint and the pixels as the version.
+        """Return the spec of the model; its version is the fingerprint and the pixel format.
 
         Raises:
-            ValueError: The server speaks another version, or has no such model.
+            ValueError: The server has another protocol version, or does not have the model.
         """
         reply = self._server.get("/spec")
         if reply.status_code != 200:
@@ -98,15 +98,15 @@ class RewardClient:
         return _spec_from_json(specs[self.model or next(iter(specs))], pixels)
 
     def pack(self, batch: MediaBatch, pixels: Pixels) -> Pieces:
-        """Return the request for the scores of a batch; sent again, it is not scored again."""
+        """Return a scoring request with a unique id, so a retry is not scored twice."""
         about = {"request_id": uuid.uuid4().hex, "model": self.model, "deadline_s": self.timeout}
         return pack_batch(batch, pixels, about)
 
     def score(self, message: Pieces, spec: RewardSpec, count: int) -> "RewardOutput | NoAnswer":
-        """Return the scores of `count` samples, or why there are none yet.
+        """Return the scores of `count` samples, or the reason why there are none yet.
 
         Raises:
-            ValueError: The server rejects the request, which would be useless to send again.
+            ValueError: The server rejects the request, so a retry would be useless.
         """
         size = sum(map(len, message))
         headers = {"content-type": CONTENT_TYPE, "content-length": str(size)}
@@ -138,7 +138,7 @@ def _split(message: Pieces) -> Iterator[bytes | memoryview]:
 def score_usable(
     spec: RewardSpec, batch: MediaBatch, size: int, ask: Callable[[MediaBatch], RewardOutput]
 ) -> RewardOutput:
-    """Return the scores of a batch, of which `ask` gets `size` usable samples at a time."""
+    """Return the scores of a batch; `ask` gets chunks of `size` usable samples."""
     failed = spec.screen(batch)
     good = [i for i in range(len(batch)) if i not in failed]
     values = torch.full((len(batch), len(spec.dims)), torch.nan)
@@ -161,13 +161,13 @@ def score_usable(
 
 
 def failed_answer(spec: RewardSpec, count: int, reason: str) -> RewardOutput:
-    """Return the output of samples that all failed for one reason."""
+    """Return the output of `count` samples that all failed for the same reason."""
     nothing = torch.full((count, len(spec.dims)), torch.nan)
     return RewardOutput.build(spec, nothing, dict.fromkeys(range(count), reason))
 
 
 def _spec_from_json(row: Mapping[str, Any], pixels: Pixels) -> RewardSpec:
-    """Return the declaration of a server, which gives no gradients."""
+    """Return the spec of a server's model, without gradients."""
     low, high = row["scale"]
     return RewardSpec(
         name=row["name"],

@@ -1,4 +1,4 @@
-"""Combine several reward models: dimensions side by side, a weight each; a failure has no score."""
+"""Combine several reward models: concatenate and weight their dimensions, and handle failures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,30 +26,30 @@ from flowalign.utils.stages import stage
 
 @dataclass
 class Rewards:
-    """Concatenates the dimensions of its models, in order, and holds their weights."""
+    """Reward models with concatenated dimensions and their weights."""
 
     models: Sequence[RewardModel]
     """Reward models, each with one or several dimensions."""
     weight_of: Mapping[str, float]
-    """Weight of each dimension; dimensions without one are only logged."""
+    """Weight of each dimension; dimensions without a weight are only logged."""
     on_failure: OnFailure = "raise"
     """Reaction to a weighted reward that failed."""
     costs: Costs = field(default_factory=Costs)
     """Counter of decodes and reward calls."""
     log: Callable[[str], None] = say
-    """Shows a line about a reward that is waited for."""
+    """Function that shows a line about a slow reward."""
     ranks: SampleRanks | None = None
-    """Ranks that compute the same samples, which only the first of them scores. None: this one
-    scores by itself."""
+    """Ranks that compute the same samples; only the first of them scores. None: every rank scores
+    its own samples."""
     dims: tuple[str, ...] = field(init=False)
     """Names of the R dimensions of all models."""
     weights: Float[Tensor, "R"] = field(init=False)
-    """Weight of each dimension; 0 where none is given."""
+    """Weight of each dimension (default: 0)."""
     workers: dict[int, "Worker"] = field(default_factory=dict, init=False, repr=False)
-    """Thread of each model that was called, by its id."""
+    """Thread of each model that was called, by the `id()` of the model."""
 
     def __post_init__(self) -> None:
-        """Reject weights of unknown dimensions, and dimensions that several models have."""
+        """Raise ValueError for weights of unknown dimensions, or dimensions of several models."""
         if not self.models and self.weight_of:
             raise ValueError(f"rewards is empty, but there are weights of {sorted(self.weight_of)}")
         for model in self.models:
@@ -71,7 +71,7 @@ class Rewards:
             )
 
     def check_weights(self) -> None:
-        """Raise ValueError if there is nothing to optimise."""
+        """Raise ValueError if there are no models, or all weights are 0."""
         if not self.models:
             raise ValueError("rewards is empty; name at least one reward model")
         if not self.weights.any():
@@ -81,7 +81,7 @@ class Rewards:
             )
 
     def check_policy(self, policy: Policy) -> None:
-        """Raise ValueError if a model cannot score the policy's media. Needs no weights."""
+        """Raise ValueError if a model cannot score the policy's media; needs no weights."""
         name = type(policy).__name__
         for spec in (model.spec for model in self.models):
             if policy.fps is None and "fps" in spec.needs:
@@ -97,7 +97,7 @@ class Rewards:
                 )
 
     def load(self) -> None:
-        """Load every model; raise ValueError for weights or servers that cannot be used."""
+        """Load every model; raise ValueError for unusable weights or servers."""
         for model in self.models:
             load(model)
 
@@ -108,7 +108,7 @@ class Rewards:
         groups: Sequence[int] = (),
         fps: float | None = None,
     ) -> MediaBatch:
-        """Attach to media of one rate `fps`, None for pictures, what their requests hold."""
+        """Return media with their requests as a batch; `fps` is None for images."""
         has_metadata = any(request.metadata for request in requests)
         has_references = any(request.references for request in requests)
         has_masks = any(request.mask for request in requests)
@@ -123,17 +123,17 @@ class Rewards:
         )
 
     def scoring(self) -> "Scoring":
-        """Start scoring media that arrive in chunks; every model works in its own thread."""
+        """Start scoring media that arrive in chunks; every model runs in its own thread."""
         return Scoring(self)
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Return all dimensions of all models; reasons are joined."""
+        """Return all dimensions of all models, with joined reasons."""
         scoring = self.scoring()
         scoring.add(batch)
         return scoring.result()
 
     def weighted(self) -> "Rewards":
-        """Return the models that have a weight, with their dimensions alone."""
+        """Return only the models with a weighted dimension."""
         chosen = [
             model
             for model in self.models
@@ -147,18 +147,18 @@ class Rewards:
         """Return all dimensions, with a gradient to media that require one.
 
         Raises:
-            ValueError: A model has no gradient.
+            ValueError: A model is not differentiable.
         """
         self.costs.reward_calls += len(batch) * len(self.models)
         return join_dimensions([self.worker(model).model.score(batch) for model in self.models])
 
     def submit(self, model: RewardModel, batch: MediaBatch) -> Future[RewardOutput]:
-        """Call a model in its one thread: models run beside each other, calls in order."""
+        """Call a model in its own thread: models run in parallel, calls of one model in order."""
         worker = self.worker(model)
         return worker.thread.submit(worker.model.score, batch)
 
     def worker(self, model: RewardModel) -> "Worker":
-        """Return the checked model and its thread, made at the first call."""
+        """Return the checked model and its thread, which are created at the first call."""
         if id(model) not in self.workers:
             checked = CheckedReward(model, self.on_failure, lambda text: self.log(text))
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -167,7 +167,7 @@ class Rewards:
         return self.workers[id(model)]
 
     def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
-        """Raise RewardFailure if a weighted dimension failed; `name` names a sample."""
+        """Raise RewardFailure if a weighted dimension failed; `name` maps an index to a name."""
         usable = self.usable(output.valid)
         if usable.all():
             return
@@ -179,36 +179,36 @@ class Rewards:
         )
 
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
-        """Return which samples have all weighted dimensions; other failures are only not logged."""
+        """Return True for samples with valid scores in all weighted dimensions."""
         return valid[:, self.weights != 0].all(1)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Holds a checked model and the one thread that calls it."""
+    """Checked model with the thread that calls it."""
 
     model: CheckedReward
-    """Model, which vouches for its scores."""
+    """Model with checked outputs."""
     thread: ThreadPoolExecutor
-    """Thread of its own."""
+    """Executor with one thread."""
 
 
 def _mask(request: Request) -> Float[Tensor, "1 H W"] | None:
-    """Return where the first reference of a request may change, if it says so."""
+    """Return the inpainting mask of a request; None if it has none."""
     return request.mask.read()[0].mean(0, keepdim=True) if request.mask else None
 
 
 def _use_device(device: int | None) -> None:
-    """Select the device of this process; each thread has a current device of its own."""
+    """Select the device of this process, because every thread has its own current device."""
     if device is not None:
         torch.cuda.set_device(device)
 
 
 class Scoring:
-    """Scores media that arrive chunk by chunk, while the caller goes on.
+    """Asynchronous scoring of media that arrive in chunks.
 
-    Models that compare samples of a group are called once, when all chunks are there; the chunks of
-    one scoring must hold whole groups together.
+    Models that compare the samples of a group are called once, after the last chunk. The chunks of
+    one scoring must together contain whole groups.
     """
 
     def __init__(self, rewards: Rewards):
@@ -218,7 +218,7 @@ class Scoring:
         self.size = 0
 
     def add(self, batch: MediaBatch) -> None:
-        """Hand a chunk to the models' threads."""
+        """Submit a chunk to the threads of the models."""
         self.size += len(batch)
         self.rewards.costs.reward_calls += len(batch) * len(self.rewards.models)
         if self.rewards.ranks and not self.rewards.ranks.is_leader:
@@ -234,7 +234,7 @@ class Scoring:
 
     @stage("reward")
     def result(self) -> RewardOutput:
-        """Return all dimensions of all chunks, in order; raises RewardError."""
+        """Return all dimensions of all chunks, in order; raise RewardError if a model fails."""
         ranks = self.rewards.ranks
         if ranks is None:
             return self._scored()
@@ -256,7 +256,7 @@ class Scoring:
 
 
 def join_dimensions(columns: Sequence[RewardOutput]) -> RewardOutput:
-    """Return the dimensions of several models of the same samples side by side."""
+    """Return the concatenated dimensions of several models for the same samples."""
     reasons: dict[int, str] = {}
     for part in columns:
         for i, why in part.reasons.items():
@@ -272,7 +272,7 @@ def join_dimensions(columns: Sequence[RewardOutput]) -> RewardOutput:
 def drop_failed(
     usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
 ) -> Bool[Tensor, "B T"]:
-    """Return which transitions may be trained: usable ones, or only whole usable groups."""
+    """Return True for transitions to train: all usable ones, or only fully usable groups."""
     if on_failure != "drop_group":
         return usable
     whole = usable.unflatten(0, (-1, group_size)).all(1)

@@ -1,4 +1,4 @@
-"""Loads reward models named outside a run file: a YAML list `rewards:`, or one dotted path."""
+"""Load reward models from outside a run file: a YAML list `rewards:`, or one dotted path."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,10 @@ class _File:
 def load_rewards(source: str) -> tuple[list[RewardModel], str]:
     """Build the reward models of a YAML file, or of a path like `reward_models.JpegSize`.
 
-    Returns them with the resolved YAML, as a record of what scored. Weights are not read.
+    Returns the models and the resolved YAML, for the record. Weights are not read.
 
     Raises:
-        ConfigError: The file or class, which is named, is wrong.
+        ConfigError: The file or a class in it is wrong; the message names it.
     """
     path = Path(bundled(source))
     if path.exists():

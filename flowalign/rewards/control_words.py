@@ -1,4 +1,4 @@
-"""Score media relative to control words before their prompts: SRPO's relative reward."""
+"""Compute SRPO's relative reward: the difference between two control words before the prompt."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,10 +10,10 @@ from flowalign.types.ranges import FiniteFloat, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class ControlWords:
-    """Scores the same media under "wanted word. prompt" and "unwanted word. prompt".
+    """Relative score of media under "wanted word. prompt" and "unwanted word. prompt".
 
-    Preferences of the reward that have nothing to do with the words cancel. The defaults are those
-    of the released HPSv2.1 run.
+    Preferences of the reward that do not depend on the words cancel. The defaults match the
+    released HPSv2.1 run.
 
     Source: SRPO, arXiv:2509.06942; its code, Tencent-Hunyuan/SRPO.
     """
@@ -21,22 +21,22 @@ class ControlWords:
     wanted: list[str] = field(
         default_factory=lambda: ["Natural-lighting", "Detail", "Detailed", "Real"]
     )
-    """Words of which each step takes the next."""
+    """Wanted words; each step takes the next one."""
     unwanted: list[str] = field(
         default_factory=lambda: ["Concept art", "Painting", "Anime", "Flat", "Oil"]
     )
-    """Words that they are compared with, taken in the same way."""
+    """Unwanted words to compare with; each step takes the next one."""
     form: RelativeForm = "released"
-    """How the two scores are combined. released: (1 + k) wanted - unwanted, of the authors' code.
-    difference: wanted - unwanted. guided: (1 - k) unwanted + k wanted. The last two are the
-    paper's."""
+    """Combination of the two scores. released: (1 + k) wanted - unwanted, from the authors' code.
+    difference: wanted - unwanted. guided: (1 - k) unwanted + k wanted. The last two are from the
+    paper."""
     k: tuple[FiniteFloat, FiniteFloat] = (0.1, 0.25)
-    """k at the least and at the most noise of the gradient path's range."""
+    """Values of k at the lowest and at the highest noise level of the gradient path's range."""
     k_inverted: tuple[FiniteFloat, FiniteFloat] = (0.3, 0.01)
-    """The same for latents that were reached by adding noise, for which the words swap."""
+    """Values of k for latents that were reached by adding noise; their words are swapped."""
 
     def __post_init__(self) -> None:
-        """Reject lists without words."""
+        """Raise ValueError for a list without words."""
         require_ranges(self, "recipe.relative")
         for name in ("wanted", "unwanted"):
             if not getattr(self, name) or not all(getattr(self, name)):
@@ -56,9 +56,9 @@ class ControlWords:
     def score(
         self, rewards: Rewards, batch: MediaBatch, step: int, inverted: bool, place: float
     ) -> RewardOutput:
-        """Return relative scores, with the gradient of the media.
+        """Return relative scores, with a gradient to the media.
 
-        `place` in [0, 1] is that of the noise level in the gradient path's range.
+        `place` in [0, 1] is the position of the noise level in the gradient path's range.
         """
         words = self.wanted[step % len(self.wanted)], self.unwanted[step % len(self.unwanted)]
         first, second = (

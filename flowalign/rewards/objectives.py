@@ -1,4 +1,4 @@
-"""Combine reward dimensions beyond weights: components of a recipe."""
+"""Define recipe components that combine reward dimensions in other ways than a weighted sum."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,31 +22,32 @@ from flowalign.types.completion import Completion
 from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat
 
 Pareto = Literal["off", "group", "batch"]
-"""Samples that compete in Pareto selection: none, those of a prompt, or those of a step."""
+"""Samples that compete in Pareto selection. off: no selection. group: the samples of a prompt.
+batch: all samples of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSigmoidCentred:
-    """Replaces each weighted reward by log sigmoid((reward - reference) / scale).
+    """Transform of each weighted reward to log sigmoid((reward - reference) / scale).
 
-    A reward that is good enough already gains little from more, so the worst dimension counts most.
-    Use it with `advantages.combine: advantage_of_sum`: the sum is the log-probability of being good
-    in all.
+    Rewards above the reference saturate, so the worst dimension dominates. Use the transform with
+    `advantages.combine: advantage_of_sum`, because the sum is the log-probability of being good in
+    all dimensions.
 
     Source: arXiv:2402.00742.
     """
 
     reference: Mapping[str, FiniteFloat] = field(default_factory=dict)
-    """Reward that is good enough, per weighted dimension, such as a quantile of the untrained
+    """Reward that is good enough, per weighted dimension; for example a quantile of the untrained
     model's rewards."""
     reference_columns: Mapping[str, str] = field(default_factory=dict)
-    """Column of each request's metadata that holds its own such reward, for dimensions without a
-    common one, such as the mean reward of what the untrained model made of the same request."""
+    """Metadata column with the reference of each request, for dimensions without a common
+    reference; for example the mean reward of the untrained model on the same request."""
     scale: PositiveFloat = 1.0
-    """Rewards per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
+    """Reward units per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
 
     def __post_init__(self) -> None:
-        """Reject a scale that reverses preferences."""
+        """Raise ValueError for a scale of 0 or below, which would reverse preferences."""
         if not self.scale > 0:
             raise ValueError(f"value_transform.scale is {self.scale}; it must be above 0")
 
@@ -62,7 +63,7 @@ class LogSigmoidCentred:
             )
 
     def check_requests(self, located: Iterable[tuple[str, Request]]) -> None:
-        """Raise ValueError for the first request without a reference of its own, with its place."""
+        """Raise ValueError for the first request without a number in a reference column."""
         for where, request in located:
             for dim, column in self.reference_columns.items():
                 found = request.metadata.get(column)
@@ -75,7 +76,7 @@ class LogSigmoidCentred:
     def __call__(
         self, values: Float[Tensor, "n *m R"], dims: Sequence[str], requests: Sequence[Request]
     ) -> Float[Tensor, "n *m R"]:
-        """Transform the named dimensions of n samples of these requests; NaN stays NaN."""
+        """Return the values with the referenced dimensions transformed; NaN stays NaN."""
         rows = [[self._reference(dim, request) for dim in dims] for request in requests]
         centre = values.new_tensor(rows).reshape(len(rows), *[1] * (values.ndim - 2), len(dims))
         flat, centre = values.flatten(0, -2), centre.expand_as(values).flatten(0, -2)
@@ -96,7 +97,7 @@ def _is_number(value: object) -> bool:
 
 
 class TransformedValues(ValueFunction):
-    """Transforms rewards before a credit method sees them."""
+    """State values with transformed rewards, for a credit method."""
 
     def __init__(
         self,
@@ -109,14 +110,14 @@ class TransformedValues(ValueFunction):
         self.trajectory = trajectory
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
-        """Return the values of states ks, transformed. See `ValueFunction`."""
+        """Return the transformed values of states `ks`; see `ValueFunction`."""
         values = self.values(ks, how)
         if self.transform is None:
             return values
         return self.transform(values, self.dims, self.trajectory.requests)
 
     def past(self, num_steps: int) -> PastOutcomes | None:
-        """Return earlier outcomes, transformed."""
+        """Return transformed earlier outcomes."""
         known = self.values.past(num_steps)
         if known is None or self.transform is None:
             return known
@@ -125,36 +126,37 @@ class TransformedValues(ValueFunction):
         return known._replace(value=self.transform(known.value, self.dims, of_each))
 
     def predicted(self, ks: Sequence[int]) -> Tensor:
-        """Return the critic's predictions, which are of transformed rewards already."""
+        """Return the critic's predictions, which already are transformed rewards."""
         return self.values.predicted(ks)
 
     def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
-        """Return the scores of a latent reward as they are: it has units of its own."""
+        """Return the scores of a latent reward, not transformed because its units differ."""
         return self.values.scored(ks, reward)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Holds reward dimensions near thresholds by weights that grow with what is missing.
+    """Thresholds of reward dimensions, enforced by adaptive weights.
 
-    Each named dimension's weight is multiplied by a Lagrange multiplier that is updated after every
-    step.
+    The weight of each dimension in `at` is multiplied by a Lagrange multiplier, which is updated
+    after every step: it grows while the mean reward is below the threshold.
 
-    Source: constrained RLHF, arXiv:2310.04373, whose multipliers also weigh the KL; here the KL
+    Source: constrained RLHF, arXiv:2310.04373. Its multipliers also weight the KL; here the KL
     keeps the coefficient of the algorithm.
     """
 
     at: Mapping[str, FiniteFloat]
-    """Mean reward that is wanted, by dimension."""
+    """Target of the mean reward, by dimension."""
     bound: Bound = "at_least"
-    """at_least: a dimension beyond its threshold counts less and less. near: it is pushed back."""
+    """Effect above the threshold. at_least: the weight of the dimension decays. near: the dimension
+    is pushed back."""
     rate: PositiveFloat = 0.1
     """Learning rate of the multipliers, above 0."""
     momentum: Decay = 0.1
-    """Momentum of the multipliers' updates, in [0, 1)."""
+    """Momentum of the multiplier updates, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        """Reject thresholds that hold nothing."""
+        """Raise ValueError for missing thresholds or an invalid rate or momentum."""
         if not self.at or not self.rate > 0 or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"thresholds at {dict(self.at)}, rate {self.rate}, momentum {self.momentum}: need a"
@@ -162,7 +164,7 @@ class Thresholds:
             )
 
     def check(self, rewards: Rewards) -> None:
-        """Raise ValueError for a dimension that no reward has, or that has no weight."""
+        """Raise ValueError for a dimension that is unknown or has no weight."""
         weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
         if unknown := sorted(set(self.at) - set(weighted)):
             raise ValueError(
@@ -171,14 +173,14 @@ class Thresholds:
             )
 
     def start(self, dims: Sequence[str]) -> Multipliers:
-        """Return the multipliers before the first step; unnamed dimensions have threshold NaN."""
+        """Return the initial multipliers; dimensions without a threshold have threshold NaN."""
         at = torch.tensor([self.at.get(dim, torch.nan) for dim in dims])
         return Multipliers.start(at, self.bound)
 
     def after(self, multipliers: Multipliers, final: Float[Tensor, "n R"]) -> Multipliers:
         """Return the multipliers after a step.
 
-        `final` are the rewards of its finished samples over all processes.
+        `final` has the rewards of the finished samples of all processes.
         """
         mean = valid_mean(final, final.isfinite())
         mean = mean.masked_fill(multipliers.thresholds.isnan(), torch.nan)
@@ -188,7 +190,7 @@ class Thresholds:
 def not_dominated(
     pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
 ) -> Bool[Tensor, "n"]:
-    """Return which samples are trained: those that no sample of their prompt or step dominates."""
+    """Return True for samples to train: no other sample of the prompt or step dominates them."""
     if pareto == "off":
         return torch.ones(len(final), dtype=torch.bool)
     group = group if pareto == "group" else torch.zeros_like(group)

@@ -1,8 +1,8 @@
-"""Wire format between a reward server and its clients: safetensors and JSON, without pickle.
+"""Encode and decode messages between a reward server and its clients, without pickle.
 
-A request is a safetensors file: `media`, `reference.I.J` for reference image J of sample I,
-`mask.I` for its mask, and in its metadata, under `request`, everything else as JSON. A request may
-also be plain JSON with lossless image files in base64. The answer is JSON.
+A request is a safetensors file with the tensors `media`, `reference.I.J` (reference image J of
+sample I) and `mask.I`. Its metadata entry `request` has everything else as JSON. A request may also
+be plain JSON with lossless image files in base64. The answer is JSON.
 """
 
 import base64
@@ -31,15 +31,15 @@ _ADDRESS = ("request_id", "model", "deadline_s")
 _JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
 _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
-# Pillow raises any of these for broken files, depending on their format
+# Pillow raises any of these errors for broken files, depending on the format.
 _BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError)
 _BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError)
 
 
 def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> Pieces:
-    """Encode a request; `8bit` rounds pixels like image files, for a quarter of the size.
+    """Encode a request; `8bit` rounds pixels like image files and takes a quarter of the size.
 
-    `extra` adds entries to the request's JSON.
+    `extra` adds entries to the JSON of the request.
     """
     tensors = {"media": batch.media} | {
         f"reference.{i}.{j}": image
@@ -62,7 +62,7 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> P
 
 
 def _pack_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Pieces:
-    # safetensors.torch.save copies the pixels three times: 15 ms for 16 images of 256 x 256
+    # safetensors.torch.save copies the pixels three times, 15 ms for 16 images of 256 x 256.
     header: dict[str, Any] = {"__metadata__": metadata}
     pieces, start = [], 0
     for name, tensor in tensors.items():
@@ -82,11 +82,11 @@ def read_request(
     """Return the header of a request and its batch.
 
     `reserve` is called with the shapes (..., channels, height, width) of all images before their
-    pixels are decoded. It refuses a request that is too large.
+    pixels are decoded. It raises an error if the request is too large.
 
     Raises:
         ValueError: The request is malformed.
-        PIL.Image.DecompressionBombError: An image is larger than Pillow opens.
+        PIL.Image.DecompressionBombError: An image exceeds Pillow's size limit.
     """
     if content_type.startswith(CONTENT_TYPE):
         try:
@@ -102,7 +102,7 @@ def read_request(
 
 
 def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # safetensors reads the metadata of files alone, so the header of a message is read here
+    # safetensors can read metadata only from files, so the header is parsed here.
     size = int.from_bytes(body[:8], "little")
     header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["request"])
     tensors = load(body)
@@ -110,7 +110,7 @@ def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"version {header['version']!r}; this side speaks {VERSION}")
     media = tensors["media"]
     _check_header(header, _BINARY_KEYS, len(media) if media.ndim else 0)
-    # a count is compared with the tensors before names are made of it, because it may be huge
+    # Compare the counts with the tensors before making names: a client may send a huge count.
     counts = sum(header["references"]), sum(header["masks"])
     if sum(counts) != len(tensors) - 1:
         raise ValueError(
@@ -167,7 +167,7 @@ def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
 
 
 def _open_image(file: bytes) -> Image.Image:
-    """Read the header of an image file, which declares its size, and no pixels."""
+    """Read the header of an image file, which declares its size, without decoding pixels."""
     try:
         image = Image.open(io.BytesIO(file), formats=(*_FORMATS, "JPEG"))
     except _BROKEN_IMAGE as error:
@@ -214,7 +214,7 @@ def _check_columns(header: dict[str, Any], count: int) -> None:
             raise ValueError(f"{len(column)} {name} for {count} samples")
 
 
-# isinstance(True, int) holds, so the types of numbers are compared exactly
+# isinstance(True, int) is true, so types of numbers are compared exactly.
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
@@ -235,20 +235,20 @@ _BINARY_KEYS = {"version", *_COLUMNS, *_ADDRESS}
 
 
 def output_to_json(output: RewardOutput) -> dict[str, Any]:
-    """Encode scores as JSON; null stands for a score that could not be computed."""
+    """Encode scores as JSON; null is a score that could not be computed."""
     return {
         "version": VERSION,
         "values": _replace_nan(output.values),
         "uncertainty": None if output.uncertainty is None else _replace_nan(output.uncertainty),
         "reasons": {str(i): why for i, why in output.reasons.items()},
         "extras": [dict(extra) for extra in output.extras],
-        # a model has at most one map; base64 keeps its NaN, which JSON has not
+        # A model has at most one map. Base64 keeps NaN, which JSON lacks.
         "maps": next(map(_map_to_json, output.maps.values()), None),
     }
 
 
 def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput:
-    """Decode the scores of `count` samples; raises ValueError if the answer is no such JSON."""
+    """Decode the scores of `count` samples; raise ValueError if the answer is malformed."""
     shape = count, len(spec.dims)
     try:
         values, spread = _restore_nan(content["values"], shape), content["uncertainty"]

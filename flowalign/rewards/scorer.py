@@ -1,4 +1,4 @@
-"""Serve one reward model from a process of its own, which ends with the process that started it."""
+"""Serve one reward model in a separate process, which ends with its parent process."""
 
 import json
 import os
@@ -21,32 +21,32 @@ from flowalign.utils.parent_watchdog import tie_to_parent
 
 TOKEN = "FLOWALIGN_REWARD_TOKEN"
 _UNLIMITED = {
-    "max_wait_ms": 0,  # its one client waits for each answer
+    "max_wait_ms": 0,  # the only client waits for each answer
     "max_request_mb": 65536,
     "max_image_mp": 5000,
     "max_request_mp": 5000,
     "max_held_mb": 262144,
 }
-"""Limits of a server that nobody else can reach."""
+"""Limits of a server that only its parent process can reach."""
 _LINES = 3
 _SECONDS_TO_END = 10.0
 
 
 def read_declaration(reward: Mapping[str, Any]) -> RewardSpec:
-    """Return what a reward model declares, by constructing it here; its weights are not read.
+    """Return the spec of a reward model, constructed in this process; its weights are not read.
 
     Raises:
-        ConfigError: It cannot be imported here, or its settings are wrong.
+        ConfigError: The model cannot be imported in this process, or its settings are wrong.
     """
     (model,), _ = build_reward_models({"rewards": [dict(reward)]}, str(reward.get("class_path")))
     return model.spec
 
 
 class Scorer:
-    """Starts a process that serves one reward model on the loopback.
+    """Process that serves one reward model on the loopback interface.
 
-    `device` is `cpu`, or `cuda:N` as this process counts; null: this process's own. A random token
-    in the environment keeps other users of the machine out.
+    `device` is `cpu` or `cuda:N`, with N as numbered in this process; null: the current device of
+    this process. A random token in the environment keeps other users of the machine out.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Scorer:
         self._log, file = Path(folder.name, "log"), Path(folder.name, "rewards.yaml")
         file.write_text(json.dumps({"rewards": [dict(reward)]}), encoding="utf-8")
         environment = {**os.environ, TOKEN: self.token, **_device_environment(device)}
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # it is none of the ranks
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # the scorer is not a rank of the run
             environment.pop(name, None)
         with socket.create_server(("127.0.0.1", 0)) as listening, self._log.open("wb") as log:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -69,16 +69,16 @@ class Scorer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # the terminal's Ctrl-C is for us, who may finish a step
+                process_group=0,  # Ctrl-C must only reach the trainer, which may finish a step
                 **arguments,
             )
         self._end = weakref.finalize(self, _end, self.process, folder)
 
     def ready(self, seconds: float) -> RewardClient:
-        """Return a client of the model once it is loaded, within `seconds`.
+        """Return a client of the model as soon as it is loaded.
 
         Raises:
-            ValueError: It could not be started or loaded, or not in time.
+            ValueError: The model could not be started or loaded within `seconds`.
         """
         try:
             RewardClient(self.url, None, seconds, self.token).wait_until_ready()
@@ -89,9 +89,9 @@ class Scorer:
         return RewardClient(self.url, None, self.seconds, self.token)
 
     def ending(self) -> str:
-        """Return how the process ended, with its last words, if it does within a few seconds.
+        """Return how the process ended, with the last lines of its log; "" if it still runs.
 
-        A connection breaks a moment before its process has ended.
+        It waits for up to 10 seconds, because a connection breaks shortly before its process ends.
         """
         try:
             code = self.process.wait(_SECONDS_TO_END)
@@ -115,7 +115,7 @@ def _command(python: str, file: Path, seconds: float) -> list[str]:
 
 
 def _device_environment(device: str | None) -> dict[str, str]:
-    """Return the environment in which a process sees only this device."""
+    """Return the environment variables that restrict a process to one device."""
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     if device is None and not torch.cuda.is_available():
@@ -129,7 +129,7 @@ def _device_environment(device: str | None) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen, folder: tempfile.TemporaryDirectory) -> None:
-    """Kill the process and what it started; it has nothing to save."""
+    """Kill the process and its children; it has no state to save."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -23,13 +23,13 @@ from flowalign.rewards.protocol import VERSION, output_to_json, read_request
 from flowalign.types import MediaBatch, RewardModel
 
 RETRY_AFTER_S = 1
-"""Seconds after which a client that was refused for lack of room should ask again."""
+"""Seconds until a client should retry after status 503."""
 REMEMBERED = 256
-"""Number of requests whose answer is kept, in case their id is sent again."""
+"""Number of answers in the cache, for requests that are sent again with the same id."""
 
 
 class Service:
-    """Reward models, with the requests that wait for them and answers that were given."""
+    """Reward models of a server, with their queues and a cache of answers."""
 
     def __init__(self, models: Sequence[RewardModel], limits: Limits, token: str | None = None):
         names = [model.spec.name for model in models]
@@ -40,14 +40,14 @@ class Service:
         self.answers: dict[str, asyncio.Task[bytes]] = {}
 
     def health(self) -> dict[str, Any]:
-        """Return `ready`, `loading` or `failed` of each model, and the worst of them as status."""
+        """Return the state of each model (`ready`, `loading` or `failed`) and the worst state."""
         models = {name: batcher.state for name, batcher in self.batchers.items()}
         reasons = {name: b.failure for name, b in self.batchers.items() if b.failure}
         worst = max(models.values(), key=("ready", "loading", "failed").index)
         return {"status": worst, "models": models, "reasons": reasons}
 
     def specs(self) -> dict[str, Any]:
-        """Return the version of the protocol, and each model's spec with its fingerprint."""
+        """Return the protocol version, and the spec and fingerprint of each model."""
         specs = [batcher.model.spec for batcher in self.batchers.values()]
         rows = [asdict(spec) | {"fingerprint": spec.fingerprint()} for spec in specs]
         for row, spec in zip(rows, specs, strict=True):  # JSON has no infinity
@@ -61,14 +61,14 @@ class Service:
             raise Refusal(401, "a token is needed: send it as 'Authorization: Bearer TOKEN'")
 
     async def score(self, body: bytes, content_type: str, hold: Callable[[int], None]) -> bytes:
-        """Answer a request; one that was sent before gets the same answer without new scoring."""
+        """Answer a request; a repeated request gets the same answer without new scoring."""
         start = time.monotonic()
 
         def reserve(shapes: Sequence[Sequence[int]]) -> None:
-            # safetensors copies the message, and decoded pixels are held as well
+            # safetensors copies the message, and the decoded pixels need memory as well.
             hold(len(body) + self.limits.check_pixels(shapes))
 
-        try:  # in a thread, because decoding would hold up other requests
+        try:  # in a thread, because decoding would block other requests
             header, batch = await asyncio.to_thread(read_request, body, content_type, reserve)
         except Image.DecompressionBombError as error:
             raise Refusal(413, str(error)) from error
@@ -86,7 +86,7 @@ class Service:
         try:
             return await asyncio.shield(self.answers[key])
         except Refusal:
-            self.answers.pop(key, None)  # a failure is not remembered
+            self.answers.pop(key, None)  # failures are not cached
             raise
 
     async def _answer(
@@ -114,7 +114,7 @@ class Service:
 
 
 async def receive(request: Request, limits: Limits, hold: Callable[[int], None]) -> bytes:
-    """Return the body of a request; raise Refusal if it is too large, too slow or incomplete."""
+    """Return the body of a request; raise Refusal if it is large, slow or incomplete."""
     most, body = int(limits.max_request_mb * MIB), bytearray()
     too_large = Refusal(413, f"a request may have {limits.max_request_mb:g} MB")
     if int(request.headers.get("content-length", "0")) > most:
@@ -164,10 +164,10 @@ def application(service: Service) -> FastAPI:
 
 
 class HeadTimeout(HttpToolsProtocol):
-    """HTTP connection that is closed if no request comes, or only part of the head of one.
+    """HTTP connection that is closed if no complete request header arrives in time.
 
-    uvicorn closes connections that are idle after an answer, but waits for ever for a first
-    request and for the rest of a head.
+    uvicorn closes connections that are idle after an answer, but waits forever for a first request
+    and for the rest of a header.
     """
 
     def __init__(self, *args: Any, seconds: float, **settings: Any):
@@ -175,7 +175,7 @@ class HeadTimeout(HttpToolsProtocol):
         self._seconds = seconds
 
     def connection_made(self, transport: Any) -> None:
-        """Start to look every `seconds` whether another request has come."""
+        """Start to check every `seconds` whether another request has arrived."""
         super().connection_made(transport)
         self.loop.call_later(self._seconds, self._check, None)
 
@@ -188,7 +188,7 @@ class HeadTimeout(HttpToolsProtocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; raise ValueError if it cannot be had."""
+    """Return a socket that listens at an address; raise ValueError if it is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

@@ -1,4 +1,5 @@
-"""Small helpers: files, seeds, console, metrics, costs, subprocesses, YAML.
+"""Provide helpers for files, seeds, console, metrics, costs, subprocesses and YAML.
 
-This room knows no model and no reward; of the other rooms it knows the ranges of settings.
+This package must not import models or rewards. From other packages it only uses the ranges of
+settings.
 """

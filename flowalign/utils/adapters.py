@@ -1,4 +1,4 @@
-"""Switch LoRA adapters of a network off for a while, so that it computes as it was released."""
+"""Disable the LoRA adapters of a network temporarily, to run its base model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +22,6 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 def adapters_of(module: nn.Module) -> list[Any]:
     """Return the layers of a network that have adapters."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # brings transformers along
+    from peft.tuners.tuners_utils import BaseTunerLayer  # slow: imports transformers
 
     return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

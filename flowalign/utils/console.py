@@ -29,10 +29,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Shows how far a run is; use it as a context manager.
+    """Progress display of a run; use it as a context manager.
 
-    Where the output is not a terminal, a plain line appears at most every 5 seconds, and one for
-    the last step. With `enabled=False` (all ranks but the main one) nothing is written.
+    If the output is not a terminal, a plain line appears at most every 5 seconds, and for the last
+    step. With `enabled=False` (all ranks except the main one) nothing is written.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Progress:
             self.note(self._unprinted)
 
     def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Show the metrics of a step that has just finished; steps count from 0."""
+        """Show the metrics of a finished step; steps count from 0."""
         now = self._clock()
         done = step + 1
         seconds = (now - self._start) / max(done - self._first, 1) * (self._total - done)
@@ -92,7 +92,7 @@ class Progress:
 
 
 class Messages:
-    """Shows messages at once: as plain lines, or above the progress bar while there is one."""
+    """Immediate display of messages, as plain lines or above a progress bar."""
 
     def __init__(self, log: Callable[[str], None]):
         self.log = self.show = log
@@ -103,7 +103,7 @@ class Messages:
 
     @contextmanager
     def above(self, progress: Progress) -> Iterator[None]:
-        """Inside, messages are shown above this bar."""
+        """Show messages above a progress bar inside the context."""
         self.show = progress.note
         try:
             yield
@@ -112,10 +112,10 @@ class Messages:
 
 
 class Patience:
-    """Says what is waited for, after some seconds and again whenever that time has doubled.
+    """Message about a slow operation, after some seconds and again whenever the time has doubled.
 
-    Use it as a context manager around each wait. Waits of a length that was announced before are
-    not announced again.
+    Use it as a context manager around each operation. Later waits are only reported if they are
+    longer than the waits reported before.
     """
 
     def __init__(self, what: str, log: Callable[[str], None], seconds: float = 10.0):
@@ -155,7 +155,7 @@ def table(
 
 
 def describe(metrics: Mapping[str, float | int]) -> str:
-    """Format the few metrics that tell if a run is healthy; those not measured are left out."""
+    """Format the few metrics that show whether a run is healthy; unmeasured ones are skipped."""
     clipped = [metrics[name] for name in ("clip_frac_high", "clip_frac_low") if name in metrics]
     known = {**metrics, "clipped": sum(clipped)} if clipped else metrics
     if "ratio_std" in known:

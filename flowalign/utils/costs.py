@@ -1,4 +1,4 @@
-"""Count what a run spends: network evaluations, decodes and reward calls."""
+"""Count the costs of a run: network evaluations, decodes and reward calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 @dataclass
 class Costs:
-    """Counts the costs of a run as they happen.
+    """Counters of the costs of a run.
 
-    One network evaluation is one latent through the denoiser once; guidance makes it two.
+    A network evaluation is one pass of one latent through the denoiser; guidance needs two.
     """
 
     sampling_evaluations: int = 0
-    """Evaluations without gradient: rollouts, completions, references and checks."""
+    """Number of evaluations without gradient: rollouts, completions, references and checks."""
     training_evaluations: int = 0
-    """Evaluations with gradient, each followed by a backward pass."""
+    """Number of evaluations with gradient, each followed by a backward pass."""
     decodes: int = 0
     reward_calls: int = 0
-    """Number of media scored, once per reward model."""
+    """Number of scored samples, counted once per reward model."""
 
     @property
     def network_evaluations(self) -> int:
-        """Return all evaluations of the denoiser."""
+        """Return the number of all evaluations of the denoiser."""
         return self.sampling_evaluations + self.training_evaluations
 
     def count(self, denoiser: nn.Module) -> None:
-        """Count every sample that goes through this module from now on."""
+        """Count every sample that passes through `denoiser` from now on."""
 
         def count(_: nn.Module, args: tuple, kwargs: dict) -> None:
             size = next(
@@ -44,7 +44,7 @@ class Costs:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Discard what is counted within: evaluation between steps is no cost of training."""
+        """Discard counts inside the context, because evaluations are no cost of training."""
         kept = {f.name: getattr(self, f.name) for f in fields(self)}
         try:
             yield

@@ -5,14 +5,14 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """Names a run file, option or override that cannot be used, and what is allowed."""
+    """Error in a run file, option or override; the message names the allowed values."""
 
 
 @contextmanager
 def convert_value_errors(prefix: str = "") -> Iterator[None]:
-    """Raise ConfigError for a ValueError within, for code whose ValueErrors the user can correct.
+    """Convert ValueErrors inside the context to ConfigErrors, for errors that users can correct.
 
-    It is a context manager, and a decorator of functions.
+    It is a context manager and a function decorator.
     """
     try:
         yield

@@ -16,14 +16,14 @@ def lazy_exports(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for the `__init__` of a package.
 
-    Both offer every public class and function that exactly one module of the package defines. A
-    run file can therefore name `pipelines.SD3`, wherever the file of `SD3` is, and a new class
-    needs no entry in a list.
+    Both provide every public class and function that exactly one module of the package defines. A
+    run file can therefore use `pipelines.SD3` for any location of `SD3`, and a new class needs no
+    entry in a list.
     """
 
     @cache
     def modules() -> dict[str, str]:
-        # The sources are searched and not imported: importing all of them takes a minute.
+        # Search the sources instead of importing them: importing all of them takes a minute.
         found = [
             (name, module)
             for folder in map(Path, folders)
@@ -31,7 +31,7 @@ def lazy_exports(
             for module in [".".join((package, *path.relative_to(folder).with_suffix("").parts))]
             for name in _DEFINITION.findall(path.read_text())
         ]
-        # A submodule hides a function of its name once it is imported, so such a name is left out.
+        # An imported submodule hides a function of the same name, so ambiguous names are excluded.
         count = Counter(name for name, _ in found)
         count.update(module.rpartition(".")[2] for _, module in found)
         return {name: module for name, module in found if count[name] == 1}

@@ -24,13 +24,13 @@ def bundled(path: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write to a temporary file and rename it, so that a reader never finds half a file."""
+    """Write to a temporary file and rename it, so that readers never see a partial file."""
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically; numbers that are not finite become null, since JSON has no NaN."""
+    """Write JSON atomically; non-finite numbers become null, because JSON has no NaN."""
     write_text(path, json.dumps(_replace_nonfinite(content), indent=1, allow_nan=False) + "\n")
 
 
@@ -73,9 +73,9 @@ def sync_tree(folder: Path) -> None:
 def atomic_write(path: Path, alone: bool = False) -> Iterator[Path]:
     """Yield a temporary file or folder, renamed to `path` at the end and removed on failure.
 
-    Its name holds the process id: if several processes write the same path, the last one wins. With
-    `alone`, for paths that no other process writes, it has no id, and the next run overwrites what
-    a kill left.
+    Its name contains the process id, so if several processes write the same path, the last one
+    wins. With `alone`, for paths that no other process writes, the name has no id, and the next run
+    overwrites a file that a killed run left.
     """
     partial = path.with_name(f".{path.name}{'' if alone else f'.{os.getpid()}'}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Make folders, and claim one for a single process at a time."""
+"""Make folders, and lock a folder for one process at a time."""
 
 import errno
 import fcntl
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import IO
 
 LOCK = "run.lock"
-"""File that the process which works in a folder holds locked. A killed process may leave the file,
-but the lock ends with the process."""
+"""Lock file of the process that works in a folder. A killed process may leave the file, but the
+lock ends with the process."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def make_folder(folder: Path, setting: str = "output_dir") -> list[Path]:
-    """Make a folder and those above it; return the ones that did not exist, innermost first.
+    """Make a folder and its parents; return the new folders, innermost first.
 
     Raises:
-        ValueError: It cannot be made.
+        ValueError: The folder cannot be made.
     """
     missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     try:
@@ -58,12 +58,12 @@ def check_file_path(file: Path, overwrite: bool, option: str = "--out") -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Return whether a folder does not exist, or holds nothing but a lock."""
+    """Return whether a folder does not exist or is empty except for a lock file."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
 
 
 def clear(folder: Path, last: str = "") -> None:
-    """Delete what a folder holds but its lock; the file named `last` goes last."""
+    """Delete the contents of a folder except its lock file; the file `last` is deleted last."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -72,10 +72,10 @@ def clear(folder: Path, last: str = "") -> None:
 
 
 class Claim:
-    """Holds a folder, which is made if need be, until `release` or the end of the process.
+    """Lock on a folder, made if necessary, until `release` or the end of the process.
 
     Raises:
-        ValueError: Another process holds it, or it cannot be made.
+        ValueError: Another process has locked the folder, or it cannot be made.
     """
 
     def __init__(self, folder: Path, log: Callable[[str], None]):
@@ -88,7 +88,7 @@ class Claim:
             raise ValueError(f"output_dir {folder} cannot be used: {error.strerror}") from error
 
     def release(self) -> None:
-        """Give the folder back; if nothing was written, those that were made are removed."""
+        """Release the lock; new folders are removed if they are empty."""
         if self._file.closed:
             return
         (self.folder / LOCK).unlink(missing_ok=True)
@@ -100,10 +100,10 @@ class Claim:
 
 
 def _locked(path: Path, log: Callable[[str], None]) -> IO[str]:
-    """Open a file and lock it; it then names this process.
+    """Open and lock a file, and write the id of this process into it.
 
     Raises:
-        BlockingIOError: Another process has locked it.
+        BlockingIOError: Another process has locked the file.
     """
     while True:
         file = path.open("a+", encoding="utf-8")
@@ -116,7 +116,7 @@ def _locked(path: Path, log: Callable[[str], None]) -> IO[str]:
             log(f"{path.parent}: this file system has no locks; let no other process work there")
         if _is_at(path, file):
             break
-        file.close()  # its owner removed the file between our two calls
+        file.close()  # its owner removed the file between open and flock: try again
     file.truncate(0)
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")

@@ -1,4 +1,4 @@
-"""Fetch files of models from the Hugging Face hub, publish folders, and say what went wrong."""
+"""Download model files from the Hugging Face Hub, publish folders, and explain errors."""
 
 import re
 from pathlib import Path
@@ -13,14 +13,14 @@ from huggingface_hub.errors import (
 )
 
 _HTTP_ERROR: type[Exception] = next(c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
-"""What the HTTP client of huggingface_hub raises, which is another client in each version."""
+"""HTTP error class of huggingface_hub, which changes its HTTP client between versions."""
 
 
 def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
-    """Return a local copy of one file of a model on the hub.
+    """Return a local copy of one file of a model on the Hub.
 
     Raises:
-        ValueError: the hub does not give it; the message says why, and what to do.
+        ValueError: The download failed; the message has the reason and a remedy.
     """
     try:
         return Path(hf_hub_download(model, name, subfolder=subfolder))
@@ -31,10 +31,10 @@ def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
 
 
 def check_publishing(name: str) -> None:
-    """Check that the hub can be reached with a token that it knows.
+    """Check that the Hub is reachable and accepts the token.
 
     Raises:
-        ValueError: It cannot, or the name is none of a model.
+        ValueError: The Hub is not reachable, rejects the token, or `name` is not a model name.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"--push-to-hub {name!r} is no name of a model, such as owner/name")
@@ -49,10 +49,10 @@ def check_publishing(name: str) -> None:
 
 
 def publish(folder: Path, name: str, private: bool) -> str:
-    """Upload a folder as a model, and return its address.
+    """Upload a folder as a model, and return its URL.
 
     Raises:
-        ValueError: The hub does not take it; the folder stays, and can be uploaded later.
+        ValueError: The upload failed; the folder is kept and can be uploaded later.
     """
     api = HfApi()
     try:
@@ -76,7 +76,7 @@ def _unpublished(name: str, error: Exception) -> str:
 
 
 def why_not(model: str, what: str, error: Exception) -> str:
-    """Say in a few lines why the hub does not give something of a model, and what to do."""
+    """Return a message of a few lines with the reason of a failed download, and a remedy."""
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         offline = ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         return (

@@ -1,26 +1,26 @@
-"""Stop at Ctrl-C, or at the SIGTERM of a scheduler: at once, or between two steps of a run."""
+"""Stop on Ctrl-C or on a scheduler's SIGTERM, immediately or between two steps of a run."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-"""Signals that ask to stop."""
+"""Signals that request a stop."""
 Handler = Callable[[int, object], None]
 
 
 class Terminated(KeyboardInterrupt):
-    """Signals that SIGTERM asks to stop; whoever handles Ctrl-C handles it too."""
+    """Request to stop by SIGTERM; handlers of KeyboardInterrupt handle it as well."""
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """Return what a shell reports of a stopped process: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Return the exit code of a stopped process: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
 @contextmanager
 def sigterm_stops() -> Iterator[None]:
-    """Within, the first SIGTERM raises Terminated; further ones find it obeyed and do nothing."""
+    """Raise Terminated at the first SIGTERM inside the context; ignore further ones."""
     asked: list[int] = []
 
     def handler(number: int, _: object) -> None:
@@ -34,10 +34,10 @@ def sigterm_stops() -> Iterator[None]:
 
 @contextmanager
 def stop_between_steps() -> Iterator[Callable[[], int]]:
-    """Within, Ctrl-C and SIGTERM only ask to stop: the yielded function returns which did, or 0.
+    """Defer Ctrl-C and SIGTERM inside the context; yield a function that returns the signal, or 0.
 
-    A second Ctrl-C stops at once. A second SIGTERM does not: a launcher and a scheduler may both
-    send one, and whoever cannot wait has SIGKILL.
+    A second Ctrl-C stops immediately. A second SIGTERM does not, because a launcher and a scheduler
+    may both send one; use SIGKILL to stop immediately.
     """
     asked: list[int] = []
 
@@ -52,12 +52,12 @@ def stop_between_steps() -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def _handled(handlers: dict[signal.Signals, Handler]) -> Iterator[None]:
-    """Handle signals so within; outside the main thread, whoever runs us there handles them."""
+    """Install signal handlers inside the context; outside the main thread, do nothing."""
     previous = {}
     try:
         for number, handler in handlers.items():
             previous[number] = signal.signal(number, handler)
-    except ValueError:  # not the main thread, of which Python asks that it handles signals
+    except ValueError:  # Python only allows signal handlers in the main thread
         yield
         return
     try:

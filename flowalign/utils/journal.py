@@ -1,6 +1,6 @@
-"""Note in a run directory which commands worked on it, and why the last one failed.
+"""Record the commands that worked on a run directory, and the failure of the last one.
 
-commands.txt   one line a start: the command, as a shell takes it
+commands.txt   one line per start: the shell command
 failure.txt    the reason of a failure, until the run is started again
 """
 
@@ -14,7 +14,7 @@ COMMANDS, FAILURE = "commands.txt", "failure.txt"
 
 
 class Journal:
-    """Notes a command that works on a folder; as a context manager, also why it failed."""
+    """Record of a command that works on a folder; a context manager that also records failures."""
 
     def __init__(self, folder: Path, command: str):
         self.folder, self.command = folder, command
@@ -33,17 +33,17 @@ class Journal:
         if error is None:
             return
         reason = str(error).strip() or type(error).__name__
-        with suppress(OSError):  # a full disk, whose own message must reach the user
+        with suppress(OSError):  # on a full disk, the original error must reach the user
             write_text(self.folder / FAILURE, reason + "\n")
 
 
 def commands(folder: Path) -> list[str]:
-    """Return the commands that worked on a folder, the first one first."""
+    """Return the commands that worked on a folder, oldest first."""
     return _lines(folder / COMMANDS)
 
 
 def failure(folder: Path) -> str:
-    """Return why the last command failed; empty if it did not, or could not say."""
+    """Return the reason why the last command failed; "" if it did not fail or left no reason."""
     return "\n".join(_lines(folder / FAILURE))
 
 

@@ -1,4 +1,4 @@
-"""Record the settings that decide the files of a folder, so that only the same command resumes."""
+"""Record the settings of the files in a folder, so that only the same command resumes."""
 
 import json
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from flowalign.utils.files import write_text
 
 
 def agree(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
-    """Write the settings that decide the files, or compare them with those of an earlier run.
+    """Write the settings of a folder, after comparing them with the settings of an earlier run.
 
     Raises:
-        ValueError: naming what differs; `maker` is the command that fills such a folder.
+        ValueError: A setting differs, or the folder has other files; `maker` is the command's name.
     """
     compare(manifest, settings, maker)
     write_text(manifest, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def compare(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
-    """Reject a folder that was made with other settings, or that holds something else."""
+    """Raise ValueError for a folder that was made with other settings or has other files."""
     folder = manifest.parent
     if not manifest.exists():
         found = {path.name for path in folder.glob("*") if path.is_file()}

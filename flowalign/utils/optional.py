@@ -5,7 +5,7 @@ from typing import Any
 
 
 def import_optional(module: str, extra: str) -> Any:
-    """Import a library; raise ValueError that names the extra of flowalign that installs it."""
+    """Import a library; raise ValueError with the flowalign extra to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

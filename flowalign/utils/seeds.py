@@ -1,6 +1,6 @@
-"""Make randomness stateless: each draw is a pure function of the run's seed and its purpose.
+"""Make random draws stateless: each draw is a pure function of the run's seed and a purpose.
 
-A resumed run, and a run on more processes, therefore draw the same numbers.
+A resumed run and a run on more processes therefore draw the same numbers.
 """
 
 import hashlib
@@ -16,6 +16,6 @@ def generator(seed: int, purpose: str, *index: int) -> torch.Generator:
 
 
 def is_in_share(text: str, share: float, seed: int) -> bool:
-    """Decide by a hash of text and seed whether a text falls in a share of all texts."""
+    """Return whether a text falls in a share of all texts, by a hash of text and seed."""
     digest = hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) < share * 2**64

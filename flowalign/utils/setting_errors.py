@@ -1,4 +1,4 @@
-"""Turn what jsonargparse says of a mistake in settings into a few lines for a person."""
+"""Turn jsonargparse's messages about wrong settings into a few readable lines."""
 
 import difflib
 import importlib
@@ -11,9 +11,9 @@ from jsonargparse import ArgumentParser
 
 
 def explain(message: str, locate: Callable[[str], str], parser: ArgumentParser) -> str:
-    """Name the file and key of a mistake, what it is, and suggest what was meant.
+    """Return a message with the file and key of an error, its cause, and a suggestion.
 
-    `locate` returns the file to blame for a dotted key.
+    `locate` returns the file that contains a dotted key.
     """
     lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
     keys = [found[1] for line in lines if (found := _KEY.match(line))]
@@ -27,10 +27,10 @@ def explain(message: str, locate: Callable[[str], str], parser: ArgumentParser) 
 
 
 def _find_cause(lines: Sequence[str], has_key: bool) -> str:
-    """Return what is wrong: if its key is known, the innermost line that says anything."""
+    """Return the cause of an error: the innermost informative line if the key is known."""
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
-    if what.startswith("Expected a dot import path"):  # or one of some words
+    if what.startswith("Expected a dot import path"):  # the setting may also be a Literal
         what = next((line for line in wrong if line.startswith("Expected a typing.Literal")), what)
     value = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
     if what.startswith(_NO_GROUP) and not value.startswith("{") and "Got value" not in what:
@@ -63,11 +63,11 @@ _MISPLACED = {
     "Not a valid subclass of": "settings of a component stand under its init_args",
     " is abstract": "name a class_path here, or a run file before this one that does",
 }
-"""Advice about errors of components as a whole."""
+"""Hints for errors that concern a whole component."""
 
 
 def _suggest(message: str, key: str, parser: ArgumentParser) -> str | None:
-    """Return the nearest allowed names to the one that a message complains about below a key."""
+    """Return the allowed names nearest to the unknown name in a message, or another hint."""
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         return _list_nearest(found[2], dir(importlib.import_module(found[1])))
     if option := _find_unknown_option(message):
@@ -80,7 +80,7 @@ def _suggest(message: str, key: str, parser: ArgumentParser) -> str | None:
 
 @cache
 def _build_component_parser(path: str) -> ArgumentParser:
-    """Return a parser of the settings of a class, or of a function that builds a component."""
+    """Return a parser for the settings of a class or of a function that builds a component."""
     module, _, name = path.rpartition(".")
     component = getattr(importlib.import_module(module), name)
     parser = ArgumentParser(exit_on_error=False)
@@ -90,17 +90,17 @@ def _build_component_parser(path: str) -> ArgumentParser:
 
 
 def _find_unknown_option(message: str) -> str | None:
-    """Return the option that a run or a component does not have, as that one names it."""
+    """Return the unknown option of a run or a component that a message names; None without one."""
     found = _UNKNOWN.search(message)
     return _join(found[1] or "", found[2]) if found else None
 
 
 def _list_nearest(word: str, known: Sequence[str], key: str = "") -> str:
-    """Return names like `word`, which stands below `key`, or all that are allowed in its place."""
+    """Return the names most similar to `word` below `key`, or all allowed names if none is."""
     parent, _, last = _join(key, word).rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
     siblings = {name: k for name, k in siblings.items() if not name.startswith("_")}
-    if not siblings and parent != key:  # it stands in something that is unknown itself
+    if not siblings and parent != key:  # its parent is unknown itself
         return _list_nearest(word.rpartition(".")[0], known, key)
     near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.5)
     if near:
@@ -109,5 +109,5 @@ def _list_nearest(word: str, known: Sequence[str], key: str = "") -> str:
 
 
 def _join(*names: str) -> str:
-    """Return the dotted name of names, any of which may be empty."""
+    """Return the dotted join of names, skipping empty names."""
     return ".".join(filter(None, names))

@@ -1,4 +1,4 @@
-"""Time the stages of a step of training, and measure what they take of the GPU's memory."""
+"""Measure the time and the GPU memory of the stages of a training step."""
 
 import time
 from collections.abc import Iterator
@@ -9,25 +9,25 @@ from typing import Literal
 import torch
 
 Stage = Literal["sample", "decode", "reward", "check"]
-"""Stage of a step that is marked where it is computed: rollouts and completions; decoding; waiting
-for rewards; checks of the first steps."""
+"""Stage of a step. sample: rollouts and completions. decode: decoding. reward: waiting for rewards.
+check: checks of the first steps."""
 
 
 class Stages:
-    """Measures what each stage takes while it is open; what no mark claims belongs to `rest`.
+    """Measurement of the stages of a step inside a context; unmarked work counts as `rest`.
 
-    Stages of other threads, such as of rewards that are computed meanwhile, are not seen. The GPU
-    is waited for where a stage begins and ends.
+    Stages in other threads, such as concurrent rewards, are not measured. The GPU is synchronised
+    at the start and the end of a stage.
     """
 
     def __init__(self, rest: str):
         self.current = rest
         self.seconds: dict[str, float] = {}
-        """Seconds by stage."""
+        """Wall-clock seconds by stage."""
         self.processor_seconds: dict[str, float] = {}
-        """Seconds of processor time of this process by stage, whatever else the machine does."""
+        """CPU seconds of this process by stage."""
         self.peaks: dict[str, int] = {}
-        """Most bytes of the GPU that were allocated at once, by stage; empty without a GPU."""
+        """Peak bytes of allocated GPU memory by stage; empty without a GPU."""
         self._since = self._used = 0.0
         self._token: Token[Stages | None] | None = None
 
@@ -42,7 +42,7 @@ class Stages:
         _OPEN.reset(self._token)
 
     def switch(self, stage: str) -> str:
-        """End the current stage, begin another one, and return the one before."""
+        """End the current stage and begin another; return the name of the ended stage."""
         self._end()
         before, self.current = self.current, stage
         self._begin()
@@ -68,14 +68,14 @@ _OPEN: ContextVar[Stages | None] = ContextVar("stages", default=None)
 
 
 def is_checking() -> bool:
-    """Return whether the current stage is a check, for the `Stages` that are open."""
+    """Return whether the current stage of the open `Stages` is a check."""
     stages = _OPEN.get()
     return stages is not None and stages.current == "check"
 
 
 @contextmanager
 def stage(name: Stage) -> Iterator[None]:
-    """Mark what is computed inside as this stage, for the `Stages` that are open, if any are."""
+    """Count the work inside the context as stage `name` of the open `Stages`, if any."""
     stages = _OPEN.get()
     if stages is None:
         yield

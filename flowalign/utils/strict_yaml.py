@@ -1,4 +1,4 @@
-"""Read YAML files that people write: what is ambiguous or without end is refused, never guessed."""
+"""Read user-written YAML files; ambiguous or excessively large content is rejected."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,14 @@ from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 1_000_000, 20_000, 50
-"""Limits of a file; values that an alias repeats count each time."""
+"""Limits of a file: bytes, values and nesting depth. Values of an alias count at each use."""
 
 
 def read_yaml(path: Path, name: str | None = None) -> Any:
-    """Read one file; messages call it `name`, or its path.
+    """Read one file; messages use `name`, or the path if it is None.
 
     Raises:
-        ConfigError: it is missing, no text, no YAML, gives a key twice, or is without end.
+        ConfigError: The file is missing, not text, not YAML, has a key twice, or exceeds a limit.
     """
     name = name or str(path)
     if path.is_dir():
@@ -29,7 +29,7 @@ def read_yaml(path: Path, name: str | None = None) -> Any:
         if path.stat().st_size > _MOST_BYTES:
             raise yaml.YAMLError(f"it is larger than {_MOST_BYTES:,} bytes")
         return parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a number like 0x_
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number like 0x_
         what = " ".join(str(error).replace(' in "<unicode string>",', " in").split())
         raise ConfigError(f"{name} cannot be read as YAML: {what[:300]}") from error
     except OSError as error:
@@ -37,12 +37,12 @@ def read_yaml(path: Path, name: str | None = None) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a text says; raise yaml.YAMLError for what this module refuses."""
+    """Return the parsed content of a text; raise yaml.YAMLError for rejected content."""
     return yaml.load(text, _Loader)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as the command line does (1e-3 is one), within limits, and each key once."""
+    """Loader with limits and unique keys, and the number syntax of the command line (1e-3)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (declared so by its base)
         letter: [r for r in resolvers if not r[0].endswith((":float", ":timestamp"))]
@@ -53,11 +53,11 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self._values, self._depth, self._deepest = 0, 0, 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
-        """Number of values in a node, itself included, and of levels below it."""
+        """Number of values in a node, including itself, and the number of levels below it."""
 
     @override
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Count the values and levels that a node has once its aliases are followed."""
+        """Count the values and levels of a node after its aliases are expanded."""
         event, before, outside = self.peek_event(), self._values, self._deepest
         self._depth += 1
         self._deepest = self._depth
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
             raise _refused(f"tag {event.tag!r} is not allowed", event)
         node = super().compose_node(parent, index)
-        assert node is not None  # only a node that is looked for inside another can be
+        assert node is not None  # None is only possible without a parent event
         if not isinstance(event, yaml.AliasEvent):
             self._values += 1
             self._sizes[node] = self._values - before, self._deepest - self._depth
@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
 
     @override
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse a mapping with the same key twice: YAML would silently keep the last one."""
+        """Raise YAMLError for a mapping with a repeated key, because YAML would keep the last."""
         node = super().compose_mapping_node(anchor)
         lines: dict[Any, int] = {}
         for key, _ in node.value:
@@ -122,10 +122,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_mapping(config: str) -> dict[str, Any]:
-    """Read a YAML file, which must be a mapping that gives no key twice.
+    """Read a YAML file that must contain a mapping with unique keys.
 
     Raises:
-        ConfigError: the file is missing or is something else.
+        ConfigError: The file is missing or has other content.
     """
     path = Path(bundled(config))
     if not path.exists():

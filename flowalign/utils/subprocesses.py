@@ -1,4 +1,4 @@
-"""Run commands side by side, each with its own log file."""
+"""Run commands in parallel, each with a separate log file."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclass(frozen=True)
 class CommandJob:
-    """Describes a command, and where its output goes."""
+    """Command with a name and the file for its output."""
 
     name: str
     command: Sequence[str]
@@ -26,17 +26,17 @@ class CommandJob:
 def run_all(
     jobs: Sequence[CommandJob], at_once: int, log: Callable[[str], None]
 ) -> list[CommandJob]:
-    """Run every job, `at_once` at a time, and return those that failed.
+    """Run every job, `at_once` at a time, and return the failed jobs.
 
-    On Ctrl-C, or SIGTERM, the running ones get a Ctrl-C of their own and are waited for. They end
-    with this process if it is killed.
+    On Ctrl-C or SIGTERM, running jobs get SIGINT, and this function waits for them. If this process
+    is killed, the jobs end with it.
 
     Raises:
-        KeyboardInterrupt: after all have stopped.
+        KeyboardInterrupt: Ctrl-C or SIGTERM was received; raised after all jobs have stopped.
     """
     waiting, failed = list(jobs), []
     running: dict[subprocess.Popen, tuple[CommandJob, float]] = {}
-    with sigterm_stops():  # so that no command outlives us
+    with sigterm_stops():  # so that no job outlives this process
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
@@ -54,7 +54,7 @@ def run_all(
 
 
 def _start(job: CommandJob) -> subprocess.Popen:
-    """Start a job in its own process group: the terminal's Ctrl-C reaches it through us alone."""
+    """Start a job in its own process group, so that Ctrl-C reaches it only through `_stop`."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
         return subprocess.Popen(
@@ -74,7 +74,7 @@ def _ending(job: CommandJob, code: int, seconds: float) -> str:
 
 
 def _stop(running: Iterable[subprocess.Popen], log: Callable[[str], None]) -> None:
-    """Ask jobs to stop; a second Ctrl-C asks again, which ends a run at once; a third kills."""
+    """Send SIGINT to jobs; a second Ctrl-C repeats it, which ends a run; a third kills them."""
     processes = [process for process in running if process.poll() is None]
     if processes:
         log(f"stopping {len(processes)} runs after the step in progress; they save what they have")

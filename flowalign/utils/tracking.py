@@ -1,4 +1,4 @@
-"""Record the metrics of a run: `metrics.jsonl` always; TensorBoard, wandb, trackio on request."""
+"""Record the metrics of a run in `metrics.jsonl`, and optionally TensorBoard, wandb or trackio."""
 
 import importlib
 import importlib.util
@@ -17,12 +17,12 @@ FILE = "metrics.jsonl"
 
 
 class Tracker:
-    """Writes the metrics of one run; only the main rank has one.
+    """Metrics writer of one run, used only by the main rank.
 
     A row is {"step", "seconds", **metrics}. `seconds` counts from the start of the run, without the
-    time between an interruption and its resumption. With `keep_until`, rows of that step and later
-    are dropped first: a run resumed there has each step exactly once. A number that is not finite
-    becomes null.
+    time between an interruption and the resumption. With `keep_until`, rows from that step on are
+    dropped first, so a run resumed there has each step exactly once. Non-finite numbers become
+    null.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Tracker:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run in the order written; none if nothing was logged.
+    """Return the rows of a run in the order of writing; [] without a log.
 
-    A last line that an interruption cut short is left out.
+    An incomplete last line is skipped.
 
     Raises:
-        ValueError: a line before the last is not a row.
+        ValueError: A line before the last is not valid JSON.
     """
     return _rows(folder / FILE)
 
@@ -86,10 +86,10 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Logs to wandb; data leave the machine only if WANDB_MODE=online is set.
+    """Sink for wandb; data leave the machine only if WANDB_MODE=online is set.
 
-    `wandb sync` uploads later. An offline run of wandb cannot be resumed, so every start is a run
-    of its own in the group of the folder.
+    `wandb sync` uploads later. wandb cannot resume an offline run, so every start is a new run in a
+    group named after the folder.
     """
 
     def __init__(self, folder: Path, keep_until: int | None):
@@ -109,13 +109,13 @@ class _WandB:
 
 
 class _Trackio:
-    """Logs to trackio's database on this machine, in the run's folder unless TRACKIO_DIR is set.
+    """Sink for trackio's local database, in the run's folder unless TRACKIO_DIR is set.
 
-    Steps that were logged stay there, so every start is a run of its own in the folder's project.
+    Logged steps cannot be removed, so every start is a new run in a project named after the folder.
     """
 
     def __init__(self, folder: Path, keep_until: int | None):
-        # trackio reads the variable when it is first imported
+        # Set before the import: trackio reads the variable when it is first imported.
         os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
         self._trackio = importlib.import_module("trackio")
         name = folder.resolve().name
@@ -143,7 +143,7 @@ def _require(name: str) -> None:
 
 
 def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
-    """Drop the rows from keep_until on; rewrite the file atomically and return the rest."""
+    """Drop the rows from step `keep_until` on; rewrite the file atomically, return the rest."""
     rows = [row for row in _rows(file) if keep_until is None or row["step"] < keep_until]
     if file.exists():
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))

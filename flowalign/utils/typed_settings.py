@@ -1,4 +1,4 @@
-"""Build an object from settings of YAML files and options; its fields are the schema."""
+"""Build a dataclass object from settings in YAML files and options, with its fields as schema."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def load_typed(kind: type[T], config: str, overrides: Sequence[str] = ()) -> tuple[T, str]:
-    """Build the dataclass object that one file describes, with overrides such as `--seed 3`.
+    """Build a dataclass object from one file, with overrides such as `--seed 3`.
 
     Returns the object and the resolved YAML.
 
     Raises:
-        ConfigError: In at most five lines, naming the key or value.
+        ConfigError: A setting is wrong; the message names it in at most five lines.
     """
     return build(kind, read_mapping(config), lambda _: config, join_values(overrides))
 
@@ -38,11 +38,11 @@ def build(
 ) -> tuple[T, str]:
     """Build a dataclass object from settings and options such as `--seed=3`.
 
-    `locate` returns the file to blame for the dotted key of a mistake. Returns the object and the
+    `locate` returns the file that contains a dotted key, for messages. Returns the object and the
     resolved YAML.
 
     Raises:
-        ConfigError: In at most five lines, naming the file and the key or value.
+        ConfigError: A setting is wrong; the message names its file and key in at most five lines.
     """
     parser = _build_parser(kind)
     try:
@@ -62,10 +62,10 @@ def build(
 
 
 def join_values(overrides: Sequence[str]) -> list[str]:
-    """Return `a.b=c` and `--a.b c` as `--a.b=c`, which no value of `c` can break.
+    """Return overrides `a.b=c` and `--a.b c` as `--a.b=c`, which is unambiguous for any value.
 
     Raises:
-        ConfigError: An option lacks its value. (The parser would name only its component.)
+        ConfigError: An option lacks its value. (The parser would only name its component.)
     """
     options: list[str] = []
     for part in overrides:
@@ -80,7 +80,7 @@ def join_values(overrides: Sequence[str]) -> list[str]:
 
 
 class _Parser(ArgumentParser):
-    """Parser without abbreviations, also in components, whose parsers are made of its class."""
+    """Parser without abbreviated options, also for components, which get the same parser class."""
 
     def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
@@ -95,9 +95,9 @@ def _build_parser(kind: type) -> ArgumentParser:
 
 
 def _parse(parser: ArgumentParser, values: Mapping[str, Any], options: Sequence[str]) -> Namespace:
-    """Parse settings and options; those that become null are set at the end.
+    """Parse settings and options; options with the value null are set at the end.
 
-    jsonargparse would read the null of a group inside a component as the text None.
+    Otherwise jsonargparse would parse a null group inside a component as the text "None".
     """
     file = ["--config", yaml.safe_dump(dict(values), sort_keys=False)]
     keys = [option.partition("=")[0].lstrip("-") for option in options]
@@ -110,7 +110,7 @@ def _parse(parser: ArgumentParser, values: Mapping[str, Any], options: Sequence[
     parsed = parser.parse_args([*file, *(option for option in options if option not in nulls)])
     for option, key in nulls.items():
         if not _set_null(parsed, key):
-            parser.parse_args([*file, option])  # raises an error that names what is unknown
+            parser.parse_args([*file, option])  # raises an error that names the unknown key
     return parsed
 
 
@@ -118,7 +118,7 @@ _NULLS = ("null", "~")
 
 
 def _set_null(settings: Namespace, key: str) -> bool:
-    """Set a parsed setting to null; return whether there can be one of this dotted key."""
+    """Set a parsed setting to null; return False if there is no setting with this dotted key."""
     *above, last = [name for name in key.split(".") if name != "init_args"]
     group: object = settings
     for name in above:
@@ -131,7 +131,7 @@ def _set_null(settings: Namespace, key: str) -> bool:
 
 
 def _open(value: object) -> dict[str, Any]:
-    """Return the settings of a group or the arguments of a component, which may be changed."""
+    """Return the mutable settings of a group, or the arguments of a component."""
     inner = vars(value) if isinstance(value, Namespace) else value
     if not isinstance(inner, dict):
         return {}

@@ -1,4 +1,4 @@
-"""Say what a machine computes with: versions of libraries, processors and accelerators."""
+"""Report the versions of libraries, and the processors and accelerators of a machine."""
 
 import importlib.metadata
 import os
@@ -28,11 +28,11 @@ LIBRARIES = (
     "wandb",
     "trackio",
 )
-"""Libraries that flowalign uses, by the names of their distributions."""
+"""Distribution names of the libraries that flowalign uses."""
 
 
 def versions() -> dict[str, str]:
-    """Return the version of Python and of each library, "not installed" where there is none."""
+    """Return the version of Python and of each library; "not installed" for missing ones."""
     found = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:

@@ -59,7 +59,7 @@ class TensorCache:
     ) -> dict[Key, str]:
         """Compute the missing rows; return the reason of each failure by key.
 
-        `compute` gets inputs with their missing keys, and puts the rows of these keys. Processes
+        `compute` gets inputs with their missing keys, and must put a row for each key. Processes
         that share a folder divide the missing inputs and wait for each other, so all of them must
         call this.
         """

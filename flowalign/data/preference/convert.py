@@ -33,7 +33,7 @@ def read_pairs(
 ) -> list[Pair]:
     """Read all usable pairs of a dataset; add the dropped rows to `report`.
 
-    Two media of a record are a pair if annotators preferred one of them, separately in each of
+    Two items of a record are a pair if annotators preferred one of them, separately in each of
     `dimensions`. Votes take precedence over ranks, and ranks over ratings. If `dimensions` is
     empty, all dimensions with votes or ranks are used, or all rated dimensions if there are none.
     Dropped are ties, identical media, pairs that contradict their scores, and repeated pairs.

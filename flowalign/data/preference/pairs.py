@@ -99,7 +99,7 @@ def samples_of(example: Example) -> tuple[Sample, ...]:
 
 
 def media_of(example: Example) -> list[Media]:
-    """Return the media of an example, two for a pair and one for a sample."""
+    """Return the media in an example: two for a pair, one for a sample."""
     return [sample.media for sample in samples_of(example)]
 
 

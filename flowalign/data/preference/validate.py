@@ -1,4 +1,4 @@
-"""Validate the media of pairs without decoding more than one frame."""
+"""Validate the images and videos of pairs, decoding at most one frame of each."""
 
 import hashlib
 import io
