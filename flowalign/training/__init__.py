@@ -1,7 +1,7 @@
-"""Update policies. Each kind of training is a folder with a recipe and a loop.
+"""Training of policies. Each kind of training is a folder with a recipe and a loop.
 
-A recipe is named in a run file and opens a loop; learner, references, averages, checkpoints,
-evaluation and checks are shared by all of them.
+A run file names a recipe, which opens a loop. All recipes share the learner, references, averages,
+checkpoints, evaluation and checks.
 """
 
 from flowalign.training.checkpoint import Checkpoints

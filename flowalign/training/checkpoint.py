@@ -1,13 +1,13 @@
-"""Write checkpoints to a temporary folder and rename it: they are complete or absent.
+"""Write checkpoints to a temporary folder and rename it, so that they are never incomplete.
 
 A resumed run continues bit for bit.
 
     step-000120/
-        pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` and ComfyUI take
-        adapter_model.safetensors          what PEFT takes, with adapter_config.json; exact
+        pytorch_lora_weights.safetensors   for `pipe.load_lora_weights` and ComfyUI
+        adapter_model.safetensors          for PEFT, with adapter_config.json; exact
         ema/                               the same files of the averaged weights
         state/training.safetensors         parameters, averages and optimizer moments in float32
-        state/sharded/                     these, where they are divided among processes
+        state/sharded/                     the same tensors, if they are sharded
         state/loop.json                    step, counters, costs
         config.yaml
         manifest.json                      size and SHA-256 of every file above
@@ -57,15 +57,15 @@ _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Configures when checkpoints are written and kept; the last step is always saved."""
+    """Schedule of checkpoints; the last step is always saved."""
 
     every: PositiveInt = 50
-    """Steps of the loop between two checkpoints."""
+    """Number of training steps between two checkpoints."""
     keep: NonNegativeInt = 3
-    """Number of newest checkpoints that are kept; 0 keeps all."""
+    """Number of newest checkpoints to keep. 0: all."""
     verify: Literal["never", "first_and_last", "always"] = "first_and_last"
-    """Which checkpoints are read back through the model's own pipeline, with a difference that must
-    be 0. first_and_last: the first one of the run and the final one."""
+    """Checkpoints to verify by loading them in the model's pipeline and comparing the outputs,
+    which must be equal. first_and_last: the first and the final one of the run."""
 
     def __post_init__(self) -> None:
         """Reject an `every` below 1 and a negative `keep`."""
@@ -76,7 +76,7 @@ class Checkpoints:
 
 
 def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
-    """Write the state after `step` steps; where weights are divided, all processes call this.
+    """Write the state after `step` steps; if weights are sharded, all processes must call this.
 
     Raises:
         OSError: The disk is full or not writable; earlier checkpoints are untouched.
@@ -93,7 +93,7 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
         if main:
             _write_counters(partial, step, learner, config, loop)
             _put_in_place(partial, final)
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # safetensors raises this for a full disk
         raise OSError(str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True) if main else None
@@ -102,14 +102,14 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
 
 def _write_weights(partial: Path, learner: Learner) -> None:
     if learner.is_sharded:
-        learner.processes.barrier()  # the folder is there
+        learner.processes.barrier()  # wait until the folder exists
     learner.policy.save_weights(str(partial))
     if learner.ema:
         with learner.averaged("ema"):
             learner.policy.save_weights(str(partial / "ema"))
     if learner.is_sharded:
         save_sharded(_tensors(learner), partial / "state" / FOLDER)
-        learner.processes.barrier()  # all have written
+        learner.processes.barrier()  # wait until all processes have written
     else:
         tensors = {n: t.cpu().contiguous().clone() for n, t in _tensors(learner).items()}
         save_file(tensors, partial / "state" / "training.safetensors")
@@ -125,10 +125,10 @@ def _write_counters(
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Write the folder to the disk, then rename it.
+    """Flush the folder to disk, then rename it.
 
-    A checkpoint of the same step stays until the new one has its name. Without the writes to the
-    disk, a power failure could leave the new name on empty files.
+    An existing checkpoint of the same step stays until the new one has its name. Without the flush,
+    a power failure could leave empty files under the new name.
     """
     sync_tree(partial)
     old = partial.with_suffix(".old")
@@ -146,12 +146,12 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def restore(folder: Path, learner: Learner) -> dict[str, Any]:
-    """Put back everything that `save` wrote, and return the loop's own state.
+    """Restore everything that `save` wrote, and return the state of the loop.
 
     Raises:
         ValueError: The checkpoint is damaged, or belongs to another model or recipe.
     """
-    if learner.processes.is_main:  # once, because every process reads the same files
+    if learner.processes.is_main:  # one check is enough, all processes read the same files
         check_complete(folder)
     loop = read_loop(folder)
     wanted = _tensors(learner)
@@ -170,23 +170,23 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
 
 
 def read_loop(folder: Path) -> dict[str, Any]:
-    """Return step, counters and the loop's own state of a checkpoint.
+    """Return step, counters and loop state of a checkpoint.
 
     Raises:
-        ValueError: A file is missing or cut short, or `state/loop.json` is damaged.
+        ValueError: A file is missing or truncated, or `state/loop.json` is damaged.
     """
     check_files(folder, digests=("state/loop.json",))
     return json.loads((folder / "state" / "loop.json").read_text())
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+    """Remove all except the newest `keep` checkpoints; 0 keeps all."""
     for old in list_by_step(root)[:-keep] if keep else []:
         shutil.rmtree(old)
 
 
 def _counters(learner: Learner) -> dict[str, Any]:
-    """Return what training counts, as JSON values; also of companions."""
+    """Return the counters of training as JSON values, including those of companions."""
     counters: dict[str, Any] = {name: getattr(learner, name) for name in _COUNTERS}
     counters["average_updates"] = {n: a.num_updates for n, a in learner.averages.items()}
     counters["scaler"] = learner.scaler.state_dict()
@@ -196,7 +196,7 @@ def _counters(learner: Learner) -> dict[str, Any]:
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return every tensor that training changes, by name; those of companions behind theirs."""
+    """Return every tensor that training changes, by name; companions' names are prefixed."""
     out = {f"parameter.{n}": p.detach() for n, p in learner.named.items()}
     for kind, kept in learner.averages.items():
         pairs = zip(learner.named, kept.average, strict=True)
@@ -210,7 +210,7 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _read(state: Path, learner: Learner) -> dict[str, Tensor]:
-    """Read the tensors, divided among processes as those of the learner are."""
+    """Read the tensors, sharded like those of the learner."""
     parameters = {n: p.detach() for n, p in learner.named.items()}
     if not (state / FOLDER).is_dir():
         with safe_open(state / "training.safetensors", "pt") as file:
@@ -219,13 +219,13 @@ def _read(state: Path, learner: Learner) -> dict[str, Tensor]:
     like = {}
     for name, (dtype, shape) in shapes(state / FOLDER).items():
         like[name] = parameters.get(_named(name), torch.empty(()))
-        if like[name].shape != shape:  # a counter of the optimizer, or of another model
+        if like[name].shape != shape:  # an optimizer counter, or a tensor of another model
             like[name] = torch.empty(shape, dtype=dtype)
     return read_sharded(state / FOLDER, like)
 
 
 def _named(name: str) -> str:
-    """Return the parameter that a tensor belongs to."""
+    """Return the name of the parameter that a tensor belongs to."""
     return name.partition(".")[2].partition(":")[0]
 
 

@@ -9,11 +9,11 @@ from flowalign.utils.files import digest_file
 MANIFEST = "manifest.json"
 """File of a checkpoint that lists its other files."""
 PREFIX = "step-"
-"""Beginning of the name of a checkpoint, before its number of steps."""
+"""Prefix of checkpoint names, before the number of steps."""
 
 
 def list_by_step(root: Path) -> list[Path]:
-    """Return all checkpoints, oldest first; folders with other names are left alone."""
+    """Return all checkpoints, oldest first; folders with other names are ignored."""
     steps = {f: f.name.removeprefix(PREFIX) for f in root.glob(f"{PREFIX}*")}
     return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
 
@@ -35,22 +35,22 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Compare every file with the manifest, by size and SHA-256.
+    """Compare the size and SHA-256 of every file with the manifest.
 
     Raises:
-        ValueError: A file is missing, cut short or has other content. The message names the newest
-            intact checkpoint of the run.
+        ValueError: A file is missing, truncated or modified. The message names the newest intact
+            checkpoint of the run.
     """
     check_files(folder, digests=None)
 
 
 def check_weights(folder: Path) -> None:
-    """Compare weights with the manifest of the checkpoint they belong to, if there is one.
+    """Compare weights with the manifest of their checkpoint, if there is one.
 
-    `folder` is a checkpoint, its `ema`, or a folder that no run wrote, which has no manifest.
+    `folder` is a checkpoint, its `ema` folder, or another folder without a manifest.
 
     Raises:
-        ValueError: A file of the checkpoint is missing, cut short or has other content.
+        ValueError: A file of the checkpoint is missing, truncated or modified.
     """
     for root in (folder, folder.parent):
         if (root / MANIFEST).is_file() and (root / "state").is_dir():
@@ -58,13 +58,16 @@ def check_weights(folder: Path) -> None:
 
 
 def check_files(folder: Path, digests: Collection[str] | None) -> None:
-    """Raise ValueError unless all sizes fit, and the digests of these files; None: of all."""
+    """Raise ValueError unless all sizes and the digests of the named files match.
+
+    `digests` None checks the digests of all files.
+    """
     if problem := _find_damage(folder, digests):
         raise ValueError(f"{problem}\n{_way_out(folder)}")
 
 
 def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
-    """Return what is wrong with a checkpoint, or an empty text."""
+    """Return a description of the damage of a checkpoint, or an empty string."""
     if not (folder / MANIFEST).is_file():
         return f"{folder} is no complete checkpoint: {MANIFEST} is missing"
     try:
@@ -86,7 +89,7 @@ def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
 
 
 def _way_out(folder: Path) -> str:
-    """Return the option that resumes from the run's newest intact checkpoint."""
+    """Return advice to resume from the run's newest intact checkpoint."""
     for other in reversed(list_by_step(folder / "checkpoints") or list_by_step(folder.parent)):
         if other != folder and not _find_damage(other, digests=None):
             return f"The newest intact checkpoint is {other}: give --resume {other}"

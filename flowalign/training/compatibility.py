@@ -1,4 +1,4 @@
-"""Check that requests, policy and rewards fit each other, before any weight is read."""
+"""Check that requests, policy and rewards fit each other, before any model is loaded."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,10 @@ from flowalign.types import InputSpec, Policy, Request, RewardModel, RewardSpec
 def check_requests(
     policy: Policy, rewards: Sequence[RewardModel], located: Iterable[tuple[str, Request]]
 ) -> None:
-    """Raise ValueError for the first request that policy or rewards cannot use, with its place."""
+    """Raise ValueError for the first request that is unsuitable for the policy or a reward.
+
+    The message names the file and line of the request.
+    """
     specs = [model.spec for model in rewards]
     for where, request in located:
         if problem := _problem(policy, specs, request):

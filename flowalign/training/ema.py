@@ -1,4 +1,4 @@
-"""Average the trained parameters over updates, with exponentially falling weights."""
+"""Exponential moving averages of the trained parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,15 +19,15 @@ from flowalign.types.ranges import (
 
 @dataclass(frozen=True, kw_only=True)
 class Ema:
-    """Configures averaged weights, which are evaluated and saved beside the live ones."""
+    """Settings of averaged weights, which are evaluated and saved with the current weights."""
 
     decay: Decay = 0.9
     """Decay of the average, in [0, 1). Default: 0.9, as in Flow-GRPO's code."""
     every: PositiveInt = 1
-    """Optimizer updates between two averagings. Flow-GRPO's code: 8."""
+    """Number of optimizer updates between two averagings. Flow-GRPO's code: 8."""
 
     def __post_init__(self) -> None:
-        """Reject settings that average nothing, before weights are read."""
+        """Reject a decay outside [0, 1), and an `every` below 1."""
         if not 0 <= self.decay < 1 or self.every < 1:
             raise ValueError(
                 f"ema.decay {self.decay}, every {self.every}: need 0 <= decay < 1, every >= 1"
@@ -36,24 +36,24 @@ class Ema:
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """Raises the decay of an average linearly: `start` up to averaging `flat`, then a ramp.
+    """Schedule of an average's decay: constant for `flat` averagings, then a linear ramp.
 
     The decay of averaging n, counted from 1, is `start` if n <= flat, else min(start + (n - flat)
-    slope, highest). The three schedules of DiffusionNFT's code, arXiv:2509.16117, are a copy,
-    decay 0; slope .001 to .5; and flat 75, slope .0075 to .999.
+    slope, highest). The schedules in DiffusionNFT's code, arXiv:2509.16117, are: decay 0 (a copy);
+    slope 0.001 up to 0.5; flat 75 and slope 0.0075 up to 0.999.
     """
 
     start: UnitInterval = 0.0
-    """Decay up to averaging `flat`; 0 copies the policy, 1 keeps the average as it is."""
+    """Decay during the first `flat` averagings. 0: copies the policy. 1: keeps the average."""
     flat: NonNegativeInt = 0
     """Number of averagings before the ramp."""
     slope: NonNegativeFloat = 0.0
-    """Rise of the decay per averaging after these."""
+    """Increase of the decay per averaging on the ramp."""
     highest: Decay
-    """Upper bound of the decay after these, in [0, 1)."""
+    """Upper bound of the decay on the ramp, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        """Reject decays outside [0, 1] and a ramp that falls."""
+        """Reject decays outside [0, 1], and a negative slope."""
         if not (0 <= self.start <= 1 and 0 <= self.highest < 1 and self.slope >= 0):
             raise ValueError(
                 f"decay: start {self.start}, slope {self.slope}, highest {self.highest}; "
@@ -68,12 +68,12 @@ class Ramp:
 
 
 class EMA:
-    """Updates average <- decay * average + (1 - decay) * parameters.
+    """Moving average: average <- decay * average + (1 - decay) * parameters.
 
-    It does so every `every` optimizer steps or, per step, after each step of the loop. A number is
-    the largest decay: it starts lower, at min(decay, (1 + n) / (10 + n)) after n averagings, so
-    that the start does not drown the first updates. A function gives the decay of averaging n,
-    counted from 1, itself.
+    It is updated every `every` optimizer updates or, with `per` step, after each training step. If
+    `decay` is a number, the decay after n averagings is min(decay, (1 + n) / (10 + n)), so that the
+    initial weights do not dominate. If `decay` is a function, it returns the decay of averaging n,
+    counted from 1.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class EMA:
         self.num_updates = 0
 
     def update(self, optimizer_step: int) -> None:
-        """Include the parameters after an optimizer step, if it is the turn of one."""
+        """Include the parameters after every `every` optimizer updates, if `per` is update."""
         if self.per == "update" and optimizer_step % self.every == 0:
             self._include()
 
     def end_step(self) -> None:
-        """Include the parameters after a step of the loop, if these count."""
+        """Include the parameters after a training step, if `per` is step."""
         if self.per == "step":
             self._include()
 
@@ -110,13 +110,13 @@ class EMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the average to the parameters, as at its start."""
+        """Reset the average to the current parameters."""
         for own, p in zip(self.average, self.parameters, strict=True):
             own.copy_(p)
 
     @torch.no_grad()
     def move(self, places: Sequence[Tensor]) -> None:
-        """Keep the average in these tensors from now on."""
+        """Store the average in the tensors `places` from now on."""
         for place, value in zip(places, self.average, strict=True):
             place.copy_(value)
         self.average = list(places)

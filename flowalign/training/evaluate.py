@@ -1,4 +1,4 @@
-"""Evaluate every reward on held-out prompts with fixed seeds, by the deterministic sampler."""
+"""Evaluate every reward on held-out prompts with fixed seeds and the deterministic sampler."""
 
 import json
 from collections.abc import Mapping
@@ -32,32 +32,35 @@ SOURCES = "sources"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Configures the evaluation before the first step, after the last, and every `every` steps."""
+    """Settings of evaluations, which run before the first, after the last and every `every` steps.
+
+    They use the deterministic sampler.
+    """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Prompts file of each split, by the name of the split."""
+    """Paths of the prompt files, by name of the split."""
     num_prompts: PositiveInt = 512
-    """Number of samples, divided evenly over the splits; prompts repeat with other seeds to fill it
-    up."""
+    """Number of samples, divided evenly among the splits. Prompts repeat with other seeds if there
+    are too few."""
     num_steps: DenoisingSteps = 40
-    """Denoising steps. Default: 40, as Flow-GRPO evaluates."""
+    """Number of denoising steps. Default: 40, as in Flow-GRPO's evaluation."""
     every: NonNegativeInt = 0
-    """Steps of the loop between evaluations; 0 evaluates before the first step and after the last
-    only."""
+    """Number of training steps between evaluations. 0: only before the first and after the last
+    step."""
     seed: Seed = 1234
-    """Seed of the initial noises, independent of the run's."""
+    """Seed of the initial noises, independent of the run's seed."""
     micro_batch: PositiveInt = 64
-    """Samples per network call, decode and reward call."""
+    """Number of samples per network call, decode and reward call."""
     reward_guidance: RewardGuidance | None = None
-    """Push of the sampler up the gradient of a reward of noisy latents, such as
-    `flowalign.sampling.FlowNRG`; `flowalign sample` has it, too. Null: none."""
+    """Guidance of the sampler by the gradient of a latent reward, such as
+    `flowalign.sampling.FlowNRG`. `flowalign sample` also uses it. Null: none."""
     grid: PositiveInt = 24
-    """Number of samples in the grid that is written with each evaluation."""
+    """Number of samples in the grid image of each evaluation."""
     bounds: SampleBounds | None = field(default_factory=SampleBounds)
-    """What diversity and sharpness may become before the run warns. Null: anything."""
+    """Bounds of diversity and sharpness outside which the run warns. Null: no warnings."""
 
     def __post_init__(self) -> None:
-        """Reject an evaluation of nothing."""
+        """Reject an evaluation without prompts, and settings outside their ranges."""
         if not self.prompts:
             raise ValueError(
                 "evaluation.prompts names no split; give at least one, or evaluation: null"
@@ -70,7 +73,7 @@ class Evaluation:
             )
 
     def items(self) -> list[tuple[str, Request]]:
-        """Return (split, request) of every sample.
+        """Return the split and request of every sample.
 
         Raises:
             ValueError: A prompts file is missing or empty.
@@ -82,19 +85,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SampleScores:
-    """Holds the scores of every evaluated sample, those in no picture too."""
+    """Scores of all evaluated samples, including those outside the grid."""
 
     dims: tuple[str, ...]
-    """Names of the R dimensions."""
+    """Names of the R reward dimensions."""
     items: list[tuple[str, Request]]
     """Split and request of each sample."""
     values: Float[Tensor, "n R"]
-    """Scores of each sample; NaN where one failed."""
+    """Scores of each sample; NaN if a reward failed."""
     shown: list[int]
-    """Rows of the samples in the grid, in its order."""
+    """Rows of the samples in the grid, in grid order."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return a mapping that JSON can hold; a failed score is null."""
+        """Return a JSON-compatible mapping; failed scores are None."""
         samples = [
             {"split": split, "prompt": request.prompt}
             | ({"request": request.key} if request.references else {})
@@ -106,18 +109,18 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Holds the metrics of an evaluation, and the samples of its grid."""
+    """Metrics of an evaluation, and the samples of its grid."""
 
     metrics: dict[str, float]
-    """Mean of each reward dimension, per split and in all, the diversity and the sharpness."""
+    """Mean of each reward dimension, per split and overall, the diversity and the sharpness."""
     grid: Float[Tensor, "n F 3 H W"]
-    """Media of the grid; clips are reduced to the size that a page shows."""
+    """Images or videos of the grid; videos are reduced to the size shown in reports."""
     grid_requests: list[Request]
     """Request of each sample of the grid."""
     fps: float | None = None
-    """Frames per second of clips; None for pictures, which keep their size."""
+    """Frames per second of videos; None for images, which keep their size."""
     scores: SampleScores | None = None
-    """Scores of all samples; None where nothing scored them."""
+    """Scores of all samples; None without rewards."""
 
 
 def evaluate(
@@ -129,8 +132,9 @@ def evaluate(
 ) -> EvaluationResult:
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
-    The metrics are the mean of each dimension, per split and in all, the diversity of samples of
-    one request, and the sharpness: the variance of the Laplacian of a frame, averaged over all.
+    The metrics are the mean of each reward dimension, per split and overall, the diversity of
+    samples of the same request, and the sharpness. Sharpness is the variance of the Laplacian of a
+    frame, averaged over all samples.
     """
     items = cfg.items()
     local = list(processes.share(range(len(items))))
@@ -168,8 +172,8 @@ def evaluate(
 def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> float:
     """Return the root-mean-square distance per latent element between samples of one request.
 
-    It is averaged over all pairs, and NaN if no request has two samples. It falls when a policy
-    collapses onto few pictures.
+    It is averaged over all pairs, and NaN if no request has two samples. It falls if the policy
+    suffers from mode collapse.
     """
     flat, distances = latents.flatten(1).float(), []
     rows: dict[Request, list[int]] = {}
@@ -183,9 +187,9 @@ def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> f
 def save_grid(folder: Path, step: int, evaluated: EvaluationResult) -> None:
     """Write `samples/step-NNNNNN.png` and add it to `samples/index.json`.
 
-    For clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
-    `samples/step-NNNNNN.json` holds the scores of all evaluated samples, `samples/sources/` the
-    sources of those in the grid.
+    For videos, the image shows a film strip of each, and `samples/step-NNNNNN/` holds animations.
+    `samples/step-NNNNNN.json` holds the scores of all evaluated samples. `samples/sources/` holds
+    the source images of the samples in the grid.
     """
     samples, name = folder / "samples", f"step-{step:06d}"
     index = samples / "index.json"
@@ -225,6 +229,6 @@ def _means(
 
 
 def _spread_over_splits(items: list[tuple[str, Request]], count: int) -> list[int]:
-    """Return evenly spaced indices, so that every split and kind of prompt shows."""
+    """Return `count` evenly spaced indices, which cover all splits and kinds of prompts."""
     count = min(count, len(items))
     return [round(i * (len(items) - 1) / max(count - 1, 1)) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Update the weights of a policy: parameters, optimizer, averages, and guards around an update."""
+"""Update the weights of a policy: parameters, optimizer, averages, and checks of each update."""
 
 import math
 from collections.abc import Iterator
@@ -27,22 +27,22 @@ from flowalign.types.ranges import (
 
 
 class TrainingFailure(RuntimeError):
-    """Signals that training cannot go on, or that a check found it to be meaningless."""
+    """Error that stops training: it cannot continue, or an automatic check failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Configures AdamW, its learning rate over time, and the treatment of bad gradients.
+    """Settings of AdamW, its learning rate schedule, and the handling of bad gradients.
 
-    The defaults of learning rate, weight decay, betas, eps and max_grad_norm are those of
-    Flow-GRPO's code.
+    The defaults of learning rate, weight decay, betas, eps and max_grad_norm follow Flow-GRPO's
+    code.
     """
 
     kind: OptimizerKind = "adamw"
-    """adamw: that of torch. adamw_8bit: moments in 8 bits, of bitsandbytes, arXiv:2110.02861.
-    adamw_offloaded: moments in main memory; updates are those of adamw."""
+    """Implementation of AdamW. adamw: torch's. adamw_8bit: 8-bit moments from bitsandbytes,
+    arXiv:2110.02861. adamw_offloaded: moments in main memory, with the same updates as adamw."""
     learning_rate: Annotated[float, Range(above=0, most=1)] = 3e-4
-    """Largest learning rate, above 0."""
+    """Peak learning rate, above 0."""
     weight_decay: UnitInterval = 1e-4
     """Decoupled weight decay of AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -50,21 +50,22 @@ class Optimizer:
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     """Constant added to the denominator of AdamW."""
     warmup: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises linearly from 0; 0: none."""
+    """Number of optimizer updates over which the learning rate rises linearly from 0. 0: none."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Form in which the learning rate falls to 0 at the end of the run; constant: it does not."""
+    """Schedule by which the learning rate falls to 0 at the end of the run. constant: no decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Norm of the whole gradient, summed over ranks, above which it is scaled down."""
+    """Largest norm of the whole gradient, summed over ranks; larger gradients are scaled down."""
     max_skipped: NonNegativeInt = 10
-    """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
+    """Number of consecutive updates that may be skipped for a non-finite gradient before the run
+    stops."""
 
     def __post_init__(self) -> None:
-        """Reject settings that cannot train, and an optimizer that is not installed."""
+        """Reject settings outside their ranges, and an optimizer that is not installed."""
         check_kind(self.kind, divided=False)
         require_ranges(self, "optimizer")
 
     def rate(self, update: int, total: int) -> float:
-        """Return the learning rate of the update with this index, of `total`."""
+        """Return the learning rate of the update with index `update`, of `total` updates."""
         rise = min(1.0, (update + 1) / self.warmup) if self.warmup else 1.0
         left = max(0.0, 1 - update / max(total, 1))
         fall = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
@@ -72,10 +73,11 @@ class Optimizer:
 
 
 class Learner:
-    """Updates the weights of a policy, and owns what a checkpoint restores of it.
+    """Trained parameters of a policy, with their optimizer and averages.
 
-    Other parameters may be trained beside the policy's, such as further adapters of its network:
-    `companions`, each a learner with an optimizer, averages and skipped updates of its own.
+    A checkpoint stores the state of the learner. Further parameters, such as other adapters of the
+    network, are trained by `companions`. Each companion is a learner with a separate optimizer,
+    averages and skipped updates.
     """
 
     def __init__(
@@ -90,9 +92,9 @@ class Learner:
         self.policy, self.cfg, self.processes = policy, cfg, processes
         self.total_updates, self.weights = total_updates, weights
         self.fields: dict[str, VelocityField] = {}
-        """What the policy is compared with or learns from, by name; nothing here is trained."""
+        """Untrained velocity fields, such as references and teachers, by name."""
         self.companions: dict[str, Learner] = {}
-        """Learners of other parameters, by name."""
+        """Learners of further parameters, by name."""
         if weights is None:
             self.fields["reference"] = reference_for(policy)
             own = policy.denoiser.named_parameters()
@@ -113,7 +115,7 @@ class Learner:
         self.scaler = torch.amp.GradScaler(
             processes.device.type, enabled=policy.precision == "fp16"
         )
-        # GradScaler sets itself up in its first scale(); a rank may have no loss to scale at first.
+        # GradScaler is initialised by its first scale(), and a rank may have no loss at first.
         self.scaler.scale(torch.zeros(1, device=processes.device))
         self.num_updates = 0
         self.num_skipped = 0
@@ -121,29 +123,29 @@ class Learner:
 
     @property
     def reference(self) -> VelocityField:
-        """Return the field that the policy is compared with."""
+        """Return the velocity field of the reference."""
         return self.fields["reference"]
 
     @property
     def ema(self) -> EMA | None:
-        """Return the average that is evaluated and saved beside the live weights, or None."""
+        """Return the average that is evaluated and saved with the current weights, or None."""
         return self.averages.get("ema")
 
     @property
     def field(self) -> VelocityField:
-        """Return the field of the weights of the network that this learner trains."""
+        """Return the velocity field of the weights that this learner trains."""
         assert self.weights is None or isinstance(self.weights, TrainedWeights)
         return self.policy if self.weights is None else self.weights
 
     def add_companion(
         self, name: str, cfg: Optimizer, total_updates: int, weights: TrainedSet | None = None
     ) -> "Learner":
-        """Train other parameters beside these, and return their learner; None copies these.
+        """Add and return a learner of further parameters; `weights` None copies the policy's.
 
-        Add it before a checkpoint is restored, and a copy before the policy is trained.
+        Call it before a checkpoint is restored and, for a copy, before the policy is trained.
 
         Raises:
-            ValueError: The parameters of the policy are divided among processes.
+            ValueError: The parameters of the policy are sharded.
         """
         if self.is_sharded:
             raise ValueError(
@@ -156,12 +158,15 @@ class Learner:
         return found
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient."""
+        """Accumulate the gradient of a loss."""
         with self.weights.active() if self.weights else nullcontext():
             self.scaler.scale(self.processes.before_backward(loss)).backward()
 
     def step(self) -> dict[str, float]:
-        """Sum gradients over ranks, clip them and update; skip the update if one is not finite."""
+        """Sum gradients over ranks, clip them and update the weights; return the metrics.
+
+        The update is skipped if a gradient is not finite.
+        """
         self.processes.sum_gradients(self.parameters)
         rate = self.cfg.rate(self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -191,7 +196,7 @@ class Learner:
     def averaged(self, name: str) -> Iterator[None]:
         """Set the parameters to an average inside the context, and restore them afterwards.
 
-        Processes that share trained parameters do so together, as each needs the others' parts.
+        If trained parameters are sharded, all processes must call this together.
         """
         wait = self.processes.barrier if self.is_sharded else nullcontext
         wait()
@@ -200,7 +205,7 @@ class Learner:
             wait()
 
     def end_step(self) -> None:
-        """Update the averages that follow the steps of the loop, after the updates of one."""
+        """Update the averages with `per` step, after the updates of a training step."""
         for average in self.averages.values():
             average.end_step()
 
@@ -215,19 +220,19 @@ class Learner:
             )
 
     def snapshot(self) -> Iterator[tuple[str, Tensor]]:
-        """Copy this process's part of every trained parameter, by name."""
+        """Return copies of this process's part of every trained parameter, by name."""
         return ((name, local_part(p.detach()).clone()) for name, p in self.named.items())
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether trained parameters are divided among processes."""
+        """Return whether trained parameters are sharded."""
         return any(isinstance(p, DTensor) for p in self.parameters)
 
     def gradient_size(self, loss: Tensor | None) -> float:
-        """Return the sum of absolute values of a loss's gradient, and leave no gradient behind.
+        """Return the sum of absolute values of a loss's gradient, and clear the gradient.
 
-        None takes part in what others compute. Of whole parameters it is that of this process, of
-        sharded ones that of all.
+        A process without a loss passes None. The sum covers this process, or all processes if
+        parameters are sharded.
         """
         if not self.is_sharded:
             if loss is None or not loss.requires_grad:

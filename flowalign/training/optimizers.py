@@ -1,4 +1,4 @@
-"""Build AdamW by name: that of torch, with moments in 8 bits, or with moments in main memory."""
+"""Build AdamW by name: torch's, with 8-bit moments, or with moments in main memory."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
@@ -11,13 +11,15 @@ from torch.optim.adamw import adamw
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_offloaded"]
 
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "adamw_offloaded": 0.0}
-"""Bytes of both moments of a parameter on its device; in 8 bits with scales of blocks of 256."""
+"""Device memory of both moments per parameter, in bytes; 8-bit moments have one scale per 256
+values."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """Updates as `torch.optim.AdamW` does, with moments that wait in main memory.
+    """AdamW with moments in main memory.
 
-    They come to the device for one parameter at a time, so results are those of AdamW to the bit.
+    Moments are moved to the device for one parameter at a time. Results equal those of
+    `torch.optim.AdamW` bit for bit.
     """
 
     def __init__(
@@ -67,10 +69,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 
 def check_kind(kind: OptimizerKind, divided: bool) -> None:
-    """Refuse an optimizer that cannot update these parameters.
+    """Check that an optimizer is installed and supports the parameters.
 
     Raises:
-        ValueError: Its package is missing, or the parameters are divided among processes.
+        ValueError: Its package is missing, or it does not support sharded parameters.
     """
     if kind == "adamw_8bit" and not find_spec("bitsandbytes"):
         raise ValueError(
@@ -86,7 +88,7 @@ def check_kind(kind: OptimizerKind, divided: bool) -> None:
 def new_optimizer(
     kind: OptimizerKind, parameters: Iterable[nn.Parameter], **settings: Any
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of this kind with settings of `torch.optim.AdamW`."""
+    """Return an optimizer of the given kind; `settings` are those of `torch.optim.AdamW`."""
     if kind == "adamw":
         return torch.optim.AdamW(parameters, **settings)
     if kind == "adamw_offloaded":
@@ -97,16 +99,16 @@ def new_optimizer(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:
-    """Return what an optimizer keeps of a parameter, by name; integers become tensors."""
+    """Return the optimizer state of a parameter, by name; integers become tensors."""
     kept = optimizer.state.get(p, {})
     return {name: torch.as_tensor(value).detach() for name, value in kept.items()}
 
 
 def check_moments(kind: OptimizerKind, names: Collection[str]) -> None:
-    """Refuse moments, by the names of a checkpoint's tensors, that another kind has kept.
+    """Check that the moments in a checkpoint, given by tensor names, fit the optimizer.
 
     Raises:
-        ValueError: One has them in 8 bits and the other has not.
+        ValueError: Either the checkpoint or the optimizer has 8-bit moments, but not both.
     """
     found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
     if found and ("state1" in found) != (kind == "adamw_8bit"):
@@ -117,7 +119,7 @@ def check_moments(kind: OptimizerKind, names: Collection[str]) -> None:
 
 
 def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Give an optimizer what `state_tensors` returned, by the number of the parameter."""
+    """Restore the results of `state_tensors`, keyed by the index of the parameter."""
     plain = {
         number: {name: _plain(value) for name, value in kept.items()}
         for number, kept in state.items()

@@ -1,4 +1,4 @@
-"""Define the interface of a kind of training: a recipe, which opens the loop of a run."""
+"""Define the interface of recipes, which configure a kind of training and open its loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,37 +12,38 @@ from flowalign.training.learner import Learner, Optimizer
 from flowalign.types import ModelPlan, Policy, PromptConditioning
 
 Log = Callable[[str], None]
-"""Shows a person one message."""
+"""Function that shows a message to the user."""
 Stage = Literal["always", "encoding", "sampling", "updating", "verifying", "main"]
-"""Stage of a run in which memory is taken. "always": throughout. "main": main memory, not the
-device."""
+"""Stage of a run in which memory is used. always: in all stages. main: main memory instead of
+device memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Holds what a recipe needs to know of the run file that it stands in."""
+    """Parts of the run file that a recipe depends on."""
 
     policy: Policy
-    """Model that is trained."""
+    """Model to train."""
     rewards: Rewards
     """Reward models with their weights."""
     num_steps: int
-    """Steps of the loop in the whole run."""
+    """Number of training steps of the run."""
     seed: int = 0
     """Seed of every random draw of the run."""
     evaluates: bool = False
-    """Whether the run evaluates at all."""
+    """Whether the run has evaluations."""
     evaluate_every: int = 0
-    """Steps between evaluations; 0 evaluates before the first step and after the last only."""
+    """Number of training steps between evaluations. 0: only before the first and after the last
+    step."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """Optimizer of the policy."""
     has_ema: bool = False
     """Whether the run keeps averaged weights."""
     conditioning: PromptConditioning | None = None
-    """Words that the policy is asked with. None: it is asked by prompts alone."""
+    """Conditioning added to the prompts. None: plain prompts."""
 
     def check_conditioning(self) -> None:
-        """Raise ValueError for words of dimensions that no reward of the run gives."""
+        """Raise ValueError if the conditioning uses dimensions without a reward."""
         if self.conditioning:
             weights = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
             self.conditioning.check(self.policy, dict(weights))
@@ -50,105 +51,109 @@ class RunContext:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Estimates the memory that one purpose takes on one process."""
+    """Estimated memory for one purpose on one process."""
 
     name: str
-    """Purpose, as the plan names it."""
+    """Purpose, as shown in the plan."""
     num_bytes: int
-    """Bytes at the peak."""
+    """Peak size in bytes."""
     stage: Stage = "always"
-    """Stage of the run in which the memory is taken."""
+    """Stage of the run in which the memory is used."""
     savings: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that each setting alone would save, by setting: "recipe.micro_batch: 1"."""
+    """Bytes that a single change of setting would save, by setting: "recipe.micro_batch: 1"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipePlan:
-    """Describes what one step of a recipe does and takes, known before any weight is read."""
+    """Cost of one step of a recipe, computed before any model is loaded."""
 
     rows: Mapping[str, str]
     """Rows of the plan table."""
     parts: Sequence[MemoryPart] = ()
-    """Parts of the memory that a step takes."""
+    """Parts of the memory of a step."""
     evaluations_per_example: int = 1
-    """Network evaluations with gradient for one element of a micro-batch."""
+    """Number of network evaluations with gradient per element of a micro-batch."""
     decode_batches: Mapping[str, int] = field(default_factory=dict)
-    """Settings that bound how many samples are decoded at once, and their values."""
+    """Settings that limit the number of samples per decode, with their values."""
     weight_copies: int = 0
-    """Copies of the trained weights that are kept beside optimizer and average."""
+    """Number of copies of the trained weights in addition to optimizer and average."""
 
 
 class Loop(ABC):
-    """Started training. Evaluation, checkpoints and logs are the caller's."""
+    """Training loop of a run; its caller evaluates, saves checkpoints and writes logs."""
 
     @abstractmethod
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        """Make these steps, yielding the metrics of each."""
+        """Make the given steps, and yield the metrics of each step."""
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics that only this kind of training has; by default none.
+        """Return recipe-specific evaluation metrics; empty by default.
 
-        The rewards of held-out prompts are measured elsewhere.
+        The rewards of held-out prompts are evaluated separately.
         """
         return {}
 
     def draw(self) -> float:
-        """Write figures of the last step, if any. Returns the seconds spent."""
+        """Write the figures of the last step, if any, and return the seconds spent."""
         return 0.0
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for this loop, as JSON values."""
+        """Return the loop's state for a checkpoint, as JSON values."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most draws follow the seed)
-        """Restore the values of `state`. Called before `run`."""
+        """Restore the state of a checkpoint; called before `run`."""
 
 
 class Recipe(ABC):
-    """Configures one kind of training: the component `recipe` of a run file."""
+    """Configuration of one kind of training: the component `recipe` of a run file."""
 
     micro_batch: int
-    """Elements of one forward and backward pass."""
+    """Number of elements per forward and backward pass."""
     on_failed_reward: OnFailure
-    """Whether a reward that could not be computed ends the run, or drops samples."""
+    """Action after a failed reward: end the run, or drop samples."""
 
     @property
     def open_files(self) -> Sequence[str]:
-        """Return the files of the run directory that `open` writes, and goes on with if killed."""
+        """Return the files of the run directory that `open` writes and can resume from."""
         return ()
 
     @property
     @abstractmethod
     def prompt_files(self) -> Sequence[str]:
-        """Return the files whose prompts are sampled for training."""
+        """Return the paths of the prompt files for training."""
 
     @property
     def updates(self) -> int:
-        """Return the number of optimizer updates of one step of the loop."""
+        """Return the number of optimizer updates per training step."""
         return 1
 
     @property
     @abstractmethod
     def examples_per_step(self) -> int:
-        """Return the trajectories, pairs or samples of a step at most, over all processes."""
+        """Return the largest number of trajectories, pairs or samples per step.
+
+        It counts all processes.
+        """
 
     @property
     def sampler(self) -> tuple[int, int] | None:
-        """Return denoising steps and samples per network call of training.
+        """Return the number of denoising steps, and of samples per network call.
 
-        None if this kind of training samples nothing.
+        None if the recipe does not sample.
         """
         return None
 
     @abstractmethod
     def check(self, run: RunContext) -> None:
-        """Raise ValueError for settings that no run can use, before any weight is read."""
+        """Raise ValueError for invalid settings, before any model is loaded."""
 
     def check_context(self) -> None:
-        """Check that processes may compute the samples of this recipe together.
+        """Check that the recipe supports context parallelism.
 
         Raises:
-            ValueError: `sharding.context_degree` was not tested with it, or it needs whole tokens.
+            ValueError: The recipe is not tested with `sharding.context_degree`, or needs all tokens
+                on one process.
         """
         raise ValueError(
             f"sharding.context_degree was not tested with the recipe {type(self).__name__}; "
@@ -157,27 +162,27 @@ class Recipe(ABC):
 
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        """Return what a step on `world` processes does and takes.
+        """Return the cost of a step on `world` processes.
 
         Raises:
-            ValueError: That many processes, or this model, cannot run the recipe.
+            ValueError: The recipe does not fit the number of processes or the model.
         """
 
     @abstractmethod
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        """Prepare everything that the first step needs, with the weights loaded.
+        """Return the loop, ready for its first step; the models are already loaded.
 
         `folder` is the run directory.
 
         Raises:
-            ValueError: The data of this recipe cannot be trained on.
+            ValueError: The data cannot be used for training.
         """
 
 
 def check_prompts_per_step(key: str, prompts_per_step: int, world: int) -> None:
-    """Raise ValueError if a step has too few prompts for each process to sample one.
+    """Raise ValueError if a step has fewer prompts than processes.
 
-    `key` names the settings in run files.
+    `key` is the key of the settings in run files.
     """
     if prompts_per_step < world:
         raise ValueError(
@@ -194,6 +199,6 @@ def samples_row(prompts_per_step: int, samples_per_prompt: int) -> dict[str, str
 def evaluations_row(
     counts: Mapping[str, int | float], name: str = "network evaluations per step"
 ) -> dict[str, str]:
-    """Return the row of the plan table about network evaluations, given them by purpose."""
+    """Return the row of the plan table about network evaluations, from counts by purpose."""
     shown = {k: f"{n:g}" if isinstance(n, float) else f"{n}" for k, n in counts.items() if n}
     return {name: " + ".join(f"{count} {purpose}" for purpose, count in shown.items())}

@@ -1,4 +1,4 @@
-"""Provide the velocity fields that a policy is compared with: itself before training, or others."""
+"""Velocity fields that a policy is compared with, such as the initial model."""
 
 import copy
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from flowalign.utils.adapters import adapters_of, adapters_off
 
 
 class AdapterOff(VelocityField):
-    """Uses the policy's own weights with LoRA adapters switched off: no copy in memory."""
+    """Policy with its LoRA adapters disabled, which needs no copy of the weights."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -27,7 +27,7 @@ class AdapterOff(VelocityField):
 
 
 class FrozenCopy(VelocityField):
-    """Copies the denoiser as it is now, for full fine-tuning."""
+    """Frozen copy of the current denoiser, for full fine-tuning."""
 
     def __init__(self, policy: Policy):
         self.policy = copy.copy(policy)
@@ -43,18 +43,18 @@ class FrozenCopy(VelocityField):
 
 
 class WeightOverride(VelocityField):
-    """Evaluates the policy with other values of its trained parameters, and restores them at once.
+    """Policy evaluated with the weights of an average, which are written in place temporarily.
 
-    Evaluate it before the policy: values written in place are no longer those of the policy's
-    autograd graph. Where trained parameters are divided among processes, another process may gather
-    them meanwhile: there the average becomes the parameters of a network of its own.
+    Evaluate it before the policy, because in-place writes invalidate the policy's autograd graph.
+    If trained parameters are sharded, another process may gather them at the same time. The average
+    then has a separate network instead.
     """
 
     def __init__(self, policy: Policy, weights: EMA):
         self.policy, self.weights = policy, weights
         frozen_copy = policy.network.frozen_copy if policy.network else None
         self.exchanges = frozen_copy is None
-        """Whether the policy's network evaluates; else the average's own does."""
+        """Whether the weights are swapped in the policy's network instead of a separate one."""
         if frozen_copy is not None:
             self.policy = copy.copy(policy)
             self.policy.denoiser = frozen_copy()
@@ -62,18 +62,16 @@ class WeightOverride(VelocityField):
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """Return dx / dsigma under the other values."""
+        """Return dx / dsigma with the average's weights."""
         with self.weights.applied() if self.exchanges else nullcontext():
             return self.policy.velocity(x, sigma, cond)
 
 
 class Guided(VelocityField):
-    """Evaluates the weights of another field, or of the policy, with guidance of its own scale.
-
-    The guidance is classifier-free, and nothing gets a gradient.
+    """Another velocity field with classifier-free guidance at a given scale, without gradient.
 
     Raises:
-        ValueError: The policy has no guidance, or cannot encode the empty prompt alone.
+        ValueError: The policy has no guidance, or cannot encode only the empty prompt.
     """
 
     def __init__(self, field: VelocityField, guidance: float):
@@ -83,7 +81,7 @@ class Guided(VelocityField):
         policy.guidance, policy.evaluations_per_velocity = guidance, 2
         guided = plain.evaluations_per_velocity > 1
         self.empty: dict[str, Tensor] = {}
-        if not (guided and plain.input_spec.references[1]):  # which only requests have
+        if not (guided and plain.input_spec.references[1]):  # references come with requests
             self.empty = _unconditional(_without_guidance(plain) if guided else plain, policy)
 
     @torch.no_grad()
@@ -94,7 +92,7 @@ class Guided(VelocityField):
 
 
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
-    """Return the conditioning on the empty prompt that only a guided policy has, in one row."""
+    """Return one row of the empty prompt's conditioning, with the keys that guidance adds."""
     if plain.input_spec.references[1]:
         raise ValueError(
             "guidance needs conditioning on the empty prompt, which a policy that takes "
@@ -111,9 +109,9 @@ def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
 
 
 def conditional(field: VelocityField) -> VelocityField:
-    """Return the same weights without classifier-free guidance, if there is any.
+    """Return the field without the policy's classifier-free guidance.
 
-    A field that is `Guided` stays so.
+    A field of class `Guided` is returned unchanged.
     """
     if isinstance(field, Guided):
         return field
@@ -121,10 +119,10 @@ def conditional(field: VelocityField) -> VelocityField:
 
 
 def unguided(field: VelocityField) -> VelocityField:
-    """Return the same weights without classifier-free guidance.
+    """Return the field without classifier-free guidance.
 
     Raises:
-        ValueError: The policy samples without guidance.
+        ValueError: The policy has no guidance.
     """
     return _with_policy(field, _without_guidance(_policy(field)))
 
@@ -134,7 +132,7 @@ def _policy(field: VelocityField) -> Policy:
 
 
 def _with_policy(field: VelocityField, policy: Policy) -> VelocityField:
-    """Return the same weights evaluated by another shell of the policy."""
+    """Return the field with the same weights but other attributes of the policy."""
     if isinstance(field, Policy):
         return policy
     inner = copy.copy(_around(field))
@@ -157,5 +155,8 @@ def _without_guidance(policy: Policy) -> Policy:
 
 
 def reference_for(policy: Policy) -> VelocityField:
-    """Return the model without its adapter, else a frozen copy. Call it before the first update."""
+    """Return the policy without its adapter, or a frozen copy if it has none.
+
+    Call it before the first update.
+    """
     return AdapterOff(policy) if adapters_of(policy.denoiser) else FrozenCopy(policy)

@@ -1,4 +1,4 @@
-"""Tell when training makes the pictures worse in ways that the rewards need not see."""
+"""Warn if samples degrade in ways that rewards may not detect."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,24 +15,26 @@ _SIGNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SampleBounds:
-    """Bounds what held-out samples may become, as shares of what they were before training.
+    """Bounds of the diversity and sharpness of held-out samples, relative to the initial model.
 
-    A quantity that was not measured before training, or was 0, gives no warning.
+    A quantity that was 0 or not measured before training gives no warning.
     """
 
     least_diversity: UnitInterval = 0.5
-    """Smallest diversity; 0: any."""
+    """Smallest diversity, relative to the initial model. 0: no bound."""
     least_sharpness: UnitInterval = 0.7
-    """Smallest sharpness; 0: any. A Gaussian blur of .5 pixels leaves the embedded model .47."""
+    """Smallest sharpness, relative to the initial model. 0: no bound. For comparison, a Gaussian
+    blur of 0.5 pixels reduces the sharpness of Shapes, the bundled toy model, to 0.47."""
     most_sharpness: Annotated[float, Range(least=1)] = 1.5
-    """Largest sharpness. Guidance 2.5 takes the embedded model to 1.21, noise of .05 to 2.06."""
+    """Largest sharpness, relative to the initial model. For comparison, guidance 2.5 raises the
+    sharpness of Shapes to 1.21, and noise of 0.05 raises it to 2.06."""
 
     def __post_init__(self) -> None:
-        """Reject bounds that no run keeps."""
+        """Reject bounds outside their ranges."""
         require_ranges(self, "evaluation.bounds")
 
     def warnings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-        """Return a sentence for each quantity out of bounds, by its name, from two evaluations."""
+        """Return a warning for each quantity out of bounds, by name, from two evaluations."""
         found = {}
         for name, (least, most) in self._shares.items():
             was, value = (_number(metrics.get(f"eval/{name}")) for metrics in (before, now))
@@ -47,7 +49,7 @@ class SampleBounds:
         return found
 
     def last_warnings(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the last warning of each quantity in the metrics of a run, with its step."""
+        """Return the last warning of each quantity in a run, with its step."""
         found: dict[str, str] = {}
         evaluated = {row["evaluated_after"]: row for row in rows if "evaluated_after" in row}
         for done, row in sorted(evaluated.items()):

@@ -1,7 +1,6 @@
-"""Write and read trained tensors that are divided among processes, by torch's DCP.
+"""Write and read sharded tensors with `torch.distributed.checkpoint`.
 
-`torch.distributed.checkpoint` writes a file per process; another number of processes, or one, reads
-what it needs of them.
+It writes one file per process. Any number of processes can read the files.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 FOLDER = "sharded"
-"""Folder of these files inside a checkpoint's `state`."""
+"""Folder of the sharded files inside a checkpoint's `state`."""
 
 
 def save_sharded(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -24,7 +23,7 @@ def save_sharded(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return type and shape of every tensor that was written."""
+    """Return the dtype and shape of every written tensor."""
     found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name: (about.properties.dtype, about.size)
@@ -34,9 +33,9 @@ def shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
 
 
 def read_sharded(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read all tensors, each divided as its counterpart in `like` is; all processes must call this.
+    """Read all tensors in `like`, each sharded like its counterpart there.
 
-    `like` has every name that is read.
+    All processes must call this.
     """
     made = {name: torch.empty_like(tensor) for name, tensor in like.items()}
     dcp.load(made, checkpoint_id=folder, no_dist=not dist.is_initialized())
@@ -44,7 +43,7 @@ def read_sharded(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def divided(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """Return a whole tensor divided as another is, if it is; a single number stays whole."""
+    """Return a tensor sharded like `like`; scalars and tensors without a shard stay whole."""
     if not isinstance(like, DTensor) or tensor.dim() == 0:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

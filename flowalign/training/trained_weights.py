@@ -1,4 +1,4 @@
-"""Keep several sets of trained weights for one network, such as adapters of one base."""
+"""Keep several sets of trained weights for one network, such as several adapters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -10,27 +10,27 @@ from flowalign.types import Cond, Policy, VelocityField
 
 
 class TrainedSet(ABC):
-    """Holds parameters that are trained beside those of the policy."""
+    """Parameters that are trained in addition to the policy's."""
 
     named: Mapping[str, nn.Parameter]
     """Parameters by name."""
 
     @abstractmethod
     def active(self) -> AbstractContextManager[None]:
-        """Have them used, and differentiated by, inside the context."""
+        """Return a context in which the parameters are used and differentiable."""
 
 
 class TrainedWeights(TrainedSet, VelocityField):
-    """Evaluates a policy by other values of its trained parameters, with a gradient to these.
+    """Policy evaluated with another set of trained weights, differentiable in them.
 
-    Networks that recompute activations in the backward pass need the values there, too: call
-    `backward` while they are `active`, as `Learner.backward` does.
+    Networks that recompute activations in the backward pass also need the weights there. Call
+    `backward` inside `active`, as `Learner.backward` does.
     """
 
     def __init__(self, policy: Policy, values: Mapping[str, Tensor] | None = None):
-        """Take `values` by the names of the parameters; None copies the policy's own.
+        """Set the weights to `values`, by parameter name; None copies the policy's weights.
 
-        Given values are shared, not copied, and get no gradient.
+        `values` are shared, not copied, and get no gradient.
         """
         self.policy = policy
         own = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
@@ -40,7 +40,7 @@ class TrainedWeights(TrainedSet, VelocityField):
             else nn.Parameter(values[name], requires_grad=False)
             for name, p in own.items()
         }
-        """Parameters by the names that they have in the network."""
+        """Parameters by their names in the network."""
         owner = {id(p): name for name, p in own.items()}
         self.places = [
             (module, attribute, owner[id(p)])
@@ -52,7 +52,7 @@ class TrainedWeights(TrainedSet, VelocityField):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Put the values in place of the network's parameters inside the context."""
+        """Replace the network's parameters by the weights inside the context."""
         before = [getattr(module, attribute) for module, attribute, _ in self.places]
         for module, attribute, name in self.places:
             setattr(module, attribute, self.named[name])
@@ -63,6 +63,6 @@ class TrainedWeights(TrainedSet, VelocityField):
                 setattr(module, attribute, parameter)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """Return dx / dsigma by these values, with a gradient to them."""
+        """Return dx / dsigma with the weights, differentiable in them."""
         with self.active():
             return self.policy.velocity(x, sigma, cond)

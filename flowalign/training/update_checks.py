@@ -1,4 +1,4 @@
-"""Check every kind of training automatically after its first updates."""
+"""Check the weights automatically after the first updates, in all recipes."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,11 +10,11 @@ from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.utils.stages import stage
 
 OnFailure = Literal["raise", "warn"]
-"""Reaction to a failed check: raise stops the run, warn logs the message."""
+"""Action after a failed check. raise: the run ends. warn: the message is logged."""
 
 
 class WeightChecks:
-    """Checks the weights after the first two steps that made an update."""
+    """Checks of the weights after the first two steps with an update."""
 
     def __init__(self, learner: Learner, on_failure: OnFailure, log: Callable[[str], None]):
         self.learner, self.on_failure, self.log = learner, on_failure, log
@@ -25,9 +25,9 @@ class WeightChecks:
 
     @stage("check")
     def after_update(self) -> bool:
-        """Check that weights moved and ranks agree.
+        """Check that weights changed and ranks agree, after the first two steps with an update.
 
-        Returns True if this was one of the first two steps with an update.
+        Return True if this step was checked.
         """
         made = self.learner.num_updates - self.learner.num_skipped
         if self.seen == 2 or made == self.made:
@@ -77,6 +77,6 @@ class WeightChecks:
 def _kind_names(names: Iterable[str]) -> set[str]:
     """Return parameter names without layer numbers.
 
-    One layer may rightly be idle, all layers of one kind may not.
+    A single layer may be unused, but not all layers of one kind.
     """
     return {re.sub(r"\.\d+\.", ".*.", name) for name in names}

@@ -17,44 +17,45 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True)
 class RenoisedBoundaries:
-    """Holds boundaries that are noised further, without gradient."""
+    """Boundaries after renoising, without gradient."""
 
     x0_hat: Float[Tensor, "n *latent"]
-    """Data of each boundary."""
+    """Predicted clean latents of each boundary."""
     noise: Float[Tensor, "n *latent"]
-    """Noise of each one after it is noised further, of unit variance."""
+    """Total noise of each boundary after renoising, with unit variance."""
     fresh: Float[Tensor, "n *latent"]
-    """Fresh part of that noise."""
+    """Freshly drawn part of the noise."""
     t: Float[Tensor, "n"]
-    """Noise level of each."""
+    """Noise level of each renoised boundary."""
     cond: Cond
-    """Conditioning of each."""
+    """Conditioning of each boundary."""
 
     @property
     def x(self) -> Float[Tensor, "n *latent"]:
-        """Return the noised states."""
+        """Return the renoised states."""
         return add_noise(self.x0_hat, self.noise, self.t)
 
     def predicted(self, field: VelocityField) -> Float[Tensor, "n *latent"]:
-        """Return the data that a field predicts."""
+        """Return the clean latents that a velocity field predicts."""
         x = self.x
         return x - per_row(self.t, x) * field.velocity(x, self.t, self.cond)
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Holds a step's trajectories, and where this process's samples stand among all."""
+    """Trajectories of one step on this process, with their boundaries."""
 
     trajectory: Trajectory
     """Deterministic trajectories with all their states."""
     first: int
-    """Position of the first sample."""
+    """Global position of this process's first sample."""
     above: bool
-    """Whether boundaries are noised up to the highest level, and not to that of their step."""
+    """Whether boundaries are renoised up to the highest level instead of the start of their
+    step."""
 
     @property
     def num_steps(self) -> int:
-        """Return K, the boundaries of a trajectory."""
+        """Return K, the number of boundaries of a trajectory."""
         return self.trajectory.num_steps
 
     def parts(self, size: int, samples: Int[Tensor, "m"]) -> Iterator[tuple[int, Int[Tensor, "n"]]]:
@@ -66,13 +67,13 @@ class Boundaries:
     def start(
         self, k: int, samples: Int[Tensor, "n"]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, ""], Cond]:
-        """Return the states from which step k starts, their level and their conditioning."""
+        """Return the states before step k, their noise level and their conditioning."""
         trajectory = self.trajectory
         rows = trajectory.prompt[samples].to(trajectory.device)
         return trajectory.state(k, samples), trajectory.sigmas[k], take_rows(trajectory.cond, rows)
 
     def velocity(self, k: int, samples: Int[Tensor, "n"]) -> Float[Tensor, "n *latent"]:
-        """Return the velocity that was followed in step k."""
+        """Return the velocity of step k."""
         trajectory = self.trajectory
         change = trajectory.state(k + 1, samples) - trajectory.state(k, samples)
         return change / (trajectory.sigmas[k + 1] - trajectory.sigmas[k])
@@ -86,9 +87,10 @@ class Boundaries:
         key: tuple[int, str, int, int],
         shared: bool = False,
     ) -> RenoisedBoundaries:
-        """Noise boundary k of some samples further; draws are a sample's own, or its group's.
+        """Return boundary k of some samples after renoising.
 
-        Draws depend on the position among all processes' samples, and on `key`.
+        Draws depend on `key` and on the global position of the sample. If `shared` is set, they
+        depend on the group instead of the sample.
         """
         trajectory = self.trajectory
         place = self.first + samples

@@ -1,12 +1,12 @@
 """Run the loop of TDM and TDM-R1.
 
-    requests -> trajectories of K steps -> boundaries, noised further
+    requests -> trajectories of K steps -> renoised boundaries
              -> fake score -> surrogate reward -> generator
 
-A *step* of the loop draws trajectories of the generator, which is the policy, without noise between
-the steps. On all their boundaries it updates the fake score, then the surrogate by the rewards of
-the finished samples, and then the generator towards what the model before training and the
-surrogate predict, and away from what the fake score does.
+A training *step* draws deterministic trajectories of the generator, which is the policy. On all
+their boundaries it updates first the fake score, then the surrogate with the rewards of the
+finished samples, then the generator. The generator moves towards the predictions of the initial
+model and the surrogate, and away from those of the fake score.
 """
 
 import time
@@ -45,25 +45,25 @@ from flowalign.types.completion import Completion
 from flowalign.utils.seeds import generator
 
 Key = tuple[int, str, int, int]
-"""Seed, purpose, step of the loop and update of it, by which draws are told apart."""
+"""Seed, purpose, training step and update, which together seed a draw."""
 PartLoss = Callable[[int, Tensor, Key], tuple[Tensor, dict[str, Tensor]]]
-"""Mean loss of some samples at the boundary after one step, and detached scalars for the log."""
+"""Function that returns the mean loss of some samples at a boundary, and scalars for the log."""
 
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """Holds the advantages of this process's samples."""
+    """Advantages of this process's samples."""
 
     advantage: Float[Tensor, "n"]
-    """Advantage of each sample in its group, clipped."""
+    """Clipped advantage of each sample within its group."""
     trained: Int[Tensor, "m"]
-    """Samples whose rewards are known."""
+    """Indices of the samples with known rewards."""
     total: int
-    """Number of those of all processes."""
+    """Number of samples with known rewards over all processes."""
 
 
 class TDMLoop(Loop):
-    """Distils the policy into its own few steps."""
+    """Loop that distils the policy into a few-step sampler."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class TDMLoop(Loop):
             self.estimator.restore(state)
 
     def _sample(self, step: int) -> Boundaries:
-        """Sample this process's trajectories of a step."""
+        """Return this process's trajectories of a step."""
         cfg = self.cfg
         requests = self.requests.batch(step, cfg.prompts_per_step)
         local = self.processes.share(range(len(requests)))
@@ -130,7 +130,7 @@ class TDMLoop(Loop):
         return Boundaries(trajectory, local[0] * cfg.samples_per_prompt, cfg.query == "above")
 
     def _updates(self, step: int, drawn: Boundaries) -> dict[str, float]:
-        """Make the updates of all roles, and return the metrics of the last of each."""
+        """Make the updates of all roles, and return the metrics of each role's last update."""
         cfg, roles, metrics = self.cfg, self.roles, dict[str, float]()
         everyone = torch.arange(len(drawn.trajectory.requests))
 
@@ -160,9 +160,10 @@ class TDMLoop(Loop):
         loss: PartLoss,
         key: Key,
     ) -> dict[str, float]:
-        """Update one role on all boundaries of some samples, of which `total` are on all processes.
+        """Update one role on all boundaries of some samples, and return averaged metrics.
 
-        Returns metrics averaged over all of them; those of the generator have no prefix.
+        `total` is the number of samples over all processes. Metrics of the generator have no
+        prefix.
         """
         learner, stats = self.roles.trained[role], dict[str, float]()
         if not total:
@@ -182,7 +183,7 @@ class TDMLoop(Loop):
     def _fake_loss(
         self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return how far the fake score is from predicting the generator's data."""
+        """Return the weighted error of the fake score's prediction of the generator's samples."""
         cfg, (x, sigma, _) = self.cfg.fake, drawn.start(k, part)
         at = drawn.renoised(k, part, *boundary(x, drawn.velocity(k, part), sigma), key)
         weight = importance(at.noise, at.fresh, cfg.largest_importance)
@@ -193,7 +194,7 @@ class TDMLoop(Loop):
     def _surrogate_loss(
         self, drawn: Boundaries, scored: ScoredSamples, cfg: RewardSurrogate
     ) -> PartLoss:
-        """Return the loss that prefers better samples, at one noise for each group."""
+        """Return the preference loss of the surrogate, with shared noise for each group."""
         fields, size = self.roles.fields, drawn.trajectory.group_size
 
         def loss(k: int, part: Tensor, key: Key) -> tuple[Tensor, dict[str, Tensor]]:
@@ -225,7 +226,7 @@ class TDMLoop(Loop):
     def _generator_loss(
         self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return by how much the generator's data have to move, as all fields see its boundary."""
+        """Return the loss that moves the generator's samples along the fields' differences."""
         cfg, fields, surrogate = self.cfg, self.roles.fields, self.cfg.surrogate
         x, sigma, cond = drawn.start(k, part)
         x0_hat, noise = boundary(x, self.roles.generator.policy.velocity(x, sigma, cond), sigma)
@@ -252,7 +253,7 @@ class TDMLoop(Loop):
     def _score(
         self, drawn: Boundaries, cfg: RewardSurrogate
     ) -> tuple[ScoredSamples, dict[str, float]]:
-        """Score the finished samples, and compare those of a prompt."""
+        """Score the finished samples, and return their advantages and metrics."""
         estimator, trajectory = self.estimator, drawn.trajectory
         assert estimator is not None
         policy, size = self.roles.generator.policy, self.cfg.micro_batch

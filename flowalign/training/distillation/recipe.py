@@ -1,4 +1,4 @@
-"""Distil a policy into a sampler of few steps: TDM, and with a reward TDM-R1."""
+"""Define the recipe that distils a policy into a few-step sampler: TDM, or TDM-R1 with a reward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,27 +27,28 @@ from flowalign.training.recipe import (
 from flowalign.types import ModelPlan
 
 _TRAINED = 4
-"""Copies that a further set of trained weights takes: values, gradients, two moments of AdamW."""
+"""Number of copies of a further set of trained weights: values, gradients, two AdamW moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TDM(TDMSettings, Recipe):
-    """Configures distillation into few steps by matching distributions along trajectories.
+    """Recipe for few-step distillation by matching distributions along trajectories.
 
-    Three sets of trained weights share one network: the policy, which becomes the generator; a fake
-    score, which learns the distribution of its samples; and, if there is a reward, a surrogate that
-    prefers better samples. The model before training is the real score.
+    Up to three sets of trained weights share one network. The policy becomes the generator. The
+    fake score learns the distribution of the generator's samples. With a reward, a surrogate
+    learns to prefer better samples. The initial model is the real score.
 
-    Source: TDM, arXiv:2503.06674, and TDM-R1, arXiv:2603.07700, as Flow-Factory implements them.
+    Source: TDM, arXiv:2503.06674, and TDM-R1, arXiv:2603.07700, as implemented in Flow-Factory.
     """
 
     prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
+    `prompt`."""
     start: str | None = None
-    """Folder of a checkpoint from which the generator starts, such as one that TDM trained. Null:
-    the model before training."""
+    """Folder of a checkpoint with the generator's initial weights, such as one trained by TDM.
+    Null: the initial model."""
     on_failed_reward: OnFailure = field(default="raise", init=False)
-    """Fixed to raise: the surrogate has a setting of its own."""
+    """Fixed to raise: the surrogate has a separate setting."""
 
     @property
     @override
@@ -104,7 +105,7 @@ class TDM(TDMSettings, Recipe):
         return TDMLoop(self, roles, rewards, requests, log)
 
     def evaluations(self) -> dict[str, int]:
-        """Return the network evaluations of one step, by purpose."""
+        """Return the number of network evaluations per step, by purpose."""
         guided, rewarded, rows = 1 + (self.real_guidance > 1), bool(self.surrogate), self.rows
         return {
             "sampling": rows,

@@ -14,33 +14,33 @@ SLOW = "slow"
 
 @dataclass(frozen=True)
 class Roles:
-    """Holds who is trained on one network, and every field that takes part.
+    """Learners that share one network, with all velocity fields.
 
-    The reference is the network without any of the trained weights.
+    The reference is the network without any trained weights.
     """
 
     generator: Learner
-    """Learner of the policy, which samples in few steps."""
+    """Learner of the policy, which is the few-step generator."""
     fake: Learner
     """Learner of the fake score."""
     surrogate: Learner | None
-    """Learner of the surrogate reward, if there is one."""
+    """Learner of the surrogate reward, or None."""
     fields: dict[str, VelocityField]
-    """reference; real: the reference with its guidance; fake; surrogate, guided_surrogate and slow,
-    its slow copy."""
+    """Velocity fields by name: reference, real (the guided reference), fake, surrogate,
+    guided_surrogate and slow (the slow copy of the surrogate)."""
 
     @property
     def trained(self) -> dict[str, Learner]:
-        """Return the learners by the names of their roles."""
+        """Return the learners by role."""
         trained = {"generator": self.generator, "fake": self.fake}
         return trained | ({"surrogate": self.surrogate} if self.surrogate else {})
 
 
 def open_roles(cfg: TDMSettings, learner: Learner, num_steps: int) -> Roles:
-    """Add the learners of fake score and surrogate, which start as the model before training.
+    """Add the learners of the fake score and the surrogate, which start as the initial model.
 
     Raises:
-        ValueError: The reference is guided, and the policy has no guidance.
+        ValueError: The reference needs guidance but the policy has none.
     """
     fake = learner.add_companion("fake", cfg.fake.optimizer, num_steps * cfg.fake.updates)
     fields = {

@@ -1,4 +1,4 @@
-"""Define the settings of distillation into few steps: generator, fake score, surrogate reward."""
+"""Define the settings of few-step distillation: generator, fake score, surrogate reward."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,76 +21,80 @@ from flowalign.types.ranges import (
 
 @dataclass(frozen=True, kw_only=True)
 class Fake:
-    """Configures the fake score, which learns the distribution of the generator's samples."""
+    """Settings of the fake score, which learns the distribution of the generator's samples."""
 
     optimizer: Optimizer = field(
         default_factory=lambda: Optimizer(learning_rate=3e-4, betas=(0.0, 0.999))
     )
     """AdamW of the fake score."""
     updates: PositiveInt = 5
-    """Updates of the fake score for one of the generator. TDM: 5, TDM-R1: 1."""
+    """Number of fake score updates per generator update. TDM: 5, TDM-R1: 1."""
     largest_snr: PositiveFloat = 5.0
-    """Largest weight ((1 - t) / t)^2 of an error of predicted data."""
+    """Upper bound of the weight ((1 - t) / t)^2 of the prediction error."""
     largest_importance: PositiveFloat = 20.0
-    """Largest weight for noise that is not fresh."""
+    """Upper bound of the importance weight, which corrects for noise that is not fresh."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSurrogate:
-    """Configures the surrogate reward, which learns to prefer the better samples of a group.
+    """Settings of the surrogate reward, which learns to prefer the better samples of a group.
 
-    The reward of a finished sample counts at all boundaries of its trajectory.
+    The reward of a finished sample applies to all boundaries of its trajectory.
     """
 
     loss: DGPO = field(default_factory=lambda: DGPO(beta=10.0, clip=1e-3, drift=1e-3, runaway=0.05))
-    """Loss at a boundary, whose beta is multiplied by (k + 1) / K at boundary k of K; its reference
-    is the model before training, its old policy the surrogate's slow copy."""
+    """Loss at a boundary. Its beta is multiplied by (k + 1) / K at boundary k of K. Its reference
+    is the initial model, and its old policy is the surrogate's slow copy."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW of the surrogate."""
     slow: Ramp = field(default_factory=lambda: Ramp(slope=0.001, highest=0.3))
-    """Decay of the surrogate's slow copy, an average once an update: min(.3, .001 n)."""
+    """Decay of the surrogate's slow copy, averaged after each update. Default: min(0.3, 0.001
+    n)."""
     weight: PositiveFloat = 0.7
     """Weight of the surrogate in the generator's loss."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Comparison of the samples of a prompt."""
     on_failed_reward: OnFailedReward = "raise"
-    """raise: a failed reward ends the run. drop_sample: the surrogate does not learn from samples
-    without a reward. drop_group: nor from the other samples of their prompt."""
+    """Action after a failed reward. raise: the run ends. drop_sample: the surrogate is not trained
+    on samples without a reward. drop_group: nor on the other samples of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TDMSettings:
-    """Configures what the generator is matched to, and by what."""
+    """Settings of the generator, the fake score and the surrogate."""
 
     prompts_per_step: PositiveInt = 16
-    """Prompts of a step over all processes together."""
+    """Number of prompts per step, over all processes."""
     samples_per_prompt: PositiveInt = 1
-    """Samples of a prompt; with a surrogate they are compared, so at least 2."""
+    """Number of samples per prompt; at least 2 with a surrogate, which compares them."""
     num_steps: DenoisingSteps = 4
-    """K, denoising steps of the generator, and boundaries of its trajectory."""
+    """Number K of denoising steps of the generator, and of boundaries per trajectory."""
     real_guidance: Guidance = 4.5
-    """Classifier-free guidance of the model before training, which is matched; 1: none."""
+    """Classifier-free guidance scale of the real score, the initial model. 1: none."""
     guidance_weight: NonNegativeFloat = 0.0
-    """Weight of a further step along its guidance. TDM-R1: .3; TDM: 0."""
+    """Weight of an additional loss term along the guidance of the real score. TDM-R1: 0.3; TDM:
+    0."""
     guidance_scale: PositiveFloat = 3.5
-    """Length of that step, in units of the difference that the prompt makes."""
+    """Length of the additional guidance step, in units of the conditional minus the unconditional
+    prediction."""
     huber: PositiveFloat | None = 1e-3
-    """Constant c of the loss sqrt(d^2 + c^2) - c. Null: half the square of d, as TDM-R1."""
+    """Constant c of the loss sqrt(d^2 + c^2) - c. Null: d^2 / 2, as in TDM-R1."""
     query: Literal["interval", "above"] = "interval"
-    """Noise levels at which a boundary is compared, uniform: interval: up to the level that its
-    step started at. above: up to the highest of the schedule."""
+    """Range of the uniform noise levels for renoising a boundary. interval: up to the level at
+    which its step started. above: up to the highest level of the schedule."""
     fake: Fake = field(default_factory=Fake)
-    """Fake score."""
+    """Settings of the fake score."""
     surrogate: RewardSurrogate | None = None
-    """Surrogate reward: TDM-R1. Null: distillation alone, TDM."""
+    """Settings of the surrogate reward (TDM-R1). Null: distillation without reward (TDM)."""
     micro_batch: PositiveInt = 32
-    """Samples at one boundary per forward and backward pass; whole groups if there is a surrogate.
-    Changes memory, not the update."""
+    """Number of samples at one boundary per forward and backward pass; with a surrogate, whole
+    groups. It changes memory, not the update."""
     on_failed_check: OnFailure = "raise"
-    """raise: a failed check of the first updates stops the run. warn: it is logged."""
+    """Action after a failed check of the first updates. raise: the run ends. warn: a message is
+    logged."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
         if self.guidance_weight and self.real_guidance <= 1:
             raise ValueError(
@@ -102,7 +106,7 @@ class TDMSettings:
             self._check_surrogate(self.surrogate)
 
     def _check_surrogate(self, surrogate: RewardSurrogate) -> None:
-        """Raise ValueError for groups that are not compared whole, and choices without effect."""
+        """Raise ValueError for a micro-batch below the group size, and unsuitable advantages."""
         if self.micro_batch < self.samples_per_prompt:
             raise ValueError(
                 f"recipe.micro_batch is {self.micro_batch}, but the surrogate compares all of the "
@@ -117,16 +121,16 @@ class TDMSettings:
 
     @property
     def num_samples(self) -> int:
-        """Return the samples of a step, over all processes."""
+        """Return the number of samples per step, over all processes."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def rows(self) -> int:
-        """Return the boundaries of a step, over all processes."""
+        """Return the number of boundaries per step, over all processes."""
         return self.num_samples * self.num_steps
 
     @property
     def samples_together(self) -> int:
-        """Return the samples of a micro-batch: whole groups, as many as fit."""
+        """Return the number of samples per micro-batch, rounded down to whole groups."""
         size = self.samples_per_prompt
         return max(self.micro_batch // size, 1) * size if self.surrogate else self.micro_batch

@@ -1,4 +1,4 @@
-"""Train a policy by a learned reward whose head is refreshed on the policy's own rollouts."""
+"""Train a policy with a learned reward, and refresh the reward head on the policy's rollouts."""
 
 from flowalign.training.online_reward.recipe import OnlineReward
 

@@ -1,4 +1,4 @@
-"""Run a loop whose learned reward is refreshed between the steps.
+"""Run a training loop, and refresh the head of its learned reward between the steps.
 
 step of the inner loop -> a few of its rollouts -> trusted scores -> pairs -> head of the reward
 """
@@ -26,7 +26,7 @@ from flowalign.types import MediaBatch, Refreshable, RewardModel
 
 
 class RewardHead(TrainedSet):
-    """Holds the parameters of a reward's head; they have a gradient only while they are trained."""
+    """Parameters of a reward's head; they require gradients only inside `active`."""
 
     def __init__(self, model: RewardModel, columns: Sequence[int]):
         assert isinstance(model, Refreshable), "the recipe takes only such rewards"
@@ -46,12 +46,12 @@ class RewardHead(TrainedSet):
                 p.requires_grad_(before[name])
 
     def scores(self, features: Features) -> Float[Tensor, "n D"]:
-        """Return the scores in the dimensions that are refreshed."""
+        """Return the scores in the refreshed dimensions."""
         return self.model.score_features(features)[:, self.columns]
 
 
 class OnlineRewardLoop(Loop):
-    """Passes on the steps of another loop, and refreshes the head after each, or some, of them."""
+    """Wrapper of a loop that refreshes the reward head after every `every` steps."""
 
     def __init__(
         self,
@@ -93,7 +93,10 @@ class OnlineRewardLoop(Loop):
         self.inner.restore(state["inner"])
 
     def _refresh(self, batch: MediaBatch | None) -> dict[str, float]:
-        """Train the head on pairs of this process's recorded samples, with those of the others."""
+        """Train the head on the pairs of all processes, and return the metrics.
+
+        Each process contributes the pairs of its recorded samples.
+        """
         processes, asked = self.learner.processes, 0 if batch is None else len(batch)
         lead, first, second, features = self._judge(batch) if batch else _no_judgement()
         counted = {"asked": float(asked), "pairs": float((lead != 0).sum())}
@@ -104,14 +107,17 @@ class OnlineRewardLoop(Loop):
         for update in range(self.cfg.head_updates):
             loss, right = self._step(lead, first, second, features, total["pairs"])
             mean = processes.sum_by_name({"loss": loss, "agreement": right})
-            if update == 0:  # before the refreshment
+            if update == 0:  # log the values before the head is trained
                 metrics |= {f"refresh/{name}": value for name, value in mean.items()}
         return metrics
 
     def _judge(
         self, batch: MediaBatch
     ) -> tuple[Float[Tensor, "p D"], Int[Tensor, "p"], Int[Tensor, "p"], Features]:
-        """Return by how much the first of two samples of a group leads the second, 0 for ties."""
+        """Return the trusted score differences of all pairs, the pairs, and their features.
+
+        A difference is 0 for ties and unknown scores.
+        """
         cfg, output = self.cfg, self.trusted.score(batch)
         if cfg.on_failed_reward == "raise":
             self.trusted.require(output, lambda i: f"prompt {batch.prompts[i]!r}")
@@ -129,7 +135,7 @@ class OnlineRewardLoop(Loop):
         features: Features,
         total: float,
     ) -> tuple[float, float]:
-        """Make one update; returns this process's share of mean loss and of pairs ordered right."""
+        """Make one update; return this process's part of the mean loss and pair accuracy."""
         loss, right = 0.0, 0.0
         if len(lead):
             with self.head.active():
@@ -145,6 +151,6 @@ class OnlineRewardLoop(Loop):
 
 
 def _no_judgement() -> tuple[Tensor, Tensor, Tensor, Features]:
-    """Return what a process has that recorded nothing."""
+    """Return empty results for a process without recorded samples."""
     none = torch.zeros(0, dtype=torch.long)
     return torch.zeros(0, 1), none, none, Features(torch.zeros(0, 1), torch.zeros(0, 1))

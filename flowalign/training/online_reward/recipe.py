@@ -1,4 +1,4 @@
-"""Configure training by a learned reward that is refreshed on the policy's own rollouts."""
+"""Define the recipe with a learned reward that is refreshed on the policy's rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +17,15 @@ from flowalign.types import ModelPlan, Refreshable, RewardModel
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineReward(OnlineRewardSettings, Recipe):
-    """Trains by another recipe, and refreshes the head of a learned reward between its steps.
+    """Recipe that trains with an inner recipe and refreshes a learned reward between its steps.
 
-    A few groups of the rollouts of a step are scored by a reward that is trusted, but too slow for
-    all of them. Wherever it tells two samples of a group apart, the learned reward has to order
-    them alike. The inner recipe sees only the rewards that have a weight; others are measured on
-    held-out prompts.
+    A trusted reward that is too slow for all samples scores a few groups per step. The head of the
+    learned reward is trained to order pairs in the same way. The inner recipe uses only rewards
+    with a weight. Rewards without a weight are only evaluated on held-out prompts.
 
-    Source: that policy and reward learn together, the second from trusted judgements of what the
-    first makes, is of JarvisEvo, arXiv:2511.23002, and of Cooper, for language models. Their code
-    was not read, and the loop is ours.
+    Sources: JarvisEvo, arXiv:2511.23002, and Cooper (for language models) train the reward together
+    with the policy, on trusted scores of the policy's samples. We have not read their code; this
+    loop is our choice.
     """
 
     @property
@@ -100,10 +99,11 @@ class OnlineReward(OnlineRewardSettings, Recipe):
         return OnlineRewardLoop(self, inner, recorder, taught, head, trusted)
 
     def _learned(self, rewards: Rewards) -> RewardModel:
-        """Return the reward whose head is refreshed.
+        """Return the reward model with the head to refresh.
 
         Raises:
-            ValueError: The dimensions are of no such reward, or of several, or weigh nothing.
+            ValueError: The dimensions do not belong to one reward model with a trainable head, or
+                none of them has a weight.
         """
         owners = [m for m in rewards.models if {*m.spec.dims} & {*self.dims}]
         known = [dim for m in rewards.models if isinstance(m, Refreshable) for dim in m.spec.dims]
@@ -125,5 +125,5 @@ class OnlineReward(OnlineRewardSettings, Recipe):
         return owners[0]
 
     def _seen(self, run: RunContext) -> RunContext:
-        """Return the run as the inner recipe sees it, with the weighted rewards alone."""
+        """Return the run context for the inner recipe, with only the weighted rewards."""
         return replace(run, rewards=run.rewards.weighted())

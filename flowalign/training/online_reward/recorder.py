@@ -1,4 +1,4 @@
-"""Remember a few of the groups that a reward scores."""
+"""Record some of the groups that a reward model scores."""
 
 from dataclasses import replace
 
@@ -9,20 +9,20 @@ from flowalign.types.ranges import PositiveInt
 
 
 class Recorder(RewardModel):
-    """Scores by another model, and keeps the media of the first groups since it was cleared."""
+    """Reward model that wraps another one and records the samples of the first groups."""
 
     def __init__(self, model: RewardModel, num_groups: PositiveInt):
         self.model, self.spec, self.num_groups = model, model.spec, num_groups
         self.kept: list[MediaBatch] = []
         self.groups: dict[int, int] = {}
-        """Position of each kept group, by its id."""
+        """Position of each recorded group, by its id."""
 
     @override
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score, and keep the samples of the first groups.
+        """Return the scores, and record the samples of the first groups.
 
         Raises:
-            ValueError: The samples belong to no groups.
+            ValueError: The samples have no groups.
         """
         if not batch.groups:
             raise ValueError(
@@ -39,7 +39,7 @@ class Recorder(RewardModel):
         return self.model.score(batch)
 
     def taken(self) -> MediaBatch | None:
-        """Return what was kept, with consecutive group ids, and forget it; None if nothing was."""
+        """Return and clear the recorded samples, with consecutive group ids; None if empty."""
         kept, self.kept = self.kept, []
         places, self.groups = self.groups, {}
         if not kept:

@@ -1,4 +1,4 @@
-"""Define the settings of training by a reward that is refreshed on the policy's rollouts."""
+"""Define the settings of training with a reward that is refreshed on the policy's rollouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,32 +12,34 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineRewardSettings:
-    """Inner recipe, and the refreshment of the head of its learned reward."""
+    """Settings of the inner recipe, and of refreshing the head of its learned reward."""
 
     inner: Recipe
-    """Kind of training, whose rollouts are compared in groups."""
+    """Recipe that trains the policy; it must sample groups per prompt."""
     trusted: RewardModel
-    """Slow reward that is asked for few rollouts, such as a verifier or a judge."""
+    """Trusted but slow reward model, such as a verifier or a judge, which scores few rollouts."""
     dims: Mapping[str, str]
-    """Dimension of `trusted` that each dimension of the learned reward learns, by the name of the
-    latter. All of them are of one reward model, whose head can be trained."""
+    """Map from each refreshed dimension of the learned reward to the dimension of `trusted` that it
+    is trained on. All refreshed dimensions must belong to one reward model with a trainable
+    head."""
     every: PositiveInt = 1
-    """Steps of the loop between two refreshments."""
+    """Number of training steps between two refreshes."""
     groups: PositiveInt = 4
-    """Groups of a step that are scored by `trusted`, over all processes; at least one of each."""
+    """Number of groups per step that `trusted` scores, over all processes; at least one per
+    process."""
     head_updates: PositiveInt = 4
-    """Updates of the head in a refreshment, each on all of its pairs."""
+    """Number of updates of the head per refresh, each on all pairs."""
     min_gap: NonNegativeFloat = 0.0
-    """Difference of trusted scores above which two samples are a pair."""
+    """Difference of trusted scores above which two samples form a pair."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
     """AdamW of the head."""
     micro_batch: int = field(init=False)
-    """That of the inner recipe."""
+    """Micro-batch of the inner recipe."""
     on_failed_reward: OnFailure = field(init=False)
-    """That of the inner recipe, also for `trusted`."""
+    """Action after a failed reward, from the inner recipe; it also applies to `trusted`."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
         object.__setattr__(self, "micro_batch", self.inner.micro_batch)
         object.__setattr__(self, "on_failed_reward", self.inner.on_failed_reward)

@@ -1,4 +1,4 @@
-"""Train on the gradient of rewards: through pictures, to chosen steps of cached rollouts."""
+"""Train with reward gradients, through decoded samples to chosen steps of cached rollouts."""
 
 from flowalign.training.reward_gradient.recipe import RewardGradient
 from flowalign.training.reward_gradient.regulariser import Regulariser

@@ -1,4 +1,4 @@
-"""Try a gradient path on zeros: what it evaluates and scores is known before anything is loaded."""
+"""Try a gradient path on zeros to count its evaluations and scores before loading any model."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,30 +10,30 @@ from typing_extensions import override
 from flowalign.types import GradientPath, Replay
 
 _DRAWS = 64
-"""Random gradient paths are tried so often."""
+"""Number of random draws of a gradient path."""
 
 
 class Counts(NamedTuple):
-    """Counts the evaluations of one view of one sample."""
+    """Number of network evaluations for one view of one sample."""
 
     replayed: int
-    """At states of the rollout."""
+    """Evaluations at states of the rollout."""
     elsewhere: int
-    """At other states."""
+    """Evaluations at other states."""
     inverted: bool
     """Whether the view was reached by adding noise."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds what a gradient path costs for one sample."""
+    """Cost of a gradient path for one sample."""
 
     replayed: float
-    """Mean evaluations with gradient at states of the rollout."""
+    """Mean number of evaluations with gradient at states of the rollout."""
     elsewhere: float
-    """Mean evaluations with gradient at other states."""
+    """Mean number of evaluations with gradient at other states."""
     together: int
-    """Most evaluations whose activations are kept at once."""
+    """Largest number of evaluations with activations in memory at the same time."""
     views: int
     """Number of times that a sample is decoded and scored."""
     inverts: bool
@@ -41,10 +41,10 @@ class Cost:
 
 
 def cost(gradient_path: GradientPath, num_steps: int) -> Cost:
-    """Return what a gradient path costs on rollouts of this length; 0: there are none.
+    """Return the cost of a gradient path on rollouts of `num_steps` steps; 0: no rollouts.
 
     Raises:
-        ValueError: The gradient path asks for more than there is.
+        ValueError: The gradient path needs more steps than the rollouts have.
     """
     drawn = [_counts(gradient_path, num_steps, seed) for seed in range(_DRAWS)]
     views = [view for views in drawn for view in views]
@@ -67,7 +67,7 @@ def _counts(gradient_path: GradientPath, num_steps: int, seed: int) -> list[Coun
 
 
 class _ZeroRewards(Replay):
-    """Replays a rollout of one number, which is 0, and counts."""
+    """Replay of a rollout of a single zero, which counts evaluations."""
 
     def __init__(self, name: str, num_steps: int):
         self.name, self.rolled = name, num_steps > 0

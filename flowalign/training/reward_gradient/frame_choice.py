@@ -1,4 +1,4 @@
-"""Choose the frames of a clip that rewards score."""
+"""Choose the video frames that rewards score."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,14 +9,14 @@ from flowalign.rewards.composite import Rewards
 from flowalign.types import Policy
 
 Frames = Literal["all", "random", "first_middle_last", "alternate"]
-"""all: every frame. random: one, drawn for each step. first_middle_last: those three. alternate:
-every second one. Source: VADER, arXiv:2407.08737."""
+"""Frames of a video to score. all: every frame. random: one frame, drawn for each step.
+first_middle_last: three frames. alternate: every second frame. Source: VADER, arXiv:2407.08737."""
 
 
 def chosen_frames(
     frames: Frames, num_frames: int | None, generator: torch.Generator
 ) -> Sequence[int] | None:
-    """Return the indices of frames to score; None: all, or the policy makes pictures."""
+    """Return the indices of the frames to score; None for all frames, or for image models."""
     if frames == "all" or num_frames is None:
         return None
     if frames == "random":
@@ -27,7 +27,7 @@ def chosen_frames(
 
 
 def check_frames(frames: Frames, policy: Policy, rewards: Rewards) -> None:
-    """Raise ValueError if frames are chosen of pictures, or one frame for rewards of videos."""
+    """Raise ValueError if frames are chosen for images, or a single frame for video rewards."""
     if frames == "all":
         return
     if policy.num_frames is None:

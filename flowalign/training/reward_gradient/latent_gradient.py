@@ -1,4 +1,4 @@
-"""Compute the gradient of the loss of rewards with respect to the latents that they score."""
+"""Compute the gradient of the reward loss with respect to the scored latents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +12,19 @@ from flowalign.rewards.composite import Rewards
 from flowalign.types import MediaBatch, Policy, Request, RewardOutput
 
 Scorer = Callable[[MediaBatch], RewardOutput]
-"""Returns all dimensions of the weighted rewards, with the gradient of the media."""
+"""Function that returns all dimensions of the weighted rewards, differentiable in the media."""
 
 
 @dataclass(frozen=True)
 class LatentGradient:
-    """Holds what rewards say about some latents."""
+    """Rewards of some latents, with the gradient of the loss."""
 
     gradient: Float[Tensor, "n *latent"]
-    """Gradient of each sample's loss; 0 where a reward failed."""
+    """Gradient of each sample's loss; 0 if a reward failed."""
     loss: Float[Tensor, "n"]
-    """Loss of each sample; 0 where a reward failed."""
+    """Loss of each sample; 0 if a reward failed."""
     total: Float[Tensor, "n"]
-    """Weighted reward of each sample; NaN where one failed."""
+    """Weighted reward of each sample; NaN if a reward failed."""
     output: RewardOutput
     """Scores, without a gradient."""
 
@@ -38,9 +38,10 @@ def latent_gradient(
     requests: Sequence[Request],
     frames: Sequence[int] | None = None,
 ) -> LatentGradient:
-    """Decode latents, score them and differentiate; the graph of decoder and rewards is freed.
+    """Decode and score latents, and return the gradient of the loss in the latents.
 
-    A sample whose reward or gradient is not finite has failed, and leaves the others untouched.
+    The graph of decoder and rewards is freed. A sample with a non-finite reward or gradient counts
+    as failed and does not affect other samples.
     """
     assert policy.renderer, "a recipe refuses policies that cannot render"
     leaf = clean.detach().requires_grad_()
@@ -68,7 +69,7 @@ def latent_gradient(
 
 
 def _with_failures(output: RewardOutput, finite: Bool[Tensor, "n"]) -> RewardOutput:
-    """Return the scores without graph; samples whose gradient is not finite have failed."""
+    """Return detached scores; samples with a non-finite gradient are marked as failed."""
     values, bad = output.values.detach(), (~finite).nonzero().flatten().tolist()
     reasons = dict.fromkeys(bad, "the gradient of its rewards is not finite") | dict(output.reasons)
     failed = ~finite[:, None]

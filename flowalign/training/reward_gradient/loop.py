@@ -2,9 +2,9 @@
 
     requests -> samples -> gradient path -> decode -> rewards -> gradient of latents -> update
 
-A *step* of the loop draws `prompts_per_step` x `samples_per_prompt` samples without gradient and
-makes one *update*. A gradient path yields one or several *views* of each sample, which are decoded
-and scored; the gradient at their latents is then passed on to the steps that the path replays.
+A training *step* draws `prompts_per_step` x `samples_per_prompt` samples without gradient and makes
+one *update*. A gradient path yields one or several *views* of each sample, which are decoded and
+scored. The gradient at their latents is then backpropagated to the steps that the path replays.
 """
 
 import time
@@ -34,7 +34,7 @@ from flowalign.utils.seeds import generator
 
 
 class RewardGradientLoop(Loop):
-    """Samples, scores with a gradient, and updates the policy by it."""
+    """Loop that samples, scores differentiably, and updates the policy."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RewardGradientLoop(Loop):
         log: Log = lambda _: None,
     ):
         self.stored = stored
-        """Gradient of stored media, if they regularise the run."""
+        """Gradient of the stored data that regularises the run, or None."""
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.requests, self.log, self.views = requests, log, cfg.cost.views
         self.conditional = unguided(learner.policy) if cfg.detach_unconditional else None
@@ -75,7 +75,7 @@ class RewardGradientLoop(Loop):
             yield metrics | checks.metrics()
 
     def sample(self, step: int) -> tuple[Trajectory, int]:
-        """Return this rank's samples of a step, and the index of its first one among all."""
+        """Return this rank's samples of a step, and the global index of its first sample."""
         cfg, processes = self.cfg, self.learner.processes
         requests = self.requests.batch(step, cfg.prompts_per_step)
         local = processes.share(range(len(requests)))
@@ -88,15 +88,15 @@ class RewardGradientLoop(Loop):
         return trajectory, local[0] * cfg.start.samples_per_prompt
 
     def accumulate(self, step: int, trajectory: Trajectory, first: int) -> Float[Tensor, "n _"]:
-        """Accumulate the gradient of all samples; return what is logged of each of their views.
+        """Accumulate the gradient of all samples; return one row for the log per view.
 
-        Columns: weighted reward, loss, root mean square of the gradient, with `kl` the divergence,
-        then the scores of all dimensions.
+        Columns: weighted reward, loss, root mean square of the gradient, the divergence if `kl` is
+        set, then the scores of all dimensions.
         """
         rows = []
         for samples in torch.arange(len(trajectory.requests)).split(self.cfg.micro_batch):
             replay = self._replay(step, trajectory, samples, first)
-            # The word seeds the draw: another one would change every recorded run.
+            # The string is part of the seed. Changing it would change every recorded run.
             drawn = generator(self.seed, "connection", step)
             for view in self.cfg.gradient_path(replay, drawn):
                 rows.append(self._backward(step, replay, view))
@@ -104,14 +104,14 @@ class RewardGradientLoop(Loop):
         return torch.cat(rows)
 
     def update(self, invalid: float) -> dict[str, float]:
-        """Make the update, unless no sample of any process has a gradient."""
+        """Make the update; skip it if no sample of any process has a gradient."""
         if invalid < 1:
             return self.learner.step()
         self.learner.optimizer.zero_grad(set_to_none=True)
         return {}
 
     def metrics(self, rows: Float[Tensor, "n _"]) -> dict[str, float]:
-        """Return means over the usable views of all processes; call it on all of them."""
+        """Return means over the usable views of all processes; all processes must call it."""
         rows = self.learner.processes.gather(rows)
         usable = rows[rows[:, 0].isfinite()]
         names = ["reward_mean", "policy_loss", "latent_gradient", *(["kl"] if self.cfg.kl else [])]
@@ -129,7 +129,7 @@ class RewardGradientLoop(Loop):
         return CachedReplay(self.learner.policy, trajectory, samples, keys, self.conditional)
 
     def _backward(self, step: int, replay: CachedReplay, view: SampleView) -> Float[Tensor, "n _"]:
-        """Pass the gradient of a view on to the policy, and return the view's rows of the log."""
+        """Backpropagate the gradient of a view to the policy, and return its rows for the log."""
         cfg = self.cfg
         found = self._latent_gradient(step, replay, view)
         weight = view.clean.new_ones(len(view.clean)) if view.weight is None else view.weight

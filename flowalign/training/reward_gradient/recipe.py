@@ -1,4 +1,4 @@
-"""Train by the gradient of rewards through decoded samples: ReFL, DRaFT, FlowBP, SRPO."""
+"""Train with reward gradients through decoded samples: ReFL, DRaFT, FlowBP, SRPO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from flowalign.types import ModelPlan, Policy, Request
 
 @dataclass(frozen=True, kw_only=True)
 class RewardGradient(RewardGradientSettings, Recipe):
-    """Configures training through differentiable rewards: sample, decode, score, differentiate."""
+    """Recipe for training with differentiable rewards: sample, decode, score, differentiate."""
 
     prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
-    `image` where the start or the policy takes one."""
+    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
+    `prompt`, plus `image` if the start or the policy takes one."""
 
     @property
     @override
@@ -85,11 +85,11 @@ class RewardGradient(RewardGradientSettings, Recipe):
         return RewardGradientLoop(self, learner, rewards, requests, run.seed, stored, log)
 
     def _together(self, per_velocity: int) -> int:
-        """Return the evaluations of a sample whose activations are kept at once."""
+        """Return the number of evaluations per sample with activations in memory together."""
         return self.cost.together * (1 if self.detach_unconditional else per_velocity)
 
     def _of_stored(self) -> int:
-        """Return the same of stored media, which come afterwards: per sample of a micro-batch."""
+        """Return the same number for stored data, per sample of a reward micro-batch."""
         stored = self.regularised
         if stored is None:
             return 0
@@ -122,7 +122,7 @@ class RewardGradient(RewardGradientSettings, Recipe):
 
 
 def _check_conditioning(run: RunContext) -> None:
-    """Raise ValueError for words of rewards of their own: gradients are of all rewards together."""
+    """Raise ValueError for per-prompt rewards, because the gradient combines all rewards."""
     run.check_conditioning()
     asked = run.conditioning and run.conditioning.for_rollout(Request("a prompt"), 0).conditioned
     if asked and asked.dims:

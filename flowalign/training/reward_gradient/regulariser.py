@@ -1,4 +1,4 @@
-"""Add a matching loss of stored examples to the updates of rewards: SFT, or one of pairs."""
+"""Add a matching loss on stored data to reward updates, such as SFT or a pair loss."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,24 +21,26 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class Regulariser:
-    """Configures a loss of stored media that holds the policy near them while rewards pull.
+    """Matching loss on stored data that keeps the policy close to the data.
 
-    ReFL, arXiv:2304.05977, has such a term of its pre-training data.
+    ReFL, arXiv:2304.05977, uses this kind of term with its pre-training data.
     """
 
     data: StoredDataset
-    """Media or pairs, a batch of them for each update."""
+    """Stored samples or pairs; each update uses one batch."""
     weight: NonNegativeFloat = 1.0
-    """Weight of the loss beside that of the rewards; 0: the data are not read."""
+    """Weight of the loss relative to the reward loss. 0: the data is not read."""
     loss: MatchingLoss = field(default_factory=SFT)
-    """Loss of the residuals, a class of `flowalign.losses`, without averages of the policy."""
+    """Loss of the residuals, a class from `flowalign.losses` that needs no averages of the
+    policy."""
     times: Times = field(default_factory=LogitNormal)
     """Distribution of the noise levels."""
     micro_batch: PositiveInt = 32
-    """Pairs or samples per forward and backward pass; changes memory, not the update."""
+    """Number of pairs or samples per forward and backward pass. It changes memory, not the
+    update."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and held-out pairs, which nothing would read."""
+        """Reject settings outside their ranges, and held-out pairs, which are never evaluated."""
         require_ranges(self, "recipe.regulariser")
         if self.data.held_out is not None:
             raise ValueError(
@@ -47,23 +49,23 @@ class Regulariser:
 
     @property
     def matching(self) -> Matching:
-        """Return the recipe that would train on these data alone."""
+        """Return the recipe for training on the stored data alone."""
         return Matching(
             data=self.data, loss=self.loss, times=self.times, micro_batch=self.micro_batch
         )
 
     @property
     def rows(self) -> int:
-        """Return the rows of a batch, of which a pair has two."""
+        """Return the number of rows of a batch; a pair has two rows."""
         return self.data.batch_size * (1 + self.data.paired)
 
     def check(self, run: RunContext) -> None:
-        """Raise ValueError if the loss cannot learn from such data, or these are not there."""
+        """Raise ValueError if the loss does not fit the data, or the data does not exist."""
         with _named():
             self.matching.check(run)
 
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> Sequence[MemoryPart]:
-        """Return the memory of a batch; raise ValueError if it cannot be divided or noised."""
+        """Return the memory of a batch; raise ValueError for unsuitable batch sizes or times."""
         with _named():
             return self.matching.plan(run, model, world).parts
 
@@ -77,7 +79,7 @@ class Regulariser:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Say in errors of the preference loop, which name its own keys, whose they are."""
+    """Prefix errors of the matching recipe with the key of the regulariser."""
     try:
         yield
     except ValueError as error:
@@ -85,14 +87,14 @@ def _named() -> Iterator[None]:
 
 
 class StoredGradient:
-    """Accumulates the gradient of stored examples, step by step."""
+    """Gradient of stored examples, accumulated step by step."""
 
     def __init__(self, cfg: Regulariser, learner: Learner, stream: BatchStream, seed: int):
         self.cfg, self.learner, self.stream, self.seed = cfg, learner, stream, seed
         self.matching = cfg.matching
 
     def steps(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        """Accumulate the weighted gradient of one step, and yield its mean loss, at each `next`."""
+        """Accumulate the weighted gradient of each step, and yield its mean loss."""
         for step, batch in zip(steps, self.stream.batches(steps), strict=True):
             yield self._accumulate(step, batch)
 

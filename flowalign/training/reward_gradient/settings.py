@@ -1,4 +1,4 @@
-"""Define the settings of training on reward gradients that its loop reads."""
+"""Define the settings of the reward-gradient loop."""
 
 from dataclasses import dataclass, field
 
@@ -16,38 +16,41 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class RewardGradientSettings:
-    """Configures what to sample, how it is connected to the policy, and what is optimised."""
+    """Settings of the samples, the gradient path, the loss and the updates."""
 
     gradient_path: GradientPath
-    """Steps that the gradient reaches, and on which path: a class of `flowalign.gradient_paths`."""
+    """Path of the gradient to the denoising steps, a class from `flowalign.gradient_paths`."""
     start: Start = field(default_factory=FromRollouts)
-    """Where samples come from: `FromRollouts` or `FromPhotos`."""
+    """Source of the samples: `FromRollouts` or `FromPhotos`."""
     loss: RewardLoss = field(default_factory=Maximise)
     """Loss of the weighted reward: `Maximise`, `Margin` or `Distance`."""
     relative: ControlWords | None = None
-    """Control words under which the same media are compared (SRPO). Null: prompts as they are."""
+    """Control words for a relative reward, which compares a sample under two prompts (SRPO). Null:
+    absolute rewards."""
     detach_unconditional: bool = False
-    """Whether the unconditional branch of a guided velocity has no gradient, which costs half."""
+    """Whether to detach the unconditional branch of a guided velocity, which halves the cost."""
     frames: Frames = "all"
-    """Frames of a clip that are scored. random: one of them (VADER)."""
+    """Video frames to score. all: every frame. random: one frame (VADER). Also: first_middle_last,
+    alternate."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the mean squared difference from the reference's velocity where the policy is
-    evaluated with gradient."""
+    """Weight of the mean squared difference from the reference's velocity, at all policy
+    evaluations with gradient. 0: none."""
     regulariser: Regulariser | None = None
-    """Loss of stored media that is added to every update, such as SFT. Null: none."""
+    """Loss on stored data that is added to every update, such as SFT. Null: none."""
     prompts_per_step: PositiveInt = 64
-    """P, prompts of a step over all processes together."""
+    """Number P of prompts per step, over all processes."""
     micro_batch: PositiveInt = 8
-    """Samples per pass with gradient through policy, decoder and rewards; changes memory, not the
-    update."""
+    """Number of samples per backward pass through policy, decoder and rewards. It changes memory,
+    not the update."""
     on_failed_reward: OnFailure = "raise"
-    """raise: a failed reward ends the run. drop_sample: the sample has no gradient; the mean stays
-    over all."""
+    """Action after a failed reward. raise: the run ends. drop_sample: the sample gets no gradient
+    but still counts in the mean."""
     on_failed_check: update_checks.OnFailure = "raise"
-    """raise: a failed check of the first updates stops the run. warn: it is logged."""
+    """Action after a failed check of the first updates. raise: the run ends. warn: a message is
+    logged."""
 
     def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
+        """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
         if self.on_failed_reward == "drop_group":
             raise ValueError(
@@ -67,14 +70,14 @@ class RewardGradientSettings:
 
     @property
     def cost(self) -> Cost:
-        """Return what the gradient path costs for one sample.
+        """Return the cost of the gradient path for one sample.
 
         Raises:
-            ValueError: The gradient path asks for more than the start gives.
+            ValueError: The gradient path needs more steps than the start provides.
         """
         return cost(self.gradient_path, self.start.num_steps)
 
     @property
     def examples_per_step(self) -> int:
-        """Return the number of samples of one step, over all processes."""
+        """Return the number of samples per step, over all processes."""
         return self.prompts_per_step * self.start.samples_per_prompt

@@ -1,4 +1,4 @@
-"""Provide the clean latents that rewards score: of rollouts, or of photos."""
+"""Provide the clean latents that rewards score, from rollouts or from photos."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,37 +16,37 @@ from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, requi
 
 
 class Start(ABC):
-    """Makes the samples that a gradient path starts from."""
+    """Source of the samples that a gradient path starts from."""
 
     num_steps: int
-    """Denoising steps that a gradient path can replay; 0 without a rollout."""
+    """Number of denoising steps that a gradient path can replay; 0 without a rollout."""
     samples_per_prompt: int
-    """Samples of each prompt."""
+    """Number of samples per prompt."""
 
     @abstractmethod
     def check(self, policy: Policy, requests: Sequence[Request]) -> None:
-        """Raise ValueError for requests or a policy that this cannot start from."""
+        """Raise ValueError if the requests or the policy are unsuitable."""
 
     @abstractmethod
     def trajectory(
         self, policy: Policy, requests: Sequence[Request], generators: Sequence[torch.Generator]
     ) -> Trajectory:
-        """Return the samples of these requests, with all states that there are."""
+        """Return the samples of the requests, with all available states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromRollouts(Start):
-    """Samples prompts by the deterministic sampler, without gradient, and keeps every state."""
+    """Deterministic rollouts without gradient, with all states kept."""
 
     num_steps: DenoisingSteps = 25
-    """T, denoising steps of a rollout. Default: 25, as in FlowBP and SRPO."""
+    """Number T of denoising steps of a rollout. Default: 25, as in FlowBP and SRPO."""
     samples_per_prompt: GroupSize = 1
-    """Samples of each prompt."""
+    """Number of samples per prompt."""
     micro_batch: PositiveInt = 64
-    """Samples per network call of the rollout."""
+    """Number of samples per network call of the rollout."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range."""
+        """Reject settings outside their ranges."""
         require_ranges(self, "recipe.start")
 
     @override
@@ -67,20 +67,20 @@ class FromRollouts(Start):
 
 @dataclass(frozen=True, kw_only=True)
 class FromPhotos(Start):
-    """Encodes the picture that each request names; nothing is sampled.
+    """Encoded photos of the requests, instead of samples.
 
-    `recipe.prompts` is JSONL whose rows have a `prompt` and an `image`. Only gradient paths that
-    noise the sample themselves can start here: DirectAlign.
+    `recipe.prompts` must be JSONL with the fields `prompt` and `image`. The gradient path must
+    noise the sample itself, as DirectAlign does.
 
     Source: SRPO, arXiv:2509.06942, which trains on fewer than 1,500 photos instead of rollouts.
     """
 
     num_steps = 0
     samples_per_prompt: GroupSize = 1
-    """Copies of each photo, with noise of their own."""
+    """Number of copies of each photo, with independent noise."""
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range."""
+        """Reject settings outside their ranges."""
         require_ranges(self, "recipe.start")
 
     @override
