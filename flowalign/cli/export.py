@@ -26,4 +26,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="FOLDER", help="folder or hub id of the trained model, if it has moved")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish the folder as a model of this name")
     add("--private", action="store_true", help="publish as a private model")
-    add("--license", help="license of the weights, by its hub id; required to publish")
+    add("--license", help="licence of the weights, by its hub id; required to publish")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def render_card(config: Mapping[str, Any]) -> str:
-    """Return the card: dimensions, data, agreement with annotators, calibration, license, use."""
+    """Return the card: dimensions, data, agreement with annotators, calibration, licence, use."""
     needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
     needs += " and its source image" if config.get("needs_references") else ""
     lines = [
@@ -22,18 +22,17 @@ def render_card(config: Mapping[str, Any]) -> str:
             "Data",
             *(f"- {key}: {_format_value(value)}" for key, value in config["data"].items()),
             "",
-            "Records are divided by prompt, those of edits by prompt and source: none is in two "
-            "parts. The held-out part decided "
-            "when training stopped, the temperatures and the tie thresholds; the test part decided "
-            "nothing.",
+            "Records are divided by prompt (edits: by prompt and source), so no prompt is in two "
+            "parts. The held-out part was used for early stopping, temperatures and tie "
+            "thresholds. The test part was used for nothing else.",
         ),
         *_section(
-            "Agreement with people",
+            "Agreement with annotators",
             *_agreement(config),
             "",
-            "Accuracy: share of the pairs on which people decided that are ordered alike. With "
-            "ties: three-way accuracy, leads up to the threshold of the held-out part being ties. "
-            "ECE: expected calibration error of sigmoid(a - b) in calibrated units.",
+            "Accuracy: share of the pairs with a human preference that the scores order correctly. "
+            "With ties: three-way accuracy; leads up to the threshold of the held-out part are "
+            "ties. ECE: expected calibration error of sigmoid(a - b) in calibrated units.",
         ),
         *_section(
             "Parts",
@@ -56,9 +55,9 @@ def _noise(noise: Mapping[str, Any] | None) -> list[str]:
     if noise is None:
         return []
     return [
-        f"- noise levels: `{json.dumps(noise['times'])}`; the figures above are at such levels, "
-        "one for each record",
-        f"- a score costs {noise['evaluation_share']:.3g} of an evaluation of the denoiser",
+        f"- noise levels: `{json.dumps(noise['times'])}`; the results above use one level drawn "
+        "for each record",
+        f"- cost of a score: {noise['evaluation_share']:.3g} of an evaluation of the denoiser",
     ]
 
 

@@ -49,7 +49,7 @@ def _hash_medium(medium: Media) -> bytes:
     data = medium.data
     if data is None:
         if medium.path is None:
-            raise ValueError("the medium has neither a path nor data")
+            raise ValueError("the sample has neither a path nor data")
         data = Path(medium.path).read_bytes()
     return hashlib.sha256(data).digest()
 
@@ -140,7 +140,7 @@ class Embeddings:
     def _table(self, keys: Sequence[Key | None]) -> Features:
         found = next((self._known[k] for k in keys if k in self._known), None)
         if found is None:
-            raise ValueError("not a single medium could be read and embedded")
+            raise ValueError("no sample could be read and embedded")
         absent = tuple(torch.full_like(part, torch.nan) for part in found)
         rows = [absent if k is None else self._known.get(k, absent) for k in keys]
         return Features(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))

@@ -21,7 +21,7 @@ def find_fittable(models: Sequence[RewardModel], source: str) -> Fittable:
     if len(found) != 1:
         names = ", ".join(model.spec.name for model in models)
         raise ValueError(
-            f"{source} has {len(found)} rewards whose weights can be fitted, and must have one; "
+            f"{source} has {len(found)} rewards with weights to fit; it must have one; "
             f"its rewards: {names}"
         )
     return found[0]
@@ -47,7 +47,7 @@ def collect_comparisons(
             )
     each = [pair_rows(table, dim, column) for dim in dims]
     if len({len(one.lead) for one in each}) > 1:
-        raise ValueError(f"{source} has pairs scored in some of {', '.join(dims)} only"[:400])
+        raise ValueError(f"{source} has pairs without scores in some of {', '.join(dims)}"[:400])
     if len(each[0].lead) < 2:
         raise ValueError(f"{source} has {len(each[0].lead)} scored pairs in {column}; 2 are needed")
     return torch.stack([one.lead for one in each], 1), each[0].share

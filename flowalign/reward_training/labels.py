@@ -135,8 +135,8 @@ def _parts(plain: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[
     sizes = [max(round(share * len(order)), 1) if share else 0 for share in shares]
     if sum(sizes) >= len(order) or not sizes[0]:
         raise ValueError(
-            f"{len(order)} prompts cannot be divided into shares of {shares[0]:g} held out, "
-            f"{shares[1]:g} for the test, and a rest to train on"
+            f"{len(order)} prompts are too few for shares of {shares[0]:g} held out, "
+            f"{shares[1]:g} for the test, and the rest for training"
         )
     held, test = set(order[: sizes[0]]), set(order[sizes[0] : sum(sizes)])
     return torch.tensor([1 if p in held else 2 if p in test else 0 for p in plain])

@@ -217,7 +217,7 @@ class Ordinal(RewardLoss):
     def __init__(self, levels: Sequence[Annotated[int, Range()] | FiniteFloat]):
         super().__init__()
         if len(levels) < 2 or list(levels) != sorted(set(levels)):
-            raise ValueError(f"levels are {list(levels)}; give two or more, increasing")
+            raise ValueError(f"levels are {list(levels)}; give at least two, in increasing order")
         self.levels = torch.tensor(levels, dtype=torch.float32)
         cuts = len(levels) - 1
         self.first = nn.Parameter(torch.tensor(-0.5 * (cuts - 1)))
@@ -236,7 +236,7 @@ class Ordinal(RewardLoss):
         distance, level = (labels[given][:, None] - levels).abs().min(1)
         if len(distance) and float(distance.max()) > 1e-4:
             worst = float(labels[given][distance.argmax()])
-            raise ValueError(f"a rating of {worst:g} is none of the levels {self.levels.tolist()}")
+            raise ValueError(f"a rating is {worst:g}; allowed levels are {self.levels.tolist()}")
         return losses.ordinal(ratings.score[given], level, self.cuts)
 
     @override

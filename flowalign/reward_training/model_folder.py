@@ -88,7 +88,7 @@ def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
     trained = trainer.trained()
     shapes = {n.removeprefix("now."): t.shape for n, t in tensors.items() if n.startswith("now.")}
     if shapes != {n: p.shape for n, p in trained.items()}:
-        raise ValueError(f"{path} is of another head or adapter; use --overwrite")
+        raise ValueError(f"{path} belongs to another head or adapter; use --overwrite")
     _restore_tensors(trainer, tensors)
     for key in ("update", "epoch", "best_epoch", "best_loss", "skipped_in_a_row"):
         setattr(trainer, key, counters[key])

@@ -1,7 +1,8 @@
 """Add noise to clean latents, for rewards of noisy latents.
 
-The candidates of a record share noise and noise level. Source: Flow-NRG, arXiv:2501.13918, trains
-on pairs with shared noise and level; so do DiNa-LRM, arXiv:2602.11146, and PRFL, arXiv:2511.21541.
+The candidates of a record share noise and noise level.
+Source: Flow-NRG, arXiv:2501.13918, trains on pairs with shared noise and level; so do DiNa-LRM,
+arXiv:2602.11146, and PRFL, arXiv:2511.21541.
 """
 
 from dataclasses import dataclass

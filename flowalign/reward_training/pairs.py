@@ -94,7 +94,9 @@ def read_scores(path: Path) -> ScoredTable:
     columns = _read(path)
     missing = [name for name in ("record", "medium", "prompt") if name not in columns]
     if missing:
-        raise ValueError(f"{path} has no column {', '.join(missing)}: not of `flowalign score`")
+        raise ValueError(
+            f"{path} has no column {', '.join(missing)}: is it from `flowalign score`?"
+        )
     labels = [n for n in columns if n.partition("/")[0] in ("rank", "votes", "rating") and "/" in n]
     bad = [n.partition("/")[2] for n in columns if n.startswith("both_bad/")]
     dims = [name for name in columns if f"{name}_valid" in columns]

@@ -51,12 +51,12 @@ def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
     column, rows = next(iter(sections.items()))
     found = rows[0]["measures"]["accuracy_without_ties"]
     if not found["n"]:
-        return f"People decided on no pair in {column} that has two valid scores."
+        return f"{column} has no pair with a human preference and two valid scores."
     lead = "" if len(rows) == 1 else f"Of {len(rows)} scored dimensions "
     verb = "agrees" if len(rows) == 1 else "agrees best"
     return (
         f"{lead}{rows[0]['score']} {verb} with {column}: the order is right in "
-        f"{100 * found['value']:.1f} % of {found['n']:,} pairs on which people decided"
+        f"{100 * found['value']:.1f} % of {found['n']:,} pairs with a human preference"
         + (f" (95 % interval {interval(found, 100.0, 1)})" if math.isfinite(found["low"]) else "")
         + "."
     )
@@ -66,9 +66,7 @@ def cautions(content: Content) -> list[str]:
     """Return warnings that limit the conclusions from the results."""
     warnings = []
     if content["prompts"] < 30:
-        warnings.append(
-            f"There are only {content['prompts']} prompts: intervals from so few are too narrow."
-        )
+        warnings.append(f"With only {content['prompts']} prompts, the intervals are too narrow.")
     if len(content["fingerprints"]) > 1:
         warnings.append(f"Scores of {len(content['fingerprints'])} different versions are mixed.")
     lost = [r for r in content["results"] if r["unscored"]]

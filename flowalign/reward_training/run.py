@@ -47,7 +47,7 @@ class RewardRun:
 
     name: str
     licence: str
-    """License of the trained reward, as permitted by its data and its backbone."""
+    """Licence of the trained reward, as permitted by its data and its backbone."""
     backbone: Backbone
     """Backbone, by dotted path of a class in `reward_models` or your own class."""
     head: Head
@@ -78,7 +78,7 @@ class RewardRun:
     def __post_init__(self) -> None:
         """Check everything that needs neither weights nor data."""
         if not self.dimensions or not self.data:
-            raise ValueError("dimensions and data must each name at least one")
+            raise ValueError("dimensions and data must each have at least one entry")
         if not (0 < self.held_out < 1 and 0 <= self.test < 1 and self.held_out + self.test < 1):
             raise ValueError(
                 f"held_out {self.held_out}, test {self.test}: need 0 < held_out, 0 <= test, "
@@ -88,7 +88,7 @@ class RewardRun:
             raise ValueError(
                 f"times is {self.times}, but the backbone {type(self.backbone).__name__} reads "
                 + (
-                    "noisy latents: set it, as to flowalign.training.matching.Uniform"
+                    "noisy latents: set it, for example to flowalign.training.matching.Uniform"
                     if self.times is None
                     else "finished samples: set it to null"
                 )
@@ -98,7 +98,7 @@ class RewardRun:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is cuda, but there is none; set it to auto or cpu")
+            raise ValueError("device is cuda, but there is no GPU; set it to auto or cpu")
 
 
 def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str]:
@@ -209,7 +209,7 @@ def embed_preferences(
     if len(failed) > run.max_failed_fraction * total:
         first = min(failed)
         raise ValueError(
-            f"{len(failed)} of {total} media failed (max_failed_fraction "
+            f"{len(failed)} of {total} samples failed (max_failed_fraction "
             f"{run.max_failed_fraction:g}); the first: {failed[first]}"
         )
     return features, preferences.exclude(failed)
@@ -246,6 +246,6 @@ def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
     if not (resume or overwrite or is_unused(folder)):
         raise ValueError(
             f"{folder} already holds a training and is not overwritten.\n"
-            "Add --resume to go on with it, --overwrite to replace it, "
+            "Add --resume to continue it, --overwrite to replace it, "
             "or choose another output_dir."
         )

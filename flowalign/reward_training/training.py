@@ -135,7 +135,7 @@ class RewardTrainer:
         weights = [p for n, p in self.trained().items() if not n.startswith("losses.")]
         own = [p for n, p in self.trained().items() if n.startswith("losses.")]
         if not weights:
-            raise ValueError("schedule.ridge.freeze leaves nothing of this head to train")
+            raise ValueError("schedule.ridge.freeze leaves no trainable weights in this head")
         groups = [{"params": weights}, {"params": own, "weight_decay": 0.0}]
         cfg = self.cfg
         return torch.optim.AdamW(
@@ -195,7 +195,7 @@ class RewardTrainer:
         labels = self.preferences.labels.isfinite().any(2)
         needed = set(self.preferences.candidate[labels].tolist())
         if lost := [why for row, why in failed.items() if int(used[row]) in needed]:
-            raise OSError(f"a medium that could be read before no longer can: {lost[0]}")
+            raise OSError(f"a sample has become unreadable during training: {lost[0]}")
         keep = torch.tensor([row not in failed for row in range(len(used))])[:, None]
         joint = torch.where(keep, features.joint, 0.0)
         return Features(joint, torch.where(keep, features.prompt, 0.0)).to(self.device)
@@ -256,12 +256,12 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
     wants = [n for n, d in dimensions.items() if d.loss.needs_variance]
     if wants and not gives:
         raise ValueError(
-            f"the loss of {', '.join(wants)} needs a head that says how unsure it is: "
+            f"the loss of {', '.join(wants)} needs a head that predicts a variance: "
             "set its uncertainty to true"
         )
     if gives and not wants:
         raise ValueError(
-            "no loss trains the head's uncertainty: set it to false, or take the loss "
+            "no loss trains the head's uncertainty: set it to false, or use the loss "
             "Uncertainty or Thurstone"
         )
 

@@ -62,8 +62,8 @@ class UserEmbeddings:
         if not enough:
             most = max((len(p) for u, p in by_user.items() if u), default=0)
             raise ValueError(
-                f"{self.path}: nobody has {self.shots} usable choices; the most of a user_id are "
-                f"{most}: lower shots, or add pairs with a user_id"
+                f"{self.path}: no user has {self.shots} usable choices; the maximum is {most}: "
+                "lower shots, or add pairs with a user_id"
             )
         return enough
 
@@ -85,7 +85,7 @@ class UserEmbeddings:
             if tokens.isfinite().all():
                 found[user] = tokens
         if not found:
-            raise ValueError(f"{self.path}: no user has choices of which all media can be read")
+            raise ValueError(f"{self.path}: every user has unreadable choices")
         return found
 
     @torch.no_grad()

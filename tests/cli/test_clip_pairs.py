@@ -285,7 +285,7 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
     [
         (
             {"policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"}},
-            "PixelPolicy makes pictures",
+            "PixelPolicy makes images",
         ),
         ({"rewards": []}, "rewards is empty"),
         (

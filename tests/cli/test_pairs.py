@@ -242,7 +242,7 @@ def test_edits_whose_source_is_no_file_are_dropped_with_the_reason(tmp_path, cap
     assert pairs(table, "--out", tmp_path / "out", *options) == 0
     assert len(rows(tmp_path / "out" / "train.jsonl")) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "source held by the dataset itself" in said
+    assert "source stored in the dataset" in said
     assert "gone.png" in said
 
 
@@ -358,8 +358,8 @@ def test_everything_dropped_is_counted_and_named(tmp_path, capsys):
             ],
         ),
         "missing file": (1, [f"record r0-4, medium 0: {tmp_path}/04.png"]),
-        "held by the dataset itself, not a file": (1, ["record r0-5, medium 0"]),
-        "repeated medium": (1, ["record r0-0, medium 0"]),
+        "stored in the dataset instead of a file": (1, ["record r0-5, medium 0"]),
+        "repeated file": (1, ["record r0-0, medium 0"]),
         "nothing to compare with": (1, ["record r1-0, medium 0"]),
     }
     dropped = {why: known["count"] for why, known in summary["dropped_pairs"].items()}
@@ -445,7 +445,7 @@ def refused(tmp_path: Path, table: Path) -> str:
 
 def test_one_medium_a_prompt_everywhere_is_refused(tmp_path):
     table = scored(tmp_path, {"p": [(1.0, 0.0)], "q": [(2.0, 0.0)]})
-    assert "every prompt has one medium" in refused(tmp_path, table)
+    assert "every prompt has only one sample" in refused(tmp_path, table)
 
 
 def test_scores_of_different_models_are_refused(tmp_path):
@@ -496,7 +496,7 @@ def test_a_table_that_is_not_there_or_twice_is_refused(tmp_path):
 def test_a_folder_of_something_else_is_not_written_into(tmp_path):
     table = scored(tmp_path, TWO)
     before = (table / "scores.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"'scores.jsonl', which is not of `flowalign pairs`"):
+    with pytest.raises(ConfigError, match=r"'scores.jsonl', which `flowalign pairs` did not"):
         pairs(table, "--out", table, *GAP, *BEAUTY)
     assert (table / "scores.jsonl").read_bytes() == before
 

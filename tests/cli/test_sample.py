@@ -368,7 +368,7 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(
     sample, tmp_path, monkeypatch, name
 ):
     monkeypatch.setattr(Tinted, "load", pytest.fail)
-    kinds = r"a file is \.png, \.jpg, \.jpeg, \.webp;"
+    kinds = r"\.png, \.jpg, \.jpeg, \.webp;"
     with pytest.raises(ConfigError, match=rf"{name}: images can be written to {kinds}"):
         sample("--prompt", "bb", "--out", tmp_path / name)
     clips = r"videos can be written to .*\.webp, \.mp4, \.webm, \.gif;"

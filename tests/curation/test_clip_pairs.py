@@ -221,7 +221,7 @@ def test_longer_segments_are_fewer_calls():
         ({"level": (0.8, 0.65)}, r"method\.level is \(0\.8, 0\.65\)"),
         ({"level": (0.65, 1.0)}, "within"),
         ({"seconds": 0.0}, "need seconds above 0"),
-        ({"margin": -0.1}, "the margin at least 0"),
+        ({"margin": -0.1}, "margin of at least 0"),
         ({"min_decided": 1.0}, "min_decided 1.0: .* a share below 1"),
     ],
 )
@@ -234,7 +234,7 @@ def test_dense_pairs_need_a_weighted_reward_and_local_pairs_take_none():
     with pytest.raises(ValueError, match="rewards is empty"):
         DensePairs().check(Rewards([], {}))
     DensePairs().check(Rewards([Warmth()], {"warm": 1.0}))
-    with pytest.raises(ValueError, match="LocalPairs asks no reward"):
+    with pytest.raises(ValueError, match="LocalPairs needs no reward"):
         LocalPairs().check(Rewards([Warmth()], {}))
     LocalPairs().check(Rewards([], {}))
 

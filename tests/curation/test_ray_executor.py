@@ -174,7 +174,7 @@ def test_a_cluster_with_too_few_cores_left_is_told_once(monkeypatch, capsys):
         assert seen.wait(10)
     said = capsys.readouterr().err
     assert said.count("a machine left the cluster, which has 1 cores for 2 workers") == 1
-    assert "--processes 1, this command goes on at once" in said
+    assert "repeat it with --processes 1" in said
 
 
 @pytest.mark.parametrize(

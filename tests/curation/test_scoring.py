@@ -177,7 +177,7 @@ def test_media_that_are_compared_are_in_one_batch(tmp_path):
             (light[i] > light).sum() / 2 for i in range(3)
         ]
     assert {row["reason"] for row in found[24:]} == {
-        "wins compares media of one shape, all of which can be read"
+        "wins compares whole groups of readable samples of one shape"
     }
     assert all(row["brightness_valid"] for row in found)
 
@@ -255,7 +255,7 @@ def test_parquet_has_lists_of_references_and_marks_pairs_that_are_both_bad(tmp_p
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
     data = pairs(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"\['brightness'\] would be two columns"):
+    with pytest.raises(ValueError, match=r"\['brightness'\] would share a column"):
         job(data, tmp_path / "out", Brightness(), Brightness(contrast=False))
 
 

@@ -352,10 +352,10 @@ def test_where_scoring_fails_nothing_is_evaluated(tmp_path, monkeypatch):
 def test_people_who_decided_on_nothing_get_a_page_too(tmp_path):
     rows = [medium("a", 0, 3.0, rank__overall=1), medium("a", 1, 1.0, rank__overall=1)]
     assert run(write(tmp_path, rows)) == 0
-    assert "People decided on no pair" in (tmp_path / "eval.html").read_text()
+    assert "has no pair with a human preference" in (tmp_path / "eval.html").read_text()
     rows = [medium("a", 0, 3.0, False, rank__overall=1), medium("a", 1, 1.0, rank__overall=2)]
     assert run(write(tmp_path, rows)) == 0
-    assert "People decided on no pair" in (tmp_path / "eval.html").read_text()
+    assert "has no pair with a human preference" in (tmp_path / "eval.html").read_text()
 
 
 def test_pairs_of_a_record_are_in_the_order_of_its_media():

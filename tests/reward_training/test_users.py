@@ -77,7 +77,7 @@ def test_longer_features_count_no_more():
 
 def test_too_few_choices_and_other_files_are_refused(choices):
     given = {"backbone": MeanColour(), "path": str(choices)}
-    with pytest.raises(ValueError, match="the most of a user_id are 3"):
+    with pytest.raises(ValueError, match="the maximum is 3"):
         UserEmbeddings(**given, shots=4, output="u.safetensors").select_choices()
     with pytest.raises(ValueError, match=r"must end in \.safetensors"):
         UserEmbeddings(**given, output="u.pt")

@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     if args.push_to_hub:
         if not args.license:
             raise ConfigError(
-                "--push-to-hub needs --license: the license of the base model binds the trained "
+                "--push-to-hub needs --license: the licence of the base model binds the trained "
                 "weights"
             )
         check_publishing(args.push_to_hub)

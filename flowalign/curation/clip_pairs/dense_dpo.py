@@ -1,7 +1,8 @@
 """Generate DenseDPO pairs: a video noised and denoised twice, labelled segment by segment.
 
 Both copies keep the motion of the original and differ in details. So labels can differ between
-segments, and a static video has no advantage. Source: DenseDPO, arXiv:2506.03517.
+segments, and a static video has no advantage.
+Source: DenseDPO, arXiv:2506.03517.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,12 +46,12 @@ class DensePairs(PairGenerator):
         """Raise ValueError for settings that label no segment."""
         low, high = self.level
         if not 0 < low <= high < 1:
-            raise ValueError(f"method.level is {self.level}; it must rise within (0, 1)")
+            raise ValueError(f"method.level is {self.level}; it must be increasing, within (0, 1)")
         if not self.seconds > 0 or not self.margin >= 0 or not 0 <= self.min_decided < 1:
             raise ValueError(
                 f"method.seconds {self.seconds}, margin {self.margin}, min_decided "
-                f"{self.min_decided}: need seconds above 0, the margin at least 0, and a share "
-                "below 1"
+                f"{self.min_decided}: need seconds above 0, margin of at least 0, and min_decided "
+                "in [0, 1)"
             )
 
     @override
@@ -97,7 +98,7 @@ class DensePairs(PairGenerator):
     ) -> list[tuple[Span, Span]]:
         """Return the segments of a video, each as a span of latent frames and a span of frames."""
         stride, fps = temporal_stride(num_frames, latent), regenerator.policy.fps
-        assert fps is not None, "a policy of pictures was let in"
+        assert fps is not None, "the run file was checked for a video policy"
         cut = split_spans(latent, self.seconds * fps / stride)
         return [(span, find_frames(span, stride)) for span in cut]
 

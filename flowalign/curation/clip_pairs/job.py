@@ -203,7 +203,7 @@ def _embed_source(regenerator: ClipRegenerator, cfg: ClipPairs, source: SourceCl
         ValueError, OSError: The video cannot be read or encoded, or the policy rejects its request.
     """
     if source.problem or source.medium is None:
-        raise MediaProblem(source.problem or "no medium")
+        raise MediaProblem(source.problem or "no video")
     policy = regenerator.policy
     if misfit := policy.input_spec.misfit(source.request):
         raise ValueError(f"request that the policy does not take: {type(policy).__name__} {misfit}")
@@ -220,7 +220,7 @@ def _write_pair(
 ) -> dict[str, Any]:
     """Write the files of a pair; return its row."""
     fps, stem = regenerator.policy.fps, f"{source.number:06d}"
-    assert fps is not None, "a policy of pictures was let in"
+    assert fps is not None, "the run file was checked for a video policy"
     row: dict[str, Any] = {"id": stem, "prompt": source.request.prompt}
     for name, side in pair.sides.items():
         latent, seen = f"latents/{stem}-{name}.safetensors", f"clips/{stem}-{name}.mp4"

@@ -1,8 +1,9 @@
 """Generate Local-DPO pairs: a real video wins against itself, regenerated in a moving mask.
 
-It needs no annotation. Source: Local-DPO, arXiv:2601.04068, and its code. There the real video is
-restored outside the mask before every step. Here it is also restored after the last step, so the
-latents of a pair differ only inside the mask.
+It needs no annotation.
+Source: Local-DPO, arXiv:2601.04068, and its code. There the real video is restored outside the mask
+before every step. Here it is also restored after the last step, so the latents of a pair differ
+only inside the mask.
 """
 
 from collections.abc import Sequence
@@ -38,14 +39,14 @@ class LocalPairs(PairGenerator):
         low, high = self.share
         if not 0 < low <= high < 1 or self.max_shapes < 1:
             raise ValueError(
-                f"method.share {self.share}, max_shapes {self.max_shapes}: need a share that rises "
-                "within (0, 1), and at least one shape"
+                f"method.share {self.share}, max_shapes {self.max_shapes}: need share to "
+                "increase within (0, 1), and at least one shape"
             )
 
     @override
     def check(self, rewards: Rewards) -> None:
         if rewards.models:
-            raise ValueError("method LocalPairs asks no reward: take rewards out of the run file")
+            raise ValueError("method LocalPairs needs no reward: remove rewards from the run file")
 
     @override
     def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:

@@ -66,7 +66,7 @@ class ClipPairs:
         if not 0 <= self.held_out < 1 or not 0 <= self.max_dropped_fraction <= 1:
             raise ValueError(
                 f"held_out {self.held_out}, max_dropped_fraction {self.max_dropped_fraction}: "
-                "both are shares, and held_out is below 1"
+                "need max_dropped_fraction in [0, 1], and held_out in [0, 1)"
             )
         self._check_policy()
         rewards = self._build_rewards()
@@ -77,12 +77,12 @@ class ClipPairs:
         self.policy.check_stored_media("clips")
         if self.policy.fps is None:
             raise ValueError(
-                f"the policy {type(self.policy).__name__} makes pictures; clips need one of videos"
+                f"the policy {type(self.policy).__name__} makes images; clip pairs need videos"
             )
         if self.policy.num_frames and self.num_frames not in (None, self.policy.num_frames):
             raise ValueError(
-                f"num_frames is {self.num_frames}; the policy makes {self.policy.num_frames} "
-                "frames: leave num_frames out, or change the policy's"
+                f"num_frames is {self.num_frames}, but the policy makes {self.policy.num_frames} "
+                "frames: remove num_frames, or change the policy's"
             )
 
     def _build_rewards(self) -> Rewards:

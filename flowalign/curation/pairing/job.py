@@ -49,7 +49,7 @@ class PairingJob:
         known = sorted({name for medium in self.table.media for name in medium.maps})
         if self.mask is not None and self.mask not in known:
             raise ValueError(
-                f"--mask {self.mask!r}: the table has maps of {', '.join(known) or 'no reward'}"
+                f"--mask is {self.mask!r}; the table has maps of {', '.join(known) or 'no reward'}"
             )
 
     @cached_property
@@ -80,7 +80,7 @@ def find_pairs(job: PairingJob) -> PairSelection:
     table, inspection, media, pairs = job.table, Inspection(), DropReport(), DropReport()
     if all(len(rows) < 2 for rows in _group_rows(job, range(len(table.media)))):
         what = "record" if job.by_record else "prompt"
-        raise ValueError(f"every {what} has one medium, so there is nothing to compare")
+        raise ValueError(f"every {what} has only one sample, so there is nothing to compare")
     choices: list[PairChoice] = []
     for rows in _group_rows(job, _select_usable(job, inspection, media)):
         if len(rows) < 2:
@@ -112,13 +112,13 @@ def _select_usable(job: PairingJob, inspection: Inspection, report: DropReport) 
                 "no valid score" + (f": {medium.reason}" if medium.reason else ""), medium.name
             )
         elif not medium.path:
-            report.add("held by the dataset itself, not a file", medium.name)
+            report.add("stored in the dataset instead of a file", medium.name)
         elif "" in _source_paths(medium):
-            report.add("source held by the dataset itself, not a file", medium.name)
+            report.add("source stored in the dataset instead of a file", medium.name)
         elif problem := inspection.missing(medium.path, *_source_paths(medium)):
             report.add(problem, medium.name)
         elif place in seen:
-            report.add("repeated medium", medium.name)
+            report.add("repeated file", medium.name)
         else:
             seen.add(place)
             yield i
@@ -232,4 +232,4 @@ def check_folder(folder: Path) -> None:
     check_folder_path(folder)
     others = sorted(p.name for p in folder.glob("*") if p.name not in FILES)
     if others:
-        raise ValueError(f"{folder} holds {others[0]!r}, which is not of `flowalign pairs`")
+        raise ValueError(f"{folder} holds {others[0]!r}, which `flowalign pairs` did not write")

@@ -51,11 +51,11 @@ class PairingRule:
     def __post_init__(self) -> None:
         """Raise ValueError for settings that no pair can meet."""
         if self.name not in RULES:
-            raise ValueError(f"--rule {self.name!r} is unknown; there are {', '.join(RULES)}")
+            raise ValueError(f"--rule is {self.name!r}; it must be one of {', '.join(RULES)}")
         pairing.check_margin("--min_gap", self.min_gap)
         pairing.check_margin("--tolerance", self.tolerance)
         if self.needs_all and len(self.weights) > 1 and TOTAL in self.weights:
-            raise ValueError(f"dimension {TOTAL!r} would be mistaken for the weighted sum")
+            raise ValueError(f"rename dimension {TOTAL!r}: the name stands for the weighted sum")
         for dim, weight in self.weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(f"--weights {dim}={weight:g}; weights must be above 0")

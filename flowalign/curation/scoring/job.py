@@ -60,9 +60,9 @@ class ScoringJob:
         dims = [dim for model in self.models for dim in model.spec.dims]
         repeated = sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED})
         if repeated:
-            raise ValueError(f"reward dimensions {repeated} would be two columns of one name")
+            raise ValueError(f"reward dimensions {repeated} would share a column with another")
         if not 0 <= self.shard[0] < self.shard[1]:
-            raise ValueError(f"shard {self.shard[0]}/{self.shard[1]}: i/n needs 0 <= i < n")
+            raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}; i/n needs 0 <= i < n")
 
     def share(self) -> int | None:
         """Return the number of records of this shard; None if counting them is slow."""

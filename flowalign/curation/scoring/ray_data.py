@@ -80,7 +80,7 @@ class Cluster:
         with self._connect():
             for block in self._score_blocks(missing, open_job):
                 if block not in parts:
-                    raise ValueError(f"{job.folder} is not a folder that all workers see")
+                    raise ValueError(f"{job.folder} must be a folder that all workers share")
                 for row in parts.rows([block]):
                     stats.add(row)
                     speed.rows += 1
@@ -153,8 +153,8 @@ class Cluster:
                 if before and not enough:
                     say(
                         f"a machine left the cluster, which has {cores:g} cores for "
-                        f"{self.workers} workers: waiting for another; stopped and "
-                        f"repeated with --processes {cores:g}, this command goes on at once"
+                        f"{self.workers} workers: waiting for another; to continue at once, stop "
+                        f"this command and repeat it with --processes {cores:g}"
                     )
 
         watcher = threading.Thread(target=watch, daemon=True)

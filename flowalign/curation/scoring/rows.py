@@ -138,7 +138,7 @@ def _find_unsuited(spec: RewardSpec, items: Sequence[DecodedMedium]) -> dict[int
         elif "references" in spec.needs and not item.references:
             reasons[i] = f"{spec.name} needs reference images"
         elif "groups" in spec.needs and together[item.index] < len(item.record.media):
-            reasons[i] = f"{spec.name} compares media of one shape, all of which can be read"
+            reasons[i] = f"{spec.name} compares whole groups of readable samples of one shape"
     return reasons
 
 

@@ -50,7 +50,7 @@ class Form:
     out: Path
     """New folder."""
     license: str | None = None
-    """License of the weights, for the model card."""
+    """Licence of the weights, for the model card."""
 
 
 def find_trained(source: Path, averaged: bool) -> Trained:

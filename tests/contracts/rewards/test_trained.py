@@ -403,7 +403,7 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
     (tmp_path / "3-1.png").write_bytes((tmp_path / "3-1.png").read_bytes()[:40])
     (tmp_path / "4-0.png").unlink()
     run, config = load_run(str(run_file(tmp_path, clip, tmp_path / "pairs.jsonl")))
-    with pytest.raises(ValueError, match=r"2 of 48 media failed \(max_failed_fraction 0.01\)"):
+    with pytest.raises(ValueError, match=r"2 of 48 samples failed \(max_failed_fraction 0.01\)"):
         train(run, config, quiet)
     run, config = load_run(
         str(run_file(tmp_path, clip, tmp_path / "pairs.jsonl", max_failed_fraction=0.1))
