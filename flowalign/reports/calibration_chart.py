@@ -24,7 +24,7 @@ def _calibrated_steps(history: History) -> np.ndarray:
     steps = np.flatnonzero(np.sum([row.valid for row in history.iterations] or [[0]], axis=0))
     if len(steps) == 0:
         raise ValueError(
-            f"a calibration of {len(history.iterations)} iterations without gains has no picture"
+            f"a calibration of {len(history.iterations)} iterations has no gains to draw"
         )
     return steps
 

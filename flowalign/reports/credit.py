@@ -194,13 +194,13 @@ def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> 
             return replace(number, is_arrow=True)
         return Cell(_reward(record.values[b][states[k]]), image=images.get((b, k), ""))
 
-    notes = ["Images: each state completed by the ODE, without more noise, and its reward."]
+    notes = ["Images: each state completed by the ODE, without further noise, and its reward."]
     if record.marked is not None:
-        what = "turning point" if record.method == "TurningPoint" else "singled out"
+        what = "turning point" if record.method == "TurningPoint" else "marked"
         notes.append(f"\u2605 {what} in at least one reward dimension.")
     count = min(record.num_images or 6, len(record.values))
     return Table(
-        "Credit: states, and the steps between them",
+        "Credit: states, separated by the steps between them",
         notes,
         scale,
         [_step_head(k) if is_step else _state_head(record, k) for k, is_step in columns],
@@ -239,7 +239,7 @@ def _branch_table(
     changes = [False, *(one != other for one, other in pairwise(initial))]
     notes = [
         "A row is a sample. Where a bar spans several rows, these samples share one state.",
-        "Bars that branch off one bar are alternatives: compare their images.",
+        "Bars that branch from one bar are alternatives: compare their images.",
     ]
     if len(set(initial)) > 1:
         notes.append("Thick lines separate samples of different initial noise.")

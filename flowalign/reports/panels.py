@@ -150,8 +150,8 @@ def select_panels(series: Lines, weights: Mapping[str, float] | None = None) -> 
     optimised |= {"weighted": series["reward_mean"]} if "reward_mean" in series else {}
     panels = [
         Panel("Training reward", "mean of a step", optimised, draw_smoothed),
-        Panel("Training reward, only watched", "mean of a step", watched, draw_smoothed),
-        Panel("Held out: optimised and watched", "change", _held_out_changes(series, weights)),
+        Panel("Training reward, monitored only", "mean of a step", watched, draw_smoothed),
+        Panel("Held out: optimised and monitored", "change", _held_out_changes(series, weights)),
         *_held_out_panels(series),
         *(group.select(series) for group in PREFERENCE),
         *_step_panels(series),

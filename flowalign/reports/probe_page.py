@@ -48,11 +48,11 @@ def verdict(found: Mapping[str, Any]) -> str:
     if chosen["step_weight"]:
         told += f"with step weights {weights(chosen['step_weight'])}"
     else:
-        told += "with the weights of the run file, which show as much as the best ones"
-    told += f"; {spread(row['per_1000_evaluations'])} signal to noise per 1000 evaluations."
+        told += "with the step weights of the run file, as the best ones are not better"
+    told += f"; signal to noise per 1000 evaluations: {spread(row['per_1000_evaluations'])}."
     others = [r for r in rows if r["at"] == row["at"] and r is not row]
     if near := [r["name"] for r in others if r["within_error"]]:
-        told += f" As good within the error: {', '.join(near)}."
+        told += f" Equally good within the error: {', '.join(near)}."
     return told
 
 
@@ -62,8 +62,8 @@ def caution(found: Mapping[str, Any]) -> str:
     if any(figure["value"] > ERRORS * figure["error"] for figure in figures):
         return ""
     return (
-        "No setting has shown a signal beyond the error, so the order below may be chance: "
-        "give more --batches."
+        "No setting has a signal above its error, so the order below may be chance: "
+        "use more --batches."
     )
 
 

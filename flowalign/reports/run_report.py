@@ -40,9 +40,9 @@ _COMPARISON = "../../compare.html"
 COMPARISON_LINK = f'href="{_COMPARISON}"'
 _HEADLINES = ("exact_match", "unseen/exact_match", "seen/exact_match", "weighted", "reward_mean")
 _CHECKS = {
-    "loss_at_start": ("loss before any update", "that of a policy equal to its reference"),
+    "loss_at_start": ("loss before any update", "loss of a policy equal to its reference"),
     "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
-    "moved_share": ("share of the trained parameters that an update has moved", "1"),
+    "moved_share": ("share of the trained parameters that the updates changed", "1"),
     "kl_gradient": ("size of the gradient of the KL term", "above 0"),
     "max_rank_difference": ("difference between the weights of the ranks", "0"),
 }
@@ -147,7 +147,7 @@ def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines
     trained = [max(line) for name, line in series.items() if not name.startswith("eval/")]
     num_steps = summary.get("steps") or 1 + max(trained, default=-1)
     over = f"over {num_steps} step{'s' * (num_steps != 1)}"
-    ending = {"interrupted": "; the run was interrupted.", "running": "; the run is still going."}
+    ending = {"interrupted": "; the run was interrupted.", "running": "; the run is in progress."}
     ending = ending.get(str(summary.get("status", "" if summary else "running")), ".")
     top = headline(changes)
     if top:

@@ -264,7 +264,9 @@ def test_a_request_that_the_policy_does_not_take_is_named_and_skipped(
 def test_a_number_of_frames_that_is_not_the_policys_is_refused(num_frames):
     policy = VideoPixel()
     policy.num_frames = 7
-    with pytest.raises(ValueError, match=rf"num_frames is {num_frames}; the policy makes 7 frames"):
+    with pytest.raises(
+        ValueError, match=rf"num_frames is {num_frames}, but the policy makes 7 frames"
+    ):
         ClipPairs(policy=policy, clips="x", method=LocalPairs(), num_frames=num_frames)
     for same in (None, 7):
         ClipPairs(policy=policy, clips="x", method=LocalPairs(), num_frames=same)

@@ -222,7 +222,7 @@ def test_longer_segments_are_fewer_calls():
         ({"level": (0.65, 1.0)}, "within"),
         ({"seconds": 0.0}, "need seconds above 0"),
         ({"margin": -0.1}, "margin of at least 0"),
-        ({"min_decided": 1.0}, "min_decided 1.0: .* a share below 1"),
+        ({"min_decided": 1.0}, "min_decided 1.0: .* min_decided in"),
     ],
 )
 def test_numbers_that_label_nothing_are_refused(changes, message):

@@ -78,7 +78,7 @@ def test_what_could_not_be_scored_is_in_no_end_and_is_named():
 
 def test_the_verdict_counts():
     assert verdict(findings(row("a", 1.0)), SUMMARY) == (
-        "9 media scored in 2 dimensions, 12.3 a second. 2 (22.2 %) could not be scored."
+        "9 samples scored in 2 dimensions, 12.3 a second. 2 (22.2 %) could not be scored."
     )
     assert "None failed." in verdict(findings(row("a", 1.0)), SUMMARY | {"failed": 0})
 

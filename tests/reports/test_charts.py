@@ -80,12 +80,12 @@ def test_what_is_not_weighted_is_watched_beside_what_is():
     }
     made = {panel.title: panel.lines for panel in panels.select_panels(series, {"good": 2.0})}
     assert set(made["Training reward"]) == {"good", "weighted"}
-    assert set(made["Training reward, only watched"]) == {"truth"}
-    both = made["Held out: optimised and watched"]
+    assert set(made["Training reward, monitored only"]) == {"truth"}
+    both = made["Held out: optimised and monitored"]
     assert both["optimised"] == {0: 0.0, 5: pytest.approx(1.0)}
     assert both["truth"] == {0: 0.0, 5: pytest.approx(-0.1)}
     everything = {panel.title for panel in panels.select_panels(series)}
-    assert "Held out: optimised and watched" not in everything
+    assert "Held out: optimised and monitored" not in everything
 
 
 def test_weights_are_read_from_the_run_file(tmp_path):

@@ -51,7 +51,7 @@ from tests.fixtures.training import (
 
 pytestmark = pytest.mark.slow
 
-HEADING = "<h2>What each step earned</h2>"
+HEADING = "<h2>Credit of each step</h2>"
 
 
 def judged(cfg, learner, trajectory, rewards=None):
@@ -361,7 +361,7 @@ def test_a_run_writes_its_pictures_and_the_report_shows_them(tmp_path, credit):
         return
     assert len(list((tmp_path / "run" / "credit").iterdir())) == 4
     assert HEADING in page
-    assert "small image is what the sampler" in page
+    assert "small image is the completion of a state" in page
     for step in (0, 1):
         assert f"Training step {step}, for the prompt: " in page
 
@@ -406,7 +406,7 @@ def test_the_report_shows_the_first_and_the_last_credit(folder):
 def test_the_report_explains_branches_in_other_words(folder):
     record = some_record(source_row=[[0, 0, 0, 0]] * 2)
     write_json(folder / "credit" / "step-000000.json", record)
-    assert "samples that share a bar" in write_report(folder).read_text()
+    assert "Samples that share a bar" in write_report(folder).read_text()
 
 
 @pytest.mark.parametrize("broken", ["json", "png"])
@@ -419,7 +419,7 @@ def test_a_picture_cut_short_counts_as_missing(folder, broken):
 
 
 def test_a_calibration_is_shown(folder):
-    heading = "<h2>Noise levels found by calibration</h2>"
+    heading = "<h2>Calibrated noise levels</h2>"
     assert heading not in write_report(folder).read_text()
     file = folder / "calibration.json"
     file.write_text("{")

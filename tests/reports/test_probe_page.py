@@ -32,12 +32,12 @@ def test_settings_within_the_error_are_as_good(tmp_path):
     alike = [new_judged(tmp_path, "one", STRONG), new_judged(tmp_path, "two", STRONG, seed=1)]
     found = comparison(alike)
     last = found["ranking"][1]["name"]
-    assert verdict(found).endswith(f"As good within the error: {last}.")
+    assert verdict(found).endswith(f"Equally good within the error: {last}.")
 
 
 def test_a_probe_without_a_signal_is_no_recommendation_without_a_caution(tmp_path):
     found = comparison([new_judged(tmp_path, "weak", NOTHING)])
-    assert "give more --batches" in caution(found)
+    assert "use more --batches" in caution(found)
     assert caution(found) in page("x", found)
 
 

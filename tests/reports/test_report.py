@@ -187,7 +187,7 @@ def test_a_large_clip_is_small_on_the_page(tmp_path):
     assert (loop.size, len(frames)) == ((192, 108), 25)
     assert sum(f.info["duration"] for f in frames) == 3125
     assert len(page) < 600_000
-    assert "Clips of step 0. They play in a loop, of 16 frames a second" in page
+    assert "Videos of step 0. Videos loop at 16 frames per second" in page
 
 
 def test_a_clip_among_credit_is_four_of_its_frames_and_a_picture_is_itself():
@@ -252,7 +252,7 @@ def test_without_a_summary_the_evaluations_tell_before_and_after(folder):
     (folder / "summary.json").unlink()
     page = page_of(folder)
     assert (
-        "Held-out exact_match went from 0.285 to 0.603 (+0.318) over 40 steps; the run is still"
+        "Held-out exact_match went from 0.285 to 0.603 (+0.318) over 40 steps; the run is in"
         in page
     )
     assert "seed" not in re.sub(r'src="data:[^"]*"', "", page)
@@ -341,7 +341,7 @@ def test_one_grid_is_shown_alone(folder):
     for step in (20, 40):
         (folder / "samples" / f"step-{step:06}.png").unlink()
     page = page_of(folder)
-    assert "Pictures of step 0." in page
+    assert "Images of step 0." in page
     assert page.count("data:image/png") == len(PROMPTS)
 
 

@@ -84,7 +84,7 @@ def test_the_worst_prompts_are_those_that_fell_most_and_those_that_end_lowest(fo
     thirteenth = ("a white circle", "unseen", "3.000", "1.000", "-2.000")
     assert rows[0] == [eleventh, thirteenth]
     assert rows[1][:3] == [eleventh, thirteenth, (PROMPTS[0], "seen", "4.000", "4.000", "+0.000")]
-    assert "Mean weighted reward of a prompt's samples, of all 12 evaluated prompts." in page
+    assert "Mean weighted reward of a prompt's samples, for all 12 evaluated prompts." in page
 
 
 def test_the_first_evaluation_alone_has_no_change(folder):

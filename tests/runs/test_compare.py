@@ -251,7 +251,7 @@ def test_the_page_shows_what_steps_earned_where_a_method_credits_steps(
     """The last record of the lowest seed, of the methods that have one."""
     out = tmp_path / "out"
     compare(request(*finished, out=out), quiet)
-    assert "What each step earned" not in (out / "compare.html").read_text()
+    assert "Credit of each step" not in (out / "compare.html").read_text()
     folder = out / "fast" / "seed0" / "credit"
     folder.mkdir()
     for step, colour in ((0, "red"), (9, "blue")):
@@ -268,7 +268,7 @@ def test_the_page_shows_what_steps_earned_where_a_method_credits_steps(
     address = view.tables[0].rows[0].cells[-1].image
     picture = Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
     assert picture.getpixel((5, 5)) == (0, 0, 255)
-    assert "What each step earned" in (out / "compare.html").read_text()
+    assert "Credit of each step" in (out / "compare.html").read_text()
 
 
 def test_the_page_tells_where_a_method_met_the_baseline(finished, tmp_path, nothing_runs):
@@ -343,7 +343,7 @@ def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, 
     page = (tmp_path / "out" / "compare.html").read_text()
     for axis in ("reward calls", "network evaluations", "seconds"):
         assert page.count(f'<th class="n">{axis}</th>') == 2, "costs, and to reach the baseline"
-    assert "pairs where a method learns from pairs" in page
+    assert "for preference methods they are pairs" in page
     smallest = content["smallest"]
     assert all(smallest[axis] > 0 for axis in ("reward_calls", "network_evaluations", "seconds"))
     assert printed.count("smallest detectable difference") == 4

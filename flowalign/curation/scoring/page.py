@@ -119,7 +119,7 @@ def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
     """Return a summary of the job in one or two sentences."""
     rows, failed = summary["rows"], summary["failed"]
     speed = summary.get("rows_per_second")
-    text = f"{rows:,} media scored in {len(findings.columns)} dimensions"
+    text = f"{rows:,} samples scored in {len(findings.columns)} dimensions"
     text += f", {speed:,.1f} a second. " if speed else ". "
     share = 100 * failed / rows if rows else 0.0
     return text + (f"{failed:,} ({share:.1f} %) could not be scored." if failed else "None failed.")

@@ -28,7 +28,7 @@ _PACED = 20
 _MOST_STEPS = 2**53
 _PATIENCE, MOST_STEPS_BETWEEN = 300.0, 10
 """Seconds, and multiple of the usual step time, after which a run without changes is silent."""
-_BEST = {"reward_mean": "reward", "implicit_accuracy": "pairs in order"}
+_BEST = {"reward_mean": "reward", "implicit_accuracy": "preference accuracy"}
 """Metrics that may be summarised by their best value; the first one that a run has is used."""
 
 

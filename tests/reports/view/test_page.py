@@ -42,7 +42,7 @@ def test_the_chosen_runs_are_drawn_in_one_chart_a_metric(root):
     (drawn,) = charts(content).values()
     assert [line["label"] for line in drawn["lines"]] == ["a", "c"]
     assert drawn["lines"][1]["columns"][1] == [2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6]
-    assert "The same at every step of these runs: KL to the reference 0." in content
+    assert "Constant in all of these runs: KL to the reference 0." in content
 
 
 def test_further_metrics_are_shown_if_asked_for(root):
@@ -79,8 +79,8 @@ def test_more_runs_than_colours_are_not_drawn_and_that_is_said(root):
         shutil.copytree(root / "a", root / name)
     content = shown(root, *names)
     assert content.count("checked") == MOST_CHOSEN
-    assert "2 more would look alike" in content
-    assert "would look alike" not in shown(root, *names[:MOST_CHOSEN])
+    assert "2 more could not be distinguished" in content
+    assert "could not be distinguished" not in shown(root, *names[:MOST_CHOSEN])
 
 
 def test_failures_are_told_with_their_reasons_chosen_or_not(root):
