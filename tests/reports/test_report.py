@@ -164,7 +164,7 @@ def test_a_card_of_a_video_model_moves_and_shows_a_strip_of_both_steps(moving):
         assert strip.size == (6 * 34 - 2, 32)
         assert np.array_equal(np.asarray(strip)[:, -32:], clip[-1])
     assert 'class="cards clips pixelated"' in page
-    assert "of 8 frames a second" in page
+    assert "at 8 frames per second" in page
 
 
 def test_a_loop_that_is_missing_costs_only_itself(moving):
