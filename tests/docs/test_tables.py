@@ -1,0 +1,65 @@
+"""Generated tables are current, and every component that a run file can name is in one."""
+
+import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+import pytest
+
+from tests.fixtures.doc_pages import DOCS, ROOT, exported_from
+
+SPEC = spec_from_file_location("tables", DOCS / "site" / "tables.py")
+tables = module_from_spec(SPEC)
+sys.modules["tables"] = tables  # dataclasses look up their module
+SPEC.loader.exec_module(tables)
+REMEDY = "run: python docs/site/tables.py"
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_the_tables_of_a_page_are_current(page):
+    text = (ROOT / page).read_text()
+    assert tables.fill(text) == text, REMEDY
+
+
+@pytest.mark.parametrize("package", tables.ROLES)
+def test_every_component_of_a_package_is_in_a_table(package):
+    page = "docs/models/index.md" if package == "pipelines" else "docs/papers.md"
+    text, names = (ROOT / page).read_text(), tables.components(package)
+    assert len(names) >= 3
+    assert [name for name in names if f"`{package}.{name}`" not in text] == []
+    assert [name for name in names if not exported_from(package, name)] == []
+
+
+def test_a_component_with_a_paper_is_in_the_tables_of_papers():
+    without = (DOCS / "papers.md").read_text().partition("## Components without a paper")[2]
+    named = tables._DOTTED.findall(without)
+    assert len(named) > 20
+    sources = [tables.find_class(dotted) for dotted in named]
+    assert [d for d, one in zip(named, sources, strict=True) if "arXiv" in one.docstring] == []
+
+
+def test_no_table_is_missing_and_none_is_wide():
+    pages = [(ROOT / page).read_text() for page in tables.PAGES]
+    marked = re.findall("<!-- table: (.+) -->", "".join(pages))
+    assert sorted(marked) == sorted(tables.TABLES)
+    assert all(len(header) <= 5 for header, _ in tables.TABLES.values())
+
+
+def test_a_component_is_a_concrete_class_with_a_role():
+    names = tables.components("pipelines")
+    assert {"SD3", "Wan22", "AnyFlow"} <= set(names)
+    assert not {"DiffusersPolicy", "ExtendedPolicy", "UNetPolicy", "WanCodec"} & set(names)
+    assert "Link" not in tables.components("flowalign.losses")
+
+
+def test_a_paper_with_many_run_files_needs_a_choice():
+    row = {"paper": "Flow-GRPO"}
+    with pytest.raises(ValueError, match="choose some under `files`"):
+        tables.files_of(row, ["flowalign.losses.GRPO"])
+    assert tables.files_of(row | {"files": ["one.yaml"]}, ["flowalign.losses.GRPO"]) == ["one.yaml"]
+
+
+def test_the_status_is_that_of_the_run_file():
+    assert tables.status_of(["configs/shapes.yaml", "configs/sd35_medium.yaml"]) == "run on CPU"
+    assert tables.status_of(["configs/sd35_medium.yaml"]) == "checked only"
+    assert tables.status_of([]) == "checked only"
