@@ -73,7 +73,7 @@ class DiffusersPolicy(Policy):
         self.height, self.width, self.num_frames = codec.height, codec.width, codec.num_frames
         self.fps = codec.fps
         self.folder = Folder(self.pipeline_class, self.path, self.skip_components)
-        # a policy of diffusers always has these parts, so that they cannot be None
+        # a DiffusersPolicy always has these parts, so they cannot be None
         self.network = Network(  # pyright: ignore[reportIncompatibleVariableOverride]
             folder=self.folder,
             kind=self.transformer_class,
@@ -176,7 +176,9 @@ class DiffusersPolicy(Policy):
         if self.text_encoder.cache:
             return media, self.text_encoder.digest_cache(self)
         size = (self.height, self.width) if self.conditions_on_size else ()
-        references = (media,) if self.input_spec.references[1] else ()  # their latents are in it
+        references = (
+            (media,) if self.input_spec.references[1] else ()
+        )  # conditioning holds their latents
         settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *references
         return media, self.text_encoder.digest(*settings)
 

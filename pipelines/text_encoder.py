@@ -123,7 +123,7 @@ class TextEncoder(PromptEncoder):
         for name in sorted(loaded):
             tokenizer_name = name.replace("text_encoder", "tokenizer")
             tokenizer = components.get(tokenizer_name, components.get("processor"))
-            tokenizer = vars(tokenizer).get("tokenizer", tokenizer)  # a processor has one
+            tokenizer = vars(tokenizer).get("tokenizer", tokenizer)  # processors contain one
             words = type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())
             config = components[name].config.to_dict()
             text = digest(components[name], config, text, *settings, *words)
@@ -138,7 +138,7 @@ class TextEncoder(PromptEncoder):
 
     def digest_files(self) -> str:
         folder = self.network.folder
-        if not Path(folder.path).is_dir():  # of the hub: its id and commit
+        if not Path(folder.path).is_dir():  # on the hub: id and commit
             return f"{folder.path} {folder.file(INDEX).resolve().parent.name}"
         content = hashlib.sha256()
         vae = () if self.input_spec.references[1] else ("vae",)

@@ -69,7 +69,9 @@ class VideoCodec(Codec):
     def __init__(self, video: Video, memory: Memory, one_by_one: bool = False):
         """Encode and decode one sample at a time if `one_by_one` or `memory.slice` is true."""
         if memory.decode_frames is not None and memory.decode_frames < 1:
-            raise ValueError(f"memory.decode_frames is {memory.decode_frames}; give 1 or more")
+            raise ValueError(
+                f"memory.decode_frames is {memory.decode_frames}; it must be at least 1"
+            )
         super().__init__(video.height, video.width, video.num_frames, memory.tile)
         self.video, self.memory = video, memory
         self.num_frames, self.fps, self.shift = video.num_frames, video.fps, video.shift
@@ -196,8 +198,8 @@ def check_num_frames(num_frames: int, unit: int, path: str) -> int:
     if num_frames < 1 or (num_frames - 1) % unit:
         below = max(1, num_frames - (num_frames - 1) % unit)
         raise ValueError(
-            f"video.num_frames is {num_frames}; the VAE of {path} takes 1 and multiples of {unit} "
-            f"more: the nearest are {below} and {below + unit}"
+            f"video.num_frames is {num_frames}; the VAE of {path} takes 1 + a multiple of {unit}: "
+            f"the nearest are {below} and {below + unit}"
         )
     return num_frames
 

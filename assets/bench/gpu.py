@@ -95,15 +95,15 @@ def print_table(found: dict[str, Any]) -> None:
 def _arguments(parts: list[str], sizes: list[str], argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--parts", default=",".join(parts), help=f"of {', '.join(parts)}, separated by commas")
-    add("--limit", type=float, default=180.0, help="seconds of a part at most, default 180")
-    add("--total", type=float, default=600.0, help="seconds of all parts at most, default 600")
+    add("--parts", default=",".join(parts), help=f"comma-separated parts: {', '.join(parts)}")
+    add("--limit", type=float, default=180.0, help="maximum seconds per part (default: 180)")
+    add("--total", type=float, default=600.0, help="maximum seconds in total (default: 600)")
     add("--size", choices=sizes, help="default: full with a GPU, else small")
     add("--out", type=Path, default=Path("runs/bench_gpu.json"))
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
     if unknown := sorted({*args.parts} - {*parts}):
-        parser.error(f"--parts names {unknown[0]}; there are {', '.join(parts)}")
+        parser.error(f"--parts has {unknown[0]}; allowed are {', '.join(parts)}")
     return args
 
 

@@ -58,7 +58,10 @@ def trained_on(device: str) -> tuple[Tensor, Tensor]:
             ),
             *("evaluation=null", "num_steps=2"),
             *("recipe.prompts_per_step=4", "recipe.sampling.samples_per_prompt=6"),
-            *("optimizer.decay=constant", "optimizer.eps=1e-3"),  # small gradients: no sign
+            *(
+                "optimizer.decay=constant",
+                "optimizer.eps=1e-3",
+            ),  # keeps Adam from normalising tiny gradients
         ],
     )
     with start_temporarily(run) as session:
@@ -202,7 +205,12 @@ def attempt(work: Callable[[], Figures]) -> Figures:
     """Return the figures of `work`, or its error message if it failed."""
     try:
         return work()
-    except (RuntimeError, ValueError, ImportError, OSError) as error:  # also of memory and kernels
+    except (
+        RuntimeError,
+        ValueError,
+        ImportError,
+        OSError,
+    ) as error:  # includes out-of-memory and kernel errors
         return {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
 
 

@@ -92,7 +92,7 @@ def build_networks(size: Size, folder: Path) -> None:
         ("wan", random_wan.build, size.wan),
     ):
         torch.manual_seed(0)
-        with torch.device(size.device):  # drawing two billion weights takes a GPU no time
+        with torch.device(size.device):  # two billion weights are drawn fast on a GPU
             pipe = build(**sizes)
         pipe.to(torch.bfloat16).save_pretrained(folder / name)
 

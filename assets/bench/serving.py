@@ -74,7 +74,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument(
-        "--wait", type=float, default=0.0, help="ms that a request waits for others"
+        "--wait", type=float, default=0.0, help="ms that a request waits for further ones"
     )
     args = parser.parse_args()
     for pixels in ("8bit", "float32"):

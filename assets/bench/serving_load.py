@@ -55,7 +55,7 @@ def measure(
         serving(Path(folder) / "rewards.yaml", *LIMITS, seconds=model_ms / 1000) as (url, pid),
         ProcessPoolExecutor(5, spawn) as processes,
     ):
-        list(processes.map(time.sleep, [1.0] * 5))  # they are started, and import below
+        list(processes.map(time.sleep, [1.0] * 5))  # start and import before the timing
         before, until = memory_mb(pid), time.time() + seconds
         groups = [range(i, num_clients, 4) for i in range(4)]
         asked = [processes.submit(clients, url, group, until) for group in groups]
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--hostile", type=int, default=4)
-    parser.add_argument("--model_ms", type=float, default=50.0, help="time of a call of the model")
+    parser.add_argument("--model_ms", type=float, default=50.0, help="milliseconds per model call")
     args = parser.parse_args()
     result = measure(args.seconds, args.clients, args.hostile, args.model_ms)
     print(json.dumps(result))  # noqa: T201

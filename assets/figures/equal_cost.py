@@ -228,10 +228,10 @@ def options(
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
-        "--budget", type=int, default=study.budget, help="network evaluations of a run"
+        "--budget", type=int, default=study.budget, help="network evaluations per run"
     )
-    parser.add_argument("--images", type=int, default=IMAGES, help="images of an evaluation")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--images", type=int, default=IMAGES, help="images per evaluation")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs")
     parser.add_argument("--to", type=Path, default=HERE, help="folder of the figure")
     return parser
 

@@ -76,7 +76,7 @@ def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
     recipe = load(files)[0].recipe
     assert isinstance(recipe, RewardGradient)
     with_gradient = recipe.cost.replayed + recipe.cost.elsewhere
-    each = recipe.start.num_steps + with_gradient * (2 if recipe.kl else 1)  # and the reference's
+    each = recipe.start.num_steps + with_gradient * (2 if recipe.kl else 1)  # 2: also the reference
     return max(1, round(budget / (recipe.examples_per_step * each)))
 
 

@@ -140,10 +140,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of every run but mixed, for a quick look")
-    parser.add_argument("--images", type=int, default=512, help="prompts of an evaluation")
-    parser.add_argument("--pictures", type=int, default=4, help="true pictures of a prompt")
-    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--steps", type=int, help="steps of every run except mixed, for a quick look"
+    )
+    parser.add_argument("--images", type=int, default=512, help="prompts per evaluation")
+    parser.add_argument("--pictures", type=int, default=4, help="true images per prompt")
+    parser.add_argument("--table", action="store_true", help="print the table only")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not args.table:

@@ -47,7 +47,7 @@ def main() -> None:
     """Generate the images, score them and write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--count", type=int, default=4, help="pictures per prompt")
+    parser.add_argument("--count", type=int, default=4, help="images per prompt")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit", type=int, help="prompts per split, for a quick look")
     args = parser.parse_args()

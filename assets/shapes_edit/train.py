@@ -174,7 +174,7 @@ def train(pipe: FluxKontextPipeline, some: list[Edit], args: argparse.Namespace)
         failed = torch.rand(args.batch, 1, 1, generator=generator) < args.unedited
         data = torch.where(failed, source[pick], target[pick])
         noise = torch.randn(data.shape, generator=generator)
-        sigma = torch.rand(args.batch, generator=generator)  # the noisy end decides what is done
+        sigma = torch.rand(args.batch, generator=generator)  # uniform: high noise decides the edit
         share = sigma[:, None, None]
         text = editor.embed(ids[pick])
         velocity = editor.velocity((1 - share) * data + share * noise, sigma, source[pick], text)
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--double-layers", type=int, default=1)
     parser.add_argument("--single-layers", type=int, default=4)
     parser.add_argument(
-        "--unedited", type=float, default=0.4, help="share of the pairs whose result is the source"
+        "--unedited", type=float, default=0.4, help="share of pairs with the source as target"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -347,13 +347,15 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=2700)
     parser.add_argument("--decoder-steps", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=9000)
-    parser.add_argument("--beside", type=int, default=1900, help="steps beside the decoder")
+    parser.add_argument(
+        "--beside", type=int, default=1900, help="steps in parallel with the decoder"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--long-share", type=float, default=0.04)
-    parser.add_argument("--keep", action="store_true", help="also keep what is judged on the way")
+    parser.add_argument("--keep", action="store_true", help="also keep the evaluated checkpoints")
     parser.add_argument(
         "--headroom", type=float, default=0.4, help="stop once this exact-match accuracy is reached"
     )

@@ -115,7 +115,7 @@ class AnyFlow(DiffusersPolicy):
     def identify(self) -> None:
         """Find the pipeline class, network class and required inputs from configuration files."""
         if self.folder.pipeline is not DiffusionPipeline:
-            return  # known since the plan
+            return  # already found
         name, size = self.denoiser_name, (self.height, self.width)
         cls, self.network.kind = find_classes(self.path, name, self.call.pictures)
         self.pipeline_class = self.folder.pipeline = cls
@@ -200,9 +200,9 @@ class AnyFlow(DiffusersPolicy):
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         if self.evaluations_per_velocity != self.call.evaluations:
             raise ValueError(
-                "AnyFlow makes the velocity of call.arguments, with its guidance, and no other: "
-                "for losses and completions without it, or with another, train a policy of the "
-                "family or call the pipeline without guidance"
+                "AnyFlow only computes velocities with the guidance of call.arguments; other "
+                "guidance is not supported: use the policy of the family, or call the pipeline "
+                "without guidance"
             )
         groups = group_calls(len(x), sigma, self.layout.lengths(cond))
         found = [
@@ -235,7 +235,7 @@ class AnyFlow(DiffusersPolicy):
         if "strength" not in inspect.signature(self.folder.pipeline.__call__).parameters:
             others["scheduler"] = build_at_times(self.pipe.scheduler, x.new_zeros(0))
             return self.stock.run(self.denoiser, len(x), others, "pt")
-        others["scheduler"] = build_standing(self.pipe.scheduler)  # it refuses to make no step
+        others["scheduler"] = build_standing(self.pipe.scheduler)  # it rejects zero steps
         with skip_network(self.denoiser):
             return self.stock.run(self.denoiser, len(x), others, "pt")
 
@@ -250,7 +250,7 @@ class AnyFlow(DiffusersPolicy):
 
     def encoders(self) -> tuple[str, str]:
         arguments = sorted(self.call.arguments.items())
-        kept = [tuple(one.shape[1:]) for one in self.blank.values()]  # some know the size
+        kept = [tuple(one.shape[1:]) for one in self.blank.values()]  # some depend on the size
         parts, text = sorted(self.pipe.components.items()), ""
         tokenizers = [
             vars(p).get("tokenizer", p) for n, p in parts if p and n.startswith("tokenizer")

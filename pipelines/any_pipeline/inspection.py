@@ -33,7 +33,7 @@ def inspect_pipeline(
         "pipeline": f"{policy.folder.pipeline.__name__}, {type(network).__name__} of "
         f"{sum(p.numel() for p in network.parameters()):,} parameters",
         "encode": _tried(lambda: _shapes(policy)),
-        "velocity": f"{rows / len(steps):g} evaluations for a step, state {tuple(state.shape[1:])}",
+        "velocity": f"{rows / len(steps):g} evaluations per step, state {tuple(state.shape[1:])}",
         "replay": _tried(
             lambda: f"off by {replay_difference(policy, steps, Request(_PROMPT)):.1e} in 4 steps"
         ),

@@ -53,7 +53,7 @@ class LatentMap:
         )
         place = high * _DIGITS + low
         if not torch.equal(place.sort().values.cpu(), number):
-            raise ValueError("states are not a permutation of what the autoencoder decodes")
+            raise ValueError("states are not a permutation of the decoded latents")
         return cls(vae, shape, place, scale, shift)
 
     def encoded(self, clips: Float[Tensor, "n 3 F h w"]) -> Float[Tensor, "n *latent"]:

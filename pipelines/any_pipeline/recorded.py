@@ -60,7 +60,9 @@ class Layout:
         (first, spec), (second, other), (third, _) = (_flatten(one) for one in (short, long, both))
         names = tuple(name for name, _ in short)
         if spec != other or len(first) != len(third) or STATE not in names:
-            raise ValueError("its methods return another structure for another prompt")
+            raise ValueError(
+                "its methods return results of different structure for different prompts"
+            )
         state = len(_flatten(short[: names.index(STATE)])[0])
         kinds = [
             Leaf("state") if k == state else _leaf(*results)
@@ -138,7 +140,7 @@ def _leaf(short: Any, long: Any, both: Any) -> Leaf:
     if isinstance(short, list) and [len(one) for one in (short, long, both)] == [1, 1, 2]:
         return Leaf("listed", _ragged_axis(short[0][None], long[0][None]))
     if isinstance(short, list) and not _are_equal(short, long):
-        raise ValueError("a list of one request is not one tensor for each request of a call")
+        raise ValueError("a list of results does not hold one tensor per request")
     if not isinstance(short, Tensor):
         return Leaf("shared", value=short)
     if both.shape[:1] == (2 * long.shape[0],) and both.shape[1:] == long.shape[1:]:
@@ -160,7 +162,7 @@ def _ragged_axis(short: Tensor, long: Tensor) -> int | None:
     """Return the axis with a prompt-dependent length."""
     differ = [k for k in range(short.ndim) if short.shape[k] != long.shape[k]]
     if len(differ) > 1:
-        raise ValueError(f"{len(differ)} axes of a text have lengths of their own")
+        raise ValueError(f"{len(differ)} axes of a text depend on the prompt; at most 1 may")
     return differ[0] if differ else None
 
 

@@ -230,7 +230,7 @@ def stop_at_network(network: nn.Module) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise CallStopped
 
-    handle = network.register_forward_pre_hook(stop, prepend=True)  # before those that count
+    handle = network.register_forward_pre_hook(stop, prepend=True)  # before row-counting hooks
     try:
         yield
     except CallStopped:

@@ -59,7 +59,7 @@ def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]
     scheduler = folder.config("scheduler")
     flows = scheduler.get("prediction_type") == "flow_prediction"
     if not (flows or scheduler["_class_name"].startswith("FlowMatch")):
-        return f"its scheduler, {scheduler['_class_name']}, is none of flow matching"
+        return f"its scheduler, {scheduler['_class_name']}, is not a flow-matching scheduler"
     return ""
 
 
@@ -73,7 +73,7 @@ def _refuse_images(cls: type[DiffusionPipeline], pictures: int) -> str:
     if not needed:
         return ""
     way = " (call.pictures)" if needed[0] == "image" else ""
-    return f"it needs {needed[0]} beside a prompt{way}"
+    return f"it needs {needed[0]} in addition to a prompt{way}"
 
 
 def check_arguments(cls: type[DiffusionPipeline], names: Iterable[str]) -> None:
@@ -81,8 +81,7 @@ def check_arguments(cls: type[DiffusionPipeline], names: Iterable[str]) -> None:
     known = inspect.signature(cls.__call__).parameters.keys() - _OURS
     if unknown := sorted(set(names) - known):
         raise ValueError(
-            f"call.arguments has {unknown[0]}; {cls.__name__} may be given "
-            + ", ".join(sorted(known))
+            f"call.arguments has {unknown[0]}; {cls.__name__} accepts " + ", ".join(sorted(known))
         )
 
 
@@ -97,12 +96,12 @@ def check_replay(policy: Policy, stock: StockCall, request: Request) -> None:
         steps, rows = stock.rollout(policy.denoiser, [request], 2)
         difference = replay_difference(policy, steps, request)
         if not difference <= _TOLERANCE:
-            raise RuntimeError(f"a velocity that was replayed is off by {difference:.1e}")
+            raise RuntimeError(f"a replayed velocity differs by {difference:.1e}")
     evaluations = rows / len(steps)
     if evaluations != policy.evaluations_per_velocity:
         raise ValueError(
             f"call.evaluations is {policy.evaluations_per_velocity}, but with these arguments "
-            f"{cls.__name__} makes {evaluations:g} for a step"
+            f"{cls.__name__} makes {evaluations:g} per step"
         )
 
 

@@ -61,14 +61,14 @@ class CogVideoX(DiffusersPolicy):
             *(memory.gradient_checkpointing, memory.offload_text),
         )
         self.video = video
-        reason = "CogVideoX decodes two latent frames at a time and can do nothing else"
+        reason = "CogVideoX always decodes two latent frames at a time"
         refuse_decode_frames(memory, f"{reason}: leave it out")
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if (size := transformer.get("patch_size_t")) is not None:
             raise ValueError(
-                f"patch_size_t of {self.path} is {size}: that is CogVideoX 1.5; only 1.0 is "
-                "supported, where it is null"
+                f"patch_size_t of {self.path} is {size}, so it is CogVideoX 1.5; only 1.0 is "
+                "supported (patch_size_t null)"
             )
         frames = vae["temporal_compression_ratio"]
         check_num_frames(self.video.num_frames, 2 * frames, self.path)

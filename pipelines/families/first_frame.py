@@ -104,6 +104,6 @@ def check_text_length(policy: DiffusersPolicy, transformer: Config) -> None:
     if transformer["added_kv_proj_dim"] is not None and policy.max_sequence_length != _TEXT:
         raise ValueError(
             f"max_sequence_length is {policy.max_sequence_length}; the network of {policy.path} "
-            f"takes the last {_TEXT} tokens for the prompt and those before for the picture: "
-            f"give {_TEXT}"
+            f"reads the last {_TEXT} tokens as the prompt and earlier tokens as the image: set it "
+            f"to {_TEXT}"
         )

@@ -82,7 +82,7 @@ class Flux1(DiffusersPolicy):
         return vae["latent_channels"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        values = transformer.get("out_channels") or transformer["in_channels"]  # of a token
+        values = transformer.get("out_channels") or transformer["in_channels"]  # per token
         return prod(latent_shape) // values + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:

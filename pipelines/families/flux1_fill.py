@@ -72,7 +72,7 @@ class Flux1Fill(Flux1):
     def _masked(self, request: Request) -> Tensor:
         """Return the latents of a request's image outside the mask, and the mask."""
         picture, device = request.references[0].read(), self.pipe.vae.device
-        assert request.mask is not None  # checked by now
+        assert request.mask is not None  # see check_references
         hole = read_hole(request.mask, picture, self.height, self.width).to(device, torch.float32)
         pixels = resize_to_cover(picture.to(device, torch.float32), self.height, self.width)
         side = self.height // (2 * self.grid[0])

@@ -45,7 +45,7 @@ class Flux2Klein(Flux2):
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if self.guidance > 1 and self.folder.setting("is_distilled"):
             raise ValueError(
-                f"guidance is {self.guidance}, but {self.path} is distilled and knows none: "
+                f"guidance is {self.guidance}, but {self.path} is distilled and supports none: "
                 "set policy.guidance to 1, or train the base model"
             )
         return super().shape_of_latents(transformer, vae)

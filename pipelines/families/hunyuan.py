@@ -98,7 +98,7 @@ class HunyuanVideo(DiffusersPolicy):
 
     def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         guidance, dtype = self.embedded_guidance, DTYPES[self.precision]
-        if guidance is not None:  # rounded like in the pipeline, and so is the time
+        if guidance is not None:  # rounded as in the pipeline, like the time
             guidance = 1000 * torch.full((len(x),), guidance, dtype=dtype, device=x.device)
         return self.call_denoiser(
             x,

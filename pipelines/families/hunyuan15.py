@@ -78,13 +78,13 @@ class HunyuanVideo15(DiffusersPolicy):
         pictures = "image_encoder" in self.folder.components()
         if pictures and not self.input_spec.references[1]:
             raise ValueError(
-                f"{self.path} has image_encoder, so it is for clips from a first frame: "
-                "take pipelines.HunyuanVideo15I2V"
+                f"{self.path} has image_encoder, so it is an image-to-video model: use "
+                "pipelines.HunyuanVideo15I2V"
             )
         if transformer.get("use_meanflow"):
             raise ValueError(
-                f"the network of {self.path} wants the next time of a step as well (use_meanflow), "
-                "which a velocity does not know: take a folder of another distillation"
+                f"the network of {self.path} also takes the next timestep (use_meanflow), which is "
+                "not supported: use a folder without it"
             )
         return hunyuan_shape(self, transformer, vae)
 
@@ -116,7 +116,7 @@ class HunyuanVideo15(DiffusersPolicy):
         frame, features = self.first_frame(x, cond)
         return self.call_denoiser(
             torch.cat([x, frame], 1),
-            timestep=(1000 * sigma).to(DTYPES[self.precision]),  # rounded like in the pipeline
+            timestep=(1000 * sigma).to(DTYPES[self.precision]),  # rounded as in the pipeline
             image_embeds=features.to(DTYPES[self.precision]),
             encoder_hidden_states=cond["text"],
             encoder_attention_mask=cond["mask"],

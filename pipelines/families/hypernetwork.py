@@ -40,12 +40,12 @@ class Hyper:
         """Raise ValueError if HEADS does not divide `hidden`, or key levels lack 1.0."""
         if self.hidden % HEADS:
             raise ValueError(
-                f"policy.hyper.hidden is {self.hidden}; it must be a multiple of {HEADS}, the heads"
+                f"policy.hyper.hidden is {self.hidden}; it must be a multiple of the {HEADS} heads"
             )
         if self.when == "key_steps" and 1.0 not in self.key_levels:
             raise ValueError(
-                f"policy.hyper.key_levels is {list(self.key_levels)}; 1.0 must be among them, "
-                "where samples begin"
+                f"policy.hyper.key_levels is {list(self.key_levels)}; it must contain 1.0, where "
+                "sampling starts"
             )
 
     def level(self, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:

@@ -74,7 +74,7 @@ class Krea2(QwenImage):
 
     def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
         text = cond[f"text{ending}"]
-        time = (sigma * 1000 / 1000).to(DTYPES[self.precision])  # rounded like in the pipeline
+        time = (sigma * 1000 / 1000).to(DTYPES[self.precision])  # rounded as in the pipeline
         words = x.new_zeros(text.shape[1], 3)
         return self.call_denoiser(
             pack(x),

@@ -37,7 +37,7 @@ class LTX2(DiffusersPolicy):
     pipeline_class: Any = LTX2Pipeline
     transformer_class = LTX2VideoTransformer3DModel
     no_media = (
-        "denoises a clip with its sound, and stored clips are read without: train on rollouts"
+        "denoises clips with sound, but stored clips are read without sound: train on rollouts"
     )
 
     def __init__(
@@ -64,7 +64,9 @@ class LTX2(DiffusersPolicy):
         channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))
         if vae.get("timestep_conditioning"):
             name = type(self).__name__
-            raise ValueError(f"the decoder of {self.path} wants a time, which {name} does not give")
+            raise ValueError(
+                f"the decoder of {self.path} takes a timestep, which {name} does not support"
+            )
         audio_vae = self.folder.config("audio_vae")
         self.state_parts = self.sound_codec.divide((channels, *self.grid), audio_vae)
         self.streams.check_blocks(transformer["num_layers"], self.path)

@@ -75,7 +75,7 @@ class UserEmbeddings(UserConditioning):
         known = sorted(self.read().keys() - {""})
         if user not in known:
             raise ValueError(
-                f"user {user!r} has no embedding in {self.file}; it has those of "
+                f"user {user!r} has no embedding in {self.file}; known are "
                 f"{', '.join(known[:8])}{' and others' * (len(known) > 8)}"
             )
 

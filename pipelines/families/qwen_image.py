@@ -60,7 +60,7 @@ class QwenImage(DiffusersPolicy):
         if transformer.get("guidance_embeds"):  # Krea 2 knows none
             raise ValueError(
                 f"the network of {self.path} takes guidance as an input, "
-                f"which {type(self).__name__} does not give"
+                f"which {type(self).__name__} does not support"
             )
         return vae["z_dim"], 2 * self.grid[0], 2 * self.grid[1]
 

@@ -73,11 +73,11 @@ class QwenImage21(QwenImage):
     ) -> tuple[int, ...]:
         if self.folder.setting("sample_sigmas"):
             raise ValueError(
-                f"{self.path} has fixed sigmas of its own (sample_sigmas), so it is distilled to "
-                "a few steps: train the model that it was distilled from"
+                f"{self.path} has fixed sigmas (sample_sigmas), so it is distilled to a few steps: "
+                "train the undistilled model"
             )
         rows, columns = grid_of(self, 2 ** (len(vae["temperal_downsample"]) + 1))
-        self.grid = 2 * rows, 2 * columns  # a latent is a token, and four stand for one of the text
+        self.grid = 2 * rows, 2 * columns  # one token per latent; four take one text position
         return vae["z_dim"], *self.grid
 
     def read(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class QwenImageEdit(QwenImage):
         text, mask = self.pipe.encode_prompt(prompt, pictures, self.denoiser.device)
         if text.shape[1] > self.max_sequence_length:
             raise ValueError(
-                f"{prompt!r} with its {len(pictures)} pictures has {text.shape[1]} tokens; "
+                f"{prompt!r} with its {len(pictures)} images has {text.shape[1]} tokens; "
                 f"policy.references.max_tokens is {self.references.max_tokens}"
             )
         return pad_text(text, mask, self.max_sequence_length)

@@ -33,8 +33,8 @@ class References:
         width, height = calculate_dimensions(self.area, proportion)
         if height < patch or width < patch:
             raise ValueError(
-                f"policy.references.area is {self.area}: pictures of {width}x{height} have no "
-                f"tokens for {path}"
+                f"policy.references.area is {self.area}: images of {width}x{height} are smaller "
+                f"than one token of {path}"
             )
         return height // patch, width // patch
 

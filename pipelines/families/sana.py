@@ -59,7 +59,7 @@ class Sana(DiffusersPolicy):
         return transformer["in_channels"], self.height // pixels, self.width // pixels
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        _, height, width = latent_shape  # the text is seen by cross attention
+        _, height, width = latent_shape  # text has cross-attention only
         return height * width // transformer["patch_size"] ** 2
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:

@@ -6,12 +6,12 @@ from pipelines.parts.denoiser_inputs import check_channels
 from pipelines.parts.folder import Config
 
 _NETWORKS = (
-    "for two networks are pipelines.Wan22 and, from a first frame, "
-    "pipelines.Wan22I2V; for one pipelines.Wan and others"
+    "for two networks use pipelines.Wan22 or, from a first frame, pipelines.Wan22I2V; for one "
+    "network use pipelines.Wan or others"
 )
 _CHANNELS = (
-    "text-to-video is pipelines.Wan, image-to-video pipelines.WanI2V, "
-    "that of Wan 2.2 5B pipelines.WanTI2V"
+    "text-to-video is pipelines.Wan, image-to-video is pipelines.WanI2V, or pipelines.WanTI2V for "
+    "Wan 2.2 5B"
 )
 
 
@@ -25,7 +25,7 @@ def check_kind(policy: Any, transformer: Config, channels: int) -> None:
     wanted = 2 if policy.experts else 1
     if there != wanted:
         raise ValueError(
-            f"{policy.path} has {there} network(s), {type(policy).__name__} wants "
+            f"{policy.path} has {there} network(s), {type(policy).__name__} needs "
             f"{wanted}: {_NETWORKS}"
         )
     check_channels(policy, transformer, channels, _CHANNELS)

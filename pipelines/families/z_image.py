@@ -68,7 +68,7 @@ class ZImage(DiffusersPolicy):
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
         texts, empty = self.pipe.encode_prompt(
-            list(prompts_of(requests)),  # the pipeline writes into it
+            list(prompts_of(requests)),  # a copy, which the pipeline modifies
             self.denoiser.device,
             do_classifier_free_guidance=self.guidance > 1,
             max_sequence_length=self.max_sequence_length,

@@ -135,7 +135,7 @@ def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
 def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
     """Load a saved adapter as a user of plain diffusers does."""
     name, where = adapter_place(part, folder)
-    if "load_lora_weights" not in dir(pipe):  # the network of such a pipeline has its own loader
+    if "load_lora_weights" not in dir(pipe):  # its network has a loader
         pipe.components[part].load_lora_adapter(where, prefix=name, weight_name=LORA_FILE)
         return
     second = {} if name == part else {f"load_into_{part}": True}

@@ -36,8 +36,7 @@ def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
     components = folder.components()
     if reason := _describe_mismatch(folder, denoiser, kind):
         raise ValueError(
-            f"{folder.path} is no {folder.pipeline.__name__} folder, but of another family: "
-            + reason
+            f"{folder.path} belongs to another family than {folder.pipeline.__name__}: " + reason
         )
     for name in components.keys() - set(folder.skipped):
         if not (Path(folder.path) / name).is_dir():
@@ -91,7 +90,7 @@ def missing_keys_context(path: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}: the configurations of its parts do not fit: {type(error).__name__}: "
+            f"{path}: the configs of its components do not fit: {type(error).__name__}: "
             + _shorten(error)
         ) from error
 

@@ -66,7 +66,7 @@ def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:
     """
     blocks: dict[str, list[nn.Linear]] = {}
     for name, layer in denoiser.named_modules():
-        found = re.match(r"\w+\.\d+\.(?!.*norm)", name)  # modulations are per sample
+        found = re.match(r"\w+\.\d+\.(?!.*norm)", name)  # norms: modulations are per sample
         if found and isinstance(layer, nn.Linear):
             blocks.setdefault(".".join(name.split(".")[:2]), []).append(layer)
     kept = [2 * sum(one.in_features + one.out_features for one in some) for some in blocks.values()]

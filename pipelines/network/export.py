@@ -56,12 +56,12 @@ def check_export(network: Denoisers, folder: str, target: ExportTarget) -> None:
     kind = network.kind.__name__
     if target == "comfyui" and kind not in COMFYUI_PREFIXES:
         raise ValueError(
-            f"no key is known by which ComfyUI reads an adapter of {kind}; "
+            f"ComfyUI has no known key prefix for adapters of {kind}; "
             "export to diffusers, peft or merged"
         )
     if network.lora is None:
         if target != "merged":
-            raise ValueError(f"{folder} has no adapter, but a whole network: export to merged")
+            raise ValueError(f"{folder} has a whole network and no adapter: export to merged")
         return
     for part in network.trained:
         _check_fits(network, part, folder)
@@ -79,7 +79,7 @@ def _check_fits(network: Denoisers, part: str, folder: str) -> None:
         denoiser = network.on_meta(part)
     try:
         prepare_training(denoiser, lora)
-    except ValueError as error:  # no layer has such a name
+    except ValueError as error:  # no layer matches target_modules
         raise ValueError(_describe_misfit(network, where)) from error
     wanted = {name: list(tensor.shape) for name, tensor in adapter_tensors(denoiser).items()}
     with safe_open(require_file(where / PEFT_FILE), "pt") as file:
@@ -95,7 +95,7 @@ def _check_fits(network: Denoisers, part: str, folder: str) -> None:
 def _describe_misfit(network: Denoisers, where: Path) -> str:
     return (
         f"the adapter in {where} does not fit the {network.kind.__name__} of "
-        f"{network.folder.path}; name the model that it was trained on by --model"
+        f"{network.folder.path}; set --model to the model that it was trained on"
     )
 
 
@@ -137,7 +137,9 @@ def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> 
     keys = adapter_keys(name, network, trained)
     if prefix != "unet" and not all(key.startswith(f"{prefix}.") for key in keys.values()):
         if type(network).__name__ == "WanTransformer3DModel":
-            raise ValueError("the adapter has layers outside of Wan's blocks, which ComfyUI misses")
+            raise ValueError(
+                "the adapter has layers outside of Wan's blocks, which ComfyUI does not load"
+            )
         keys = {own: f"{prefix}.{own}" for own in trained}
     tensors = {keys[own]: tensor.to(dtype) for own, tensor in trained.items()}
     layers = {re.split(r"[._]lora[._]", key)[0] for key in tensors}
@@ -146,7 +148,7 @@ def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> 
     save_file(tensors, where / COMFYUI_FILE, {"format": "pt"})
     back = load_file(where / COMFYUI_FILE)
     if any(not torch.equal(back[key], tensor) for key, tensor in tensors.items()):
-        raise OSError(f"{where / COMFYUI_FILE} was not written as it should be")
+        raise OSError(f"{where / COMFYUI_FILE} differs from the adapter after writing")
 
 
 def _difference(network: Denoisers, probe: Probe, out: str, target: ExportTarget) -> float:

@@ -71,7 +71,7 @@ def stored_bytes(network: Any, kind: str, dtype: torch.dtype) -> int:
     if kind == "none":
         return total
     for weight in _linear_weights(network):
-        scaled = weight.numel() + 4 * len(weight)  # a scale in float32 for each output
+        scaled = weight.numel() + 4 * len(weight)  # one float32 scale per output
         one = round(weight.numel() * _NF4_BYTES) if kind == "nf4" else scaled
         total += one - dtype.itemsize * weight.numel()
     return total

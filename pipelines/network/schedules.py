@@ -29,11 +29,11 @@ def shift_schedule(config: Mapping[str, Any], shift: float | None, path: str) ->
     if name is None or config.get("use_dynamic_shifting"):
         raise ValueError(
             f"video.shift is {shift}, but the scheduler of {path} ({config['_class_name']}) "
-            + ("finds its shift from the size of the video" if name else "has none")
+            + ("computes its shift from the video size" if name else "has none")
             + ": leave it out"
         )
     if shift <= 0:
-        raise ValueError(f"video.shift is {shift}; it must be above 0, and 1 shifts nothing")
+        raise ValueError(f"video.shift is {shift}; it must be above 0 (1 is no shift)")
     return {**config, name: shift}
 
 
@@ -47,7 +47,7 @@ def scheduler_sigmas(scheduler: Any, num_steps: int, path: str) -> Tensor:
     if scheduler.sigmas[0] > 1:
         raise ValueError(
             f"the scheduler of {path} ({type(scheduler).__name__}) has sigmas up to "
-            f"{float(scheduler.sigmas[0]):.3g}, not those of a flow;\n"
+            f"{float(scheduler.sigmas[0]):.3g}, but those of a flow are at most 1;\n"
             "UniPC needs use_flow_sigmas and prediction_type flow_prediction"
         )
     return scheduler.sigmas.clone()

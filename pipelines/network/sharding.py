@@ -34,7 +34,7 @@ def gather_whole(network: Any) -> Any:
     state = get_model_state_dict(network, options=options)
     if not state:
         return None
-    own = type(network).__bases__[1]  # beside FSDPModule, of which FSDP2 makes a class
+    own = type(network).__bases__[1]  # FSDP2 makes a subclass of (FSDPModule, own)
     with torch.device("meta"):
         made = own.from_config(network.config)
     made.load_state_dict(state, assign=True)

@@ -52,7 +52,7 @@ def check_attention(name: str, build: Callable[[], nn.Module]) -> None:
     network = build()
     if not list(_processors(network)):
         raise ValueError(
-            f"{asked} {type(network).__name__} of diffusers takes none; allowed here: native"
+            f"{asked} diffusers' {type(network).__name__} does not support it; allowed here: native"
         )
 
 
@@ -105,7 +105,7 @@ def _usable() -> str:
 def _missing(name: str) -> str:
     """Return the reason why a backend cannot be used on this machine, or ""."""
     backend = attention_dispatch.AttentionBackendName(name)
-    on_cpu = "native", "_native_math"  # flex has no backward pass there
+    on_cpu = "native", "_native_math"  # on CPU flex has no backward pass
     if name not in on_cpu and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:

@@ -71,9 +71,9 @@ def _check_exclusions(setup: Setup) -> None:
 _UNTESTED = "they were not tested together"
 _PLACES = "both change where or how layers keep their weights"
 _EXCLUSIONS = {
-    ("quantization", "sharding"): "quantized weights are not divided",
+    ("quantization", "sharding"): "quantized weights cannot be sharded",
     ("quantization", "compile"): "layers that dequantize break the graph",
-    ("compile", "sharding"): "weights that come and go break a compiled graph",
+    ("compile", "sharding"): "gathering weights breaks a compiled graph",
     ("context", "compile"): _UNTESTED,
     ("context", "quantization"): _UNTESTED,
     ("context", "offload"): _UNTESTED,
@@ -104,13 +104,13 @@ def _check_sharding(network: Denoisers, setup: Setup) -> None:
     trained, precision = len(network.trained), network.precision
     if network.lora is None and (trained > 1 or precision == "fp16"):
         raise ValueError(
-            "sharding.weights blocks trains the whole of one network in fp32 or bf16; with "
-            f"{trained} of them in {precision} set policy.lora"
+            "sharding.weights blocks without policy.lora trains one network in fp32 or bf16, not "
+            f"{trained} in {precision}: set policy.lora"
         )
     if network.computes_at_load:
         raise ValueError(
-            "sharding.weights blocks needs a policy that does not compute while it loads, and "
-            f"{network.owner} replays its pipeline then; use the policy of the family"
+            "sharding.weights blocks needs a policy that does not compute while it loads, but "
+            f"{network.owner} replays its pipeline; use the policy of the family"
         )
 
 
@@ -141,28 +141,27 @@ def _check_context(
     prefix, kind = f"sharding.context_degree is {degree}, but", network.kind.__name__
     if kind not in _CONTEXT_NETWORKS or network.computes_at_load:
         raise ValueError(
-            f"{prefix} {network.owner} divides no tokens: either {kind} has no plan in "
-            f"diffusers, or it was not compared with the whole network; allowed here: 1. "
-            f"Others do: {_CONTEXT_POLICIES}"
+            f"{prefix} {network.owner} does not support it: {kind} has no plan in diffusers, or is "
+            f"not tested; allowed here: 1. Supported by {_CONTEXT_POLICIES}"
         )
     tokens = count({})
     known = _AttentionBackendRegistry._supports_context_parallel
     if attention not in known:
         usable = ", ".join(sorted(known & {*usable_attention()}))
         raise ValueError(
-            f"{prefix} speed.attention {attention!r} divides no tokens; allowed here: {usable}"
+            f"{prefix} speed.attention {attention!r} does not support it; allowed here: {usable}"
         )
     if network.lora is None:
         raise ValueError(f"{prefix} policy.lora is null; train a LoRA, or set the degree to 1")
     heads = network.folder.config(network.name)["num_attention_heads"]
     if heads % degree:
         raise ValueError(
-            f"{prefix} the {heads} heads of {network.folder.path} are divided, too; "
+            f"{prefix} it must also divide the {heads} heads of {network.folder.path}; "
             f"allowed here: {_divisors(heads, tokens)}"
         )
     if tokens % degree:
         raise ValueError(
-            f"{prefix} the {tokens} tokens of a clip are no multiple of it; allowed here: "
+            f"{prefix} the {tokens} tokens of a clip are not a multiple of it; allowed here: "
             f"{_divisors(heads, tokens)}{_name_other_sizes(sizes, count, degree)}"
         )
 
@@ -186,5 +185,5 @@ def _name_other_sizes(sizes: Mapping[str, int], count: CountTokens, degree: int)
 def _fits(count: CountTokens, degree: int, size: Mapping[str, int]) -> bool:
     try:
         return count(size) % degree == 0
-    except ValueError:  # the family makes no such size
+    except ValueError:  # size not supported by the family
         return False

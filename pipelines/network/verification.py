@@ -68,10 +68,10 @@ def _load_saved(network: Denoisers, name: str, folder: str) -> Any:
     components = network.components
     given: dict[str, Any] = {}
     for other, component in components.items():
-        if other not in (name, "scheduler"):  # tokenizers and processors cost nothing
+        if other not in (name, "scheduler"):  # reuse cheap tokenizers and processors
             given[other] = None if isinstance(component, nn.Module) else component
     given["vae"] = components["vae"]  # some constructors read its sizes
-    if name != network.name:  # diffusers reads the kind of model from it
+    if name != network.name:  # diffusers infers the kind of model from it
         given[network.name] = components[network.name]
     pipe = load_pipeline(network.folder, network.dtype, network.quantizers(name), **given)
     load_into_pipeline(pipe, name, folder)

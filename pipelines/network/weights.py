@@ -73,7 +73,7 @@ def load_pipeline(
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), loading_context(folder, settings):
-        pipe = folder.pipeline.from_pretrained(folder.path, **settings)  # some draw weights first
+        pipe = folder.pipeline.from_pretrained(folder.path, **settings)  # some draw random weights
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in components:
             check_complete(folder.path, name, part)

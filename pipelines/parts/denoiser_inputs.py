@@ -15,7 +15,7 @@ def check_channels(policy: Any, transformer: Config, channels: int, kinds: str) 
     if transformer["in_channels"] != channels:
         raise ValueError(
             f"the network of {policy.path} takes {transformer['in_channels']} channels, "
-            f"{type(policy).__name__} gives it {channels}:\n{kinds}"
+            f"{type(policy).__name__} provides {channels}:\n{kinds}"
         )
 
 

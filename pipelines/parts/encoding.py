@@ -28,7 +28,7 @@ def crop_images(
         ValueError: The samples have several frames.
     """
     if media.shape[1] != 1:
-        raise ValueError(f"media of {media.shape[1]} frames: {path} encodes 1, a picture")
+        raise ValueError(f"samples have {media.shape[1]} frames; {path} encodes images, of 1 frame")
     return 2 * resize_to_cover(media[:, 0], height, width) - 1
 
 
@@ -43,7 +43,7 @@ def crop_clips(
     if media.shape[1] < num_frames:
         raise ValueError(
             f"a clip of {media.shape[1]} frames is too short: {path} encodes {num_frames} "
-            "(policy.video.num_frames); leave it out or ask for fewer"
+            "(policy.video.num_frames); remove it or reduce the number"
         )
     frames = resize_to_cover(media[:, :num_frames].flatten(0, 1), height, width)
     return 2 * frames.unflatten(0, (-1, num_frames)).transpose(1, 2) - 1

@@ -85,7 +85,7 @@ class Folder:
 
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
-        return f"{self.path} is no {self.pipeline.__name__} folder: {reason}"
+        return f"{self.path} is not a {self.pipeline.__name__} folder: {reason}"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: it holds no object, but {str(content)[:40]}")
+        raise ValueError(f"{file} is damaged: expected an object, got {str(content)[:40]}")
     return content

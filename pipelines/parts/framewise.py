@@ -26,7 +26,7 @@ def decode_windows(
     for start in range(0, max(1, z.shape[2] - 1 - overlap), step):
         frames = decode(z[:, :, start : start + size + 1])
         if held is not None:
-            frames = _fade(held, frames[:, :, 1:])  # the frame before the overlap was yielded
+            frames = _fade(held, frames[:, :, 1:])  # its first frame was already yielded
         given = frames.shape[2] - overlap * unit
         if start + size + 1 >= z.shape[2]:
             given = frames.shape[2]

@@ -32,12 +32,12 @@ def read_hole(
     pixels = mask.read()
     if pixels.shape != picture.shape:
         sizes = [f"{one.shape[-1]}x{one.shape[-2]}" for one in (pixels, picture)]
-        raise ValueError(f"mask {mask.name} is {sizes[0]}, its picture {sizes[1]}")
+        raise ValueError(f"mask {mask.name} is {sizes[0]}, but its image is {sizes[1]}")
     hole = hole_within(pixels, height, width)
     if not hole.any():
         raise ValueError(
-            f"mask {mask.name} is black within the {width}x{height} that are kept of it: "
-            "white says where to paint"
+            f"mask {mask.name} is black within its {width}x{height} crop: white marks the pixels "
+            "to paint"
         )
     return hole
 

@@ -230,7 +230,7 @@ def _product(image: Float[Tensor, "n D"], text: Float[Tensor, "n E"]) -> Float[T
     """Multiply every pooling statistic of the image by the embedding of the prompt."""
     if image.shape[1] % text.shape[1]:
         raise ValueError(
-            f"product needs embeddings of one size; pictures have {image.shape[1]}, "
+            f"product needs embeddings of one size; images have {image.shape[1]}, "
             f"prompts {text.shape[1]}"
         )
     return image * text.repeat(1, image.shape[1] // text.shape[1])
@@ -250,7 +250,7 @@ def _adapt(network: nn.Module, lora: Lora) -> None:
         found = [name for name in found if name.endswith(tuple(lora.targets))]
     if not found:
         raise ValueError(
-            f"lora.targets {lora.targets} match no linear layer; there are "
+            f"lora.targets {lora.targets} match no linear layer; the network has "
             f"{', '.join(_linear_layers(network)[:6]) or 'none'}"
         )
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from pickle import UnpicklingError  # for an except clause: pickles are never read
+from pickle import UnpicklingError  # only caught: pickles are never loaded
 from typing import Any
 
 import torch

@@ -178,9 +178,7 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
     make = open_clip.CustomTextCLIP if sizes.pop("custom_text", False) else open_clip.CLIP
     text = sizes["text_cfg"]
     if "hf_model_name" in text or "timm_model_name" in sizes["vision_cfg"]:
-        raise ValueError(
-            f"{model}: local files must be of open_clip's own towers, not of hf or timm"
-        )
+        raise ValueError(f"{model}: local files must use open_clip's own towers, not hf or timm")
     with on_meta_device():
         network = make(**sizes)
     load_exactly(network, to_float32(read_tensors(weights)), weights)
@@ -199,7 +197,7 @@ def _read_published(model: str, tag: str) -> OpenClipTowers:
     try:
         network = open_clip.create_model(model, tag, force_quick_gelu=quick)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"open_clip cannot give {model} {tag}: {str(error)[:200]}") from error
+        raise ValueError(f"open_clip cannot load {model} {tag}: {str(error)[:200]}") from error
     described = open_clip.get_model_preprocess_cfg(network)
     tokenizer = open_clip.get_tokenizer(model)
     return OpenClipTowers(network, tokenizer, _open_clip_preprocessing(described))
@@ -210,7 +208,7 @@ def _sizes(model: str) -> dict[str, Any]:
         return read_json(find_file(model))
     config = open_clip.get_model_config(model)
     if config is None:
-        raise ValueError(f"model {model!r} is no architecture of open_clip and no JSON file")
+        raise ValueError(f"model {model!r} is neither an architecture of open_clip nor a JSON file")
     return config
 
 
@@ -219,7 +217,7 @@ def _open_clip_preprocessing(config: Mapping[str, Any]) -> Preprocessing:
     size = config["size"]
     height, width = size[-2:] if isinstance(size, Sequence) else (size, size)
     if height != width or kind != "bicubic":
-        raise ValueError(f"preprocessing {size} {kind} is not done here; expected square, bicubic")
+        raise ValueError(f"preprocessing {size} {kind} is not supported; expected square, bicubic")
     mean, std = config.get("mean", CLIP_MEAN), config.get("std", CLIP_STD)
     return Preprocessing(height, resize, tuple(mean), tuple(std))
 
@@ -231,7 +229,7 @@ def _preprocessing(path: Path) -> Preprocessing:
     squash = isinstance(size, dict) and "height" in size
     sides = _sides(size) | (_sides(config.get("crop_size")) if crops else set())
     if len(sides) != 1 or None in sides or squash == crops or config.get("resample") != 3:
-        raise ValueError(f"{path}: only a bicubic resize to one square size is done here")
+        raise ValueError(f"{path}: only a bicubic resize to one square size is supported")
     mean, std = config.get("image_mean", CLIP_MEAN), config.get("image_std", CLIP_STD)
     resize = "squash" if squash else "shortest"
     return Preprocessing(sides.pop(), resize, tuple(mean), tuple(std), floors=True)

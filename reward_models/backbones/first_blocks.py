@@ -113,8 +113,8 @@ class BlockFeatures:
         fewest = min(len(stack) for stack in self.stacks)
         if not blocks < fewest:
             raise ValueError(
-                f"blocks is {blocks}; {type(policy.denoiser).__name__} has {fewest}, of which "
-                f"features come from at most the first {fewest - 1}"
+                f"blocks is {blocks}; {type(policy.denoiser).__name__} has {fewest}, so it must be "
+                f"at most {fewest - 1}"
             )
         self.share = blocks / fewest
 
@@ -159,8 +159,8 @@ class BlockFeatures:
             return Features(tokens.float().mean(1), prompt.float())
         if len(self.regions) != len(places):
             raise ValueError(
-                f"regions are {list(self.regions)}; latents of {tuple(places)} places are divided "
-                f"by {len(places)} numbers"
+                f"regions are {list(self.regions)}; latents of {tuple(places)} need {len(places)} "
+                "numbers"
             )
         grid = token_grid(tokens.shape[1], places)
         joint = pool_regions(tokens.float(), grid, self.regions)
@@ -197,8 +197,9 @@ def find_stacks(denoiser: nn.Module) -> list[Any]:
     ]
     if not found:
         raise ValueError(
-            f"a latent reward reads the first blocks of a transformer; {type(denoiser).__name__} "
-            f"has no list of layers that is called {' or '.join(STACKS)}"
+            "a latent reward reads the first blocks of a transformer, but "
+            f"{type(denoiser).__name__} "
+            f"has no list of layers called {' or '.join(STACKS)}"
         )
     return found
 

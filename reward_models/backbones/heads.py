@@ -59,7 +59,7 @@ class MLP(Head):
     ):
         _check_layers(hidden, dropout)
         if not hidden:
-            raise ValueError("hidden is empty; that is the head Linear")
+            raise ValueError("hidden is empty; use the head Linear instead")
         self.hidden, self.dropout, self.uncertainty = hidden, dropout, uncertainty
 
     @override
@@ -101,7 +101,9 @@ class PromptGated(Head):
     ):
         _check_layers(hidden, dropout)
         if not groups or any(len(set(g)) != len(g) or len(g) < 2 for g in groups.values()):
-            raise ValueError(f"groups are {dict(groups)}; a total weighs at least two dimensions")
+            raise ValueError(
+                f"groups are {dict(groups)}; a total must weight at least two dimensions"
+            )
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; it must be above 0")
         self.groups, self.hidden = groups, hidden
@@ -115,10 +117,12 @@ class PromptGated(Head):
         for total, parts in self.groups.items():
             if missing := [d for d in (total, *parts) if d not in dims]:
                 raise ValueError(
-                    f"groups name {missing}, which are no dimensions; there are {list(dims)}"
+                    f"groups name {missing}, which are not dimensions; known are {list(dims)}"
                 )
             if late := [d for d in parts if d not in known]:
-                raise ValueError(f"{total} weighs {late}, totals that come after it in groups")
+                raise ValueError(
+                    f"{total} weights {late}, which come after it in groups; reorder groups"
+                )
             known.append(total)
         return _GatedTotals(self, joint, prompt, dims)
 

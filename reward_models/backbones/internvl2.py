@@ -123,7 +123,7 @@ def convert_config(released: Mapping[str, Any], source: str | Path, image: int) 
     }
     if wrong := {name: value for name, value in given.items() if value != wanted[name]}:
         name, value = next(iter(wrong.items()))
-        raise ValueError(f"{name} of {source} is {value!r}; only {wanted[name]!r} is read")
+        raise ValueError(f"{name} of {source} is {value!r}; only {wanted[name]!r} is supported")
     return InternVLConfig(
         vision_config=_vision(vision, side),
         text_config=_text(text),
@@ -189,7 +189,7 @@ class _Network(nn.Module):
         tokens = int((patches * self.backbone.config.downsample_ratio) ** 2)
         rows = [self._ids(prompt, frames.shape[1], tokens) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True).to(frames.device)
-        # padding comes last, where causal attention never looks, so there is no mask
+        # no mask: padding comes last, where causal attention does not see it
         hidden = self.backbone(
             input_ids=ids, pixel_values=frames.flatten(0, 1), use_cache=False
         ).last_hidden_state
@@ -209,8 +209,8 @@ def _read_tokenizer(source: str) -> PreTrainedTokenizerFast:
     found = tokenizer.encode(_END, add_special_tokens=False)
     if tuple(found) != mj_video.TURN or tokenizer.bos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {source} writes the end of a turn as {found}; InternLM2's writes "
-            f"{list(mj_video.TURN)}, after a beginning of text"
+            f"the tokenizer of {source} encodes the end of a turn as {found}; it must be "
+            f"{list(mj_video.TURN)}, with a beginning-of-text token, as in InternLM2"
         )
     return tokenizer
 

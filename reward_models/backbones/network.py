@@ -91,7 +91,7 @@ class NetworkReward(RewardModel, Loadable):
             stds = rated.uncertainty
             uncertainty = None if stds is None else place_rows(stds, good, len(batch))
             maps = None if rated.places is None else place_rows(rated.places, good, len(batch))
-        if self.offload and not values.requires_grad:  # backward needs the weights in place
+        if self.offload and not values.requires_grad:  # backward needs the weights on the device
             self.network.to("cpu")
         failed |= {good[i]: reason for i, reason in rated.failed.items()}
         return RewardOutput.build(self.spec, values, failed, uncertainty, places=maps)

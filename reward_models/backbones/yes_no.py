@@ -177,7 +177,7 @@ class QwenYesNo(YesNoJudge):
         if total == 1:
             return [0]
         if len(batch.fps) != len(batch):
-            raise ValueError(f"{self.source} needs the fps of every video that it is asked about")
+            raise ValueError(f"{self.source} needs the fps of every video")
         if self.fps == "seconds":
             return each_second(total, batch.fps[i], self.max_frames)
         return at_rate(total, batch.fps[i], self.fps, least=2, most=self.max_frames)

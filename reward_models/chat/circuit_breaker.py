@@ -42,7 +42,7 @@ class CircuitBreaker:
     async def _probed(self, ask: Callable[[], Awaitable[T]], until: float) -> T:
         if time.monotonic() < until:
             raise ServerDown(
-                f"not asked: the server failed {self._failures} times in a row and is left alone "
+                f"not sent: the server failed {self._failures} times in a row, so requests pause "
                 f"for {self.rest:g} s"
             )
         return await self._counted(ask)
@@ -55,7 +55,7 @@ class CircuitBreaker:
             if self._failures >= self.max_failures:
                 self._until = time.monotonic() + self.rest
             raise
-        except ChatError:  # the server did answer, so it is alive
+        except ChatError:  # the server answered, so it is up
             self._failures, self._until = 0, None
             raise
         self._failures, self._until = 0, None

@@ -52,7 +52,7 @@ class Server:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"server url {self.url!r} must begin with http:// or https://")
         if not self.model:
-            raise ValueError("server model is empty; give the name the server offers it under")
+            raise ValueError("server model is empty; set the name under which the server offers it")
         for name in ("concurrency", "attempts", "max_failures"):
             if asdict(self)[name] < 1:
                 raise ValueError(f"server {name} is {asdict(self)[name]}; it must be at least 1")
@@ -140,8 +140,7 @@ class ChatClient(Loadable):
         key = os.environ.get(self.server.key_variable)
         if not key:
             raise ValueError(
-                f"the API key should be in the environment variable "
-                f"{self.server.key_variable}, which is not set"
+                f"the API key is missing: set the environment variable {self.server.key_variable}"
             )
         return key
 
@@ -185,14 +184,14 @@ class _Session:
             ) from error
         if response.status_code in (401, 403):
             raise ValueError(
-                f"{url} refuses the API key (HTTP {response.status_code}); "
+                f"{url} rejects the API key (HTTP {response.status_code}); "
                 f"key_variable is {self.server.key_variable}"
             )
         try:
             names = [entry["id"] for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{url}/models is no list of models (HTTP {response.status_code}); "
+                f"{url}/models is not a list of models (HTTP {response.status_code}); "
                 f"is the version missing from the url?"
             ) from error
         if model not in names:
@@ -222,7 +221,7 @@ class _Session:
                     "chat/completions", content=body, headers={"Content-Type": "application/json"}
                 )
         except TimeoutError as error:
-            raise ServerDown(f"nothing within {self.server.timeout:g} s") from error
+            raise ServerDown(f"no answer within {self.server.timeout:g} s") from error
         except self.httpx.RequestError as error:
             raise ServerDown(f"{type(error).__name__} {error}".strip()) from error
         status = response.status_code

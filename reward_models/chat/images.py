@@ -65,7 +65,7 @@ def resize_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[T
     return resize(frames, round(h * scale), round(w * scale), quantised=True)
 
 
-@lru_cache(maxsize=32)  # a group's pictures are shown in every one of its pairs
+@lru_cache(maxsize=32)  # each image of a group occurs in many pairs
 def _png(bits: bytes, width: int, height: int) -> str:
     file = io.BytesIO()
     Image.frombytes("RGB", (width, height), bits).save(file, "PNG", compress_level=1)

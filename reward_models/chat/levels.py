@@ -40,7 +40,9 @@ class Levels(ChatJudge):
         square: bool = False,
     ):
         if len(set(levels.values())) < 2 or any(word != word.lower() for word in levels):
-            raise ValueError(f"levels {dict(levels)} must be small words with different values")
+            raise ValueError(
+                f"levels {dict(levels)} must be lower-case words with different values"
+            )
         check_positive(frames=frames)
         self.levels, self.question, self.beginning = dict(levels), question, beginning
         self.square = square

@@ -78,7 +78,7 @@ def find_kind(label: str) -> str:
             return kind
         if label.removeprefix("L3: ").removeprefix("Abnormal ") in REFINED.get(kind, ()):
             return kind
-    raise Unparsable(f"{label[:60]!r} is no label of an artefact")
+    raise Unparsable(f"{label[:60]!r} is not a label of an artefact")
 
 
 class MagicAssessor(ChatJudge):

@@ -123,7 +123,9 @@ class WinRate(RewardModel, Loadable):
             if scores:
                 values[i] = torch.stack(scores).mean(0).float()
             else:
-                failed[i] = next((r for d in mine for r in d.missing), "its group has no other")
+                failed[i] = next(
+                    (r for d in mine for r in d.missing), "its group has no other sample"
+                )
         return RewardOutput.build(self.spec, values, failed, extras=extras)
 
     def _duels(self, batch: MediaBatch, pairs: Sequence[tuple[int, int]]) -> list[_Duel]:

@@ -120,5 +120,5 @@ def _parse_exact_score(value: Any, low: float, high: float) -> float:
     """Parse a number, or a text that contains only a number."""
     text = str(value).strip()
     if isinstance(value, bool) or not re.fullmatch(NUMBER, text):
-        raise Unparsable(f"{text[:60]!r} is no score")
+        raise Unparsable(f"{text[:60]!r} is not a score")
     return parse_score(text, low, high)

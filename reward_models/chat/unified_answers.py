@@ -77,7 +77,7 @@ def parse_report(text: str) -> list[float]:
     found = parse_json_object(answer[answer.find("{") : answer.rfind("}") + 1])
     said = _WINS.fullmatch(str(found.get("winner", "")).strip())
     if said is None:
-        raise Unparsable(f"{str(found.get('winner'))[:60]!r} is no winner")
+        raise Unparsable(f"{str(found.get('winner'))[:60]!r} is not a winner")
     categories = found.get("categories")
     named = {
         str(one.get("name", "")).strip(" *#")[:1].upper(): one

@@ -46,7 +46,7 @@ class Counting(RuleReward, Loadable):
         self.load()
         asked = parse_clauses(metadata_of(sample), "include")
         if not asked:
-            raise Unscorable("its metadata has no `include` with what to count")
+            raise Unscorable("its metadata has no `include` with the classes to count")
         check_ability(self.detector, asked)
         found = select_detections(
             self.detector.detect(sample.media[0, 0]), self.threshold, self.max_objects

@@ -78,7 +78,7 @@ class GenEval(RuleReward, Loadable):
         metadata = metadata_of(sample)
         include, exclude = (parse_clauses(metadata, key) for key in ("include", "exclude"))
         if not include:
-            raise Unscorable("its metadata has no `include` with what it should show")
+            raise Unscorable("its metadata has no `include` with the required objects")
         check_ability(self.detector, [*include, *exclude])
         counting = metadata.get("tag") == "counting"
         threshold = self.counting_threshold if counting else self.threshold
@@ -103,9 +103,9 @@ def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
     """Raise Unscorable if the detector cannot detect the requested objects."""
     unknown = {clause.label for clause in asked} - detector.classes()
     if unknown:
-        raise Unscorable(f"the detector knows no {', '.join(sorted(unknown))}")
+        raise Unscorable(f"the detector does not know {', '.join(sorted(unknown))}")
     if not detector.names_colours and any(clause.colour for clause in asked):
-        raise Unscorable("it asks for a colour, and the detector names none")
+        raise Unscorable("it asks for a colour, but the detector does not name colours")
 
 
 def select_detections(detections: Sequence[Detection], threshold: float, most: int) -> Found:
@@ -217,7 +217,7 @@ def parse_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
     """Parse the clauses under `include` or `exclude`; raise Unscorable if they break the schema."""
     rows = metadata.get(key, [])
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-        raise Unscorable(f"its metadata {key!r} is no list of clauses")
+        raise Unscorable(f"its metadata {key!r} is not a list of clauses")
     return [_parse_clause(row, place) for place, row in enumerate(rows)]
 
 
@@ -231,5 +231,5 @@ def _parse_clause(row: Mapping[str, Any], place: int) -> Clause:
         or relation not in (None, *RELATIONS)
         or (relation is not None and not 0 <= other < place)
     ):
-        raise Unscorable(f"its metadata has a clause that means nothing: {dict(row)}")
+        raise Unscorable(f"its metadata has an invalid clause: {dict(row)}")
     return clause

@@ -121,7 +121,7 @@ def check_dims(dims: Sequence[str]) -> None:
     for dim in dims:
         if dim in MISSING:
             raise ValueError(
-                f"AnimeReward's {dim} needs {MISSING[dim]}.\nHere there are {', '.join(DIMS)}"
+                f"AnimeReward's {dim} needs {MISSING[dim]}.\nSupported are {', '.join(DIMS)}"
             )
     if not dims or len(set(dims)) < len(dims) or set(dims) - set(DIMS):
-        raise ValueError(f"dims of AnimeReward are {list(dims)}; there are {', '.join(DIMS)}")
+        raise ValueError(f"dims of AnimeReward are {list(dims)}; supported are {', '.join(DIMS)}")

@@ -127,8 +127,8 @@ class HPSv3PlusPlus(NetworkReward):
         check_options("mrope", dtype)
         if capability not in get_args(Grouping) or not 0 <= iteration <= 1:
             raise ValueError(
-                f"capability is {capability!r} and iteration {iteration:g}; they must be one of "
-                "image, group, and from 0 to 1"
+                f"capability is {capability!r} and iteration {iteration:g}; they must be image or "
+                "group, and from 0 to 1"
             )
         self.checkpoint, self.base, self.at_once = checkpoint, base, batch_size
         self.capability: Grouping = capability

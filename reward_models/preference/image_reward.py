@@ -151,7 +151,7 @@ class ImageReward(NetworkReward):
         tensors = to_float32(read_tensors(path))
         words = tensors.get("blip.text_encoder.embeddings.word_embeddings.weight")
         if words is None:
-            raise ValueError(f"{path} has no word embeddings; it is no ImageReward checkpoint")
+            raise ValueError(f"{path} has no word embeddings; it is not an ImageReward checkpoint")
         with on_meta_device():
             network = ImageRewardNetwork(self.sizes, med, len(words))
         load_exactly(network, rename_tensors(tensors, RENAMES), path, unused=UNUSED)

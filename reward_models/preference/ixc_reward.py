@@ -44,7 +44,10 @@ class IXCReward(RuleReward, Loadable):
                 "have read it, and load it where transformers 4 is installed"
             )
         if hd_num < 1 or not question:
-            raise ValueError(f"hd_num is {hd_num} and question {question!r}; give at least 1, some")
+            raise ValueError(
+                f"hd_num is {hd_num} and question {question!r}; "
+                "hd_num must be at least 1 and the question not empty"
+            )
         self.path, self.question, self.hd_num, self.device = path, question, hd_num, device
         self.spec = RewardSpec(
             name="ixc_reward",
@@ -63,7 +66,7 @@ class IXCReward(RuleReward, Loadable):
             return
         from transformers import AutoModel, AutoTokenizer
 
-        given: dict[str, Any] = {"trust_remote_code": True}  # and the words of transformers 4
+        given: dict[str, Any] = {"trust_remote_code": True}  # keyword names of transformers 4
         self.model = AutoModel.from_pretrained(self.path, torch_dtype=torch.float16, **given)
         self.model.to(self.device).eval()
         self.model.tokenizer = AutoTokenizer.from_pretrained(self.path, **given)

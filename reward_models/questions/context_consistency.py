@@ -55,7 +55,7 @@ class ContextConsistency(NetworkReward):
     def read(self) -> nn.Module:
         """Read BLIP-2's image encoder, Q-Former and heads, and its tokenizer."""
         network = read_transformers(Blip2ForImageTextRetrieval, self.model)
-        network.config.image_token_index = None  # the text comes without placeholders of an image
+        network.config.image_token_index = None  # the text has no image placeholders
         self.longest: int = network.config.qformer_config.max_position_embeddings
         self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
         self.tokenizer = AutoTokenizer.from_pretrained(

@@ -94,7 +94,7 @@ def read_question_set(source: str) -> QuestionSet:
         items = [Item(**item) for item in content.pop("items")]
         return QuestionSet(items=items, **content)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{source} is no checklist: {error}") from error
+        raise ValueError(f"{source} is not a checklist: {error}") from error
 
 
 def value_items(

@@ -87,7 +87,7 @@ class SoftCounting(NetworkReward):
     def _shortfall(self, sample: MediaBatch) -> Float[Tensor, ""]:
         asked = parse_clauses(sample.metadata[0] if sample.metadata else {}, "include")
         if not asked:
-            raise Unscorable("its metadata has no `include` with what to count")
+            raise Unscorable("its metadata has no `include` with the classes to count")
         picture = resize(sample.media[:, 0].to(self.device, torch.float32), self.side, self.side)
         ids, places = self._caption(asked)
         tokens = torch.tensor([ids], device=self.device)

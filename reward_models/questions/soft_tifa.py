@@ -85,7 +85,7 @@ class SoftTIFA(RewardModel, Loadable):
             for k, (i, pairs) in enumerate(asked.items()):
                 extras[i] = {"answers": p[k, : len(pairs)].tolist()}
                 if values[i].isnan().any():
-                    failed[i] = "a question of its metadata has a special token"
+                    failed[i] = "a question of its metadata contains a special token"
         return RewardOutput.build(self.spec, values, failed, extras=extras)
 
     def _answers(
@@ -109,5 +109,5 @@ def read_questions(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
         raise Unscorable("its metadata has no `vqa_list` of [question, answer]")
     for row in rows:
         if not isinstance(row, list | tuple) or [type(x) for x in row] != [str, str]:
-            raise Unscorable(f"its metadata has {str(row)[:60]!r} in place of [question, answer]")
+            raise Unscorable(f"its metadata has {str(row)[:60]!r} instead of [question, answer]")
     return [(question, answer) for question, answer in rows]

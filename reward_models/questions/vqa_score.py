@@ -63,7 +63,7 @@ class VQAScore(RewardModel, Loadable):
 
     def __init__(self, judge: YesNoJudge, question: str = QUESTION):
         if "[[prompt]]" not in question:
-            raise ValueError(f"the question {question!r} must say [[prompt]]")
+            raise ValueError(f"the question {question!r} must contain [[prompt]]")
         self.judge, self.question = judge, question
         self.spec = RewardSpec(
             name="vqa_score",
@@ -136,7 +136,7 @@ class ClipFlanT5(NetworkReward):
         """Read T5, image encoder and projector; every key of the checkpoint is accounted for."""
         config = read_json(find_file(self.source, "config.json"))
         if {name: config.get(name) for name in _LAYOUT} != _LAYOUT:
-            raise ValueError(f"the configuration of {self.source} must say {_LAYOUT}")
+            raise ValueError(f"the config of {self.source} must contain {_LAYOUT}")
         tower = find_file(self.vision or config.get("mm_vision_tower", ""), "config.json")
         words = find_folder(self.tokenizer_source, ("*.json", "*.model"))
         self.tokenizer = AutoTokenizer.from_pretrained(words)

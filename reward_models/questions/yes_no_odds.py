@@ -33,7 +33,9 @@ class YesNoOdds(RewardModel, Loadable):
     def __init__(self, judge: QwenYesNo, questions: Mapping[str, str] | None = None):
         self.judge, self.questions = judge, dict(QUESTIONS if questions is None else questions)
         if not self.questions:
-            raise ValueError(f"questions of YesNoOdds are empty; its own are {list(QUESTIONS)}")
+            raise ValueError(
+                f"questions of YesNoOdds are empty; the defaults are {list(QUESTIONS)}"
+            )
         named = any("[[prompt]]" in question for question in self.questions.values())
         self.spec = RewardSpec(
             name="yes_no_odds",

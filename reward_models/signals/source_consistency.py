@@ -52,7 +52,7 @@ class UnchangedPixels(RewardModel):
         for i in (i for i in range(len(batch)) if i not in failed):
             values[i] = _compare_to_source(batch.take([i]))
             if not values[i].isfinite():
-                failed[i] = "its mask covers the whole picture"
+                failed[i] = "its mask covers the whole image"
         return RewardOutput.build(self.spec, torch.stack(values)[:, None], failed)
 
 

@@ -22,7 +22,7 @@ _AT_ONCE = 64
 
 def flicker(media: Float[Tensor, "n F 3 h w"]) -> Float[Tensor, "n"]:
     """Return 1 minus the mean absolute difference of neighbouring frames; 1 for a still video."""
-    steps = pairwise(media.float().unbind(1))  # one by one: pairs fit the cache, faster
+    steps = pairwise(media.float().unbind(1))  # one pair at a time fits the CPU cache
     return 1 - torch.stack([(b - a).abs().flatten(1).mean(1) for a, b in steps]).mean(0)
 
 

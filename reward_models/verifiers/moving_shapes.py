@@ -60,7 +60,7 @@ def parse_prompt(prompt: str) -> tuple[Actor, ...]:
     actors = [actor for part in parts[:2] for actor in _parse_clause(part, counts)]
     if not actors or len(parts) > 2 or len(actors) != sum(_count(part) for part in parts):
         raise ValueError(
-            f"{prompt!r} is no prompt of moving shapes: expected {'|'.join(COUNTS)} "
+            f"{prompt!r} is not a prompt of moving Shapes: expected {'|'.join(COUNTS)} "
             f"{'|'.join(COLOURS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}, or two with 'a' "
             "joined by 'and'"
         )

@@ -78,7 +78,7 @@ def _parse_phrase(phrase: str, prompt: str, counts: tuple[str, ...]) -> tuple[tu
         or plural != (count != "a")
     ):
         raise ValueError(
-            f"{prompt!r} is no prompt of the shapes world: expected {'|'.join(COUNTS)} "
+            f"{prompt!r} is not a prompt of Shapes: expected {'|'.join(COUNTS)} "
             f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, or two with 'a' joined by "
             f"{'|'.join(RELATIONS)}"
         )

@@ -180,14 +180,14 @@ def _source(
     (source,) = references
     if source.shape != picture.shape:
         sizes = [f"{one.shape[2]}x{one.shape[1]}" for one in (source, picture)]
-        raise Unscorable(f"its source has {sizes[0]} pixels, the picture {sizes[1]}")
+        raise Unscorable(f"its source has {sizes[0]} pixels, the image {sizes[1]}")
     return source.detach().float().cpu()
 
 
 def _describe_objects(objects: Objects, i: int) -> list[ShapeObject]:
     """Return the objects of image i."""
     keep = objects.present[i]
-    places = (objects.centre[i, keep] + 0.5).tolist()  # of pixels, whose first has its centre at .5
+    places = (objects.centre[i, keep] + 0.5).tolist()  # pixel centres are at .5
     radii = objects.half[i, keep].amax(1).tolist()
     return [
         ShapeObject(colour, shape, x, y, radius)

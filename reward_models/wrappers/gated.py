@@ -31,7 +31,7 @@ class Gated(RewardModel, Loadable):
         if not isfinite(lowest) or not isfinite(floor):
             raise ValueError(
                 f"floor of Gated is {floor:g} and below {lowest:g}; both must be finite. "
-                f"Say what samples below get, where {reward.spec.name} has no lowest score"
+                f"Set `below` if {reward.spec.name} has no lowest score"
             )
         self.reward, self.gate, self.floor, self.below = reward, gate, floor, lowest
         self.column = gate.spec.dims.index(dim)

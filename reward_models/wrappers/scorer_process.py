@@ -54,7 +54,9 @@ class ScorerProcess(RewardModel, Loadable):
             raise ValueError(f"reward is {reward}; it must have class_path, and may have init_args")
         self.python = shutil.which(python or sys.executable) or ""
         if not self.python:
-            raise ValueError(f"python of a scorer is {python!r}, which is no program here")
+            raise ValueError(
+                f"python of a scorer is {python!r}, which is not an executable on this machine"
+            )
         if device is not None and not re.fullmatch(r"cpu|cuda:\d+", device):
             raise ValueError(f"device of a scorer is {device!r}; it must be cpu, cuda:N or null")
         self.reward, self.device = reward, device

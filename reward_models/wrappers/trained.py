@@ -134,15 +134,16 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
     if noisy != ("noise" in config):
         other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
         raise ValueError(
-            f"{path.parent} scores {'finished media' if noisy else 'noisy latents'}: it is read by "
+            f"{path.parent} scores {'finished samples' if noisy else 'noisy latents'}: load it "
+            "with "
             f"reward_models.{other}"
         )
     named = {"head": config["head"]} if noisy else config
     foreign = [c for c in _class_paths(named) if c.split(".")[0] not in trusted]
     if foreign:
         raise ValueError(
-            f"{path.parent} asks for {foreign[0]}, which is not of {', '.join(trusted)}; "
-            "add its package to `trusted` if you know it"
+            f"{path.parent} names {foreign[0]}, which is not in {', '.join(trusted)}; add its "
+            "package to `trusted` if you trust it"
         )
     return config
 
@@ -153,7 +154,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of the format {FORMAT!r}")
+        raise ValueError(f"{path} is not in the format {FORMAT!r}")
     wanted = (
         "name",
         "dims",

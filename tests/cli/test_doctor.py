@@ -21,7 +21,7 @@ def test_the_doctor_says_what_works_of_a_pipeline(capsys):
     assert code_of([*SD3, *words]) == 0
     told = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "encode prompts together, keeps (13, 96), (13, 96), (96,), (96,)" in told
-    assert "velocity 2 evaluations for a step, state (4, 8, 8)" in told
+    assert "velocity 2 evaluations per step, state (4, 8, 8)" in told
     off = re.search(r"replay off by (\S+) in 4 steps", told)
     assert off, told
     assert float(off[1]) < 1e-5, "rows of another batch round differently on some machines"

@@ -100,7 +100,10 @@ def _reads_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "assets/shapes_video/wan"], "is no StableDiffusion3Pipeline folder"),
+        (
+            ["--model", "assets/shapes_video/wan"],
+            "belongs to another family than StableDiffusion3Pipeline",
+        ),
         (["--model", "assets/golden/I_sd3_pipeline"], "size 32x32|does not fit the SD3Transformer"),
         (["--out", "assets"], "assets exists and is not overwritten"),
         (["--push-to-hub", "ann/x"], "--push-to-hub needs --license"),

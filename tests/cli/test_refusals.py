@@ -21,7 +21,7 @@ COMMANDS = {
     "train --recipe.algorithm.surrogate.clip .inf": "recipe.algorithm.surrogate.clip is inf",
     "train --policy.height 0": "policy.height is 0; it must be at least 1",
     "train --policy.max_sequence_length 0": "policy.max_sequence_length is 0",
-    "train --policy.path assets/shapes_video/wan": "folder, but of another family",
+    "train --policy.path assets/shapes_video/wan": "belongs to another family than",
     "train --seed 1000000000000000000000000000000": "seed is a number of 31 digits",
     "train --evaluation.every -1": "evaluation.every is -1; it must be at least 0",
     "train --recipe.updates_per_step 9999": "more than the 192 samples of a step",

@@ -54,7 +54,7 @@ def test_prose_is_plain(files: Callable[[], Iterable[Path]], read: Callable[[Pat
         for file, text in texts.items()
         for mark in find_marks(text)
     ]
-    assert words > 1000
+    assert words > 500
     assert 1000 * len(marks) / words <= MOST_MARKS, "\n".join(marks)
 
 

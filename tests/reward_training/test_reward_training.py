@@ -543,7 +543,7 @@ def test_heads_refuse_what_they_cannot_be_built_for():
     with pytest.raises(ValueError, match=r"groups name \['b'\]"):
         head.build(4, 2, ["a", "overall"])
     late = PromptGated({"overall": ["a", "part"], "part": ["a", "b"]})
-    with pytest.raises(ValueError, match="totals that come after it"):
+    with pytest.raises(ValueError, match="which come after it"):
         late.build(4, 2, ["a", "b", "part", "overall"])
     for wrong, why in (
         (lambda: PromptGated({"overall": ["a"]}), "at least two dimensions"),

@@ -393,7 +393,10 @@ def unloadable(monkeypatch):
     [
         (["--policy.height", "33"], "size 32x33: both sides must be multiples of"),
         (["--policy.path", "assets/prompts-are-no-model"], "assets/prompts-are-no-model"),
-        (["--policy.path", "assets/shapes"], "assets/shapes is no StableDiffusion3Pipeline folder"),
+        (
+            ["--policy.path", "assets/shapes"],
+            "assets/shapes is not a StableDiffusion3Pipeline folder",
+        ),
         (["--num_stpes", "3"], "did you mean num_steps?"),
         (["--recipe.sampling.sde_window.stop", "12"], "[0, 12)"),
         (["--recipe.prompts", "nowhere.txt"], "nowhere.txt"),

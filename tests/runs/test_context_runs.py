@@ -168,14 +168,14 @@ CRITIC = "recipe.credit.class_path=flowalign.credit.LambdaReturn"
 @pytest.mark.parametrize(
     ("file", "changes", "why"),
     [
-        (SD3, [], "SD3 divides no tokens"),
-        (SD3, [], "allowed here: 1. Others do: pipelines.Wan"),
+        (SD3, [], "SD3 does not support it"),
+        (SD3, [], "allowed here: 1. Supported by pipelines.Wan"),
         (VIDEO, ["sharding.context_degree=0"], "is 0; it must be at least 1"),
-        (VIDEO, ["sharding.context_degree=3"], "20 tokens of a clip are no multiple"),
+        (VIDEO, ["sharding.context_degree=3"], "20 tokens of a clip are not a multiple"),
         (VIDEO, ["sharding.context_degree=3"], "1, 2, 4; or a width 48 or height 48"),
         (VIDEO, ["sharding.context_degree=8"], "the 12 heads of"),
         (VIDEO, ["sharding.context_degree=8"], "allowed here: 1, 2, 4"),
-        (VIDEO, ["speed.attention=_native_math"], "divides no tokens; allowed here: native"),
+        (VIDEO, ["speed.attention=_native_math"], "does not support it; allowed here: native"),
         (VIDEO, ["sharding.weights=blocks"], "sharding.weights blocks exclude each other"),
         (VIDEO, ["speed.compile=true"], "speed.compile exclude each other"),
         (VIDEO, ["quantization.denoiser=int8"], "quantization.denoiser int8 exclude each other"),

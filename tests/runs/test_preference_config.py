@@ -233,7 +233,7 @@ def test_stored_pairs_are_refused_for_a_policy_whose_states_hold_more_than_media
     sounding = {"class_path": "pipelines.LTX2", "init_args": arguments}
     plain = {"rewards": [], "evaluation": None, DATA + "held_out": None}
     message = complaint(written({"policy": sounding} | plain))
-    assert "recipe.data: LTX2 denoises a clip with its sound, and stored clips" in message
+    assert "recipe.data: LTX2 denoises clips with sound, but stored clips" in message
 
 
 # What is planned ----------------------------------------------------------------------------------

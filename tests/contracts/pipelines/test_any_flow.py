@@ -160,7 +160,7 @@ def test_arguments_that_the_pipeline_does_not_take_are_refused_by_the_plan(call,
 
 def test_another_number_of_evaluations_is_refused_with_the_right_one():
     call = Call(arguments=EMBEDDED | {"guidance_scale": 3.0})
-    with pytest.raises(ValueError, match=r"call.evaluations is 1, but .* makes 2 for a step"):
+    with pytest.raises(ValueError, match=r"call.evaluations is 1, but .* makes 2 per step"):
         new_embedded(call=call)
 
 
@@ -173,7 +173,9 @@ def test_a_velocity_without_its_guidance_is_refused_and_not_guided():
     """Losses of pairs see the conditional model, which a call with guidance does not make."""
     policy = new_embedded(call=Call(arguments=EMBEDDED | {"guidance_scale": 3.0}, evaluations=2))
     x, cond = noise(policy), encoded(policy)
-    with pytest.raises(ValueError, match=r"AnyFlow makes the velocity of call.arguments"):
+    with pytest.raises(
+        ValueError, match=r"AnyFlow only computes velocities with the guidance of call.arguments"
+    ):
         conditional(policy).velocity(x, torch.tensor(0.5), cond)
     assert policy.velocity(x, torch.tensor(0.5), cond).shape == x.shape
 
@@ -183,7 +185,7 @@ def test_a_velocity_without_its_guidance_is_refused_and_not_guided():
     ("build", "reason"),
     [
         (build_wan22, "it has a second network, transformer_2"),
-        (build_wan_i2v, r"it needs image beside a prompt \(call.pictures\)"),
+        (build_wan_i2v, r"it needs image in addition to a prompt \(call.pictures\)"),
         (build_ltx2, "it makes two states, video and audio"),
         (lambda folder: build_sd15(folder), "it has no transformer"),
     ],
@@ -206,7 +208,7 @@ def test_a_pipeline_whose_steps_depend_on_their_number_is_refused(tmp_path, monk
     monkeypatch.setattr(
         AnyFlow, "_velocity", lambda *given: original(*given) * (1 + 0.1 * (given[2] < 0.9))
     )
-    with pytest.raises(ValueError, match=r"cannot be replayed: .*is off by"):
+    with pytest.raises(ValueError, match=r"cannot be replayed: .*differs by"):
         new_any(path, call=Call(arguments={"max_sequence_length": 24}))
 
 

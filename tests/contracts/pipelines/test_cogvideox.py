@@ -184,7 +184,7 @@ def test_the_decoder_holds_three_latent_frames_however_long_the_clip(family):
 
 
 def test_other_numbers_of_decoded_frames_are_refused(family):
-    with pytest.raises(ValueError, match="decode_frames is 4; CogVideoX decodes two"):
+    with pytest.raises(ValueError, match="decode_frames is 4; CogVideoX always decodes two"):
         of_clips(CogVideoX, family.path, decode_frames=4)
 
 
@@ -194,7 +194,7 @@ def test_the_pipeline_that_throws_frames_away_is_refused(tmp_path):
     )
     policy = of_clips(CogVideoX, path)
     for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
-        with pytest.raises(ValueError, match=r"patch_size_t of .* is 2: that is CogVideoX 1.5"):
+        with pytest.raises(ValueError, match=r"patch_size_t of .* is 2, so it is CogVideoX 1.5"):
             work()
 
 

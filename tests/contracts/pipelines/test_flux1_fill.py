@@ -63,8 +63,8 @@ def test_a_request_is_encoded_alike_every_time(plain_fill):
     ("given", "said"),
     [
         (None, "takes a mask, and the request has none"),
-        (mask(32, 64), "is 64x32, its picture 64x48"),
-        (mask(hole=(8, 8)), "is black within the 64x48"),
+        (mask(32, 64), "is 64x32, but its image is 64x48"),
+        (mask(hole=(8, 8)), "is black within its 64x48"),
     ],
     ids=["no mask", "another size", "no hole"],
 )
@@ -76,7 +76,7 @@ def test_a_mask_that_cannot_be_painted_is_refused(plain_fill, given, said):
 def test_a_hole_that_the_crop_cuts_off_is_refused(plain_fill):
     """Of 144 rows the middle 48 are kept."""
     tall = Request("a", (picture(1, 144, 64),), mask(144, 64, hole=(0, 40)))
-    with pytest.raises(ValueError, match="is black within the 64x48"):
+    with pytest.raises(ValueError, match="is black within its 64x48"):
         plain_fill.encode([tall])
 
 
@@ -85,7 +85,7 @@ def test_a_network_of_the_other_kind_is_refused(fill, flux1, cls):
     path = {Flux1: fill.path, Flux1Fill: flux1.path}[cls]
     policy = cls(path, height=48, width=64)
     for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
-        with pytest.raises(ValueError, match=r"channels, Flux1\w* gives it") as caught:
+        with pytest.raises(ValueError, match=r"channels, Flux1\w* provides") as caught:
             work()
         assert len(str(caught.value).splitlines()) <= 5
 

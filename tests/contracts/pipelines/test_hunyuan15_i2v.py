@@ -32,7 +32,7 @@ class TestHunyuanVideo15I2V(PolicyContract):
     # the pipeline has no loader of adapters; that of its network is tried for text to video
     test_a_saved_adapter_gives_the_same_numbers_in_plain_diffusers = None
     test_an_adapter_of_a_version_that_knew_only_diffusers_comes_back = None
-    # no key is known by which ComfyUI reads its adapters
+    # ComfyUI has no known key prefix for its adapters
     test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
     test_an_export_for_comfyui_acts_alike_by_its_rules = None
 
@@ -131,5 +131,5 @@ def test_a_folder_for_text_alone_is_refused_before_weights(tmp_path):
 
 
 def test_a_folder_for_pictures_is_refused_for_text_alone(hunyuan):
-    with pytest.raises(ValueError, match=r"has image_encoder, .* take pipelines.HunyuanVideo15I2V"):
+    with pytest.raises(ValueError, match=r"has image_encoder, .* use pipelines.HunyuanVideo15I2V"):
         of_clips(HunyuanVideo15, hunyuan.path).plan()

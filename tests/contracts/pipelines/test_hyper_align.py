@@ -130,7 +130,7 @@ def test_the_reference_stays_when_the_policy_moves():
 
 
 def test_settings_without_a_meaning_are_refused():
-    with pytest.raises(ValueError, match="hidden is 30; it must be a multiple of 4"):
+    with pytest.raises(ValueError, match="hidden is 30; it must be a multiple of the 4 heads"):
         Hyper(hidden=30)
-    with pytest.raises(ValueError, match=r"key_levels is \[0\.5\]; 1\.0 must be among them"):
+    with pytest.raises(ValueError, match=r"key_levels is \[0\.5\]; it must contain 1\.0"):
         Hyper(when="key_steps", key_levels=(0.5,))

@@ -176,7 +176,7 @@ def test_the_shift_of_a_clip_is_that_of_hand(ltx):
 
 
 def test_a_shift_is_refused_where_the_number_of_tokens_sets_it(ltx):
-    with pytest.raises(ValueError, match=r"shift is 5.0.*\(FlowMatchEuler.*size of the video"):
+    with pytest.raises(ValueError, match=r"shift is 5.0.*\(FlowMatchEuler.*from the video size"):
         of_clips(LTX, ltx.path, shift=5.0).plan()
 
 

@@ -164,7 +164,7 @@ def test_blocks_that_the_network_does_not_have_are_refused(ltx2, blocks):
 
 def test_stored_clips_are_refused(ltx2):
     policy = ltx2.new()
-    with pytest.raises(ValueError, match=r"LTX2 denoises a clip with its sound, .* on rollouts"):
+    with pytest.raises(ValueError, match=r"LTX2 denoises clips with sound, .* on rollouts"):
         policy.embed(clips(policy))
 
 

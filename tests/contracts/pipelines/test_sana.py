@@ -50,7 +50,7 @@ class TestSana(PictureContract):
             tmp_path, family, plain, target
         )
 
-    # no key is known by which ComfyUI reads an adapter of this network
+    # ComfyUI has no known key prefix for an adapter of this network
     test_an_export_for_comfyui_acts_alike_by_its_rules = None
     test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
 
@@ -73,7 +73,7 @@ def test_reference_and_peft_are_equal_but_for_the_order_of_products(family, tmp_
 
 def test_comfyui_is_refused_as_a_target(plain, tmp_path):
     plain.save_weights(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no key is known .*SanaTransformer2DModel"):
+    with pytest.raises(ValueError, match=r"no known key prefix .*SanaTransformer2DModel"):
         plain.network.check_export(str(tmp_path), "comfyui")
 
 

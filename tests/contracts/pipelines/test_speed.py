@@ -31,7 +31,10 @@ def velocity(policy):
             "torch sees no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
-        ("_native_math", "SD3Transformer2DModel of diffusers takes none; allowed here: native"),
+        (
+            "_native_math",
+            "diffusers' SD3Transformer2DModel does not support it; allowed here: native",
+        ),
     ],
 )
 def test_a_backend_that_cannot_train_is_refused_before_weights_are_read(attention, why):

@@ -230,5 +230,5 @@ def test_the_adapter_of_one_network_is_not_taken_for_that_of_the_other(folders, 
 
 
 def test_a_folder_with_one_network_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"has 1 network\(s\), Wan22 wants 2"):
+    with pytest.raises(ValueError, match=r"has 1 network\(s\), Wan22 needs 2"):
         tiny_video(Wan22, build_wan(tmp_path)).plan()

@@ -167,5 +167,5 @@ def test_the_name_of_the_text_encoder_depends_on_the_vae_and_on_the_encoder_of_p
 def test_a_text_to_video_folder_is_refused_by_name(tmp_path):
     path = build_wan(tmp_path)
     policy = tiny_video(WanI2V, path)
-    with pytest.raises(ValueError, match="takes 16 channels, WanI2V gives it 36"):
+    with pytest.raises(ValueError, match="takes 16 channels, WanI2V provides 36"):
         policy.plan()

@@ -441,7 +441,7 @@ def test_artefacts_without_a_published_label_are_asked_about_again(serve):
     answer = boxed_kinds('{"L2: Odd": true}')
     output = MagicAssessor(serve(lambda r: answer), side=16).score(contract_batch())
     assert not output.valid.any()
-    assert "'L2: Odd' is no label" in output.reasons[0]
+    assert "'L2: Odd' is not a label" in output.reasons[0]
 
 
 def test_artefacts_lie_where_a_detector_finds_their_kind():
@@ -526,7 +526,7 @@ WRONG = {
     "no questions": (lambda s: YesNo(s, {}), "questions is empty"),
     "no tasks": (lambda s: OneReward(s, tasks={}), "tasks is empty"),
     "no criteria": (lambda s: OneReward(s, criteria={}), "criteria is empty"),
-    "levels": (lambda s: Levels(s, {"Good": 1.0, "bad": 0.0}), "small words"),
+    "levels": (lambda s: Levels(s, {"Good": 1.0, "bad": 0.0}), "lower-case words"),
     "no such template": (lambda s: YesNo(s, template="yesno"), "'yesno'.*yes_no"),
     "slots": (lambda s: YesNo(s, template="one_reward"), "must have .*question"),
     "passes": (lambda s: Sampling(passes=0), "passes 0"),

@@ -128,7 +128,7 @@ def test_a_sample_that_nobody_could_be_compared_with_fails_alone(serve):
     assert output.values[[0, 2], 0].tolist() == [0.0, 1.0]
     assert output.valid.flatten().tolist() == [True, False, True, False, False]
     assert "400" in output.reasons[1]
-    assert output.reasons[3] == "its group has no other"
+    assert output.reasons[3] == "its group has no other sample"
     assert "not finite" in output.reasons[4]
 
 

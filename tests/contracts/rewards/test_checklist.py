@@ -233,7 +233,7 @@ def test_lists_that_make_no_sense_are_refused(changes):
 @pytest.mark.parametrize("content", ["{", "[]", '{"items": [{"question": "a?"}]}', "{}"])
 def test_files_that_are_no_question_set_are_refused(tmp_path, content):
     (tmp_path / "question_set.json").write_text(content)
-    with pytest.raises(ValueError, match=r"question_set\.json is no checklist"):
+    with pytest.raises(ValueError, match=r"question_set\.json is not a checklist"):
         read_question_set(str(tmp_path / "question_set.json"))
 
 

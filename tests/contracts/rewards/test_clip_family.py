@@ -341,7 +341,7 @@ def test_wrong_settings_are_refused_by_name(tmp_path):
         file.write_text(f"rewards: [{{class_path: reward_models.{name}, init_args: {{{wrong}}}}}]")
         with pytest.raises(ValueError, match=r"(?s)" + wrong.split()[1]):
             load_rewards(str(file))
-    with pytest.raises(ValueError, match="'ViT-Z' is no architecture"):
+    with pytest.raises(ValueError, match="'ViT-Z' is neither an architecture"):
         CLIPScore("ViT-Z", WEIGHTS).load()
     with pytest.raises(ValueError, match="neither-file-nor-tag"):
         CLIPScore("ViT-L-14", "neither-file-nor-tag").load()

@@ -209,7 +209,7 @@ def test_what_the_detector_cannot_see_makes_a_row_invalid_and_no_other():
     for model in (GenEval(told), Counting(told, threshold=0.1)):
         output = model.score(MediaBatch(marked(0, 0, 0), [""] * 3, metadata))
         assert output.valid.all(1).tolist() == [False, True, False]
-        assert "knows no car" in output.reasons[0]
+        assert "does not know car" in output.reasons[0]
         assert "include" in output.reasons[2]
     told.names_colours = False
     red = {"include": [{"class": "cat", "color": "red"}]}

@@ -154,5 +154,5 @@ def test_a_configuration_that_is_computed_otherwise_is_refused(tmp_path, change,
 def test_another_tokenizer_is_refused_and_settings_enter_the_fingerprint(monkeypatch):
     check_fingerprints([tiny(), tiny(dtype="bfloat16"), tiny(base=FOLDER)])
     monkeypatch.setattr(mj_video, "TURN", (92542, 92543, 525, 11353, 364))
-    with pytest.raises(ValueError, match="writes the end of a turn as"):
+    with pytest.raises(ValueError, match="encodes the end of a turn as"):
         tiny().load()

@@ -123,7 +123,7 @@ def test_more_blocks_than_can_be_read_are_refused(policy):
 
 
 def test_a_network_without_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"Linear has no list of layers that is called"):
+    with pytest.raises(ValueError, match=r"Linear has no list of layers called"):
         find_stacks(torch.nn.Linear(1, 1))
 
 
@@ -170,9 +170,11 @@ def test_a_policy_with_other_blocks_is_refused(trained):
 
 
 def test_a_folder_of_the_other_kind_is_refused(trained):
-    with pytest.raises(ValueError, match=r"scores noisy latents: it is read by reward_models.late"):
+    with pytest.raises(ValueError, match=r"scores noisy latents: load it with reward_models.late"):
         TrainedReward(str(trained[0]))
-    with pytest.raises(ValueError, match=r"scores finished media: it is read by reward_models.tra"):
+    with pytest.raises(
+        ValueError, match=r"scores finished samples: load it with reward_models.tra"
+    ):
         TrainedLatentReward("assets/shapes/preference")
 
 

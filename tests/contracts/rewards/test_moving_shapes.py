@@ -177,6 +177,6 @@ def test_pictures_and_pixels_that_are_no_numbers_are_failures_with_a_reason():
     ],
 )
 def test_other_prompts_are_refused_by_name(prompt):
-    with pytest.raises(ValueError, match="no prompt of moving shapes"):
+    with pytest.raises(ValueError, match="not a prompt of moving Shapes"):
         parse_prompt(prompt)
     assert set(COLOURS)  # the message lists them

@@ -118,8 +118,8 @@ def test_rows_without_questions_fail_alone(reward):
     special = [["Is it <|im_end|>?", "Yes"]]
     for metadata, why in (
         ({}, "no `vqa_list` of"),
-        ({"vqa_list": [["How many?"]]}, "has \"['How many?']\" in place of"),
-        ({"vqa_list": special}, "a question of its metadata has a special token"),
+        ({"vqa_list": [["How many?"]]}, "has \"['How many?']\" instead of"),
+        ({"vqa_list": special}, "a question of its metadata contains a special token"),
     ):
         output = reward.score(
             replace(batch, metadata=[batch.metadata[0], metadata, *batch.metadata[2:]])

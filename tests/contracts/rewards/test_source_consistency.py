@@ -77,7 +77,7 @@ def test_only_samples_with_a_mask_are_forgiven_what_it_hides():
     )
     output = UnchangedPixels().score(batch)
     assert output.values[:3, 0].tolist() == [1.0, 0.5, 0.0]
-    assert output.reasons == {3: "its mask covers the whole picture"}
+    assert output.reasons == {3: "its mask covers the whole image"}
 
 
 def test_a_mask_of_another_size_is_resized_with_the_source():

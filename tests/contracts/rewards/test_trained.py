@@ -272,12 +272,12 @@ def test_a_folder_may_name_classes_of_trusted_packages_only(trained, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["head"] = {"class_path": "elsewhere.Head", "init_args": {}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"asks for elsewhere.Head, which is not of reward_models"):
+    with pytest.raises(ValueError, match=r"names elsewhere.Head, which is not in reward_models"):
         TrainedReward(str(folder))
     with pytest.raises(ValueError, match="cannot be built"):
         TrainedReward(str(folder), device="cpu", trusted=["reward_models", "elsewhere"]).load()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="not of the format"):
+    with pytest.raises(ValueError, match="not in the format"):
         TrainedReward(str(folder))
 
 

@@ -126,7 +126,7 @@ def test_a_report_is_read_with_an_open_fence_or_a_closed_one(form):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (report("neither"), "no winner"),
+        (report("neither"), "not a winner"),
         (report()[:-40], "not JSON"),
         (report(categories=[]), "no category A"),
         (report().replace('"score_2": 7', '"score_2": 8'), "do not sum to 10"),
