@@ -19,7 +19,7 @@ from pipelines.network.network import Network
 from pipelines.network.schedules import build_scheduler, shift_schedule
 from pipelines.network.support import check_setup
 from pipelines.network.verification import verify_saved
-from pipelines.network.weights import Lora, Precision, load_pipeline
+from pipelines.network.weights import JOINT_ATTENTION, Lora, Precision, load_pipeline
 from pipelines.parts.folder import Config, Folder
 from pipelines.text_encoder import TextEncoder
 
@@ -45,6 +45,8 @@ class DiffusersPolicy(Policy):
     """Arguments to `from_pretrained` that skip components which the policy does not need."""
     conditions_on_size: bool = False
     """Whether the conditioning contains the image size, as SDXL's does."""
+    default_lora: Lora = Lora(target_modules=JOINT_ATTENTION)
+    """Default adapter, whose layers a LoRA without `target_modules` adapts."""
     unit_noise: bool = False
     """Whether initial noise has unit variance for any first sigma, as in video pipelines."""
     network: Network
@@ -67,6 +69,7 @@ class DiffusersPolicy(Policy):
         gradient_checkpointing: bool = False,
         offload_text: bool = False,
     ):
+        lora = lora and lora.with_layers(self.default_lora)
         self.path, self.lora, self.precision = bundled(path), lora, precision
         self.guidance, self.max_sequence_length = guidance, max_sequence_length
         self.evaluations_per_velocity = 2 if guidance > 1 else 1

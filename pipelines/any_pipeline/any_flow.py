@@ -94,6 +94,7 @@ class AnyFlow(DiffusersPolicy):
 
     pipeline_class: Any = DiffusionPipeline
     transformer_class: Any = ModelMixin
+    default_lora = LORA
 
     def __init__(
         self,

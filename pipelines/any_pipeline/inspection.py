@@ -68,7 +68,7 @@ def _embedded(policy: AnyFlow, state: torch.Tensor) -> str:
 def _targets(network: nn.Module) -> str:
     """Return the number of linear layers that the default LoRA target names match, as text."""
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
-    names = LORA.target_modules
+    names = LORA.target_modules or ()
     hit = [one for one in linear if one.endswith(tuple(f".{name}" for name in names))]
     return f"{', '.join(names)}: {len(hit)} of {len(linear)} linear layers"
 

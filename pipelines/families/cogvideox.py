@@ -46,6 +46,7 @@ class CogVideoX(DiffusersPolicy):
 
     pipeline_class = CogVideoXPipeline
     transformer_class = CogVideoXTransformer3DModel
+    default_lora = LORA
 
     def __init__(
         self,

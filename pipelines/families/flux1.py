@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
 from pipelines.network.schedules import round_times, shift_by_size
-from pipelines.network.weights import Lora
+from pipelines.network.weights import JOINT_ATTENTION, Lora
 from pipelines.parts.denoiser_inputs import check_channels, check_embedded_guidance
 from pipelines.parts.folder import Config
 from pipelines.parts.packing import grid_of, pack, positions, unpack
@@ -21,7 +21,7 @@ LORA = Lora(
     rank=64,
     alpha=128,
     target_modules=(
-        *Lora().target_modules,
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
@@ -46,6 +46,7 @@ class Flux1(DiffusersPolicy):
 
     pipeline_class = FluxPipeline
     transformer_class = FluxTransformer2DModel
+    default_lora = LORA
 
     def __init__(
         self,

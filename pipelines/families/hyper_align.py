@@ -11,7 +11,7 @@ from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt
 from pipelines.families.extended import ExtendedPolicy
 from pipelines.families.hypernetwork import Hyper, HyperLinear, Hypernetwork
 from pipelines.families.sd3 import SD3
-from pipelines.network.weights import DTYPES, Lora
+from pipelines.network.weights import DTYPES, JOINT_ATTENTION
 from pipelines.policy import Precision
 
 
@@ -85,7 +85,7 @@ def attach(
     network: nn.Module, prompt_width: int, latent_shape: Sequence[int], hyper: Hyper
 ) -> Hypernetwork:
     """Wrap the layers that a LoRA would adapt, and add the hypernetwork for their weights."""
-    suffixes, sizes = Lora().target_modules, []
+    suffixes, sizes = JOINT_ATTENTION, []
     linear = {n: m for n, m in network.named_modules() if n.endswith(suffixes)}
     for name, layer in linear.items():
         assert isinstance(layer, nn.Linear), "SD3's projections are linear"

@@ -35,6 +35,7 @@ class Krea2(QwenImage):
 
     pipeline_class: Any = Krea2Pipeline
     transformer_class: Any = Krea2Transformer2DModel
+    default_lora = LORA
     negative = ""
     distilled: bool
 

@@ -69,6 +69,7 @@ class LTX(DiffusersPolicy):
 
     pipeline_class = LTXPipeline
     transformer_class = LTXVideoTransformer3DModel
+    default_lora = LORA
     unit_noise = True
 
     def __init__(

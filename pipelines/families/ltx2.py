@@ -36,6 +36,7 @@ class LTX2(DiffusersPolicy):
 
     pipeline_class: Any = LTX2Pipeline
     transformer_class = LTX2VideoTransformer3DModel
+    default_lora = LORA
     no_media = (
         "denoises clips with sound, but stored clips are read without sound: train on rollouts"
     )

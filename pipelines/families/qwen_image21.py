@@ -48,6 +48,7 @@ class QwenImage21(QwenImage):
 
     pipeline_class: Any = QwenImage21Pipeline
     transformer_class: Any = QwenImage21Transformer2DModel
+    default_lora = LORA
     codec_class = AlphaCodec
 
     def __init__(

@@ -35,6 +35,7 @@ class Sana(DiffusersPolicy):
 
     pipeline_class = SanaPipeline
     transformer_class = SanaTransformer2DModel
+    default_lora = LORA
 
     def __init__(
         self,

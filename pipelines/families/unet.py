@@ -15,10 +15,7 @@ from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy
 
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO.
-
-If a run file sets only some fields of `lora`, the other fields use the defaults of `Lora`. Its
-`target_modules` match transformers, so always set `target_modules` for a UNet."""
+"""Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO."""
 
 
 class UNetPolicy(DiffusersPolicy):
@@ -36,6 +33,7 @@ class UNetPolicy(DiffusersPolicy):
     """
 
     transformer_class = UNet2DConditionModel
+    default_lora = LORA
     denoiser_name = "unet"
     latents_argument = "sample"
 

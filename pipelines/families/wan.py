@@ -58,6 +58,7 @@ class Wan(DiffusersPolicy):
 
     pipeline_class: Any = WanPipeline
     transformer_class = WanTransformer3DModel
+    default_lora = LORA
     unit_noise = True
     experts: Experts | None = None
     """Division of noise levels between two networks; None if there is one network."""

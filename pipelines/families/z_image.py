@@ -36,6 +36,7 @@ class ZImage(DiffusersPolicy):
 
     pipeline_class = ZImagePipeline
     transformer_class = ZImageTransformer2DModel
+    default_lora = LORA
     latents_argument = "x"
 
     def __init__(

@@ -1,7 +1,7 @@
 """Prepares a denoiser for training, and saves its weights in the format that diffusers loads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,23 +25,33 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ONE_FILE = "10TB"
 
 
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Attention layers of two-stream transformers. Source: Flow-GRPO's SD3 configuration."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     """Low-rank adapter on the denoiser."""
 
     rank: PositiveInt = 32
     alpha: PositiveInt = 64
-    target_modules: tuple[str, ...] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
-    """Name suffixes of the adapted linear layers. Source: Flow-GRPO's SD3 configuration."""
+    target_modules: tuple[str, ...] | None = None
+    """Name suffixes of the adapted linear layers. Null: those of the model family."""
+
+    def with_layers(self, default: "Lora") -> "Lora":
+        """Return this adapter, on the layers of the default one if it names none."""
+        if self.target_modules is not None:
+            return self
+        return replace(self, target_modules=default.target_modules)
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -100,7 +110,7 @@ def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         init_lora_weights="gaussian",
-        target_modules=list(lora.target_modules),
+        target_modules=list(lora.target_modules or JOINT_ATTENTION),
     )
     with torch.random.fork_rng(devices=[]):  # every rank and every run starts from the same adapter
         torch.random.default_generator.manual_seed(0)

@@ -17,7 +17,7 @@ from flowalign.training.reference import conditional
 from pipelines.any_pipeline.any_flow import AnyFlow, Call
 from pipelines.any_pipeline.recorded import Layout
 from pipelines.any_pipeline.wrapping import replay_difference
-from pipelines.network.weights import Lora
+from pipelines.network.weights import JOINT_ATTENTION
 from tests.fixtures.embedded import FOLDER
 from tests.fixtures.families import noise
 from tests.fixtures.tiny_flux import build_flux
@@ -240,7 +240,7 @@ def test_three_steps_of_training_are_those_of_the_family_s_own_policy(
 ):
     content = yaml.safe_load(Path(file).read_text())
     call = {"arguments": arguments, "fps": fps}
-    lora = {"target_modules": list(Lora().target_modules), **content["policy"]["init_args"]["lora"]}
+    lora = {"target_modules": list(JOINT_ATTENTION), **content["policy"]["init_args"]["lora"]}
     generic = {
         "class_path": "pipelines.AnyFlow",
         "init_args": {

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from flowalign.types import plain_requests
 from pipelines.families.hunyuan import HunyuanVideo
-from pipelines.network.weights import Lora
+from pipelines.network.weights import JOINT_ATTENTION
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -73,7 +73,7 @@ def hunyuan(tmp_path_factory) -> Family:
         "max_sequence_length": 24,
         "embedded_guidance": 2.0,
     }
-    layers = Lora().target_modules
+    layers = JOINT_ATTENTION
     return clip_family(HunyuanVideo, path, other, layers, official_hunyuan, **settings)
 
 
