@@ -91,6 +91,17 @@ class Guided(VelocityField):
         return self.field.velocity(x, sigma, {**empty, **cond})
 
 
+def find_scale(policy: Policy, scale: float | str) -> float:
+    """Return a guidance scale; `model` is the one that the run file sets for the policy."""
+    return policy.model_guidance if isinstance(scale, str) else scale
+
+
+def guide(field: VelocityField, policy: Policy, scale: float | str) -> VelocityField:
+    """Return a field with guidance of a scale, or the field itself where it is no guidance."""
+    found = find_scale(policy, scale)
+    return Guided(field, found) if found > 1 else field
+
+
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
     """Return one row of the empty prompt's conditioning, with the keys that guidance adds."""
     if plain.input_spec.references[1]:

@@ -52,6 +52,51 @@ class Policy(ABC):
     guidance: float = 1.0
     """Classifier-free guidance scale of `velocity`; 1 is no guidance."""
 
+    has_guidance: bool = True
+    """Whether the model has classifier-free guidance; a distilled scale, an input of the network,
+    is none."""
+
+    configured_guidance: float | None = None
+    """Guidance scale that the run file sets, if `turn_off_guidance` replaced it."""
+
+    @property
+    def model_guidance(self) -> float:
+        """Return the classifier-free guidance scale that the run file sets; 1 is no guidance."""
+        return self.guidance if self.configured_guidance is None else self.configured_guidance
+
+    def turn_off_guidance(self) -> None:
+        """Make `velocity` the conditional one. A model without such guidance stays as it is.
+
+        Raises:
+            ValueError: The policy cannot leave its guidance out.
+        """
+        if self.evaluations_per_velocity > 1 and not self.has_guidance:
+            raise ValueError(
+                f"guidance is off, but {type(self).__name__} cannot leave its guidance out: set "
+                "guidance to model"
+            )
+        if self.has_guidance:
+            self.configured_guidance = self.model_guidance
+            self.guidance, self.evaluations_per_velocity = 1.0, 1
+
+    def check_own_guidance(self, scale: float, key: str) -> None:
+        """Raise ValueError unless another field of this model can be guided by a scale.
+
+        `key` names the setting of the scale.
+        """
+        if scale <= 1:
+            return
+        name = type(self).__name__
+        if not self.has_guidance:
+            raise ValueError(
+                f"{key} is {scale}, but {name} has no classifier-free guidance: set {key} to model"
+            )
+        if self.input_spec.references[1]:
+            raise ValueError(
+                f"{key} is {scale}, but {name} takes references, and its conditioning on the empty "
+                f"prompt is not encoded with them here: set {key} to 1"
+            )
+
     no_media: str = ""
     """Reason why `embed` takes no stored media, as text after the class name; empty if it does."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
 LARGEST_FLOAT = 3.4028234663852886e38
@@ -66,6 +66,8 @@ NonNegativeFloat: TypeAlias = Annotated[float, Range(least=0)]
 UnitInterval: TypeAlias = Annotated[float, Range(least=0, most=1)]
 """A share or a probability."""
 Guidance: TypeAlias = Annotated[float, Range(least=0, most=1000)]
+GuidanceScale: TypeAlias = Guidance | Literal["model"]
+"""Scale of classifier-free guidance; model: the scale that the run file sets for the policy."""
 """Scale of classifier-free or embedded guidance."""
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1)]
 """Weight of the previous value in a running mean, in [0, 1)."""

@@ -95,6 +95,7 @@ class AnyFlow(DiffusersPolicy):
     pipeline_class: Any = DiffusionPipeline
     transformer_class: Any = ModelMixin
     default_lora = LORA
+    has_guidance = False
 
     def __init__(
         self,

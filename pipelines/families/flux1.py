@@ -47,6 +47,7 @@ class Flux1(DiffusersPolicy):
     pipeline_class = FluxPipeline
     transformer_class = FluxTransformer2DModel
     default_lora = LORA
+    has_guidance = False
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class Flux2(DiffusersPolicy):
     pipeline_class: Any = Flux2Pipeline
     transformer_class = Flux2Transformer2DModel
     default_lora = LORA
+    has_guidance = False
     embedded_guidance: float | None
 
     def __init__(

@@ -42,6 +42,9 @@ class Run:
     `flowalign.training.Matching` or your own class."""
     rewards: list[WeightedReward] = field(default_factory=list)
     """Reward models, by dotted path, each with its `weight`."""
+    guidance: Literal["model", "off"] = "model"
+    """Classifier-free guidance of the policy. model: as `policy` sets it. off: none, for methods
+    that train the conditional velocity. A distilled scale stays an input of the network."""
     conditioning: PromptConditioning | None = None
     """Words added to the prompts of the policy, in training and in sampling: a class of
     `flowalign.conditioning`. Rewards see the plain prompts. Null: none."""
@@ -82,6 +85,8 @@ class Run:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
+        if self.guidance == "off":
+            self.policy.turn_off_guidance()
         if self.device == "cpu" and self.policy.precision == "fp16":
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:

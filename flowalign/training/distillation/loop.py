@@ -37,6 +37,7 @@ from flowalign.training.distillation.boundaries import Boundaries
 from flowalign.training.distillation.roles import Roles
 from flowalign.training.distillation.settings import RewardSurrogate, TDMSettings
 from flowalign.training.recipe import Log, Loop
+from flowalign.training.reference import find_scale
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.update_checks import WeightChecks
@@ -238,7 +239,8 @@ class TDMLoop(Loop):
         if cfg.guidance_weight:
             with torch.no_grad():
                 plain = at.predicted(fields["reference"])
-            along = cfg.guidance_scale / (cfg.real_guidance - 1) * (real - plain)
+            scale = find_scale(self.roles.generator.policy, cfg.real_guidance)
+            along = cfg.guidance_scale / (scale - 1) * (real - plain)
             losses["guidance"] = moved_data_loss(x0_hat, along, real, cfg.huber)
         if surrogate:
             weights["surrogate"] = surrogate.weight

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
+from flowalign.training.checkpoint_paths import check_start
 from flowalign.training.distillation.loop import TDMLoop
 from flowalign.training.distillation.roles import open_roles
 from flowalign.training.distillation.settings import TDMSettings
@@ -24,7 +25,8 @@ from flowalign.training.recipe import (
     evaluations_row,
     samples_row,
 )
-from flowalign.types import ModelPlan
+from flowalign.training.reference import find_scale
+from flowalign.types import ModelPlan, Policy
 
 _TRAINED = 4
 """Number of copies of a further set of trained weights: values, gradients, two AdamW moments."""
@@ -70,8 +72,13 @@ class TDM(TDMSettings, Recipe):
         if run.policy.evaluations_per_velocity > 1:
             raise ValueError(
                 f"policy.guidance is {run.policy.guidance}, but a generator of few steps samples "
-                "without guidance: set it to 1.0, and recipe.real_guidance to the model's"
+                'without guidance: set guidance to "off", and recipe.real_guidance to model'
             )
+        if self.start:
+            check_start(self.start, "recipe.start")
+        scale = find_scale(run.policy, self.real_guidance)
+        self.check_guidance(scale)
+        run.policy.check_own_guidance(scale, "recipe.real_guidance")
         if self.surrogate:
             self.surrogate.advantages.check_rewards(run.rewards)
             self.surrogate.advantages.check_prompts(self.prompts)
@@ -104,9 +111,10 @@ class TDM(TDMSettings, Recipe):
         requests = Requests(read_requests(self.prompts), run.seed)
         return TDMLoop(self, roles, rewards, requests, log)
 
-    def evaluations(self) -> dict[str, int]:
-        """Return the number of network evaluations per step, by purpose."""
-        guided, rewarded, rows = 1 + (self.real_guidance > 1), bool(self.surrogate), self.rows
+    def evaluations(self, policy: Policy) -> dict[str, int]:
+        """Return the network evaluations of one step, by purpose."""
+        guided = 1 + (find_scale(policy, self.real_guidance) > 1)
+        rewarded, rows = bool(self.surrogate), self.rows
         return {
             "sampling": rows,
             "training the fake score": rows * self.fake.updates,
@@ -119,7 +127,7 @@ class TDM(TDMSettings, Recipe):
         }
 
     def _rows(self, run: RunContext) -> dict[str, str]:
-        samples, counts = self.num_samples, self.evaluations()
+        samples, counts = self.num_samples, self.evaluations(run.policy)
         rows = {
             **samples_row(self.prompts_per_step, self.samples_per_prompt),
             "boundaries per step": f"{self.rows}, {self.num_steps} of each sample",

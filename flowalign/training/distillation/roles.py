@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from flowalign.training.distillation.settings import TDMSettings
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Learner
-from flowalign.training.reference import Guided
+from flowalign.training.reference import guide
 from flowalign.training.trained_weights import TrainedWeights
 from flowalign.types import VelocityField
 
@@ -45,7 +45,7 @@ def open_roles(cfg: TDMSettings, learner: Learner, num_steps: int) -> Roles:
     fake = learner.add_companion("fake", cfg.fake.optimizer, num_steps * cfg.fake.updates)
     fields = {
         "reference": learner.reference,
-        "real": _guided(learner.reference, cfg.real_guidance),
+        "real": guide(learner.reference, learner.policy, cfg.real_guidance),
         "fake": fake.field,
     }
     if cfg.surrogate is None:
@@ -55,13 +55,9 @@ def open_roles(cfg: TDMSettings, learner: Learner, num_steps: int) -> Roles:
     surrogate.averages[SLOW] = slow
     fields |= {
         "surrogate": surrogate.field,
-        "guided_surrogate": _guided(surrogate.field, cfg.real_guidance),
+        "guided_surrogate": guide(surrogate.field, learner.policy, cfg.real_guidance),
         "slow": TrainedWeights(
             learner.policy, dict(zip(surrogate.named, slow.average, strict=True))
         ),
     }
     return Roles(learner, fake, surrogate, fields)
-
-
-def _guided(field: VelocityField, guidance: float) -> VelocityField:
-    return Guided(field, guidance) if guidance > 1 else field

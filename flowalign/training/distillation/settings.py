@@ -11,7 +11,7 @@ from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.update_checks import OnFailure
 from flowalign.types.ranges import (
     DenoisingSteps,
-    Guidance,
+    GuidanceScale,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -69,8 +69,9 @@ class TDMSettings:
     """Number of samples per prompt; at least 2 with a surrogate, which compares them."""
     num_steps: DenoisingSteps = 4
     """Number K of denoising steps of the generator, and of boundaries per trajectory."""
-    real_guidance: Guidance = 4.5
-    """Classifier-free guidance scale of the real score, the initial model. 1: none."""
+    real_guidance: GuidanceScale = 4.5
+    """Classifier-free guidance scale of the real score, the initial model. 1: none. model: the
+    scale of the policy's run file."""
     guidance_weight: NonNegativeFloat = 0.0
     """Weight of an additional loss term along the guidance of the real score. TDM-R1: 0.3; TDM:
     0."""
@@ -96,14 +97,19 @@ class TDMSettings:
     def __post_init__(self) -> None:
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
-        if self.guidance_weight and self.real_guidance <= 1:
-            raise ValueError(
-                f"recipe.guidance_weight is {self.guidance_weight}, but recipe.real_guidance is "
-                f"{self.real_guidance}, which has no direction: set it above 1, or the weight to 0"
-            )
+        if self.real_guidance != "model":
+            self.check_guidance(self.real_guidance)
         if self.surrogate:
             self.surrogate.advantages.check_groups("recipe.surrogate", self.samples_per_prompt)
             self._check_surrogate(self.surrogate)
+
+    def check_guidance(self, scale: float) -> None:
+        """Raise ValueError if a step along guidance of the scale has no direction."""
+        if self.guidance_weight and scale <= 1:
+            raise ValueError(
+                f"recipe.guidance_weight is {self.guidance_weight}, but recipe.real_guidance is "
+                f"{scale}, which has no direction: set it above 1, or the weight to 0"
+            )
 
     def _check_surrogate(self, surrogate: RewardSurrogate) -> None:
         """Raise ValueError for a micro-batch below the group size, and unsuitable advantages."""

@@ -43,6 +43,7 @@ class Matching(MatchingSettings, Recipe):
         self._check_loss_and_data()
         self._check_references()
         self._check_states(run.policy)
+        self._check_fields(run.policy)
         self.data.check(run)
 
     @override
@@ -61,7 +62,7 @@ class Matching(MatchingSettings, Recipe):
         batch = data.examples_per_step * (2 if data.paired else 1)
         rows = batch * self.times_per_sample
         passes, per_row = rows * self.epochs_per_step, self.states.rows
-        others = self.evaluations_beside
+        others = self.evaluations_beside(run.policy)
         beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
         most = "at most " if data.leaves_levels_out else ""
         reference = type(self.reference).__name__ if self.needs_reference else None
@@ -148,6 +149,16 @@ class Matching(MatchingSettings, Recipe):
                 f"recipe.states is {states}, which adds rows to each sample, but {loss} or "
                 "recipe.data compare samples: choose a loss of single samples, such as SFT"
             )
+
+    def _check_fields(self, policy: Policy) -> None:
+        """Raise ValueError if the policy cannot evaluate a reference, a teacher or a step."""
+        if self.needs_reference:
+            self.reference.check(policy)
+        for teacher in self.teachers.values():
+            teacher.check(policy)
+        scale = self.states.scale(policy)
+        if scale is not None:
+            policy.check_own_guidance(scale, "recipe.states.guidance_scale")
 
     def _check_visited(self, num_steps: int, policy: Policy) -> None:
         """Raise ValueError if `times` does not select visited states that the loss can use."""

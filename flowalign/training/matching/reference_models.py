@@ -6,15 +6,16 @@ the policy serve as old policies, which can generate samples, and as anchors.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 from typing_extensions import override
 
+from flowalign.training.checkpoint_paths import check_start
 from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import Learner
-from flowalign.training.reference import Guided, WeightOverride
-from flowalign.types import VelocityField
-from flowalign.types.ranges import Decay, PositiveInt, Range
+from flowalign.training.reference import WeightOverride, find_scale, guide
+from flowalign.types import Policy, VelocityField
+from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt
 
 AverageName = Literal["reference", "old", "anchor", "behaviour"]
 """Name of an average of the policy's weights in `Learner.averages`. old: the old policy of a loss.
@@ -61,10 +62,12 @@ class ReferenceModel(ABC):
         """Return the number of additional copies of the trained weights in memory."""
         return 1
 
-    @property
-    def evaluations(self) -> int:
+    def count_evaluations(self, policy: Policy) -> int:  # noqa: ARG002
         """Return the number of network evaluations per row."""
         return 1
+
+    def check(self, policy: Policy) -> None:  # noqa: B027
+        """Raise ValueError if this reference cannot be made of a policy."""
 
     @abstractmethod
     def field(self, learner: Learner) -> VelocityField:
@@ -150,6 +153,10 @@ class Teacher(ReferenceModel):
     path: str
     """Folder of the checkpoint."""
 
+    @override
+    def check(self, policy: Policy) -> None:
+        check_start(self.path, "recipe.teachers")
+
     @property
     def equals_policy(self) -> bool:
         """Return False, because the weights differ."""
@@ -174,14 +181,15 @@ class GuidedReference(ReferenceModel):
     Source: CRD, arXiv:2603.14128, with a KL to the base model with guidance 4.5.
     """
 
-    guidance: Annotated[float, Range(above=1, most=1000)] = 4.5
-    """Guidance scale of the reference, above 1."""
+    guidance: GuidanceScale = 4.5
+    """Guidance scale of the reference, above 1. model: the scale of the policy's run file, which is
+    no guidance for a model without."""
     inner: ReferenceModel = field(default_factory=FrozenBase)
     """Reference that is guided. Default: the initial model."""
 
     def __post_init__(self) -> None:
         """Reject a scale of at most 1, and nested guidance."""
-        if not self.guidance > 1:
+        if self.guidance != "model" and not self.guidance > 1:
             raise ValueError(f"reference.guidance is {self.guidance}; it must be above 1")
         if isinstance(self.inner, GuidedReference):
             raise ValueError("reference.inner is a GuidedReference itself; name its inner instead")
@@ -196,12 +204,16 @@ class GuidedReference(ReferenceModel):
     def weight_copies(self) -> int:
         return self.inner.weight_copies
 
-    @property
     @override
-    def evaluations(self) -> int:
-        return 2
+    def count_evaluations(self, policy: Policy) -> int:
+        return 1 + (find_scale(policy, self.guidance) > 1)
+
+    @override
+    def check(self, policy: Policy) -> None:
+        policy.check_own_guidance(find_scale(policy, self.guidance), "recipe.reference.guidance")
+        self.inner.check(policy)
 
     @override
     def field(self, learner: Learner) -> VelocityField:
         """Return the guided inner reference; raise ValueError for a policy without guidance."""
-        return Guided(self.inner.field(learner), self.guidance)
+        return guide(self.inner.field(learner), learner.policy, self.guidance)

@@ -17,7 +17,7 @@ from flowalign.training.matching.reference_models import (
 from flowalign.training.matching.state_source import ForwardNoise, StateSource
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.update_checks import OnFailure
-from flowalign.types import MatchingLoss
+from flowalign.types import MatchingLoss, Policy
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 STEP_FIELD = "step"
@@ -118,17 +118,16 @@ class MatchingSettings:
         }
         return {name: average for name, average in named.items() if average is not None}
 
-    @property
-    def evaluations_beside(self) -> dict[str, int]:
+    def evaluations_beside(self, policy: Policy) -> dict[str, int]:
         """Return the network evaluations without gradient per row and noise level, by purpose."""
         requirements = self.loss.requirements
-        rows, guidance = self.states.rows, self.states.guidance
+        rows, scale = self.states.rows, self.states.scale(policy)
         return {
-            "reference": rows * self.needs_reference * self.reference.evaluations,
+            "reference": rows * self.needs_reference * self.reference.count_evaluations(policy),
             "old": rows * requirements.old,
             "anchor": rows * requirements.anchor,
             "teachers": rows * bool(self.teachers),
-            "steps to states": 0 if guidance is None else 1 + (guidance != 1),
+            "steps to states": 0 if scale is None else 1 + (scale > 1),
         }
 
     def check_averages(self, sampled: str) -> None:

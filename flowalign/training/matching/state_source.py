@@ -17,11 +17,11 @@ from flowalign.functional.self_correction import (
 )
 from flowalign.functional.transition import per_row
 from flowalign.training.matching.example_parts import take
-from flowalign.training.reference import Guided, conditional
+from flowalign.training.reference import Guided, conditional, find_scale
 from flowalign.types import Examples, Policy, Transitions, VelocityField
 from flowalign.types.ranges import (
     DenoisingSteps,
-    Guidance,
+    GuidanceScale,
     PositiveFloat,
     PositiveInt,
     require_ranges,
@@ -86,19 +86,19 @@ class StateSource(ABC):
         """Return the number of random numbers that each noise level needs."""
         return 0
 
-    @property
-    def guidance(self) -> float | None:
+    def scale(self, policy: Policy) -> float | None:  # noqa: ARG002
         """Return the guidance scale of the policy's step to the states; None if there is no step.
 
-        The step takes two evaluations per noise level, or one if the scale is 1.
+        The step takes two evaluations per noise level, or one without guidance.
         """
         return None
 
     def field(self, policy: Policy) -> VelocityField | None:
         """Return the velocity field of the step; raise ValueError if guidance is missing."""
-        if self.guidance is None:
+        scale = self.scale(policy)
+        if scale is None:
             return None
-        return conditional(policy) if self.guidance == 1 else Guided(policy, self.guidance)
+        return Guided(policy, scale) if scale > 1 else conditional(policy)
 
     @abstractmethod
     def build(
@@ -156,8 +156,9 @@ class GuidedStep(StateSource):
 
     count: PositiveInt = 6
     """Number of further states per noised latent."""
-    guidance_scale: Guidance = 4.5
-    """Classifier-free guidance scale of the step. 1: none."""
+    guidance_scale: GuidanceScale = 4.5
+    """Classifier-free guidance scale of the step. 1: none. model: the scale of the policy's run
+    file."""
     num_steps: DenoisingSteps = 40
     """Number of sampler steps, which defines the length of the step."""
     weight: PositiveFloat = 1.0
@@ -177,10 +178,9 @@ class GuidedStep(StateSource):
     def draws(self) -> int:
         return self.count
 
-    @property
     @override
-    def guidance(self) -> float:
-        return self.guidance_scale
+    def scale(self, policy: Policy) -> float:
+        return find_scale(policy, self.guidance_scale)
 
     @override
     def build(

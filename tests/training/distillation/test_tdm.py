@@ -114,9 +114,9 @@ def test_two_processes_make_the_updates_of_one(tmp_path):
 @pytest.mark.parametrize("settings", [PLAIN, REWARDED], ids=["TDM", "TDM-R1"])
 def test_a_step_costs_what_the_plan_says(settings):
     costs, cfg = Costs(), recipe(**settings)
-    loop, _ = opened(cfg, costs=costs)
+    loop, learner = opened(cfg, costs=costs)
     list(loop.run([0]))
-    planned = cfg.evaluations()
+    planned = cfg.evaluations(learner.policy)
     training = sum(count for name, count in planned.items() if name.startswith("training"))
     assert costs.training_evaluations == training
     assert costs.network_evaluations == sum(planned.values())
@@ -182,7 +182,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
     prompts.write_text("a\nbb")
     cfg = TDM(prompts=str(prompts), **PLAIN)
     cfg.check(context())
-    with pytest.raises(ValueError, match=r"policy.guidance is 3.0.*set it to 1.0"):
+    with pytest.raises(ValueError, match=r"policy.guidance is 3.0.*set guidance to"):
         cfg.check(context(guidance=3.0))
     with pytest.raises(ValueError, match=r"guidance_weight is 0\.3"):
         recipe(**PLAIN | {"guidance_weight": 0.3})

@@ -317,10 +317,13 @@ def test_averages_that_nothing_reads_and_losses_without_theirs_are_refused():
 def test_evaluations_beside_the_policys_are_counted():
     crd = recipe(loss=CRD(), old=Average(), reference=GuidedReference())
     none = dict.fromkeys(("reference", "old", "anchor", "teachers", "steps to states"), 0)
-    assert crd.evaluations_beside == none | {"reference": 2, "old": 1}
+    assert crd.evaluations_beside(PixelPolicy()) == none | {"reference": 2, "old": 1}
     awm = recipe(loss=AWM(ratio_to="old"), old=Average(), anchor=Average())
-    assert awm.evaluations_beside == none | {"old": 1, "anchor": 1}
-    assert recipe(loss=NFT(), old=Average(), kl=0.1).evaluations_beside["reference"] == 1
+    assert awm.evaluations_beside(PixelPolicy()) == none | {"old": 1, "anchor": 1}
+    assert (
+        recipe(loss=NFT(), old=Average(), kl=0.1).evaluations_beside(PixelPolicy())["reference"]
+        == 1
+    )
 
 
 @pytest.mark.parametrize("loss", [NFT(), AWM(), DGPO(), CRD(), NormGuard(inner=DPO())])

@@ -347,8 +347,10 @@ def test_rows_of_a_guided_step_cost_what_the_plan_says_and_micro_batches_change_
         assert costs.training_evaluations == 2 * 6 * 3
         assert costs.sampling_evaluations == 2 * 6
         found.append(flat(policy.denoiser))
-    assert cfg.evaluations_beside["steps to states"] == 1
-    assert replace(cfg, states=GuidedStep()).evaluations_beside["steps to states"] == 2
+    assert cfg.evaluations_beside(PixelPolicy())["steps to states"] == 1
+    assert (
+        replace(cfg, states=GuidedStep()).evaluations_beside(PixelPolicy())["steps to states"] == 2
+    )
     assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
 
 

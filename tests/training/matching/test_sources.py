@@ -770,7 +770,7 @@ def test_rules_with_margins_that_no_pair_can_have_are_refused_by_name(value):
 def test_rollouts_that_compare_nothing_are_refused(prompts):
     cfg = Rollouts(prompts=prompts)
     for rewards in (Rewards([], {}), Rewards([Redness()], {"redness": 0.0})):
-        with pytest.raises(ValueError, match="name reward models in rewards, and weigh"):
+        with pytest.raises(ValueError, match="name reward models in rewards, and give"):
             cfg.check(told_of(rewards))
     cfg.check(told_of(Rewards([Redness()], {"redness": 1.0})))
     with pytest.raises(ValueError, match=r"data\.samples_per_prompt is 1"):
