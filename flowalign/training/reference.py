@@ -102,6 +102,23 @@ def guide(field: VelocityField, policy: Policy, scale: float | str) -> VelocityF
     return Guided(field, found) if found > 1 else field
 
 
+def check_guidance(policy: Policy, scale: float, key: str) -> None:
+    """Raise ValueError unless a field of the policy can have guidance of a scale.
+
+    `key` names the setting of the scale.
+    """
+    name = type(policy).__name__
+    if scale > 1 and not policy.has_guidance:
+        raise ValueError(
+            f"{key} is {scale}, but {name} has no classifier-free guidance: set {key} to model"
+        )
+    if scale > 1 and policy.input_spec.references[1]:
+        raise ValueError(
+            f"{key} is {scale}, but {name} takes references, and its conditioning on the empty "
+            f"prompt is not encoded with them here: set {key} to 1, or leave guidance out"
+        )
+
+
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
     """Return one row of the empty prompt's conditioning, with the keys that guidance adds."""
     if plain.input_spec.references[1]:

@@ -79,24 +79,6 @@ class Policy(ABC):
             self.configured_guidance = self.model_guidance
             self.guidance, self.evaluations_per_velocity = 1.0, 1
 
-    def check_own_guidance(self, scale: float, key: str) -> None:
-        """Raise ValueError unless another field of this model can be guided by a scale.
-
-        `key` names the setting of the scale.
-        """
-        if scale <= 1:
-            return
-        name = type(self).__name__
-        if not self.has_guidance:
-            raise ValueError(
-                f"{key} is {scale}, but {name} has no classifier-free guidance: set {key} to model"
-            )
-        if self.input_spec.references[1]:
-            raise ValueError(
-                f"{key} is {scale}, but {name} takes references, and its conditioning on the empty "
-                f"prompt is not encoded with them here: set {key} to 1"
-            )
-
     no_media: str = ""
     """Reason why `embed` takes no stored media, as text after the class name; empty if it does."""
 

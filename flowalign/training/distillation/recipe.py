@@ -25,7 +25,7 @@ from flowalign.training.recipe import (
     evaluations_row,
     samples_row,
 )
-from flowalign.training.reference import find_scale
+from flowalign.training.reference import check_guidance, find_scale
 from flowalign.types import ModelPlan, Policy
 
 _TRAINED = 4
@@ -78,7 +78,7 @@ class TDM(TDMSettings, Recipe):
             check_start(self.start, "recipe.start")
         scale = find_scale(run.policy, self.real_guidance)
         self.check_guidance(scale)
-        run.policy.check_own_guidance(scale, "recipe.real_guidance")
+        check_guidance(run.policy, scale, "recipe.real_guidance")
         if self.surrogate:
             self.surrogate.advantages.check_rewards(run.rewards)
             self.surrogate.advantages.check_prompts(self.prompts)

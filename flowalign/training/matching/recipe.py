@@ -16,6 +16,7 @@ from flowalign.training.matching.settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
 
 
@@ -158,7 +159,7 @@ class Matching(MatchingSettings, Recipe):
             teacher.check(policy)
         scale = self.states.scale(policy)
         if scale is not None:
-            policy.check_own_guidance(scale, "recipe.states.guidance_scale")
+            check_guidance(policy, scale, "recipe.states.guidance_scale")
 
     def _check_visited(self, num_steps: int, policy: Policy) -> None:
         """Raise ValueError if `times` does not select visited states that the loss can use."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from flowalign.training.checkpoint_paths import check_start
 from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import Learner
-from flowalign.training.reference import WeightOverride, find_scale, guide
+from flowalign.training.reference import WeightOverride, check_guidance, find_scale, guide
 from flowalign.types import Policy, VelocityField
 from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt
 
@@ -210,7 +210,7 @@ class GuidedReference(ReferenceModel):
 
     @override
     def check(self, policy: Policy) -> None:
-        policy.check_own_guidance(find_scale(policy, self.guidance), "recipe.reference.guidance")
+        check_guidance(policy, find_scale(policy, self.guidance), "recipe.reference.guidance")
         self.inner.check(policy)
 
     @override
