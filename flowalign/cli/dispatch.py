@@ -30,7 +30,7 @@ def run_verb(args: argparse.Namespace) -> int:
             return import_module(f"{_COMMANDS}.{args.module}").run(args)
     except ConfigError as error:
         return complain(str(error), 2)
-    except torch.OutOfMemoryError as error:  # of a verb that has no plan
+    except torch.OutOfMemoryError as error:  # in a command without a plan
         first = str(error).splitlines()[0]
         return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
     except (TrainingFailure, RewardFailure) as error:

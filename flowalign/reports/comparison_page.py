@@ -34,7 +34,7 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
     name = out.resolve().name
     told = warnings_of_runs(out, comparison)
     write_text(out / "compare.html", page(name, comparison, missing, views, links, told))
-    for link in links.values():  # runs that ended before there was a comparison to link
+    for link in links.values():  # reports older than the comparison lack its link
         if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
             write_report((out / link).parent)
 

@@ -128,7 +128,7 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
             first[name[5:]] = line[finite[0]]
             last |= {name[5:]: line[finite[-1]]} if len(finite) > 1 else {}
     told: dict[str, Any] = summary.get("before") or {}
-    before = told | first | told  # the summary's order and its values
+    before = told | first | told  # in the summary's order, with its values
     after = last | (summary.get("after") or {})
     found = [Change(n, number(before.get(n)), number(after.get(n))) for n in before | after]
     return [c for c in found if math.isfinite(c.before) or math.isfinite(c.after)]

@@ -122,6 +122,6 @@ def _by_prompt(scores: Scores, weights: Mapping[str, float] | None) -> dict[tupl
 
 def worst(found: Sequence[PromptChange]) -> tuple[list[PromptChange], list[PromptChange]]:
     """Return the prompts with the largest fall in reward, and those with the lowest reward."""
-    fallen = [c for c in found if c.difference < -5e-4]  # as much as three decimals show
+    fallen = [c for c in found if c.difference < -5e-4]  # visible with three decimals
     fallen = sorted(fallen, key=lambda c: c.difference)[:LISTED]
     return fallen, sorted(found, key=lambda c: c.after)[:LISTED]

@@ -15,7 +15,7 @@ from flowalign.utils.folders import check_folder_path
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and return 0; a repeated command continues."""
-    settings = [c for c in args.configs if "=" in c]  # a.b=c, as elsewhere
+    settings = [c for c in args.configs if "=" in c]  # overrides a.b=c
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
     overrides, out = [*settings, *args.overrides], Path(args.out)
     request = ComparisonRequest(files, overrides, args.seeds, out, args.jobs, args.metric)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     judged: list[ProbeAnalysis] = []
     for setting, measured in probes(settings, args.batches, get_log()):
         if measured is None:
-            continue  # on all but the main process
+            continue  # not the main process
         judged.append(ProbeAnalysis(setting, measured, args.metric))
         table(setting.name, format_setting(judged[-1]))
         if args.out:

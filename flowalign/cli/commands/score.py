@@ -134,7 +134,7 @@ def _score(
 def _run_shards(args: argparse.Namespace) -> int:
     """Run this command once per shard, in parallel, and then merge the table."""
     check_fits(args.processes, "cpu")  # they may share a GPU, but no core
-    open_dataset(args.data, args.schema, args.root)  # a mistake is told once, before any starts
+    open_dataset(args.data, args.schema, args.root)  # report errors once, before any starts
     load_rewards(args.rewards)
     start = time.perf_counter()
     if failure := run_shards(args):

@@ -98,7 +98,7 @@ class ClipPairs:
             torch.set_num_threads(self.threads)
         rewards = self._build_rewards()
         rewards.load()
-        rewards.check_policy(self.policy)  # a served one says only now what it scores
+        rewards.check_policy(self.policy)  # a reward server reports its dimensions only now
         self.policy.load(device)
         rewards.costs.count(self.policy.denoiser)
         return ClipRegenerator(self.policy, rewards, self.num_steps, self.seed, self.micro_batch)

@@ -94,7 +94,7 @@ class Cluster:
         needs_ray(self.address)
         import ray
 
-        # ray.init installs its own SIGTERM handler; that of the verb must stay.
+        # ray.init installs its own SIGTERM handler, but the command's handler must stay.
         before = signal.getsignal(signal.SIGTERM)
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if self.address:
@@ -182,7 +182,7 @@ class _Worker:
     """Worker that scores blocks; it loads the models for the first one."""
 
     def __init__(self, open_job: Callable[[], ScoringJob], folder: str):
-        os.chdir(folder)  # relative paths mean the same here
+        os.chdir(folder)  # so that relative paths resolve as in the driver
         self.open_job, self.scorer = open_job, None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:

@@ -151,7 +151,7 @@ def _stamp(root: Path, file: Path) -> tuple[int, int] | None:
     try:
         real = within(root, file)
         found = real.stat() if real else None
-    except (OSError, RuntimeError):  # gone, or links in a circle
+    except (OSError, RuntimeError):  # deleted, or circular links
         return None
     return (found.st_mtime_ns, found.st_size) if found else None
 

@@ -109,7 +109,7 @@ def read_file(root: Path, name: str) -> bytes | None:
         return None
     if "\0" in name or "\\" in name:
         return None
-    with contextlib.suppress(OSError, RuntimeError):  # gone since, or links in a circle
+    with contextlib.suppress(OSError, RuntimeError):  # deleted since, or circular links
         real = within(root, root / name)
         return real.read_bytes() if real and real.is_file() else None
     return None

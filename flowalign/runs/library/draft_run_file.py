@@ -193,7 +193,7 @@ def _set_rewards(own: dict[str, Any], reward: str, base: dict[str, Any]) -> None
         for entry, model in zip(entries, models, strict=True)
     ]
     if base["recipe"].get("init_args", {}).get("advantages", {}).get("thresholds"):
-        # They are of dimensions of the model's rewards, which the new reward does not give.
+        # The thresholds belong to dimensions that the new reward does not have.
         _arguments(own, "recipe")["advantages"] = {"thresholds": None}
 
 

@@ -97,7 +97,7 @@ class Steering:
         assert isinstance(self.cfg, Search)
         assert isinstance(self.cfg.value, LatentReward)
         dims, costs = self.cfg.value.dims, self.rewards.costs
-        with costs.paused():  # which would count evaluations that stop early as whole ones
+        with costs.paused():  # else partial evaluations would count as whole ones
             scores = self.cfg.value.score(x, sigma, cond)
         self.rated += len(x)
         wanted = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)

@@ -113,7 +113,7 @@ def _open_session(
     folder, costs, messages = Path(run.output_dir), Costs(), Messages(log)
     rewards = run.build_rewards(costs)
     rewards.ranks = processes
-    if processes.is_main:  # the others have no progress bar, and tell of long waits directly
+    if processes.is_main:  # other ranks have no progress bar, and print long waits directly
         rewards.log = messages
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
@@ -138,7 +138,7 @@ def _open_session(
         costs,
         log,
         messages,
-        seconds_before=time.perf_counter() - before_opening,  # what the loop encodes is training
+        seconds_before=time.perf_counter() - before_opening,  # includes encoding
     )
 
 

@@ -107,7 +107,7 @@ def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> 
         summary["warnings"] = bounds.last_warnings(read_metrics(session.folder)) if bounds else {}
         write_text(session.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_report(session.folder)
-    session.processes.barrier()  # none ends while others still work
+    session.processes.barrier()  # no process exits while others still work
     return summary
 
 
