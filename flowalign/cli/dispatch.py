@@ -35,7 +35,7 @@ def run_verb(args: argparse.Namespace) -> int:
         return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
     except (TrainingFailure, RewardFailure) as error:
         return complain(str(error), 1)
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # such as a full disk
         return complain(_describe(error), 1)
     except KeyboardInterrupt as stop:
         hint = "repeat the command" if args.verb in _REPEATED else "add --resume"

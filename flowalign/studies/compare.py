@@ -1,6 +1,6 @@
 """Compare several run files, each trained with several seeds: `flowalign compare`.
 
-OUT/<run file>/seed<k>/   one ordinary run directory each, and its output in seed<k>.log
+OUT/<run file>/seed<k>/   run directory of each run, with its output in seed<k>.log
 OUT/compare.json, .png, .html
 """
 

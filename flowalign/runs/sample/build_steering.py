@@ -14,7 +14,7 @@ from flowalign.sampling.search import Search
 from flowalign.utils.typed_settings import load_typed
 
 _SETTING_NAMES = {"latent_rate": "learning_rate"}
-"""Names of RewardSDS's settings by option, where they differ."""
+"""Setting of RewardSDS for each option with another name."""
 
 
 def build_steering(
@@ -27,10 +27,10 @@ def build_steering(
     """Return the optimisation or search that replaces plain sampling, or None.
 
     Args:
-        run_file: Run whose rewards steer.
+        run_file: Run that provides the rewards.
         sds_steps: Optimisation steps of RewardSDS; None: no RewardSDS.
         sds_options: Given options of RewardSDS (noises, weighting, latent_rate).
-        best_of: Number of candidates per image of which the best is kept; None: no such search.
+        best_of: Number of candidates per image; the best one is kept. None: no search.
         search_file: YAML file with settings of a tree search, or None.
 
     Raises:

@@ -59,7 +59,7 @@ def check_resume(run: Run, config: str, resume: Path) -> list[str]:
 
 
 def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
-    """Return what a run changes of the settings of a checkpoint, or of a run directory.
+    """Return the settings of a checkpoint, or of a run directory, that a run changes.
 
     Raises:
         ValueError: A setting differs that cannot change, or the checkpoint has more than

@@ -1,4 +1,4 @@
-"""Train a session: make its steps, evaluate, save, and stop between two steps if asked."""
+"""Train a session: run its steps, evaluate, save, and stop between two steps on a signal."""
 
 import json
 import math
