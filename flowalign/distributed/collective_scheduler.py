@@ -171,7 +171,7 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
     if _reduce_min(group, mine, -mine) != [mine, -mine]:
         calls = [""] * dist.get_world_size(group)
         dist.all_gather_object(calls, call, group=group)
-        raise RuntimeError(f"ranks wait for one another in different calls: {calls}")
+        raise RuntimeError(f"ranks wait for each other in different calls: {calls}")
 
 
 def _reduce_min(group: dist.ProcessGroup, *mine: int) -> list[int]:
@@ -181,7 +181,7 @@ def _reduce_min(group: dist.ProcessGroup, *mine: int) -> list[int]:
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
     except RuntimeError as error:
         raise ConnectionError(
-            "another process of this run ended or cannot be reached, so this one ends, too: "
+            "another process of this run ended or cannot be reached, so this process ends as well: "
             f"{str(error).splitlines()[0]}"
         ) from error
     return numbers.tolist()

@@ -96,7 +96,7 @@ def _store_key(rank: int) -> str:
 
 def _end_process(why: str, end: Callable[[int], None] = os._exit) -> None:
     """End immediately, because the training thread waits in a call that nothing else ends."""
-    text = f"flowalign: {why}, so this process ends, too; go on with --resume\n"
+    text = f"flowalign: {why}, so this process ends as well; continue with --resume\n"
     if not leave_failure(1, text):
         sys.stderr.write(text)
         sys.stderr.flush()

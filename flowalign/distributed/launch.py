@@ -48,7 +48,7 @@ def run_together(processes: int, command: Sequence[str]) -> int:
         finally:
             _end_all(workers)
         if asked.count(signal.SIGINT) > 1:
-            sys.stderr.write("flowalign: stopped; what was saved is intact, go on with --resume\n")
+            sys.stderr.write("flowalign: stopped; saved files are intact, continue with --resume\n")
             return 128 + signal.SIGINT
         code, text = _describe_outcome(codes, Path(folder))
         sys.stderr.write(text)

@@ -56,7 +56,7 @@ def moving_mask(
     """
     volume = grid[0] * grid[1] * grid[2]
     if volume < 2:
-        raise ValueError(f"a latent grid of {grid} has one place: no part of it can be masked")
+        raise ValueError(f"a latent grid of {grid} has one element: no part of it can be masked")
     count = min(max(1, round(share * volume)), volume - 1)
     distance = torch.stack([_distance(grid, generator) for _ in range(num_shapes)]).amin(0)
     nearest = distance.flatten().argsort(stable=True)[:count]

@@ -37,7 +37,9 @@ def even_times(num_steps: int, num_times: int) -> Int[Tensor, "S"]:
     start below the last time, or stop at time 0 instead of at the data.
     """
     if not 1 <= num_steps <= num_times:
-        raise ValueError(f"{num_steps} steps: the model has {num_times} times, and takes 1 or more")
+        raise ValueError(
+            f"number of steps is {num_steps}; it must be from 1 to {num_times}, the model's times"
+        )
     gap = num_times / num_steps
     times = num_times - gap * torch.arange(num_steps, dtype=torch.float64)
     return times.round().long() - 1

@@ -44,7 +44,9 @@ def token_grid(num_tokens: int, places: Sequence[int]) -> tuple[int, ...]:
     side = math.isqrt(math.prod(places) // num_tokens) or 1
     grid = (*frames, height // side, width // side)
     if math.prod(grid) != num_tokens or height % side or width % side:
-        raise ValueError(f"{num_tokens} tokens are no grid over latents of {tuple(places)} places")
+        raise ValueError(
+            f"{num_tokens} tokens do not form a grid over latents of shape {tuple(places)}"
+        )
     return grid
 
 

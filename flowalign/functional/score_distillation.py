@@ -29,7 +29,7 @@ def noise_weights(reward: Float[Tensor, "n N"], weighting: NoiseWeighting) -> Fl
     num_noises = reward.shape[1]
     if num_noises < (fewest := FEWEST_NOISES[weighting]):
         raise ValueError(
-            f"the weighting {weighting} of {num_noises} noises: it needs at least {fewest}"
+            f"the weighting {weighting} needs at least {fewest} noises, got {num_noises}"
         )
     if weighting == "softmax":
         return reward.softmax(1)

@@ -73,11 +73,11 @@ class Limits:
                 most = f"an image may have {self.max_image_mp:g} MP"
                 raise Refusal(413, f"{width} x {height} pixels; {most}")
             if 0 in (height, width):
-                raise ValueError(f"{width} x {height} pixels are no image")
+                raise ValueError(f"{width} x {height} pixels are not an image")
             total += math.prod(several) * height * width
         if total > self.max_request_mp * 1e6:
             most = f"a request may have {self.max_request_mp:g}"
-            raise Refusal(413, f"{total / 1e6:.1f} MP in all; {most}")
+            raise Refusal(413, f"{total / 1e6:.1f} MP in total; {most}")
         return total * BYTES_PER_PIXEL
 
 

@@ -86,10 +86,10 @@ class Rewards:
         for spec in (model.spec for model in self.models):
             if policy.fps is None and "fps" in spec.needs:
                 raise ValueError(
-                    f"reward {spec.name!r} needs frames per second; {name} makes pictures"
+                    f"reward {spec.name!r} needs frames per second; {name} makes images"
                 )
             if policy.fps is None and spec.modality == "video":
-                raise ValueError(f"reward {spec.name!r} scores videos; {name} makes pictures")
+                raise ValueError(f"reward {spec.name!r} scores videos; {name} makes images")
             if policy.fps is not None and spec.modality == "image":
                 raise ValueError(
                     f"reward {spec.name!r} scores images; {name} makes videos. "
@@ -175,7 +175,7 @@ class Rewards:
         raise RewardFailure(
             f"{int((~usable).sum())} of {len(usable)} rewards failed{where}. "
             f"First: {name(i)}: {output.reasons.get(i, 'no reason given')}.\n"
-            "Set on_failed_reward to drop_sample to go on without such samples."
+            "Set on_failed_reward to drop_sample to continue without failed samples."
         )
 
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:

@@ -85,7 +85,7 @@ class Scorer:
         except ValueError as error:
             why = self.ending() or str(error)
             self.end()
-            raise ValueError(f"the scorer of {self.name} is of no use: {why}") from error
+            raise ValueError(f"the scorer of {self.name} cannot be used: {why}") from error
         return RewardClient(self.url, None, self.seconds, self.token)
 
     def ending(self) -> str:

@@ -95,12 +95,12 @@ def describe_conditioning(conditioning: PromptConditioning | None) -> str:
     if conditioning is None:
         return ""
     request, guidance = conditioning.for_inference(Request("PROMPT")), conditioning.guidance
-    person = f", for the person {request.user}" if request.user else ""
+    person = f", for the user {request.user}" if request.user else ""
     description = request.policy_prompt + person
     if guidance is None:
         return description
     weights = f"weight {guidance.conditioned:g}, PROMPT alone {guidance.original:g}"
-    return f"{description}; {weights}, the empty prompt the rest of 1"
+    return f"{description}; {weights}, the empty prompt the remaining weight"
 
 
 def encode_requests(policy: Policy, requests: Sequence[Request]) -> Cond:

@@ -48,7 +48,7 @@ class Range:
         if self.most is not None and (self.most not in _TECHNICAL or value > self.most):
             said["at most"] = self.most
         bounds = [f"{words} {bound}" for words, bound in said.items() if bound is not None]
-        return " and ".join(bounds) or "a finite number of single precision"
+        return " and ".join(bounds) or "a finite float32 number"
 
 
 _TECHNICAL = (LARGEST_INT, LARGEST_SEED)

@@ -158,7 +158,7 @@ class Trajectory:
         """
         if k not in self.hidden:
             raise ValueError(
-                f"features of state {k} are asked for; the rollout kept those of the states "
+                f"features of state {k} were not stored; the rollout stored the states "
                 f"{sorted(self.hidden)} that credit observes in a trajectory of zeros"
             )
         return self.rows.expand(self.hidden[k], k)
@@ -187,7 +187,7 @@ class Trajectory:
     def _kept(self, k: int) -> Float[Tensor, "n *latent"]:
         if k not in self.states:
             raise ValueError(
-                f"state {k} of a trajectory is asked for, which kept states {sorted(self.states)}: "
-                "those of the window, the last,\nand what credit reads of a trajectory of zeros"
+                f"state {k} was not stored; the trajectory stored states {sorted(self.states)}: "
+                "the window, the last,\nand the states that credit reads in a trajectory of zeros"
             )
         return self.states[k]

@@ -37,10 +37,10 @@ def check_publishing(name: str) -> None:
         ValueError: The Hub is not reachable, rejects the token, or `name` is not a model name.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ValueError(f"--push-to-hub {name!r} is no name of a model, such as owner/name")
+        raise ValueError(f"--push-to-hub {name!r} is not a model name such as owner/name")
     if get_token() is None:
         raise ValueError(
-            "there is no token for the Hugging Face hub: hf auth login, or set HF_TOKEN"
+            "there is no token for the Hugging Face Hub: hf auth login, or set HF_TOKEN"
         )
     try:
         HfApi().whoami()
@@ -67,12 +67,12 @@ def publish(folder: Path, name: str, private: bool) -> str:
 def _unpublished(name: str, error: Exception) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status in (401, 403):
-        return f"the Hugging Face hub does not let this token publish {name}: hf auth login"
+        return f"the Hugging Face Hub does not let this token publish {name}: hf auth login"
     if status is not None:
         reason = " ".join(str(error).split())[:160]
-        return f"the Hugging Face hub refused {name}: {reason}"
+        return f"the Hugging Face Hub refused {name}: {reason}"
     offline = ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-    return f"the Hugging Face hub could not be reached{offline}; export without --push-to-hub"
+    return f"the Hugging Face Hub could not be reached{offline}; export without --push-to-hub"
 
 
 def why_not(model: str, what: str, error: Exception) -> str:
@@ -80,16 +80,19 @@ def why_not(model: str, what: str, error: Exception) -> str:
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         offline = ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         return (
-            f"{model} is no folder here, and the Hugging Face hub could not be reached{offline}.\n"
-            f"Download it where there is a network: hf download {model}\n"
-            "or name a folder that holds it."
+            f"{model} is not a local folder, and the Hugging Face Hub could not be reached"
+            f"{offline}.\nDownload it on a machine with a network: hf download {model}\n"
+            "or set the path of a local copy."
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"{model} is no folder here, and the Hugging Face hub does not give it to you.\n"
+            f"{model} is not a local folder, and was not found on the Hugging Face Hub.\n"
             "Check the name; a gated model needs its licence accepted, and: hf auth login"
         )
     if isinstance(error, EntryNotFoundError):
-        return f"{model} is no folder here, and on the Hugging Face hub it has no {what}"
+        return f"{model} is not a local folder, and on the Hugging Face Hub it has no {what}"
     reason = " ".join(str(error).split())[:200]
-    return f"{model} is no folder here, and the Hugging Face hub does not give {what}: {reason}"
+    return (
+        f"{model} is not a local folder, and {what} could not be downloaded from the Hugging Face "
+        f"Hub: {reason}"
+    )

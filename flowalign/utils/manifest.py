@@ -24,7 +24,7 @@ def compare(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
     if not manifest.exists():
         found = {path.name for path in folder.glob("*") if path.is_file()}
         if any(not name.startswith(".") for name in found):
-            raise ValueError(f"{folder} holds files that are not of {maker}")
+            raise ValueError(f"{folder} holds files that {maker} did not write")
         return
     earlier = json.loads(manifest.read_text(encoding="utf-8"))
     differs = [name for name in settings if settings[name] != earlier.get(name)]

@@ -60,8 +60,8 @@ _UNKNOWN = re.compile(
     r"(?:unrecognized arguments: -*|Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
 )
 _MISPLACED = {
-    "Not a valid subclass of": "settings of a component stand under its init_args",
-    " is abstract": "name a class_path here, or a run file before this one that does",
+    "Not a valid subclass of": "put the settings of a component under its init_args",
+    " is abstract": "set class_path here, or in an earlier run file",
 }
 """Hints for errors that concern a whole component."""
 

@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
             self._values += self._sizes[node][0]
             self._deepest += self._sizes[node][1]
         else:
-            raise _refused(f"alias {event.anchor!r} stands inside what it repeats", event)
+            raise _refused(f"alias {event.anchor!r} refers to itself", event)
         self._refuse_excess(event)
         self._depth -= 1
         self._deepest = max(self._deepest, outside)

@@ -77,7 +77,7 @@ def _stop(running: Iterable[subprocess.Popen], log: Callable[[str], None]) -> No
     """Send SIGINT to jobs; a second Ctrl-C repeats it, which ends a run; a third kills them."""
     processes = [process for process in running if process.poll() is None]
     if processes:
-        log(f"stopping {len(processes)} runs after the step in progress; they save what they have")
+        log(f"stopping {len(processes)} runs after the step in progress; they save their progress")
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         try:
             for process in processes:

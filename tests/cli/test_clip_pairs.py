@@ -398,7 +398,7 @@ def test_latents_of_another_policy_are_refused_with_both_encoders(written, tmp_p
         save_file(load_file(file), file, {"encoder": "of yesterday"})
     with pytest.raises(AssertionError):
         trained(tmp_path, "DPO", tmp_path / "out" / job.TRAIN)
-    assert "is of of yesterday, the policy has video-pixel" in capsys.readouterr().err
+    assert "was encoded by of yesterday, the policy has video-pixel" in capsys.readouterr().err
 
 
 def colours(folder: Path) -> Path:
@@ -493,5 +493,5 @@ def test_a_training_with_a_cache_says_that_latents_were_there(written, tmp_path,
     cache = str(tmp_path / "cache")
     trained(tmp_path, "DPO", tmp_path / "out" / job.TRAIN, cache=cache)
     told = capsys.readouterr().err
-    assert "0 latents: 0 encoded now, 0 known" in told
+    assert "0 latents: 0 encoded now, 0 from the cache" in told
     assert "latents that the dataset holds: 10" in told

@@ -107,7 +107,7 @@ def _reads_nothing(monkeypatch):
         (["--model", "assets/golden/I_sd3_pipeline"], "size 32x32|does not fit the SD3Transformer"),
         (["--out", "assets"], "assets exists and is not overwritten"),
         (["--push-to-hub", "ann/x"], "--push-to-hub needs --license"),
-        (["--push-to-hub", "x", "--license", "mit"], "is no name of a model, such as owner/name"),
+        (["--push-to-hub", "x", "--license", "mit"], "is not a model name such as owner/name"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_weights_are_read(run, capsys, words, message):
@@ -130,11 +130,11 @@ def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_refused(run, tmp_pa
 def test_without_a_token_or_a_hub_nothing_is_exported(run, capsys, monkeypatch):
     monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: None)
     code, said = told(capsys, run, *PUBLISH)
-    assert (code, "no token for the Hugging Face hub: hf auth login" in said) == (2, True)
+    assert (code, "no token for the Hugging Face Hub: hf auth login" in said) == (2, True)
     monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: "a token")
     monkeypatch.setattr("flowalign.utils.hub.HfApi", _unreachable)
     code, said = told(capsys, run, *PUBLISH)
-    assert (code, "hub could not be reached" in said) == (2, True)
+    assert (code, "Hub could not be reached" in said) == (2, True)
 
 
 def _unreachable():

@@ -359,7 +359,7 @@ def test_everything_dropped_is_counted_and_named(tmp_path, capsys):
         ),
         "missing file": (1, [f"record r0-4, medium 0: {tmp_path}/04.png"]),
         "stored in the dataset instead of a file": (1, ["record r0-5, medium 0"]),
-        "repeated file": (1, ["record r0-0, medium 0"]),
+        "repeated item": (1, ["record r0-0, medium 0"]),
         "nothing to compare with": (1, ["record r1-0, medium 0"]),
     }
     dropped = {why: known["count"] for why, known in summary["dropped_pairs"].items()}

@@ -263,7 +263,7 @@ def test_a_folder_of_other_settings_is_refused_before_anything_is_loaded(
     ):
         with pytest.raises(ConfigError, match=name):
             sample("--out", tmp_path / "out", *changed)
-    with pytest.raises(ConfigError, match="holds files that are not of `flowalign sample`"):
+    with pytest.raises(ConfigError, match="holds files that `flowalign sample` did not write"):
         sample("--out", tmp_path / "mine")
     assert os.listdir(tmp_path / "mine") == ["a.png"]
 
@@ -328,7 +328,7 @@ def test_a_grid_has_a_row_for_each_prompt(sample, tmp_path, capsys):
     assert sample(*argv) == 0
     grid = np.asarray(Image.open(out))
     assert grid.shape == (2 * (2 + 2) + 2, 3 * (3 + 2) + 2, 3)
-    assert "6 pictures, 3 a row" in capsys.readouterr().err
+    assert "6 images, 3 per row" in capsys.readouterr().err
     policy = Tinted()
     latents = generate(policy, plain_requests(["c" * 9]), 4, [generator(3, "sample", 4)], 1)
     expected = (policy.decode(latents)[0, 0] * 255 + 0.5).byte().permute(1, 2, 0).numpy()
@@ -511,7 +511,7 @@ def test_a_grid_of_clips_stands_still_as_png_and_moves_as_anything_else(sample, 
     assert Image.open(tmp_path / "grid.jpg").size == strips.shape[1::-1]
     for ending in ("webp", "gif", "mp4", "webm"):
         sample(*argv, tmp_path / f"grid.{ending}")
-        assert "6 clips, 3 a row" in capsys.readouterr().err
+        assert "6 clips, 3 per row" in capsys.readouterr().err
         found = decode(Media(str(tmp_path / f"grid.{ending}")))
         assert found.pixels.shape == (5, 3, 2 * (2 + 2) + 2, 3 * (4 + 2) + 2)
         assert found.fps == pytest.approx(12.5)

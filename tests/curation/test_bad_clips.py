@@ -119,7 +119,7 @@ def test_a_clip_that_is_shorter_than_the_policys_is_left_out_by_name(tmp_path):
     write_clip(tmp_path / "a.mp4", clip(0, 12), 4.0)
     latents = LatentCache(of_frames(13, 4.0), None)
     failed = latents.prepare([Media(str(tmp_path / "a.mp4"))], flips=False)
-    assert failed == {0: f"too short: {tmp_path / 'a.mp4'} gives 12 of the wanted 13 frames"}
+    assert failed == {0: f"too short: {tmp_path / 'a.mp4'} has 12 of 13 frames"}
     assert latents.num_encoded == 0
 
 
@@ -147,7 +147,7 @@ def test_clips_of_a_lower_rate_than_the_policys_are_refused_with_what_to_do(tmp_
         stored(path, new_learner(of_frames(FRAMES, 16.0)))
     told = str(refused.value)
     assert "1 too few frames: " in told
-    assert "0.mp4 has none between 0.000 and 0.125 s, and 16 a second are wanted: " in told
+    assert "0.mp4 has none between 0.000 and 0.125 s, but 16 per second are needed: " in told
     assert "leave it out, or set policy.video.fps to 8" in told
     assert len(stored(path, new_learner(of_frames(FRAMES, 8.0))).examples) == 1
 
@@ -173,7 +173,7 @@ def test_pairs_made_of_clips_take_the_frames_of_the_policy_unless_told(tmp_path)
         )
         make_pairs(cfg, cfg.dataset(), (0, 1), lambda _: None)
         faults[num_frames] = [why for why, _ in pairs_made(cfg, 1).errors]
-    short = f"too short: {clips / 'short.mp4'} gives 12 of the wanted 13 frames"
+    short = f"too short: {clips / 'short.mp4'} has 12 of 13 frames"
     assert faults == {None: [short], 12: []}
 
 

@@ -151,12 +151,12 @@ def test_each_model_fails_for_itself_and_says_why(tmp_path):
     red = picture(tmp_path / "same.png", 1, (32, 32))[..., 0].mean() / 255
     assert stands["redness"] == pytest.approx(red, abs=1e-6)
     assert silent["reason"].startswith("its prompt is missing; ")
-    assert cut["reason"].startswith("truncated or damaged picture: ")
+    assert cut["reason"].startswith("truncated or damaged image: ")
     assert none["reason"].startswith("invalid row: data.jsonl row 5: ")
     assert refused["reason"].startswith("still refused: a prompt that cannot be read; ")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["rows"], summary["failed"]) == (6, 6)
-    assert summary["reasons"]["truncated or damaged picture"] == 1
+    assert summary["reasons"]["truncated or damaged image"] == 1
     assert summary["reasons"]["invalid row"] == 1
     assert summary["dimensions"]["redness"]["valid"] == 1
 
@@ -395,7 +395,7 @@ def test_a_folder_made_with_other_settings_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"limit differ;\s+limit was 'None', now '3'"):
         agree(manifest, {"data": "a", "limit": 3}, "a scoring job")
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ValueError, match="not of a scoring job"):
+    with pytest.raises(ValueError, match="a scoring job did not write"):
         agree(tmp_path / "manifest.json", {"data": "a"}, "a scoring job")
 
 

@@ -164,7 +164,7 @@ def test_the_comparisons_of_a_sample_are_one_ranking(tmp_path):
         (("A>B", "C>A", "B>C"), "contradict each other"),
         (("A=B", "A=C", "B>C"), "contradict each other"),
         (("A>B", "A>C"), "its rows compare A with B, A with C, not each of A, B, C once"),
-        (("A>B", "A>B", "B>C"), "ranking 'A>B' is not of A and C"),
+        (("A>B", "A>B", "B>C"), "ranking 'A>B' does not compare A and C"),
     ],
 )
 def test_comparisons_that_make_no_ranking_are_a_bad_row(tmp_path, rankings, problem):

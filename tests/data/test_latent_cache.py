@@ -199,9 +199,9 @@ def test_what_cannot_be_encoded_is_a_reason_and_stops_nothing(tmp_path):
     assert "damaged" in failed[2]
     assert "damaged" in failed[3]
     assert "neither a path nor data" in failed[4]
-    assert "no known kind" in failed[5]
+    assert "unknown format" in failed[5]
     assert len(latents.read(media, [True] * 4)) == 4
-    with pytest.raises(ValueError, match="it was not prepared, or it failed then"):
+    with pytest.raises(ValueError, match="it was not prepared, or its encoding failed"):
         latents.read([media[0], broken[0]], [False, False])
 
 

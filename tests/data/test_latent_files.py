@@ -32,7 +32,7 @@ def test_a_latent_is_read_as_it_was_written_and_its_shape_without_reading_it(lat
 
 
 def test_a_latent_of_another_encoder_is_refused_by_both_names(latent):
-    with pytest.raises(MediaProblem, match="is of video-pixel, the policy has other"):
+    with pytest.raises(MediaProblem, match="was encoded by video-pixel, the policy has other"):
         read_latent(latent[0].path, "other")
 
 

@@ -98,7 +98,7 @@ def test_a_rejected_one_with_the_higher_score_is_dropped_as_numbers_compare(fold
     found, tally = read_pairs(jsonl(folder, *rows))
     assert [one.where for one in found] == ["data.jsonl row 2"]
     assert dropped(tally) == (
-        "1 the rejected one has the higher score: data.jsonl row 1: overall 9 < 10"
+        "1 the rejected item has the higher score: data.jsonl row 1: overall 9 < 10"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_rejected_one_with_the_higher_score_is_dropped_as_numbers_compare(fold
         (pair(rejected="tall"), "1 the media differ in size: data.jsonl row 1: 12 x 8 and 8 x 12"),
         (
             pair(rejected="text"),
-            "1 unreadable picture: data.jsonl row 1: {}/text.png is of no known kind",
+            "1 unreadable image: data.jsonl row 1: {}/text.png has an unknown format",
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_single_media_are_no_pairs(folder):
     row = {"prompt": "p", "image": "a.png", "annotation": {"good hands": 1}}
     found, tally = read_pairs(jsonl(folder, row))
     assert found == []
-    assert dropped(tally) == "1 single medium: data.jsonl row 1"
+    assert dropped(tally) == "1 single item: data.jsonl row 1"
 
 
 def test_columns_of_other_datasets_do_not_pass_for_those_of_a_pair(folder):
@@ -397,9 +397,9 @@ def test_labels_become_desirable_samples(folder):
     ]
     assert found[1].weight_map == str(folder / "w.safetensors")
     assert tally.lines() == [
-        "1 no label: data.jsonl row 3: 0.5 is none of 0, 1, true and false",
+        "1 no label: data.jsonl row 3: 0.5, must be 0, 1, true or false",
         f"1 missing file: data.jsonl row 4: {folder}/z.png",
-        "1 repeated medium: data.jsonl row 5",
+        "1 repeated item: data.jsonl row 5",
     ]
 
 
@@ -429,7 +429,7 @@ def test_a_tie_before_or_after_does_not_hide_that_a_medium_lost(folder):
 def test_a_row_that_contradicts_itself_says_nothing_of_its_media(folder):
     found, tally = read_samples(jsonl(folder, pair(chosen_score=1, rejected_score=2)))
     assert found == []
-    assert tally.dropped == {"the rejected one has the higher score": 1}
+    assert tally.dropped == {"the rejected item has the higher score": 1}
 
 
 def test_ratings_of_single_media_are_their_scores(folder):
@@ -465,7 +465,7 @@ def test_the_first_five_of_a_reason_are_named_and_the_most_frequent_reason_is_fi
 
 def test_what_is_ordinary_is_no_fault_and_is_told_last():
     tally = DropReport()
-    ordinary = ("tie: MQ 0", "no answer", "single medium", "repeated pair", "repeated medium")
+    ordinary = ("tie: MQ 0", "no answer", "single item", "repeated pair", "repeated item")
     for kind in (*ordinary, "negative gap: -1", "missing file: a.png", "missing file: b.png"):
         tally.add(kind, "row 1")
         tally.add(kind, "row 2")

@@ -125,7 +125,7 @@ def test_names_and_conversations_of_other_tools_are_understood(tmp_path):
         ({"segments": [{"start": 3, "stop": 3, "label": 1}]}, "segments[0] goes from 3 to 3"),
         ({"segments": [{"start": 0, "stop": 3, "label": 2}]}, "expected -1, 0 or 1"),
         ({"segments": [{"start": 0, "label": 1}]}, "stop of segments[0] is None, not a number"),
-        ({"mask": "m.pt"}, "mask is 'm.pt'; convert it to .safetensors, no pickle is read"),
+        ({"mask": "m.pt"}, "mask is 'm.pt'; convert it to .safetensors; pickle is not supported"),
         ({"rejected": ""}, "rejected is missing"),
         ({"chosen": "https://host/a.png"}, "chosen is a URL; download it first"),
         ({"prompt": 7}, "prompt is 7, not text"),
@@ -158,7 +158,7 @@ def test_local_dpo_as_its_authors_write_it(tmp_path):
     record = only(tmp_path, row, "local_dpo")
     assert record.prompt == "a cat"
     assert "strength" not in record.metadata
-    assert "no pickle is read" in problem(tmp_path, row | {"mask": "m.pt"})
+    assert "pickle is not supported" in problem(tmp_path, row | {"mask": "m.pt"})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_local_dpo_as_its_authors_write_it(tmp_path):
         ({"weight": "heavy"}, "weight is 'heavy', not a number"),
         ({"stage": 0.5}, "stage is 0.5, not a whole number from 0"),
         ({"segments": [{"start": 2, "stop": 1, "label": 1}]}, "segments[0] goes from 2 to 1"),
-        ({"weight_map_chosen": "w.pt"}, "no pickle is read"),
+        ({"weight_map_chosen": "w.pt"}, "pickle is not supported"),
         ({"mask": None}, "mask is ''"),
     ],
 )

@@ -305,7 +305,7 @@ def test_columns_of_two_schemas_are_ambiguous_until_one_is_chosen(tmp_path):
         "vote_type": "tievote",
     }
     path = jsonl(tmp_path, row)
-    with pytest.raises(ValueError, match="could be of schema hpd_v3, genai_bench; say which"):
+    with pytest.raises(ValueError, match="fits several schemas: hpd_v3, genai_bench; choose one"):
         open_dataset(path)
     (record,) = open_dataset(path, "genai_bench")
     assert record.ranks == {"overall": [1, 1]}
@@ -346,7 +346,7 @@ def test_a_bad_row_is_a_record_that_says_where_and_the_next_ones_are_read(tmp_pa
         "row 4: images is not a list of media",
         "row 5: prompt is 3, not text",
         "row 6: image is a URL; download it first",
-        "row 7: ranks of overall must hold 2 numbers, one for each medium",
+        "row 7: ranks of overall must hold 2 numbers, one per item",
         "row 8: ratings of overall is nan, not a finite number",
     ]
     assert all(not record.media for record in middle)
@@ -369,7 +369,7 @@ def test_a_long_json_list_is_read_item_by_item(tmp_path, monkeypatch):
     path.write_text(json.dumps(rows)[:-30])
     found = row_files.read_json(path)
     assert next(found).fields == rows[0]
-    with pytest.raises(ValueError, match="breaks off"):
+    with pytest.raises(ValueError, match="is truncated"):
         list(found)
 
 

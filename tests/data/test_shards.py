@@ -87,7 +87,7 @@ def test_a_bad_sample_is_a_record_that_says_why_and_the_next_ones_are_read(tmp_p
     first, *middle, last = open_dataset(shard(tmp_path / "a.tar", members))
     assert (first.problem, last.problem) == ("", "")
     assert [record.problem.removeprefix("invalid row: a.tar ")[:52] for record in middle] == [
-        "row 2: (1) has two files of the column image",
+        "row 2: (1) has two files for the column image",
         "row 3: (2) has a .json file that cannot be read (Exp",
         "row 4: (3) has a .json file that is not a JSON objec",
         "row 5: (4) has a .txt file that cannot be read ('utf",
@@ -101,7 +101,7 @@ def test_a_link_in_a_shard_is_a_bad_row(tmp_path):
         link.type, link.linkname = tarfile.SYMTYPE, "0.png"
         archive.addfile(link)
     problems = [record.problem for record in open_dataset(path)]
-    assert problems == ["", "invalid row: a.tar row 2: (1) has a link in place of its .png file"]
+    assert problems == ["", "invalid row: a.tar row 2: (1) has a link instead of its .png file"]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_a_shard_that_breaks_off_is_refused(tmp_path, end, rows):
     members = {f"{k}.png": b"ten bytes!" for k in range(3)}
     path = Path(shard(tmp_path / "a.tar", members))
     path.write_bytes(path.read_bytes()[:end])
-    with pytest.raises(ValueError, match=r"a\.tar breaks off or is not a tar file"):
+    with pytest.raises(ValueError, match=r"a\.tar is truncated or not a tar file"):
         list(open_dataset(str(path)))
     path.write_bytes(b"not a tar file" * 100)
-    with pytest.raises(ValueError, match=r"a\.tar breaks off or is not a tar file"):
+    with pytest.raises(ValueError, match=r"a\.tar is truncated or not a tar file"):
         open_dataset(str(path))
 
 
@@ -203,7 +203,7 @@ def test_a_saved_dataset_that_breaks_off_or_lacks_a_file_is_refused(tmp_path):
     folder = Path(saved(tmp_path / "d", [{"prompt": "p", "image": b"x" * 999}]))
     file = next(folder.glob("*.arrow"))
     file.write_bytes(file.read_bytes()[:-700])
-    with pytest.raises(ValueError, match="breaks off or is not an Arrow stream"):
+    with pytest.raises(ValueError, match="is truncated or not an Arrow stream"):
         list(open_dataset(str(folder)))
     file.unlink()
     with pytest.raises(ValueError, match=r"\.arrow' does not exist"):

@@ -78,7 +78,7 @@ def test_groups_of_ranks_are_one_process_each(tmp_path):
 @pytest.mark.slow
 def test_ranks_of_a_group_in_different_calls_are_told_instead_of_waiting(tmp_path):
     told = on_ranks(_out_of_step, 2, tmp_path)
-    assert told == ["ranks wait for one another in different calls: ['evaluation', 'barrier']"] * 2
+    assert told == ["ranks wait for each other in different calls: ['evaluation', 'barrier']"] * 2
 
 
 def test_ranks_that_would_be_left_over_are_refused():

@@ -125,7 +125,7 @@ def _disagreeing(processes):
 
 def test_ranks_in_different_calls_are_told_instead_of_waiting(tmp_path):
     told = on_ranks(_disagreeing, 2, tmp_path)
-    assert told == ["ranks wait for one another in different calls: ['sum_by_name', 'barrier']"] * 2
+    assert told == ["ranks wait for each other in different calls: ['sum_by_name', 'barrier']"] * 2
 
 
 def _killed(rank, folder):

@@ -97,5 +97,5 @@ def test_a_mask_of_one_shape_is_in_one_piece_in_every_frame_and_of_more_shapes_m
 
 
 def test_a_single_place_cannot_be_masked_in_part():
-    with pytest.raises(ValueError, match=r"grid of \(1, 1, 1\) has one place"):
+    with pytest.raises(ValueError, match=r"grid of \(1, 1, 1\) has one element"):
         moving_mask((1, 1, 1), 0.5, 1, seeded(0))

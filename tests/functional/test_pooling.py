@@ -64,7 +64,9 @@ def test_tokens_lie_in_a_grid_over_the_places_of_a_latent():
 
 
 def test_tokens_that_are_no_grid_are_refused():
-    with pytest.raises(ValueError, match=r"15 tokens are no grid over latents of \(8, 8\) places"):
+    with pytest.raises(
+        ValueError, match=r"15 tokens do not form a grid over latents of shape \(8, 8\)"
+    ):
         token_grid(15, (8, 8))
 
 

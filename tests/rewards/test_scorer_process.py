@@ -152,7 +152,7 @@ def test_a_scorer_that_always_dies_ends_the_run_by_name(tmp_path):
 @pytest.mark.slow
 def test_a_scorer_that_cannot_start_says_why():
     missing = ScorerProcess({"class_path": "not_here.Model"}, dims=["taste"], device="cpu")
-    with pytest.raises(ValueError, match="of Model is of no use: it ended with code 2") as e:
+    with pytest.raises(ValueError, match="of Model cannot be used: it ended with code 2") as e:
         missing.load()
     assert "not_here" in str(e.value)
     other = ScorerProcess(PLACES, dims=["taste"], device="cpu")

@@ -29,7 +29,7 @@ def test_the_folder_of_a_run_says_how_to_ask(tmp_path):
     assert _format_words(plain) == ""
     parrot = RewardWords(words={"redness": "<r>"})
     told = plan(new_run(tmp_path / "parrot", conditioning=parrot))["sampling asks"]
-    assert told == "<r> PROMPT; weight 5, PROMPT alone 5, the empty prompt the rest of 1"
+    assert told == "<r> PROMPT; weight 5, PROMPT alone 5, the empty prompt the remaining weight"
 
 
 def test_held_out_prompts_are_asked_for_with_words_and_scored_without(tmp_path):

@@ -95,12 +95,12 @@ def test_a_misspelt_key_is_laid_to_the_one_file_that_has_it(written, tmp_path):
 def test_settings_beside_a_class_path_are_told_where_they_belong(written):
     message = complaint(written("recipe/micro_batch", 3))
     assert "recipe: Not a valid subclass of Recipe" in message
-    assert "settings of a component stand under its init_args" in message
+    assert "put the settings of a component under its init_args" in message
 
 
 def test_a_method_without_a_model_is_told_to_go_behind_one():
     message = complaint("configs/methods/dense_grpo.yaml")
-    assert "name a class_path here, or a run file before this one that does" in message
+    assert "set class_path here, or in an earlier run file" in message
 
 
 WRONG_VALUES = {

@@ -89,7 +89,7 @@ def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajector
 def test_a_state_that_was_not_kept_is_refused_by_its_number():
     trajectory = rollout(new_recipe(SIX).rollouts, moving_learner(), plain_requests(THREE), 0, 0)
     for read in (trajectory.state, trajectory.unique_states):
-        with pytest.raises(ValueError, match=r"state 5 .*kept states \[2, 3, 4, 6\]"):
+        with pytest.raises(ValueError, match=r"state 5 .*stored states \[2, 3, 4, 6\]"):
             read(5)
 
 

@@ -60,7 +60,7 @@ WRONG = {
     "no source": (SourcePolicy, {}, "SourcePolicy takes 1 source references, .* has 0"),
     "two sources": (SourcePolicy, {"images": ["a.png"] * 2}, "takes 1 source .* has 2"),
     "missing": (SourcePolicy, {"image": "gone.png"}, "missing file: .*gone.png"),
-    "truncated": (SourcePolicy, {"image": "cut.png"}, "damaged picture: .*cut.png"),
+    "truncated": (SourcePolicy, {"image": "cut.png"}, "damaged image: .*cut.png"),
     "a clip": (SourcePolicy, {"image": "moving.webp"}, "moving.webp has 2 frames"),
     "unwanted mask": (SourcePolicy, {"image": "a.png", "mask": "hole.png"}, "takes no mask"),
     "no mask": (Painter, {"image": "a.png"}, "takes a mask, and the request has none"),

@@ -80,7 +80,7 @@ def test_a_message_names_the_number_and_its_bounds_and_technical_ones_to_who_cro
     assert found(count=2**31) == {
         "count": "2147483648; it must be at least 1 and at most 2147483647"
     }
-    assert found(bare=math.nan) == {"bare": "nan; it must be a finite number of single precision"}
+    assert found(bare=math.nan) == {"bare": "nan; it must be a finite float32 number"}
     assert found(pair=(1.0, 0)) == {
         "pair.0": "1.0; it must be at least 0 and below 1",
         "pair.1": "0; it must be above 0",

@@ -32,7 +32,7 @@ def test_a_hub_that_is_out_of_reach_is_told_with_what_to_do(monkeypatch, kind):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     told = complaint(monkeypatch, kind("no way"))
     assert "could not be reached.\n" in told
-    assert f"hf download {MODEL}\nor name a folder" in told
+    assert f"hf download {MODEL}\nor set the path" in told
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "could not be reached: HF_HUB_OFFLINE is set.\n" in complaint(monkeypatch, kind("no"))
 
@@ -46,12 +46,14 @@ def test_a_model_that_is_not_given_is_no_missing_network(monkeypatch, kind):
 
 def test_a_model_without_the_file_is_told_with_the_file(monkeypatch):
     told = complaint(monkeypatch, RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError))
-    assert told.endswith("on the Hugging Face hub it has no vae/config.json")
+    assert told.endswith("on the Hugging Face Hub it has no vae/config.json")
 
 
 def test_any_other_trouble_is_told_in_its_own_words(monkeypatch):
     told = complaint(monkeypatch, OSError("disk\nis full"))
-    assert told.endswith("the Hugging Face hub does not give vae/config.json: disk is full")
+    assert told.endswith(
+        "vae/config.json could not be downloaded from the Hugging Face Hub: disk is full"
+    )
 
 
 @pytest.mark.slow
@@ -61,7 +63,7 @@ def test_check_of_a_hub_model_says_that_it_is_offline(monkeypatch, capsys, tmp_p
     with pytest.raises(SystemExit, match="2"):
         main(["check", "configs/sd35_medium.yaml"])
     told = capsys.readouterr().err
-    assert f"{MODEL} is no folder here" in told
+    assert f"{MODEL} is not a local folder" in told
     assert "HF_HUB_OFFLINE is set" in told
     assert len(told.splitlines()) <= 5
 

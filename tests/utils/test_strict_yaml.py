@@ -33,7 +33,7 @@ REFUSED = {
         "values are nested more than 50 deep (line 50)",
     ),
     "a chain of aliases": (CHAIN, "values are nested more than 50 deep (line 49)"),
-    "an alias of itself": ("a: &a [1, *a]\n", "alias 'a' stands inside what it repeats (line 1)"),
+    "an alias of itself": ("a: &a [1, *a]\n", "alias 'a' refers to itself (line 1)"),
     "a tag of Python": ("a: !!python/object/apply:os.system [ls]\n", "tag 'tag:yaml.org"),
     "a tag of YAML": ("a: !!int x\n", "tag 'tag:yaml.org,2002:int' is not allowed (line 1)"),
     "a number of no digits": ("a: 0x_\n", "invalid literal for int()"),

@@ -118,7 +118,7 @@ def _select_usable(job: PairingJob, inspection: Inspection, report: DropReport) 
         elif problem := inspection.missing(medium.path, *_source_paths(medium)):
             report.add(problem, medium.name)
         elif place in seen:
-            report.add("repeated file", medium.name)
+            report.add("repeated item", medium.name)
         else:
             seen.add(place)
             yield i

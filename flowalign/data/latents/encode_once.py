@@ -93,7 +93,7 @@ class LatentCache:
         keys = [self._key(medium, flip) for medium, flip in zip(media, flipped, strict=True)]
         for key in self.store.missing(keys):
             medium = media[keys.index(key)]
-            raise ValueError(f"no latent of {medium}: it was not prepared, or it failed then")
+            raise ValueError(f"no latent of {medium}: it was not prepared, or its encoding failed")
         return self.store.read(keys)["latent"].float()
 
     def _key(self, medium: Media, flip: bool) -> Key:
@@ -267,7 +267,7 @@ def cache_report(latents: LatentCache, texts: PromptEmbeddingCache, processes: P
     now = {name: int(count) for name, count in processes.sum_by_name(now).items()}
     lines = [
         f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
-        f"{part.store.num_found:,} known"
+        f"{part.store.num_found:,} from the cache"
         for name, part in found.items()
     ]
     if now["stored"]:

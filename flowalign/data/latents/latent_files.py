@@ -41,7 +41,8 @@ def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:
         found = (file.metadata() or {}).get(_ENCODER)
         if found != encoder:
             raise MediaProblem(
-                f"latent of another encoder: {path} is of {found}, the policy has {encoder}"
+                f"latent of another encoder: {path} was encoded by {found}, "
+                f"the policy has {encoder}"
             )
         return file.get_tensor(_NAME)
 
@@ -55,7 +56,7 @@ def latent_shape(path: str) -> tuple[int, int, int]:
     with _open_file(path) as file:
         shape = file.get_slice(_NAME).get_shape()
     if len(shape) != 4:
-        raise MediaProblem(f"latent of no clip: {path} has shape {shape}, not [C, F, H, W]")
+        raise MediaProblem(f"not the latent of a clip: {path} has shape {shape}, not [C, F, H, W]")
     return shape[3], shape[2], shape[1]
 
 
@@ -66,7 +67,7 @@ def _open_file(path: str) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             if list(file.keys()) != [_NAME]:
-                raise MediaProblem(f"latent of no clip: {path} holds {sorted(file.keys())}")
+                raise MediaProblem(f"not the latent of a clip: {path} holds {sorted(file.keys())}")
             yield file
     except SafetensorError as error:
         raise MediaProblem(f"damaged latent: {path} ({error})") from error

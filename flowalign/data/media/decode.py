@@ -173,9 +173,9 @@ def _open_picture(source: Path | io.BytesIO, name: str) -> Iterator[Image.Image]
         with Image.open(source) as image:
             yield image
     except UnidentifiedImageError as error:
-        raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
+        raise MediaProblem(f"unreadable image: {name} has an unknown format") from error
     except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise MediaProblem(f"truncated or damaged picture: {name} ({error})") from error
+        raise MediaProblem(f"truncated or damaged image: {name} ({error})") from error
 
 
 def _turn_upright(image: Image.Image, name: str) -> np.ndarray:
@@ -183,7 +183,7 @@ def _turn_upright(image: Image.Image, name: str) -> np.ndarray:
         grey = np.asarray(image).astype(np.float32) / 257
         image = Image.fromarray(grey.round().astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise MediaProblem(f"unreadable picture: {name} has values of unknown range")
+        raise MediaProblem(f"unreadable image: {name} has pixel values of unknown range")
     else:
         image = ImageOps.exif_transpose(image)
     return np.array(image.convert("RGB"))
@@ -200,7 +200,7 @@ def _decode_video(
     with _open_video(source, name) as (container, stream):
         # FFmpeg reads a GIF that was cut short without an error.
         if container.format.name == "gif" and not _ends_with(source, b";"):
-            raise MediaProblem(f"truncated or damaged video: {name} has no end")
+            raise MediaProblem(f"truncated or damaged video: {name} has no end marker")
         stated = float(stream.average_rate) if stream.average_rate else fps
         return _stack_frames(
             name,

@@ -20,7 +20,7 @@ def list_frame_files(folder: Path) -> list[Path]:
         ],
     )
     if not paths:
-        raise MediaProblem(f"no frames: {folder} has no pictures")
+        raise MediaProblem(f"no frames: {folder} has no images")
     return paths
 
 
@@ -33,7 +33,7 @@ def digest_media(medium: Media) -> bytes:
     """
     if medium.path is None:
         if medium.data is None:
-            raise MediaProblem("the medium has neither a path nor data")
+            raise MediaProblem("the media item has neither a path nor data")
         return hashlib.sha256(medium.data).digest()
     path = Path(medium.path)
     if not path.is_dir():

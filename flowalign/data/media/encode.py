@@ -40,14 +40,16 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
     """
     ending = path.suffix.lower()
     if ending not in ("", *CLIPS):
-        raise ValueError(f"{path} ends in none of {', '.join(CLIPS)}, nor is it a folder's name")
+        raise ValueError(f"{path} must end in one of {', '.join(CLIPS)}, or be a folder name")
     if not 0 < fps < float("inf"):
         raise ValueError(f"{fps} frames per second is not a frame rate")
     if ending == ".gif" and fps > _MOST_OF_GIF:
-        raise ValueError(f"{path}: GIF takes up to {_MOST_OF_GIF} frames per second, not {fps:g}")
+        raise ValueError(
+            f"{path}: GIF supports up to {_MOST_OF_GIF} frames per second, got {fps:g}"
+        )
     height, width = frames.shape[-2:]
     if ending == ".mp4" and max(height, width) > EXACT and (height % 2 or width % 2):
-        raise ValueError(f"{path}: MP4 takes even sides, not {width} x {height}; .webm takes any")
+        raise ValueError(f"{path}: MP4 needs even sides, got {width} x {height}; .webm takes any")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not ending and path.exists():
         raise ValueError(f"{path} exists; frames are written to a new folder")

@@ -36,7 +36,7 @@ class FrameSelection:
     def __post_init__(self) -> None:
         """Raise ValueError for combinations and values that no clip can satisfy."""
         if self.max_frames and (self.fps or self.num_frames):
-            raise ValueError("max_frames goes neither with fps nor with num_frames")
+            raise ValueError("max_frames cannot be combined with fps or num_frames")
         for name, value in vars(self).items():
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be above 0")
@@ -71,7 +71,7 @@ def sample_at_rate(shown: Iterable[TimedFrame], fps: float, name: str) -> Iterat
     start, before, used, count, shown_so_far = 0.0, None, -math.inf, 0, 0
     for one in shown:
         if math.isnan(one.second):
-            raise MediaProblem(f"unknown rate: {name} does not say its frames per second")
+            raise MediaProblem(f"unknown rate: {name} has no timestamps and no frame rate")
         start = one.second if before is None else start
         before = before or one
         while (moment := start + count / fps) <= one.second + _CLOSE:
@@ -79,8 +79,9 @@ def sample_at_rate(shown: Iterable[TimedFrame], fps: float, name: str) -> Iterat
             if nearest.second <= used:
                 raise MediaProblem(
                     f"too few frames: {name} has none between {before.second - start:.3f} and "
-                    f"{one.second - start:.3f} s, and {fps:g} a second are wanted: leave it out, "
-                    f"or set policy.video.fps to {1 / (one.second - before.second):g}"
+                    f"{one.second - start:.3f} s, but {fps:g} per second are needed: "
+                    "remove the file, or set policy.video.fps to "
+                    f"{1 / (one.second - before.second):g}"
                 )
             yield nearest
             used, count = nearest.second, count + 1
@@ -99,7 +100,7 @@ def take_exactly(shown: Iterable[TimedFrame], count: int, name: str) -> Iterator
         there += 1
         yield one
     if there < count:
-        raise MediaProblem(f"too short: {name} gives {there} of the wanted {count} frames")
+        raise MediaProblem(f"too short: {name} has {there} of {count} frames")
 
 
 def estimate_rate(seconds: Sequence[float], stated: float | None, tick: float) -> float | None:

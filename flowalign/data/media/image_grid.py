@@ -36,13 +36,13 @@ def write_grid(
         write_clip(
             path, torch.stack([arrange_grid(frames, columns) for frames in media.unbind(1)]), fps
         )
-        return f"{num} clips, {columns} a row"
+        return f"{num} clips, {columns} per row"
     if fps:
         shown = spread_frames(num_frames, STRIP)
         write_picture(path, arrange_grid(media[:, shown].flatten(0, 1), len(shown)))
         return f"{num} clips, a row of {len(shown)} of {num_frames} frames each"
     write_picture(path, arrange_grid(media[:, 0], columns))
-    return f"{num} pictures, {columns} a row"
+    return f"{num} images, {columns} per row"
 
 
 def arrange_grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h w"]:

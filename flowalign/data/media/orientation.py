@@ -52,6 +52,6 @@ def _read_turn(frame: Any, name: str) -> _Turn:
         if side.type.name == "DISPLAYMATRIX":
             a, b, c, d = np.sign(np.frombuffer(bytes(side), np.int32)[[0, 1, 3, 4]]).tolist()
             if [abs(value) for value in (a, b, c, d)] not in ([1, 0, 0, 1], [0, 1, 1, 0]):
-                raise MediaProblem(f"turned by no right angle: {name}")
+                raise MediaProblem(f"rotated by an unsupported angle: {name}")
             return _Turn(b != 0, b + d, a + c)
     return _Turn()

@@ -46,7 +46,7 @@ def _add_attributes(dataset: Dataset, report: DropReport) -> Iterator[tuple[str,
         if record.problem:
             report.add(record.problem)
         elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
-            report.add("no texts positive and negative", where)
+            report.add("missing texts positive and negative", where)
         else:
             yield where, record
 

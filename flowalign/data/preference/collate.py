@@ -175,7 +175,7 @@ def read_map(file: str, grid: tuple[int, ...]) -> Float[Tensor, "1 *grid"]:
         ValueError: The file is missing, has other contents, or holds only zeros.
     """
     if Path(file).suffix != ".safetensors" or not Path(file).is_file():
-        raise ValueError(f"map {file!r} is not a safetensors file that exists")
+        raise ValueError(f"map {file!r} is not an existing safetensors file")
     tensors = list(load_file(file).values())
     if len(tensors) != 1 or tensors[0].ndim != len(grid):
         raise ValueError(f"{file} must hold one tensor with {len(grid)} axes")

@@ -88,7 +88,7 @@ def read_samples(
             )
             key = b"" if problem else inspection.sample_key(sample, len(record.media) == 1)
             if problem or (key in samples and len(record.media) == 1):
-                report.add(problem or "repeated medium", where)
+                report.add(problem or "repeated item", where)
             else:
                 earlier = samples[key] if key in samples else _keep_media(sample, keep)
                 samples[key] = _merge_label(earlier, sample)
@@ -146,7 +146,7 @@ def _describe_contradiction(record: Record, schema: str) -> str:
     for dim in record.ranks if schema in _TRAINING_SCHEMAS else ():
         chosen, rejected = record.ratings.get(dim, (0.0, 0.0))
         if chosen < rejected:
-            return f"the rejected one has the higher score: {dim} {chosen:g} < {rejected:g}"
+            return f"the rejected item has the higher score: {dim} {chosen:g} < {rejected:g}"
     return ""
 
 
@@ -167,7 +167,7 @@ def _make_pairs(
 ) -> Iterator[Pair]:
     """Yield all pairs with a preference, dimension by dimension; report the ties."""
     if len(record.media) < 2:
-        report.add("single medium", where)
+        report.add("single item", where)
     elif not preferences:
         report.add("no answer", where)
     else:
@@ -248,7 +248,7 @@ def _user(metadata: Mapping[str, Any]) -> str:
 def _describe_missing_label(record: Record, schema: str) -> str:
     if schema != KTO.name or "desirable" in record.metadata:
         return ""
-    return f"no label: {record.metadata.get('label')!r} is none of 0, 1, true and false"
+    return f"no label: {record.metadata.get('label')!r}, must be 0, 1, true or false"
 
 
 def _describe_problem(pair: Pair, inspection: Inspection, mixed_shapes: bool) -> str:

@@ -66,7 +66,7 @@ class PreferenceDataset:
         """
         if self.kind in ("attributes", "captions"):
             raise ValueError(
-                f"recipe.data.kind {self.kind} asks with attributes of its own: set conditioning "
+                f"recipe.data.kind {self.kind} adds attributes to prompts itself: set conditioning "
                 "to null, or kind to samples"
             )
         scored: list[str] = []

@@ -9,10 +9,10 @@ NAMED = 5
 EXPECTED = {
     "tie",
     "no answer",
-    "single medium",
+    "single item",
     "neither liked nor disliked",
     "repeated pair",
-    "repeated medium",
+    "repeated item",
 }
 """Kinds that published datasets contain by design; every other kind is an error in the row."""
 

@@ -17,7 +17,7 @@ class EpochSampler:
         self.seed, self.since = seed, tuple(since)
         self.starts = sorted({0, *since})
         if min(since, default=1) > 0:
-            raise ValueError("no pair is available at the first step; stages begin with 0")
+            raise ValueError("no pair is available at the first step; stages must begin with 0")
 
     def batch(self, step: int, size: int) -> list[int]:
         """Return the indices of the examples of a step."""

@@ -160,9 +160,9 @@ def _picture(source: Path | io.BytesIO, name: str) -> Shape:
                 return height, width, frames
             return width, height, frames
     except UnidentifiedImageError as error:
-        raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
+        raise MediaProblem(f"unreadable image: {name} has an unknown format") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaProblem(f"unreadable picture: {name} ({error})") from error
+        raise MediaProblem(f"unreadable image: {name} ({error})") from error
 
 
 def _video(source: Path | io.BytesIO, name: str) -> Shape:

@@ -170,7 +170,7 @@ def _detect(path: str, columns: frozenset[str]) -> Schema:
     published = [s for s in found if s is not GENERIC and s not in narrower]
     if len(published) > 1:
         names = ", ".join(schema.name for schema in published)
-        raise ValueError(f"{path} could be of schema {names}; say which with --schema")
+        raise ValueError(f"{path} fits several schemas: {names}; choose one with --schema")
     if not found:
         needs = "; ".join(f"{schema.name}: {schema.needs()}" for schema in SCHEMAS.values())
         raise ValueError(

@@ -86,11 +86,13 @@ def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
     verdicts = list[dict[str, float]]()
     for row in rows:
         if row.text("instruction") != first.text("instruction"):
-            raise RowProblem("its instruction is not that of the other rows of its sample")
+            raise RowProblem("its instruction differs from other rows of its sample")
         letters = (row.text("comparison_type") or "AvsB").split("vs")
         verdicts.append(parse_ranking(row.text("ranking")))
         if sorted(verdicts[-1]) != sorted(letters):
-            raise RowProblem(f"ranking {row.text('ranking')!r} is not of {' and '.join(letters)}")
+            raise RowProblem(
+                f"ranking {row.text('ranking')!r} does not compare {' and '.join(letters)}"
+            )
         for letter, column in zip(letters, ("candidate_1", "candidate_2"), strict=True):
             media.setdefault(letter, row.medium(column))
     ranks = _join_verdicts(verdicts, sorted(media))

@@ -98,7 +98,7 @@ def parse_number(value: Any, name: str) -> float:
 def parse_numbers(value: Any, name: str, count: int) -> list[float]:
     """Convert a list to `count` finite numbers."""
     if not isinstance(value, list) or len(value) != count:
-        raise RowProblem(f"{name} must hold {count} numbers, one for each medium")
+        raise RowProblem(f"{name} must hold {count} numbers, one per item")
     return [parse_number(item, name) for item in value]
 
 

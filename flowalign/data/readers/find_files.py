@@ -93,7 +93,7 @@ def _find_in_folder(folder: Path) -> list[Path]:
     shards = [file for file in below if file.name.lower().endswith(_SHARDS)]
     media = any(map(is_medium, below))
     if not shards and not media:
-        raise ValueError(f"{folder} holds no pictures, videos, parquet files or tar files")
+        raise ValueError(f"{folder} holds no images, videos, parquet files or tar files")
     if media and shards and not shards[0].suffix == ".parquet":
         raise ValueError(f"{folder} holds media and {shards[0].name}; name one, or move it away")
     return shards or [folder]

@@ -18,7 +18,7 @@ _SHARED = ("prompt_id", "prompt", "classification", "image_amount_in_total")
 def _record(rows: Sequence[Fields], _: str) -> Record:
     first, ratings = rows[0], {}
     if any(row.text("prompt") != first.text("prompt") for row in rows):
-        raise RowProblem("its prompt is not that of the other rows with its prompt_id")
+        raise RowProblem("its prompt differs from other rows with its prompt_id")
     for dim, column in _RATINGS.items():
         values = _all(rows, column)
         if values is not None:

@@ -81,7 +81,7 @@ def _iterate_items(path: Path) -> Iterator[Any]:
                 item, end = decoder.raw_decode(text)
             except json.JSONDecodeError as error:
                 if at_end:
-                    raise ValueError(f"{path} breaks off or is not JSON: {error}") from error
+                    raise ValueError(f"{path} is truncated or not JSON: {error}") from error
                 more = file.read(max(_CHARACTERS_AT_ONCE, len(text)))
                 text, at_end = text + more, not more
             else:
@@ -130,7 +130,7 @@ def read_arrow(path: Path) -> Iterator[Row]:
             )
             yield from _number_rows(path, slices)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} breaks off or is not an Arrow stream: {error}") from error
+        raise ValueError(f"{path} is truncated or not an Arrow stream: {error}") from error
 
 
 def _number_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:

@@ -51,7 +51,7 @@ def _iterate_members(path: Path) -> Iterator[_Member]:
             if archive.fileobj is file:  # the decompressor detects a truncated compressed file
                 _check_end(file, archive.offset)
     except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} breaks off or is not a tar file: {error}") from error
+        raise ValueError(f"{path} is truncated or not a tar file: {error}") from error
 
 
 def _check_end(file: BinaryIO, end: int) -> None:
@@ -70,14 +70,14 @@ def _collect_fields(members: Iterable[_Member]) -> dict[str, Any]:
         elif kind == "json" or kind in _COLUMNS:
             column = name or _COLUMNS[kind]
             if column in fields:
-                raise RowProblem(f"has two files of the column {column}")
+                raise RowProblem(f"has two files for the column {column}")
             fields[column] = _parse_value(kind, _require_content(extension, content))
     return entries | fields
 
 
 def _require_content(extension: str, content: bytes | None) -> bytes:
     if content is None:
-        raise RowProblem(f"has a link in place of its .{extension} file")
+        raise RowProblem(f"has a link instead of its .{extension} file")
     return content
 
 

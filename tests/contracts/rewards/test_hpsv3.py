@@ -153,9 +153,9 @@ def test_a_single_file_and_a_folder_are_both_checkpoints(model, tmp_path):
 
 def test_a_hub_name_without_a_hub_is_refused(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"^Qwen/Qwen2-VL-7B-Instruct is no folder here"):
+    with pytest.raises(ValueError, match=r"^Qwen/Qwen2-VL-7B-Instruct is not a local folder"):
         HPSv3().load()
-    with pytest.raises(ValueError, match="MizzenAI/HPSv3 is no folder here"):
+    with pytest.raises(ValueError, match="MizzenAI/HPSv3 is not a local folder"):
         HPSv3(base=str(FOLDER / "base")).load()
 
 

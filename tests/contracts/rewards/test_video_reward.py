@@ -376,9 +376,9 @@ def test_a_lora_is_merged_by_its_formula():
 
 def test_a_hub_name_without_a_hub_is_refused(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="KwaiVGI/VideoReward is no folder here"):
+    with pytest.raises(ValueError, match="KwaiVGI/VideoReward is not a local folder"):
         VideoReward().load()
-    with pytest.raises(ValueError, match="Qwen/Qwen2-VL-2B-Instruct is no folder here"):
+    with pytest.raises(ValueError, match="Qwen/Qwen2-VL-2B-Instruct is not a local folder"):
         VideoReward(str(FULL), "Qwen/Qwen2-VL-2B-Instruct").load()
 
 

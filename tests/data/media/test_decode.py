@@ -81,7 +81,7 @@ def test_a_video_is_turned_and_mirrored_as_its_display_matrix_says(tmp_path, deg
 
 def test_a_video_that_is_turned_by_no_right_angle_is_a_reason(tmp_path):
     turned(tmp_path / "a.mp4", 30)
-    with pytest.raises(MediaProblem, match=r"^turned by no right angle: .*a.mp4$"):
+    with pytest.raises(MediaProblem, match=r"^rotated by an unsupported angle: .*a.mp4$"):
         decode(Media(str(tmp_path / "a.mp4")))
 
 
@@ -119,7 +119,7 @@ def test_evenly_spaced_frames_keep_the_length_in_seconds(tmp_path):
 def test_a_file_that_breaks_off_is_a_reason(tmp_path, keep):
     picture(tmp_path / "a.png", 1, (64, 64))
     video(tmp_path / "a.mp4", 12)
-    for name, kind in (("a.png", "picture"), ("a.mp4", "video")):
+    for name, kind in (("a.png", "image"), ("a.mp4", "video")):
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: int(keep * len(data))])
         problem = rf"^(truncated or damaged|unreadable) {kind}: |^no frames: .*no video stream"
@@ -131,9 +131,9 @@ def test_what_is_not_a_picture_is_a_reason(tmp_path):
     with pytest.raises(MediaProblem, match=r"^missing file: .*none.png"):
         decode(Media(str(tmp_path / "none.png")))
     (tmp_path / "a.png").write_text("not a picture")
-    with pytest.raises(MediaProblem, match=r"^unreadable picture: "):
+    with pytest.raises(MediaProblem, match=r"^unreadable image: "):
         decode(Media(str(tmp_path / "a.png")))
-    with pytest.raises(MediaProblem, match=r"^unreadable picture: 3 bytes"):
+    with pytest.raises(MediaProblem, match=r"^unreadable image: 3 bytes"):
         decode(Media(data=b"abc"))
 
 

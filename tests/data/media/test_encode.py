@@ -125,7 +125,7 @@ def test_a_folder_of_frames_keeps_every_pixel_in_natural_order(tmp_path):
     torch.testing.assert_close(found.frames, frames)
     assert found.fps == 8
     assert decode(Media(str(tmp_path / "a"))).fps is None
-    with pytest.raises(MediaProblem, match=r"^unknown rate: .*a does not say"):
+    with pytest.raises(MediaProblem, match=r"^unknown rate: .*a has no timestamps"):
         decode(Media(str(tmp_path / "a")), fps=4.0)
     half = decode(Media(str(tmp_path / "a"), fps=8.0), fps=4.0)
     assert (half.fps, len(half.pixels)) == (4, 6)
@@ -140,7 +140,7 @@ def test_a_broken_or_strange_frame_breaks_the_folder_by_name(tmp_path):
     second = tmp_path / "a" / "0001.png"
     whole = second.read_bytes()
     second.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(MediaProblem, match=r"^truncated or damaged picture: .*0001.png"):
+    with pytest.raises(MediaProblem, match=r"^truncated or damaged image: .*0001.png"):
         decode(Media(str(tmp_path / "a")))
     Image.new("RGB", (5, 7)).save(second)
     with pytest.raises(MediaProblem, match=r"different sizes: .* some of 5 x 7 and 48 x 32"):
@@ -180,10 +180,10 @@ def test_a_clip_whose_writing_fails_on_the_way_leaves_nothing(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "size", "fps", "message"),
     [
-        ("a.mpg", (8, 8), 8.0, r"a.mpg ends in none of .mp4, .webm, .gif, .webp"),
-        ("a.mp4", (65, 96), 8.0, "MP4 takes even sides, not 96 x 65"),
+        ("a.mpg", (8, 8), 8.0, r"a.mpg must end in one of .mp4, .webm, .gif, .webp"),
+        ("a.mp4", (65, 96), 8.0, "MP4 needs even sides, got 96 x 65"),
         ("a.gif", (8, 8), 0.0, "0.0 frames per second is not a frame rate"),
-        ("a.gif", (8, 8), 101.0, "a.gif: GIF takes up to 100 frames per second, not 101"),
+        ("a.gif", (8, 8), 101.0, "a.gif: GIF supports up to 100 frames per second, got 101"),
         (".", (8, 8), 8.0, "exists; frames are written to a new folder"),
     ],
 )
@@ -220,7 +220,7 @@ def test_no_frame_is_taken_twice():
     with pytest.raises(MediaProblem, match=r"too few frames: x has none between 0.000 and 0.125 s"):
         chosen([i / 8 for i in range(9)], 16)
     gap = [0.0, 0.1, 0.2, 0.55, 0.65]
-    with pytest.raises(MediaProblem, match=r"none between 0.200 and 0.550 s, and 10 a second"):
+    with pytest.raises(MediaProblem, match=r"none between 0.200 and 0.550 s, but 10 per second"):
         chosen(gap, 10)
     assert chosen(gap, 10, 3) == [0, 1, 2], "before the gap"
     assert chosen([0.0], 10) == [0]
@@ -242,7 +242,7 @@ def test_the_rate_is_the_stated_one_unless_the_frames_contradict():
 
 
 def test_a_choice_that_contradicts_itself_is_refused():
-    with pytest.raises(ValueError, match="max_frames goes neither with fps"):
+    with pytest.raises(ValueError, match="max_frames cannot be combined with fps"):
         FrameSelection(max_frames=3, fps=8.0)
     with pytest.raises(ValueError, match="fps is 0"):
         FrameSelection(fps=0.0)
@@ -269,12 +269,12 @@ def test_frames_that_come_unevenly_are_chosen_by_their_moments(tmp_path):
 
 def test_a_clip_that_is_too_short_is_refused_and_never_padded(tmp_path):
     uneven(tmp_path / "a.mp4", range(12), 30)
-    with pytest.raises(MediaProblem, match=r"^too short: .*a.mp4 gives 12 of the wanted 13 frames"):
+    with pytest.raises(MediaProblem, match=r"^too short: .*a.mp4 has 12 of 13 frames"):
         decode(Media(str(tmp_path / "a.mp4")), num_frames=13)
-    with pytest.raises(MediaProblem, match=r"^too short: .* gives 7 of the wanted 8 frames"):
+    with pytest.raises(MediaProblem, match=r"^too short: .* has 7 of 8 frames"):
         decode(Media(str(tmp_path / "a.mp4")), fps=16.0, num_frames=8)
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    with pytest.raises(MediaProblem, match=r"^too short: .*a.png gives 1 of"):
+    with pytest.raises(MediaProblem, match=r"^too short: .*a.png has 1 of"):
         decode(Media(str(tmp_path / "a.png")), num_frames=2)
 
 
@@ -410,10 +410,10 @@ def test_a_sheet_has_a_row_of_frames_for_each_clip(tmp_path):
     assert sheet.shape == (3 * (4 + 2) + 2, 6 * (6 + 2) + 2, 3)
     second_clip_fourth_frame = clips[1, 8].permute(1, 2, 0).numpy()
     assert np.allclose(sheet[8:12, 26:32] / 255, second_clip_fourth_frame, atol=1 / 255)
-    assert write_grid(tmp_path / "a.webm", clips, 2, 8.0) == "3 clips, 2 a row"
+    assert write_grid(tmp_path / "a.webm", clips, 2, 8.0) == "3 clips, 2 per row"
     moving = decode(Media(str(tmp_path / "a.webm")))
     assert moving.pixels.shape == (15, 3, 2 * (4 + 2) + 2, 2 * (6 + 2) + 2)
-    assert write_grid(tmp_path / "b.png", clips[:, :1], 2, None) == "3 pictures, 2 a row"
+    assert write_grid(tmp_path / "b.png", clips[:, :1], 2, None) == "3 images, 2 per row"
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -65,8 +65,8 @@ def test_a_row_without_attributes_is_dropped_and_named(dataset):
         ("a, sharp", "a, blurred, grey"),
         ("aa, bright colours", "aa, dark"),
     ]
-    assert tally.dropped == {"no texts positive and negative": 1}
-    assert tally.examples == {"no texts positive and negative": ["attributes.jsonl row 3"]}
+    assert tally.dropped == {"missing texts positive and negative": 1}
+    assert tally.examples == {"missing texts positive and negative": ["attributes.jsonl row 3"]}
 
 
 def test_the_expert_learns_from_captions_that_name_all_attributes(dataset):
@@ -74,7 +74,7 @@ def test_the_expert_learns_from_captions_that_name_all_attributes(dataset):
     captions = [sample.request.policy_prompt for sample in samples]
     assert [sample.request.key for sample in samples] == [Request(p).key for p in ("a", "aa")]
     assert captions == ["a, sharp, blurred, grey", "aa, bright colours, dark"]
-    assert tally.dropped == {"no texts positive and negative": 1}
+    assert tally.dropped == {"missing texts positive and negative": 1}
     cfg = StoredDataset(path=str(dataset), kind="captions", batch_size=2, max_dropped_fraction=0.5)
     assert not cfg.paired
     (batch,) = cfg.open(new_learner(), StreamContext(new_rewards(), 0)).batches([0])

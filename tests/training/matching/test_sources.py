@@ -474,7 +474,7 @@ def test_maps_that_are_none_are_refused(tmp_path):
         with pytest.raises(ValueError, match=said):
             read_map(write_map(tmp_path, f"m{k}", values), (2, 2))
     for name in ("no.safetensors", "map.pt"):
-        with pytest.raises(ValueError, match="is not a safetensors file that exists"):
+        with pytest.raises(ValueError, match="is not an existing safetensors file"):
             read_map(str(tmp_path / name), (2, 2))
 
 

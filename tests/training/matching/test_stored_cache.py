@@ -110,13 +110,13 @@ def test_a_note_says_what_the_cache_has_saved(tmp_path):
         stored(path, new_learner(), log=messages.append, **changes)
         return messages
 
-    new = "6 latents: 6 encoded now, 0 known; 4 prompts: 4 encoded now, 0 known"
-    old = "6 latents: 0 encoded now, 6 known; 4 prompts: 0 encoded now, 4 known"
+    new = "6 latents: 6 encoded now, 0 from the cache; 4 prompts: 4 encoded now, 0 from the cache"
+    old = "6 latents: 0 encoded now, 6 from the cache; 4 prompts: 0 encoded now, 4 from the cache"
     assert [said(cache=folder), said(cache=folder), said()] == [[new], [old], []]
     (file,) = Path(folder, "pixel").iterdir()
     file.write_bytes(b"damaged")
     assert said(cache=folder, flip=0.5) == [
-        "12 latents: 12 encoded now, 0 known; 4 prompts: 0 encoded now, 4 known; "
+        "12 latents: 12 encoded now, 0 from the cache; 4 prompts: 0 encoded now, 4 from the cache; "
         "damaged files of the cache, deleted: 1"
     ]
 
