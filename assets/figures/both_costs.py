@@ -13,10 +13,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from credit import tables
+from drawing import draw_curves, draw_seeds
 from equal_cost import (
     Study,
     compared,
-    dots,
     finished,
     histories,
     kept,
@@ -27,7 +27,6 @@ from equal_cost import (
 )
 
 from flowalign.reports.comparison import compare, methods_of
-from flowalign.reports.comparison_chart import draw
 
 
 def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
@@ -45,10 +44,12 @@ def figure(content: dict[str, Any], place: Path) -> None:
     """Draw the measure against both costs, with the range over seeds, and the final diversity."""
     comparison = compare(content["metric"], methods_of(content))
     fig, panels = plt.subplots(1, 3, figsize=(14, 4.6), dpi=100, layout="constrained")
-    draw(panels[0], comparison, "network_evaluations")
-    draw(panels[1], comparison, "reward_calls")
+    draw_curves(panels[0], comparison, "network_evaluations")
+    draw_curves(panels[1], comparison, "reward_calls")
     diversity = {row.method.name: row.diversity.values for row in comparison.rows}
-    dots(panels[2], diversity, comparison.rows[0].method.runs[0].points[0].diversity, "diversity")
+    draw_seeds(
+        panels[2], diversity, comparison.rows[0].method.runs[0].points[0].diversity, "diversity"
+    )
     polished(fig, panels)
     fig.savefig(place)
 

@@ -4,12 +4,17 @@
     python assets/figures/credit.py runs/credit
 
 Writes `credit.json`, `credit.png` and `credit.html` next to this script and prints the table.
+Without a folder it draws the stored numbers.
 """
 
 import json
 import shutil
 import sys
 from pathlib import Path
+
+from drawing import draw_curves
+
+from flowalign.reports.comparison import compare, methods_of
 
 HERE = Path(__file__).parent
 AXES = {"reward_calls": "reward calls", "network_evaluations": "evaluations", "seconds": "seconds"}
@@ -44,8 +49,29 @@ def tables(comparison: dict) -> str:
     return "\n".join(lines)
 
 
+def figure(content: dict) -> None:
+    """Draw the learning curves against three costs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from equal_cost import polished
+
+    comparison = compare(content["metric"], methods_of(content))
+    fig, panels = plt.subplots(1, 3, figsize=(14, 5.2), dpi=100, layout="constrained", sharey=True)
+    for panel, axis in zip(panels, AXES, strict=True):
+        draw_curves(panel, comparison, axis)
+        panel.set_title(f"equal {axis.replace('_', ' ')}")
+    for panel in panels[1:]:
+        panel.set_ylabel("")
+    polished(fig, panels)
+    fig.savefig(HERE / "credit.png")
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    for kind in ("json", "png", "html"):
-        shutil.copy(folder / f"compare.{kind}", HERE / f"credit.{kind}")
-    print(tables(json.loads((folder / "compare.json").read_text())))  # noqa: T201
+    if len(sys.argv) > 1:
+        for kind in ("json", "html"):
+            shutil.copy(Path(sys.argv[1]) / f"compare.{kind}", HERE / f"credit.{kind}")
+    content = json.loads((HERE / "credit.json").read_text())
+    figure(content)
+    print(tables(content))  # noqa: T201

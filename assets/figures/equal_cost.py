@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from flowalign.reports.comparison import Comparison, Method, compare
-from flowalign.reports.comparison_chart import look
 from flowalign.reports.comparison_page import write_comparison
 from flowalign.studies.compare import ComparisonRequest, Single, curve, held_out, read
 from flowalign.utils.tracking import read_metrics
@@ -194,19 +193,6 @@ def results(study: Study, folder: Path, runs: Mapping[str, Sequence[Single]]) ->
     content = json.loads((folder / "compare.json").read_text())
     tuning = sorted((folder / "tuning").glob("*/found.json"))
     return {"tuning": {p.parent.name: json.loads(p.read_text()) for p in tuning}} | content
-
-
-def dots(
-    panel: Any, values: Mapping[str, Sequence[float]], before: float | None, label: str
-) -> None:
-    """Draw each seed's value and their mean, one row per method; dashed: before training."""
-    if before is not None:
-        panel.axvline(before, color="#888888", lw=1, ls="--")
-    for i, some in enumerate(values.values()):
-        panel.plot(some, [-i] * len(some), "o", ms=5, color=look(i)[0], alpha=0.7)
-        panel.plot([sum(some) / len(some)] * 2, [-i - 0.3, -i + 0.3], color=look(i)[0], lw=2)
-    panel.set_yticks([-i for i in range(len(values))], list(values))
-    panel.set(xlabel=f"{label} after training (dashed: before)")
 
 
 def polished(fig: Any, panels: Any) -> None:

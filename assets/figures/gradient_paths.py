@@ -22,10 +22,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import yaml
+from drawing import METHODS, draw_curves, draw_seeds, measure_label, percent_axis
 from equal_cost import (
     Study,
     compared,
-    dots,
     evaluated,
     finished,
     histories,
@@ -38,7 +38,6 @@ from equal_cost import (
 )
 
 from flowalign.reports.comparison import compare, methods_of, seed_statistics
-from flowalign.reports.comparison_chart import draw, look
 from flowalign.reports.comparison_page import with_std
 from flowalign.runs.config import load
 from flowalign.training import RewardGradient
@@ -191,11 +190,11 @@ def table(content: Mapping[str, Any]) -> str:
 def figure(content: dict[str, Any], place: Path) -> None:
     """Draw exact_match against evaluations, and the other measures after training."""
     fig, panels = plt.subplots(1, 4, figsize=(17, 4.8), dpi=100, layout="constrained")
-    draw(panels[0], compare(content["metric"], methods_of(content)), "network_evaluations")
+    comparison = compare(content["metric"], methods_of(content))
+    draw_curves(panels[0], comparison, "network_evaluations")
     for panel, measure in zip(panels[1:], ("learned", "diversity", "sharpness"), strict=True):
         before = next(iter(ends(content, measure, 0).values()))[0]
-        label = "learned reward" if measure == "learned" else measure
-        dots(panel, ends(content, measure, -1), before, label)
+        draw_seeds(panel, ends(content, measure, -1), before, measure_label(measure))
         panel.locator_params(axis="x", nbins=5)
     polished(fig, panels)
     fig.savefig(place)
@@ -205,15 +204,19 @@ def long_figure(content: dict[str, Any], place: Path) -> None:
     """Draw all measures of each variant against evaluations: seeds thin, their mean thick."""
     fig, panels = plt.subplots(1, 4, figsize=(17, 4.4), dpi=100, layout="constrained")
     for panel, measure in zip(panels, MEASURES, strict=True):
-        for i, (name, runs) in enumerate(content["histories"].items()):
+        for name, runs in content["histories"].items():
+            look = METHODS[name]
             costs = [[point["evaluations"] for point in run["points"]] for run in runs]
             values = [[point[measure] for point in run["points"]] for run in runs]
             for cost, value in zip(costs, values, strict=True):
-                panel.plot(cost, value, color=look(i)[0], lw=0.7, alpha=0.5)
+                panel.plot(cost, value, color=look.colour, lw=0.7, alpha=0.5)
             means = [sum(some) / len(some) for some in zip(*values, strict=True)]
-            panel.plot(costs[0], means, color=look(i)[0], lw=2, label=name)
-        label = "learned reward" if measure == "learned" else measure
-        panel.set(xlabel="network evaluations", ylabel=f"held-out {label}")
+            panel.plot(costs[0], means, color=look.colour, ls=look.line, lw=2, label=look.label)
+        panel.set(xlabel="network evaluations", ylabel=f"held-out {measure_label(measure)}")
+        panel.locator_params(axis="x", nbins=4)
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        if measure == "exact_match":
+            percent_axis(panel.yaxis)
     polished(fig, panels)
     fig.savefig(place)
 

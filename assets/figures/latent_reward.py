@@ -18,6 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from drawing import percent_axis
 from torch import Tensor
 
 from flowalign.credit import Gain, LatentGain
@@ -212,29 +213,37 @@ def measured(folder: str) -> dict[str, Any]:
     }
 
 
+CREDITORS = {"verifier": "verifier", "learned": "learned reward"}
+"""Words for the rewards of completed samples."""
+
+
 def draw(found: dict[str, Any]) -> None:
     """Draw pair accuracy by noise level, signs of credit by step, and guidance by scale."""
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), dpi=100, layout="constrained")
     levels = found["agreement"]["levels"]
-    for name, text in (("verifier", "the verifier"), ("learned", "the learned reward")):
+    for name, text in (("verifier", "as the verifier"), ("learned", "as the learned reward")):
         _curve(left, [row["sigma"] for row in levels], [row[name] for row in levels], text)
-    left.set(xlabel="noise level sigma", ylabel="share of pairs ordered alike, latent reward")
+    left.set(xlabel="noise level sigma", ylabel="pairs that the latent reward orders equally")
     for a, b in (("latent", "verifier"), ("latent", "learned"), ("learned", "verifier")):
         rows = [r for r in found["credit"]["steps"] if (r["of"], r["with"]) == (a, b)]
-        text = f"{'latent' if a == 'latent' else 'completed, learned'} with completed, {b}"
+        first = "latent reward" if a == "latent" else "learned reward, completed"
+        text = f"{first} / {CREDITORS[b]}, completed"
         _curve(middle, [r["step"] for r in rows], [r["signs alike"] for r in rows], text)
-    middle.set(xlabel="denoising step", ylabel="share of credits of one sign")
+    middle.set(xlabel="denoising step", ylabel="credits with equal sign")
     middle.set_xticks(range(*WINDOW))
     middle.set_ylim(0.35, 1.0)
     for axes in (left, middle):
         axes.axhline(0.5, color="#999999", lw=0.8)
     rows = found["guidance"]
-    for name, text in (("mean", "mean of five dimensions"), ("exact_match", "exact_match")):
+    for name, text in (("mean", "mean of five dimensions"), ("exact_match", "accuracy (all five)")):
         _curve(right, [row["scale"] for row in rows], [row[name] for row in rows], text)
-    right.set(xlabel="scale of Flow-NRG", ylabel="verifier, held-out prompts")
+    right.set(
+        xlabel="guidance scale of Flow-NRG", ylabel="score of the verifier on held-out prompts"
+    )
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+        percent_axis(axes.yaxis)
     fig.savefig(HERE / "latent_reward.png")
 
 

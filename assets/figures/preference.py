@@ -1,9 +1,9 @@
-"""Draw the README's figure of preference training from finished runs of several seeds.
+"""Draw accuracy and diversity of preference training from finished runs of several seeds.
 
     python assets/figures/preference.py runs/table
 
 Every folder in it is called METHOD-SEED. Writes `preference.png` and `preference.json` next to this
-script and prints the table.
+script and prints the table. Without a folder it draws the stored numbers.
 """
 
 import json
@@ -15,12 +15,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from drawing import measure_label, percent_axis
 
 HERE = Path(__file__).parent
 NAMES = {
     "dpo": "DPO",
-    "sdpo": "DPO, safeguard (SDPO)",
-    "mpo": "DPO, dominating pairs (MPO)",
+    "sdpo": "Diffusion-SDPO",
+    "mpo": "MPO (dominating pairs)",
     "linear_dpo": "Linear-DPO",
     "kto": "KTO",
     "mapo": "MaPO",
@@ -52,7 +53,9 @@ def figure(runs: dict[str, list[dict]]) -> None:
             values = [s["after"][name] for s in runs[method]]
             panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
             panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
-        panel.set(title=f"held-out {name} (dashed: before)")
+        panel.set_title(f"held-out {measure_label(name)} (dashed: before training)", fontsize=11)
+        if name == "exact_match":
+            percent_axis(panel.xaxis)
         panel.grid(axis="x", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(order)), [NAMES[m] for m in order])
@@ -94,9 +97,12 @@ def _after(summaries: list[dict], name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    runs = read(Path(sys.argv[1]))
-    figure(runs)
+    file = HERE / "preference.json"
     keys = ("seed", "before", "after", "seconds", "steps", "network_evaluations", "reward_calls")
-    kept = {m: [{k: s[k] for k in keys} for s in some] for m, some in runs.items()}
-    (HERE / "preference.json").write_text(json.dumps(kept, indent=1) + "\n")
+    if len(sys.argv) > 1:
+        runs = read(Path(sys.argv[1]))
+        chosen = {m: [{k: s[k] for k in keys} for s in some] for m, some in runs.items()}
+        file.write_text(json.dumps(chosen, indent=1) + "\n")
+    runs = json.loads(file.read_text())
+    figure(runs)
     print(table(runs))  # noqa: T201

@@ -16,6 +16,7 @@ import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from drawing import percent_axis
 
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import join
@@ -83,12 +84,13 @@ def of_samples(policy, scorer: Scorer, requests: list[Request], seed: int) -> li
 def figure(found: dict) -> None:
     """Draw both curves with a point for each seed."""
     fig, axes = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
-    for name, colour in (("best of N", "#777777"), ("search", "#2166ac")):
+    for name, colour in (("best of N", "#777777"), ("search", "#0072b2")):
         x, rows = found[name]["evaluations"], torch.tensor(found[name]["exact_match"])
         axes.plot(x, rows.mean(0), "o-", color=colour, ms=4, label=name)
         for row in rows:
             axes.plot(x, row, ".", color=colour, ms=3, alpha=0.5)
-    axes.set(xlabel="network evaluations per picture", ylabel="exact_match, held-out prompts")
+    axes.set(xlabel="network evaluations per image", ylabel="accuracy on held-out prompts")
+    percent_axis(axes.yaxis)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
     fig.savefig(HERE / "search.png", dpi=110)

@@ -79,7 +79,7 @@ def figure(some: Sequence[Edit], before: Tensor, after: Tensor, chosen: Sequence
             "source": picture(change.source),
             "before": before[i],
             "after": after[i],
-            "wanted": picture(change.target),
+            "target": picture(change.target),
         }
         row = axes.flat[4 * k : 4 * k + 4]
         for axis, (title, pixels) in zip(row, shown.items(), strict=True):

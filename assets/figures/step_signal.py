@@ -9,6 +9,7 @@ numbers.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,13 @@ def per_thousand(row: dict[str, Any], name: str = "signal_to_noise") -> float:
     return 1000 * row[name] / row["evaluations_of_a_batch"]
 
 
+def label(setting: str) -> str:
+    """Return a setting in words."""
+    words = setting.replace("one noise", "shared initial noise")
+    words = words.replace("comb,", "comb of branches,").replace("tree,", "tree of branches,")
+    return re.sub(r", (\d) after", r", \1 final steps", words)
+
+
 def rank_correlation(x: list[float], y: list[float]) -> float:
     """Return Spearman's correlation of values without ties."""
     ranks = torch.tensor([x, y]).argsort(1).argsort(1).double()
@@ -128,7 +136,7 @@ def rank_correlation(x: list[float], y: list[float]) -> float:
 
 def draw(rows: list[dict[str, Any]]) -> float:
     """Draw gain against signal, and return their rank correlation."""
-    fig, axes = plt.subplots(figsize=(9, 5.2), dpi=100, layout="constrained")
+    fig, axes = plt.subplots(figsize=(9, 6.2), dpi=100, layout="constrained")
     x = [per_thousand(row) for row in rows]
     y = [row["after"] - row["before"] for row in rows]
     axes.errorbar(x, y, xerr=[per_thousand(row, "error") for row in rows], fmt="o", ms=5, lw=0.8)
@@ -141,12 +149,18 @@ def draw(rows: list[dict[str, Any]]) -> float:
         side = "right" if left > 0.05 else "left"
         offset = (-5 if side == "right" else 5, -11 if crowded else 4)
         axes.annotate(
-            row["setting"], (left, height), offset, textcoords="offset points", size=7.5, ha=side
+            label(row["setting"]),
+            (left, height),
+            offset,
+            textcoords="offset points",
+            size=7.5,
+            ha=side,
         )
     axes.set(
         xlabel="signal to noise per 1000 network evaluations, before training",
-        ylabel=f"gain of exact_match after {BUDGET:,} network evaluations",
+        ylabel=f"points of accuracy gained after {BUDGET:,} network evaluations",
     )
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
     axes.axhline(0, color="#999999", lw=0.8)
     axes.grid(alpha=0.3)
     fig.savefig(HERE / "step_signal.png")

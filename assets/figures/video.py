@@ -16,14 +16,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from drawing import measure_label, percent_axis
 from PIL import Image
 
 HERE = Path(__file__).parent
 NAMES = {
     "grpo": "Flow-GRPO",
-    "tempflow": "TempFlow-GRPO (dense)",
+    "tempflow": "TempFlow-GRPO",
     "dpo": "DPO, own clips",
-    "dense_dpo": "DenseDPO, real clips redrawn",
+    "dense_dpo": "DenseDPO, rendered clips",
 }
 PANELS = ("exact_match", "amount", "diversity")
 SHOWN = 5
@@ -53,7 +54,9 @@ def figure(runs: dict[str, list[dict]], strips: Path) -> None:
             values = [s["after"][name] for s in runs[method]]
             panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
             panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
-        panel.set_title(f"held-out {name} (dashed: before)", fontsize=9)
+        panel.set_title(f"held-out {measure_label(name)} (dashed: before)", fontsize=10)
+        if name == "exact_match":
+            percent_axis(panel.xaxis)
         panel.grid(axis="x", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(order)), [NAMES[m] for m in order])
