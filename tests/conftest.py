@@ -29,7 +29,7 @@ _FILE = pytest.StashKey[Path]()
 
 
 def pytest_collection_finish(session):
-    """What was imported is no garbage: looking through it again and again takes a tenth of all."""
+    """Imported objects are not garbage; collecting them repeatedly takes a tenth of the time."""
     gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)

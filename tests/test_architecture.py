@@ -25,7 +25,7 @@ def _lines(node: FUNCTIONS) -> int:
 
 
 def over_budget(source: str) -> list[str]:
-    """What is too large, by name."""
+    """Objects that are too large, by name."""
     found = []
     if (lines := len(source.splitlines())) > MAX_FILE:
         found.append(f"file: {lines} lines")
@@ -43,7 +43,7 @@ def over_budget(source: str) -> list[str]:
 
 
 def found_in_files(measure: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """What a measure finds in the sources of the packages, by file."""
+    """Results of a measure on the sources of the packages, by file."""
     found = {str(path.relative_to(ROOT)): measure(source) for path, source in SOURCES.items()}
     return {name: faults for name, faults in found.items() if faults}
 

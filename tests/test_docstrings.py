@@ -5,7 +5,7 @@ import ast
 from tests.test_architecture import found_in_files
 
 FRAGMENTS = ("Of", "As", "Those", "Never", "Nothing", "Always", "Also", "Ditto")
-"""First words of docstrings that are no sentence of their own."""
+"""First words of docstrings that are not a sentence."""
 
 
 def opening_faults(source: str) -> list[str]:

@@ -133,7 +133,7 @@ class Gate(nn.Module):
 
 
 class MJVideoHead(nn.Module):
-    """Head that scores criteria from the last token and weights them from the user's turn end."""
+    """Head that scores criteria from the last token; gates read the end of the user's turn."""
 
     def __init__(self, width: int, gate_width: int = 1024, temperature: float = 1.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`flowalign clip-pairs` and training on what it makes, by the command line."""
+"""`flowalign clip-pairs`, and training on its output, by the command line."""
 
 import filecmp
 import json
@@ -73,7 +73,7 @@ def rows(folder: Path, *names: str) -> list[dict]:
 
 
 def files(folder: Path) -> list[str]:
-    """All but parts, whose seconds differ."""
+    """All files except parts, which contain seconds."""
     found = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
     return [name for name in found if not name.startswith(("parts", "summary"))]
 
@@ -402,8 +402,8 @@ def test_latents_of_another_policy_are_refused_with_both_encoders(written, tmp_p
 
 
 def colours(folder: Path) -> Path:
-    """Clips of one prompt, of which some dominate: warm and green of 0..4 are
-    (.5, .2), (.3, .4), (.6, .3), (.1, .1), (.3, .4) plus a little."""
+    """Clips of one prompt with dominance: warm and green of 0..4 are (.5, .2), (.3, .4), (.6, .3),
+    (.1, .1), (.3, .4) plus a little."""
     folder.mkdir()
     table = [(0.5, 0.2), (0.3, 0.4), (0.6, 0.3), (0.1, 0.1), (0.31, 0.46)]
     lines = []
@@ -416,7 +416,7 @@ def colours(folder: Path) -> Path:
 
 
 def scored(tmp_path: Path, rule: str) -> list[dict]:
-    """Pairs of clips by their scores, which are of two dimensions."""
+    """Pairs of clips by scores in two dimensions."""
     reward, out = tmp_path / "reward.yaml", tmp_path / "scores"
     reward.write_text(yaml.safe_dump({"rewards": REWARD["rewards"]}))
     data = colours(tmp_path / "colours")

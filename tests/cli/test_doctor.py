@@ -1,4 +1,4 @@
-"""`flowalign doctor` of a pipeline: what works, and what is refused in one line."""
+"""`flowalign doctor` of a pipeline: its report, and one-line errors."""
 
 import re
 

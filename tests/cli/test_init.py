@@ -16,12 +16,12 @@ from tests.fixtures.run_files import METHODS, files_of, loaded
 pytestmark = pytest.mark.slow
 
 QUICK = ("flow_grpo", "branch_grpo", "coca")
-"""Methods with a run file of their own for the embedded model, and without."""
+"""Methods with and without a separate run file for the toy model."""
 JPEG, PIPELINE = "reward_models.JpegSize", "assets/golden/I_sd3_pipeline"
 
 
 def flowalign(capsys, *argv: object) -> tuple[int, str]:
-    """The exit code of a command, and what it says to the terminal."""
+    """The exit code and the terminal output of a command."""
     with pytest.raises(SystemExit) as caught:
         cli.main([str(arg) for arg in argv])
     return int(caught.value.code or 0), capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_answers_that_cannot_be_used_are_refused_by_name(tmp_path, capsys, chang
 
 
 def test_a_run_that_cannot_be_made_leaves_no_file_and_names_the_one_asked_for(tmp_path, capsys):
-    """Rules of moving shapes do not score pictures."""
+    """Verifiers of moving Shapes do not score images."""
     out = tmp_path / "run.yaml"
     flags = ["--model", "shapes", "--prompts", "own", "--reward", "shapes_video", "--out", out]
     said = refusal(capsys, *flags)

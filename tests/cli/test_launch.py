@@ -1,4 +1,4 @@
-"""Which verbs become several processes, and what is refused before they do."""
+"""Commands that start several processes, and errors before they start."""
 
 import pytest
 
@@ -16,7 +16,7 @@ class _Replaced(Exception):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Call a verb on a machine of 8 cores; returns what it would have launched."""
+    """Call a command on a machine of 8 cores; return the launch that it would make."""
 
     def call(*argv: str) -> list[tuple[int, list[str]]]:
         calls.clear()

@@ -1,4 +1,4 @@
-"""`flowalign pairs`, from a table of scores to what a training reads."""
+"""`flowalign pairs`, from a table of scores to training data."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def picture(path: Path, shade: int, size: tuple[int, int] = (12, 8)) -> None:
 
 
 def scored(folder: Path, prompts: dict[str, list], kind: str = "jsonl", **columns) -> Path:
-    """A folder as `flowalign score` leaves it; a medium's scores are its beauty and alignment."""
+    """A folder as written by `flowalign score`, with scores for beauty and alignment."""
     out = folder / "scores"
     out.mkdir(exist_ok=True)
     rows = []

@@ -1,4 +1,4 @@
-"""Every run file says what was done with it, and `flowalign recipes` lists and copies them."""
+"""Every run file states its results; `flowalign recipes` lists and copies run files."""
 
 import re
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_memory_is_that_of_the_plan_or_a_reason():
 
 @pytest.mark.slow
 def test_methods_behind_a_model_are_those_that_are_valid_runs_there():
-    """A network with guidance as an input has NFT in a file of its own; other methods set it."""
+    """A network with guidance as an input needs a separate file for NFT; other methods set it."""
     found = {one.name: one for one in combinations(NAMES["models/flux2_dev"])}
     behind = {name.partition(" methods/")[2] for name in found} - {""}
     wanted = {"flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo", "nft_distilled"}

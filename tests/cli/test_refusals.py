@@ -35,7 +35,7 @@ COMMANDS = {
     "bench --repeats 0": "--repeats is 0; it must be at least 1",
     "sample --prompt x --out x.bmp": "--out x.bmp: images can be written to",
 }
-"""Commands on the embedded model, and what they are told."""
+"""Commands on the toy model, and parts of their error messages."""
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")
 )

@@ -56,7 +56,7 @@ recipe:
 
 
 class Tinted(PixelPolicy):
-    """Prompts show: longer ones are darker. Pictures of 3 x 2 pixels, not all alike."""
+    """Policy with prompt-dependent images of 3 x 2 pixels: longer prompts are darker."""
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
         return super().velocity(x, sigma, cond) + 0.1 * cond["length"]
@@ -230,7 +230,7 @@ def test_an_interrupted_folder_lists_what_is_there(sample, tmp_path, monkeypatch
 
 
 def test_more_copies_and_prompts_can_be_added(sample, tmp_path):
-    """The pictures that are there keep their names, and are those of a run that had all at once."""
+    """Existing images keep their names and equal those of a run that made all at once."""
     sample("--count", 1, "--limit", 2, "--out", tmp_path / "out")
     assert [row["id"] for row in listing(tmp_path / "out")] == ["000000-00", "000001-00"]
     sample("--count", 3, "--out", tmp_path / "out")

@@ -76,7 +76,8 @@ def test_fusion_by_probability_by_hand():
 
 
 def recorded_tree(i: int):
-    """The recording as ours: leaf by state its holder, and leaf by step the node it reached."""
+    """The recording in our layout: its holder by leaf and state, and the reached node by leaf and
+    step."""
     t = load_file(GOLDEN / "E_branchgrpo.safetensors")
     t = {k.removeprefix(f"tree{i}."): v for k, v in t.items() if k.startswith(f"tree{i}.")}
     paths = []

@@ -1,4 +1,4 @@
-"""Credit along a chain on one-pixel pictures: what it asks for, pays, costs and teaches."""
+"""Credit along a chain on one-pixel images: requests, values, costs and learning."""
 
 import math
 
@@ -218,7 +218,7 @@ def spent(credit, window, num_steps):
 
 @pytest.mark.parametrize("steps", [3, 5])
 def test_dense_credit_costs_what_was_worked_out_by_hand(steps):
-    """Values of x_0 ... x_{T-1} by full ODE, whose first velocities are those of the rollout."""
+    """Values of x_0 ... x_{T-1} by full ODE; the first velocities come from the rollout."""
     full = steps + steps * (steps - 1) // 2
     assert spent(Gain(), Fixed(0, steps), steps) == (full, steps + 1, steps + 1)
     assert spent(NextValue(), Fixed(0, steps), steps) == (full - steps + 1, steps, steps)

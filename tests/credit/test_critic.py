@@ -1,4 +1,4 @@
-"""A critic of the denoiser's features: what it learns, pays, costs, and when it is told."""
+"""A critic on the denoiser's features: learning, values, costs, and update times."""
 
 import dataclasses
 import json
@@ -148,7 +148,7 @@ def loop_of(cfg, learner, rewards=None):
 
 
 def test_predictions_come_from_earlier_steps_and_never_from_the_outcomes_that_they_are_taken_off():
-    """Another reward at step 2 changes what is predicted at step 3, and nothing before."""
+    """Another reward at step 2 changes the prediction at step 3, and no earlier one."""
     seen = {}
     for changed in (False, True):
         loop = loop_of(new_recipe(**LEARNING), moving_learner())

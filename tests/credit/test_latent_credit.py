@@ -1,4 +1,4 @@
-"""Credit by a latent reward: by hand, without completions, and clipped apart from the outcome."""
+"""Credit by a latent reward: by hand, without completions, and clipped separately."""
 
 from dataclasses import replace
 
@@ -117,7 +117,7 @@ def test_losses_of_process_and_outcome_are_clipped_apart_and_summed():
 
 
 def _minibatch():
-    """Step 1 of twelve samples whose process rewards often disagree with the outcome."""
+    """Step 1 of twelve samples with process rewards that often disagree with the outcome."""
     cfg, learner, values = rolled(ProcessOutcome(reward=LatentRedness()))
     estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
     batch = build_batch(cfg, learner.processes, values, estimate)

@@ -1,4 +1,4 @@
-"""Clips that cannot be used, in the middle of a dataset: named, counted, and nothing else lost."""
+"""Unusable clips in a dataset: named, counted, and without effect on other clips."""
 
 import json
 import re

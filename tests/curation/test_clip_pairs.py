@@ -1,4 +1,4 @@
-"""Pairs of real clips: what is noised, denoised, labelled, left out, on videos of few pixels."""
+"""Pairs of real clips: noising, denoising, labels and exclusions, on tiny videos."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ from tests.fixtures.stored_pairs import read_pairs, read_samples
 
 
 class Bright(RewardModel):
-    """The mean of a picture; its map is the red channel, and a black picture has none."""
+    """The mean of an image with the red channel as map; a black image has no score."""
 
     def __init__(self):
         self.spec = RewardSpec("bright", ("light",), "image", (0.0, 1.0), "MIT", maps=True)
@@ -27,7 +27,7 @@ class Bright(RewardModel):
 
 
 def scored(folder):
-    """Three pictures of one prompt, in a table with the files of their maps."""
+    """Three images of one prompt, in a table with the files of their maps."""
     rows = []
     for i, (left, right) in enumerate([(200, 40), (90, 10), (0, 0)]):
         picture = Image.new("RGB", (100, 80), (right, 0, 0))

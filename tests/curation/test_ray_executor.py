@@ -24,7 +24,7 @@ COUNT = 2000
 
 
 def pictures(folder: Path, count: int) -> Path:
-    """Pictures of two shapes, of which one cannot be read; their prompts are their numbers."""
+    """Images of two shapes including a damaged one; their prompts are their numbers."""
     folder.mkdir()
     rows = []
     for k in range(count):
@@ -44,7 +44,7 @@ def score(
     dies_at: tuple[int, ...] = (),
     code: int | None = 0,
 ) -> str:
-    """Run `flowalign score` in a process of its own; return what it said."""
+    """Run `flowalign score` in a separate process; return its output."""
     calls.mkdir(exist_ok=True)
     file = out.parent / f"{out.name}.yaml"
     about = {"folder": str(calls), "dies_at": list(dies_at)}

@@ -1,4 +1,4 @@
-"""The page of a scoring job says what the table says, and shows the right pictures."""
+"""The page of a scoring job shows the numbers of the table and the right images."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""A scoring job: every row once, in order, right; whatever stops it, it goes on from there."""
+"""A scoring job: every row once, in order and correct; it resumes after any stop."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def quiet(tally, speed) -> None:
 
 
 def pairs(folder: Path, count: int) -> str:
-    """Records of two pictures each, of several shapes; their prompts are their numbers."""
+    """Records of two images each, of several shapes; their prompts are their numbers."""
     rows = []
     for k in range(count):
         for medium in range(2):

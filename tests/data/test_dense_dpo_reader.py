@@ -1,4 +1,4 @@
-"""Rows of DenseDPO: which copy counts as the better one, and what the labels then mean."""
+"""Rows of DenseDPO: the better copy, and the resulting meaning of labels."""
 
 import json
 

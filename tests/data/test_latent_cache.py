@@ -266,7 +266,7 @@ def _encode_until_the_end(_: int, media: list[Media], folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_files")
 def test_a_kill_loses_at_most_one_file(tmp_path):
-    """A process of its own ends without warning after 10 latents: two files of 4 are there."""
+    """A separate process ends without warning after 10 latents: two files of 4 exist."""
 
     media = pictures(tmp_path, 14)
     killed = start_ranks(_encode_until_the_end, 1, media, str(tmp_path / "cache"), wait=False)

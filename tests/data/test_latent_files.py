@@ -1,4 +1,4 @@
-"""Latents as files, and clips at the policy's rate: what is trained on without being made again."""
+"""Latents as files, and clips at the policy's rate: training data that is not encoded again."""
 
 import pytest
 import torch

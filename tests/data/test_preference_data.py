@@ -25,7 +25,7 @@ def png(shade: int, size: tuple[int, int] = SIZE) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Pictures a to e of one size and of different shades."""
+    """Images a to e of one size and of different shades."""
     for shade, name in enumerate("abcde", 10):
         (tmp_path / f"{name}.png").write_bytes(png(shade))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Datasets made to train on: what a row says becomes a record, what it may not say is refused."""
+"""Preference datasets: rows become records, and invalid rows are rejected."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every published schema becomes the same kind of record; what is wrong with a row stays there."""
+"""Every published schema becomes the same kind of record; errors stay within their row."""
 
 import csv
 import json

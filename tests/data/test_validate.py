@@ -1,4 +1,4 @@
-"""What is known of media before they are encoded is what decoding them gives."""
+"""The properties of media before encoding equal those after decoding."""
 
 import io
 import json

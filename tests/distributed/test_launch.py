@@ -1,4 +1,4 @@
-"""Several processes of one command: what is told of them, and that they end together."""
+"""Several processes of one command: their output, and their common end."""
 
 import os
 import signal

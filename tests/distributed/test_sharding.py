@@ -76,7 +76,7 @@ def test_sharded_weights_compute_what_whole_ones_compute(tmp_path, changes):
 
 
 def _unequal_work(processes, degree):
-    """Rank r computes, waits, and goes through a backward pass in an order of its own."""
+    """Rank r computes, waits, and goes through a backward pass in its own order."""
     policy = sharded_sd3(processes, degree)
     made = []
     for _ in range(processes.rank):

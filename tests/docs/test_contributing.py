@@ -1,4 +1,4 @@
-"""The components that docs/contributing.md shows are what it says: they train, or are the file."""
+"""The components in docs/contributing.md are valid: they train, or equal the file."""
 
 import importlib
 import sys

@@ -8,7 +8,7 @@ import pytest
 from tests.fixtures.doc_pages import DOCS, ROOT
 
 EMBEDDED = "shapes", "shapes_edit"
-"""Models of the package, whose pages say how they were made and trained instead."""
+"""Bundled models; their pages describe their construction and training instead."""
 PAGES = sorted(
     page.stem
     for page in (DOCS / "models").glob("*.md")

@@ -28,7 +28,7 @@ TABLES = {
     "`data: flowalign.training.matching.StoredDataset`:": StoredDataset,
     "`data: flowalign.training.matching.ScoredGroups` (samples with advantages):": ScoredGroups,
 }
-"""The tables of keys on the page about run files, by what stands above each."""
+"""The tables of keys on the page about run files, by their headings."""
 PACKAGES = ("flowalign", "pipelines", "reward_models")
 IN_HOUSE = (
     "closed circle|dear|dearer|lots? of|thumbs|silent T5|tails?|walkers?|walks? with the rollout|"

@@ -1,4 +1,4 @@
-"""The page about sampling in plain diffusers makes flowalign's own pictures."""
+"""The page about sampling in plain diffusers generates flowalign's images."""
 
 import json
 

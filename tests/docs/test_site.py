@@ -36,7 +36,7 @@ def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
 
 
 def small_site(folder: Path, pages: dict[str, str], nav: list[str]) -> Path:
-    """A site with the settings of ours and a few pages."""
+    """A site with our settings and a few pages."""
     settings = yaml.safe_load(CONFIG.read_text())
     (folder / "docs").mkdir()
     for name, text in pages.items():

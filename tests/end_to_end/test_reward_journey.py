@@ -1,4 +1,4 @@
-"""From pictures to preferences to a reward model to scores to agreement to a run, by commands."""
+"""From images to preferences to a reward model to scores to agreement to a run, by commands."""
 
 import json
 import os

@@ -150,7 +150,7 @@ def test_nothing_trained_means_no_advantage(combine):
 
 
 def test_zero_spread_share_by_hand():
-    """Groups 8 (flat) and 5 (one member) teach nothing; 3 (1 and 2) does; 1 is .1 apart."""
+    """Groups 8 (flat) and 5 (one member) give no signal; 3 (1 and 2) does; 1 differs by .1."""
     value = torch.tensor([4.0, 1.0, 9.0, 4.0, 2.0, 0.0, 0.1])
     group = torch.tensor([8, 3, 5, 8, 3, 1, 1])
     assert zero_spread_share(value, group) == pytest.approx(2 / 4)

@@ -1,4 +1,4 @@
-"""Agreement with people: by hand, by brute force, scipy, and VideoAlign's recorded figures."""
+"""Agreement with annotators: by hand, by brute force, scipy, and VideoAlign's recorded figures."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def brute_force(lead, human):
 
 
 def test_accuracy_without_ties_by_hand():
-    """Of A, B, tie, A, A people decided on four; the scores got A and B right and tied once."""
+    """Annotators decided on four of A, B, tie, A, A; the scores got A and B right and tied once."""
     got = agreement.accuracy_without_ties(t(2, -1, 5, 0, -3), ints(1, -1, 0, 1, 1))
     assert got == 2 / 4
 
@@ -68,7 +68,7 @@ def test_making_no_ties_is_tried():
 
 
 def test_leads_of_one_size_are_ties_together():
-    """Of +1, -1 people tied one: half of a block cannot be had, so 1/2 is the best."""
+    """Annotators tied one of +1, -1. Half of a block is not possible, so 1/2 is the best."""
     lead, human = t(1, -1), ints(0, -1)
     assert agreement.best_tie_threshold(lead, human) == (0.5, 0.0)
     assert agreement.videoalign_accuracy_with_ties(lead, human) == 1.0
@@ -157,7 +157,7 @@ def test_correlations_are_those_of_scipy():
 
 
 def test_kendall_by_hand():
-    """Group 7: two of three pairs concordant. Group 2: reversed. Group 5: people saw a tie."""
+    """Group 7: two of three pairs concordant. Group 2: reversed. Group 5: annotators tied it."""
     x, y = t(1, 3, 2, 9, 1, 4, 5), t(1, 2, 3, 0, 8, 6, 6)
     group = ints(7, 7, 7, 2, 2, 5, 5)
     assert_close(agreement.kendall(x, y, group), t(-1, math.nan, 1 / 3), equal_nan=True)

@@ -1,4 +1,4 @@
-"""The rules of exploration calibration: by hand, and on steps whose P(gain > 0) is known."""
+"""The rules of exploration calibration: by hand, and on steps with known P(gain > 0)."""
 
 import math
 

@@ -143,7 +143,7 @@ def test_beyond_the_threshold_the_near_bound_pushes_back_and_at_least_does_not()
 
 
 def test_multipliers_find_the_weight_at_which_the_threshold_holds():
-    """A policy whose reward is 2 w settles at 2 w = 1.2; the other dimension failed throughout."""
+    """A policy with reward 2 w settles at 2 w = 1.2; the other dimension failed throughout."""
     state = combine.Multipliers.start(rows(1.2, 0.0))
     for _ in range(500):
         state = state.update(torch.stack([2 * state.weights[0], torch.tensor(NAN)]))

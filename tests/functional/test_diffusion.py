@@ -29,7 +29,7 @@ def drawn(seed: int = 0, rows: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def answer(kind: str, data: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """What a network that knows data and noise says."""
+    """Output of a network that knows data and noise."""
     n = norm(sigma)[:, None, None]
     s = sigma[:, None, None]
     return {"epsilon": noise, "sample": data, "v_prediction": ((1 - s) * noise - s * data) / n}[

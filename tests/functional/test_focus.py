@@ -30,7 +30,7 @@ def test_sure_matches_of_rich_places_count_most():
 
 
 FIELD = tensor([0.0, 0.0, 1.0, 0.0]).view(1, 1, 1, 4)
-"""A row of four places, of which the third shows the subject."""
+"""A row of four positions; the third shows the subject."""
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_softmax_advantages_are_the_groups_size_times_a_share_less_one():
 
 
 def test_dgpo_by_hand():
-    """z = 2 (3 1/2 - 1 1/2) / 2 = 1 for a group of two, whose errors moved by 1/2."""
+    """z = 2 (3 1/2 - 1 1/2) / 2 = 1 for a group of two with errors that moved by 1/2."""
     advantage, change = tensor([3.0, -1.0]), tensor([0.5, 0.5])
     same = same_group(tensor([7, 7]), tensor([7, 7]))
     z = group_preference(change, advantage, same, 2.0)

@@ -75,7 +75,7 @@ def test_the_factor_of_each_space_is_this_number_at_sigma_06(space, factor):
 
 
 def test_a_velocity_error_times_the_factor_is_the_error_of_the_variance_preserving_model():
-    """From alpha and s alone: what a guess of the velocity says of noise, data and v."""
+    """From alpha and s only: the noise, data and v that a guess of the velocity implies."""
     for sigma in (0.05, 0.3, 0.5, 0.77, 0.95):
         norm = sqrt((1 - sigma) ** 2 + sigma**2)
         alpha, s = (1 - sigma) / norm, sigma / norm
@@ -263,7 +263,7 @@ def test_without_a_reference_none_is_evaluated():
 
 
 class Told(PixelPolicy):
-    """Says what it is told, and thrice the state."""
+    """Network that returns a given value plus three times the state."""
 
     def velocity(self, x, sigma, cond):
         return cond["text"] + 3 * x

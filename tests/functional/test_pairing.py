@@ -78,7 +78,7 @@ def test_the_widest_gaps_stay_in_their_order():
 
 
 def recorded_pairs(smallest: float) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """All pairs of the recording's prompts that are more than the smallest gap apart."""
+    """All pairs of the recording's prompts with a difference above the smallest gap."""
     scores = load("F_curriculum")["scores"]
     places, gaps = [], []
     for start in range(0, len(scores), 5):

@@ -1,4 +1,4 @@
-"""Bootstrap: weights against rows repeated so often, and intervals that cover what they should."""
+"""Bootstrap: weights equal repeated rows, and intervals have the right coverage."""
 
 import math
 

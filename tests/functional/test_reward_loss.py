@@ -274,7 +274,7 @@ def align():
 
 
 def against(g, name, each, mask, a, b):
-    """The recorded mean is over all entries, of which those outside the mask count 0."""
+    """The recorded mean is over all entries; entries outside the mask count 0."""
     mean = torch.where(mask, each, 0.0).mean()
     assert_close(mean, g[f"{name}.loss"], rtol=1e-5, atol=0)
     ours = torch.autograd.grad(mean, (a, b))
@@ -296,7 +296,7 @@ def test_pair_losses_are_those_of_videoalign(align, name):
 
 
 def test_regression_is_that_of_videoalign(align):
-    """A rating of 0 is a missing one there; the mean is over both media of every pair."""
+    """A rating of 0 means missing in VideoAlign; the mean is over both samples of every pair."""
     a, b = align["A"].requires_grad_(), align["B"].requires_grad_()
     scores = torch.stack([a, b])
     ratings = torch.stack([align["scores_A"], align["scores_B"]])

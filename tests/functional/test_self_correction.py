@@ -125,7 +125,8 @@ def test_points_loss_and_gradient_are_those_of_the_authors_code():
 
 
 def test_weights_of_points_are_those_of_the_authors_code():
-    """Of two paths, one random, only the loss is ours: both have three points of weight .5."""
+    """Two paths, one of them random. Only the loss is our choice; both have three points of weight
+    .5."""
     recorded = load("F_soar", "cps2x3.")
     weight = point_weights(6, 0.5)
     main, aux = recorded["loss_main_sum"], recorded["loss_aux_sum"] / 0.5

@@ -7,12 +7,12 @@ from flowalign.functional.sharpness import variance_of_laplacian
 
 
 def grey(rows):
-    """A clip of one frame whose channels are equal, so that its brightness is its values."""
+    """A clip of one frame with equal channels, so that its brightness is its values."""
     return torch.tensor(rows)[None, None, None].expand(1, 1, 3, -1, -1).double()
 
 
 def checked():
-    """Pictures of one bright square each, at different places and of different sizes."""
+    """Images of one bright square each, in different positions and sizes."""
     media = torch.full((2, 1, 3, 16, 16), 0.2, dtype=torch.float64)
     media[0, :, 0, 3:9, 4:11] = 0.9
     media[1, :, 1, 5:8, 2:14] = 0.7

@@ -230,7 +230,7 @@ def test_weights_found_elsewhere_are_judged_here():
 
 
 def test_blocks_keep_their_half_when_others_are_left_out():
-    """Block 0 apart, the odd blocks still choose for the even ones, as if it had never been."""
+    """Without block 0, the odd blocks still choose for the even ones."""
     products = products_of(drawn(8, 3, 5 * MEANS, SCALES))
     kept = torch.arange(8) != 0
     odd = torch.arange(8) % 2 == 1

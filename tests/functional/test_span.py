@@ -78,10 +78,11 @@ class TinyPolicy(nn.Module):
 @pytest.mark.parametrize("kernel", [FlowSDE(), CPS()], ids=lambda k: type(k).__name__)
 @pytest.mark.parametrize("clip", [0.5, 1e-3])
 def test_the_gradient_is_that_of_finite_differences(kernel, clip):
-    """Of the clipped ratio of three steps sampled again with the same noise by moved weights.
+    """Finite differences of the clipped ratio of three steps, sampled again with equal noise.
 
-    Sampling again moves the latents of the span: x_{k+1} = x_{k+1}^old + mean - mean^old. What the
-    network is shown stays, as CogniEdit has it, and so do the states whose density is asked for.
+    Sampling again with changed weights moves the latents of the span: x_{k+1} = x_{k+1}^old + mean
+    - mean^old. As in CogniEdit, the network's inputs stay fixed, and so do the states at which the
+    density is evaluated.
     """
     policy, drawn = TinyPolicy(), torch.Generator().manual_seed(3)
     states = [torch.randn(2, 4, generator=drawn, dtype=torch.float64) for _ in range(4)]

@@ -161,7 +161,7 @@ def test_the_policy_gradient_at_ratio_one_is_minus_the_advantage():
 
 
 def test_ratio_norm_leaves_only_the_noise_term():
-    """-mean((mean_old - mean) noise), whatever the std: unbiased and of one scale at every step."""
+    """-mean((mean_old - mean) noise) for any std: unbiased, with one scale at every step."""
     std = torch.tensor([0.02, 0.5, 3.0], dtype=torch.float64)
     mean_old, noise = randn(3, 4, seed=3), randn(3, 4, seed=4)
     mean = mean_old + 0.3 * randn(3, 4, seed=5)

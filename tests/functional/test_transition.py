@@ -245,7 +245,7 @@ def ddim_in_flow_coordinates(g: dict[str, Tensor]) -> dict:
 
 
 def steps_with_noise(item: str, kernel: Kernel, g: dict[str, Tensor]) -> range:
-    """Precise clamps std to 1e-6 where ours is 0: no density to compare at those last steps."""
+    """Precise clamps std to 1e-6 where we have 0, so these last steps are left out."""
     clamped = item == "A_precise" and isinstance(kernel, (CPS, Precise))
     return range(len(g["x"]) - clamped)
 

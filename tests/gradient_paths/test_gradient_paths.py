@@ -1,4 +1,4 @@
-"""What the paths of gradients are: finite differences, the whole sampler, and each other."""
+"""Gradient paths compared with finite differences, the whole sampler, and each other."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ REACHING = {
     "bridge": FlowBPBridge(),
     "lagrange": FlowBPLagrange(),
 }
-"""Gradient paths whose reward sees the sample itself."""
+"""Gradient paths with a reward that sees the sample itself."""
 ALL = REACHING | {
     "ReFL": ReFL(last_steps=3),
     "DRaFT-LV": DRaFTLV(),

@@ -28,7 +28,7 @@ VALUES = json.loads((golden.GOLDEN / f"{NAME}.json").read_text())["values"]
 
 @dataclass(frozen=True)
 class Given(Leaps):
-    """The leap of a recording whose way of drawing is not offered here."""
+    """The leap of a recording, with a sampling rule that flowalign does not offer."""
 
     k: int
     j: int

@@ -32,7 +32,7 @@ def gradient_path(config):
 
 
 def drawing(middle, num_points):
-    """A generator whose next draw is this point."""
+    """A generator that draws this point next."""
     for seed in range(10_000):
         found = torch.randint(
             5, num_points - 4, (1,), generator=torch.Generator().manual_seed(seed)
@@ -89,7 +89,7 @@ def test_both_directions_their_rewards_and_gradients_are_those_of_the_recording(
 
 
 def test_noise_levels_are_those_of_the_recording():
-    """Where the released code's second direction misses the first by one point, ours meets it."""
+    """In the released code the second direction misses the first by one point; ours meets it."""
     checked = 0
     for row in VALUES["schedule_table"]:
         config = {

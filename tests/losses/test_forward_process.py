@@ -34,7 +34,7 @@ from tests.fixtures.golden import load, tiny_velocity
 def scored(
     advantage: Tensor, group: Tensor | None = None, weight: Tensor | None = None
 ) -> Examples:
-    """Examples with these advantages; without groups all rows are of one."""
+    """Examples with these advantages; without groups all rows belong to one."""
     n = len(advantage)
     return Examples(
         latents=torch.zeros(n, 1),
@@ -381,7 +381,7 @@ def test_the_value_of_dgpo_starts_at_log_two_and_a_worse_policy_has_more():
 
 
 def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
-    """l_old - l = log 1.2 in all rows; only a row that is to be matched better has gone too far."""
+    """l_old - l = log 1.2 in all rows; only rows to be matched better have moved too far."""
     error = log(1.2)
     policy = tensor([[1.0], [1.0], [1.0]])
     old = (1 + tensor(error)).sqrt().expand(3, 1)
@@ -440,7 +440,7 @@ every = pytest.mark.parametrize("loss", EVERY.values(), ids=EVERY)
 
 
 def only_required(loss: MatchingLoss, residuals: Residuals) -> Residuals:
-    """What the loop would evaluate for this loss."""
+    """The evaluations that the loop would make for this loss."""
     needs = loss.requirements
     return replace(
         residuals,
@@ -522,7 +522,7 @@ def test_losses_that_compare_rows_say_so(loss):
 
 
 def split(loss, residuals, batch, parts):
-    """The gradient of every row where each part of the rows is on a process of its own."""
+    """The gradient of every row if each part of the rows is on a separate process."""
     tables: list[Tensor] = []
     for index in parts:  # what each process gathers, before any knows the others'
         run(loss, *rows(residuals, batch, index), LossContext(gather=_recorder(tables)))

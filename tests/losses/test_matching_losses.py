@@ -67,7 +67,7 @@ def softplus(x):
 
 
 def rounding(beta):
-    """What the last bit of four errors near 1 makes of a margin, each times beta / 2."""
+    """Effect of the last bit of four errors near 1 on a margin, each times beta / 2."""
     return 4 * 6e-8 * beta / 2
 
 
@@ -322,7 +322,7 @@ def test_kto_by_hand():
 
 
 def test_the_baseline_of_kto_passes_no_gradient():
-    """Were it attached, rows would push one another: here each has the slope of its own loss."""
+    """With a gradient, rows would affect each other; here each has the slope of its own loss."""
     policy, reference = [0.30, 0.50, 0.41], [0.40, 0.52, 0.47]  # mean gain .06
     _, stats, grad = run(KTO(beta=20.0), policy, reference, desirable=tensor([True, True, False]))
     assert stats["baseline"].item() == pytest.approx(0.06, abs=1e-6)
@@ -357,7 +357,7 @@ def test_sft_by_hand():
 
 
 def opposed(seed=3):
-    """Residuals of pairs that are alike, so that losers drag winners along, of uneven sizes."""
+    """Residuals of similar pairs of uneven sizes, so that losers drag winners along."""
     generator = torch.Generator().manual_seed(seed)
     winner = torch.randn(3, 2, 3, 4, generator=generator)
     near = winner * tensor([1.5, 0.7, -1.2]).reshape(-1, 1, 1, 1)
@@ -368,7 +368,7 @@ def opposed(seed=3):
 
 @pytest.mark.parametrize("inner", [DPO(beta=5.0), LinearDPO(beta=5.0)])
 def test_a_guarded_step_leaves_the_winner_mu_of_its_descent(inner):
-    """In the space of network outputs, whose step for a pair is minus the sum of both gradients."""
+    """In the space of network outputs; the step of a pair is minus the sum of both gradients."""
     policy, reference = opposed()
     for mu in (0.0, 0.3, 0.9):
         _, _, grad = run_residuals(Safeguard(inner=inner, mu=mu), policy, reference)

@@ -30,7 +30,7 @@ def rows(count: int, *shape: int, **changes) -> Examples:
 
 
 def recorded_steps(recorded, dt: float) -> Transitions:
-    """Steps whose means are the velocities. Their std is without the square root of dt."""
+    """Steps with the velocities as means. Their std is without the square root of dt."""
     count = len(recorded["std"])
     return Transitions(
         travelled=torch.zeros_like(recorded["mean"]),
@@ -108,7 +108,7 @@ def logp_of_steps() -> list[float]:
 
 
 def test_at_the_old_policy_the_gradient_is_that_of_the_reward_times_the_log_density():
-    """The reward has no gradient of its own, so that of the mean is all along the step taken."""
+    """The reward has no gradient, so the gradient of the mean is along the step taken."""
     v, residuals = by_hand(logp_old=logp_of_steps())
     batch = rows(2, 2, weight=tensor([1.0, 3.0]))
     loss, stats = OPD(form="policy_gradient", anchor=0.0, clip=0.2).loss(residuals, batch)

@@ -1,4 +1,4 @@
-"""What the charts of the report show."""
+"""Contents of the report's charts."""
 
 import json
 import math

@@ -1,7 +1,7 @@
 """The numbers of a comparison against values worked out by hand.
 
-Two methods of two seeds. The mean curve of `plain` is .15, .25, .65 after 0, 10, 20 trajectories;
-that of `dense` is .15, .60, .80 after 0, 5, 15, each of which costs it three reward calls.
+Two methods of two seeds. The mean curve of `plain` is .15, .25, .65 after 0, 10, 20 trajectories.
+The mean curve of `dense` is .15, .60, .80 after 0, 5, 15, at three reward calls each.
 """
 
 import json
@@ -107,7 +107,7 @@ def test_a_run_that_was_still_opening_has_the_value_before_training():
     [("trajectories", 15), ("reward_calls", 20.0), ("network_evaluations", 105), ("seconds", 90)],
 )
 def test_the_common_budget_is_what_the_cheapest_run_spent(axis, budget):
-    """In seconds the runs end at 100, 140, 120 and 90: seeds count one by one."""
+    """The runs last 100, 140, 120 and 90 seconds; every seed counts separately."""
     assert common_budget([PLAIN, DENSE], axis) == budget
 
 

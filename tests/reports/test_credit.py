@@ -62,7 +62,7 @@ def judged(cfg, learner, trajectory, rewards=None):
 
 
 def sampled(credit, sampling, **recipe):
-    """What is judged of one rollout with this sampling."""
+    """The values and credit of one rollout with this sampling."""
     cfg, learner = new_recipe(sampling, credit=credit, **recipe), moving_learner()
     return judged(cfg, learner, rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0))
 

@@ -1,4 +1,4 @@
-"""The page of a probe says what its figures say."""
+"""The page of a probe shows the numbers of its figures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page about a run: what it shows, and that a missing piece costs only its own part."""
+"""The page about a run: its content, and that missing data only removes its own part."""
 
 import base64
 import io
@@ -87,7 +87,7 @@ def test_the_tiles_show_the_figures_of_the_summary(folder):
 
 
 def test_a_grid_is_cut_into_exactly_its_pictures():
-    """Five pictures of 3 x 4 pixels in rows of three, each of one colour."""
+    """Five images of 3 x 4 pixels in rows of three, each of one colour."""
     sheet = Image.new("RGB", (3 * 5 + 2, 2 * 6 + 2), "white")
     for i in range(5):
         sheet.paste((50 * i, 7, 9), (2 + i % 3 * 5, 2 + i // 3 * 6, 5 + i % 3 * 5, 6 + i // 3 * 6))
@@ -126,7 +126,7 @@ def test_large_pictures_are_reduced_and_drawn_smoothly(folder):
 
 
 def clips(skill, seed):
-    """Nine frames of 32 x 32 of each prompt, in which its picture moves to the right."""
+    """Nine frames of 32 x 32 of each prompt, in which its image moves to the right."""
     pictures = cut_grid(grid(skill, seed), len(PROMPTS), 4)
     frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
     still = frames.permute(0, 3, 1, 2) / 255

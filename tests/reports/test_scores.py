@@ -14,7 +14,7 @@ from flowalign.types import Request, plain_requests
 from tests.fixtures.fake_run import PROMPTS, fake_run
 
 ITEMS = [("seen", prompt) for prompt in PROMPTS] + [("unseen", "a white circle")] * 2
-"""The twelve prompts with a picture, and one with two samples that has none."""
+"""The twelve prompts with an image, and one with two samples and no image."""
 DIMS = ("exact_match", "beauty")
 BEFORE = [[1.0, 0.5]] * 12 + [[0.0, 0.25], [1.0, 0.75]]
 AFTER = [[1.0, 0.5]] * 10 + [[0.0, 0.125], [math.nan, math.nan]] + [[0.0, 0.0], [0.0, 0.5]]

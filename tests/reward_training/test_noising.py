@@ -1,4 +1,4 @@
-"""Noised candidates: one noise and one level for what is compared, drawn anew for each update."""
+"""Noised candidates: one noise and one level per comparison, drawn again for each update."""
 
 import pytest
 import torch

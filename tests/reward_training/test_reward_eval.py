@@ -51,7 +51,8 @@ RANKED = [
     medium("d", 0, 1.0, rank__overall=1),
     medium("d", 1, 1.25, rank__overall=1),
 ]
-"""Leads 2, -3, -0.5, -0.25; people say A, B, A, tie: 2 of 3 decided, 3 of 4 with ties up to .25."""
+"""Leads 2, -3, -0.5, -0.25; annotators choose A, B, A, tie: 2 of 3 decided, 3 of 4 with ties to
+.25."""
 
 
 def test_a_table_with_known_answers(tmp_path, capsys):
@@ -82,7 +83,7 @@ def test_a_table_with_known_answers(tmp_path, capsys):
 
 
 def spoken(capsys):
-    """What was printed, on one line and without the frame."""
+    """The printed output, on one line and without the frame."""
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
 
 
@@ -116,7 +117,7 @@ def test_pairs_of_which_both_are_bad_are_ties_or_left_out(
 
 
 def test_a_set_of_several_media_is_right_if_every_pair_is(tmp_path):
-    """x: all three pairs right; y: the last two swapped; z: a medium without a score."""
+    """x: all three pairs right; y: the last two swapped; z: one sample without a score."""
     scores = {"x": (3.0, 2.0, 1.0), "y": (3.0, 1.0, 2.0), "z": (3.0, 2.0, None)}
     rows = [
         medium(record, k, score, score is not None, rank__overall=k + 1)
@@ -131,7 +132,7 @@ def test_a_set_of_several_media_is_right_if_every_pair_is(tmp_path):
 
 
 def test_ratings_compare_edits_of_one_source_only(tmp_path):
-    """One instruction, three sources, of which the last is held by the dataset itself."""
+    """One instruction, three sources; the dataset itself holds the last one."""
     sources = (["s.png"], ["s.png"], ["t.png"], [None], [None])
     rows = [
         medium(f"r{k}", 0, float(k), prompt="make it red", rating__q=k) | {"references": source}
@@ -204,7 +205,7 @@ def test_a_judge_that_prefers_what_comes_first_is_found_out(tmp_path):
 
 
 def noisy(prompts=60):
-    """Rows whose score is right more often than not, with ties and two human columns."""
+    """Rows with scores that are right more often than not, with ties and two human columns."""
     g = torch.Generator().manual_seed(0)
     rows = []
     for p in range(prompts):
@@ -326,7 +327,7 @@ def test_what_is_no_scored_table_is_refused(tmp_path, rows, message):
 
 
 def test_a_dataset_is_scored_first_by_the_verb_that_does_it(tmp_path, monkeypatch):
-    """The command is one that `flowalign score` understands; what it writes is evaluated."""
+    """`flowalign score` accepts the command, and its output is evaluated."""
     seen = []
 
     def score(command, check, **tied):

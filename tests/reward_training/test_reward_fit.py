@@ -1,4 +1,4 @@
-"""`flowalign reward fit`: weights of a checklist from a table, and what it refuses."""
+"""`flowalign reward fit`: checklist weights from a table, and its errors."""
 
 import json
 import math
@@ -18,7 +18,7 @@ ITEMS = [
 
 
 def rewards(folder, items="true", **sheet):
-    """A rewards file with a checklist of three items, whose weights of 9 nobody fitted."""
+    """A rewards file with a checklist of three items and unfitted weights of 9."""
     given = {"reduction": "sum", "licence": "none", "conditions": {"face": "face?"}} | sheet
     (folder / "sheet.json").write_text(QuestionSet("small", "image", items=ITEMS, **given).text())
     (folder / "rewards.yaml").write_text(

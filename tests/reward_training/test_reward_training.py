@@ -1,4 +1,4 @@
-"""Training of reward models: what was planted in the labels is found again, exactly resumable."""
+"""Training of reward models: it recovers planted labels, and resumes exactly."""
 
 import math
 from dataclasses import replace
@@ -159,7 +159,7 @@ def test_ties_teach_how_readily_people_see_one():
 
 
 def disputed():
-    """Pairs in which some samples, told by a column that moves no score, divide people."""
+    """Pairs that annotators disagree about; a column without effect on scores marks the samples."""
     x, true = world(records=4000)
     sigma = torch.where(x.view(-1, 2, SIZE)[..., 3] > 3.4, 2.5, 0.3)
     seen = true + sigma * torch.randn(true.shape, generator=generator(3))

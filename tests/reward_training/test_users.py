@@ -22,7 +22,7 @@ COLOURS = {
 
 
 class MeanColour(Backbone):
-    """The mean colour of a picture, as three features."""
+    """The mean colour of an image, as three features."""
 
     reads_prompts, num_frames, fingerprint = False, 1, "mean colour"
 

@@ -1,4 +1,4 @@
-"""What a user's reward model may do wrong ends with its name, or is a failure, never a number."""
+"""Errors of a user's reward model end the run with its name or are failures, never numbers."""
 
 import math
 import threading
@@ -38,7 +38,7 @@ def changed(value=GOOD, **fields):
 
 
 class Doing(RewardModel):
-    """Returns what it is told to, or raises it."""
+    """Reward that returns a given value or raises it."""
 
     def __init__(self, *results):
         self.spec, self.results = SPEC, list(results)

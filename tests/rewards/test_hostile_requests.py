@@ -1,4 +1,4 @@
-"""Whatever a request says, it is refused with a reason, costs little, and disables nothing."""
+"""Every invalid request is rejected with a reason, costs little, and disables nothing."""
 
 import json
 import socket
@@ -223,7 +223,7 @@ def arguments(*words):
 
 @pytest.mark.slow
 def test_sixty_four_clients_lose_nothing_among_hostile_ones(tmp_path):
-    """Memory may grow by what is held, and as much again for copies and the allocator."""
+    """Memory may grow by the held requests, and by the same amount for copies and the allocator."""
     limits = [f"--{name}={value:g}" for name, value in SMALL.items()]
     stopped, held = threading.Event(), SMALL["max_held_mb"]
     with (

@@ -96,7 +96,7 @@ def context(*models):
 
 
 def test_the_map_of_a_reward_weighs_the_places_of_each_sample(tmp_path):
-    """Rows whose map is unknown weigh all places alike."""
+    """Rows with unknown maps weight all positions equally."""
     cfg = groups(tmp_path, weight_map="mapped")
     cfg.check(context(Mapped()))
     policy, rewards = VideoPixel(), Rewards([Mapped(dark=[1])], {"redness": 1.0})

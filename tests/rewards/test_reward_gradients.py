@@ -38,7 +38,7 @@ def test_a_failed_sample_has_no_value_and_no_gradient():
 
 
 class Parametric(Redness):
-    """Keeps a graph of its own, whatever it is asked."""
+    """Reward that always keeps its own graph."""
 
     def score(self, batch):
         with torch.enable_grad():

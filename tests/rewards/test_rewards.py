@@ -1,4 +1,4 @@
-"""Rewards in the loop: scored beside sampling, by groups, transformed, and held in bounds."""
+"""Rewards in the loop: scored in parallel with sampling, by groups, transformed, and bounded."""
 
 import math
 import threading
@@ -46,7 +46,7 @@ THREE = ["a", "bb", "ccc"]
 
 
 class Waiting(Redness):
-    """Redness that goes on only when something has happened elsewhere."""
+    """Redness that waits for an event elsewhere."""
 
     def __init__(self, happened, *dims):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A reward in a process of its own is the reward, dies by name or comes back, and is never left."""
+"""A reward in a separate process equals the reward, restarts or fails by name, and always ends."""
 
 import os
 import signal

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 class Mean(RewardModel, Loadable):
-    """Mean and a prompt-dependent value; what the tests want it to do besides, it does."""
+    """Mean and a prompt-dependent value, with further behaviour that tests select."""
 
     def __init__(self, name="mean", needs=(), before=lambda batch: None, load=lambda: None):
         self.spec = RewardSpec(

@@ -35,7 +35,7 @@ from tests.fixtures.training import ALONE, credited, flat, new_learner, new_reci
 
 THREE = ["a", "bb", "ccc"]
 SPEEDS = (0, 1, 2, 4)
-"""Pixels per frame of the four samples of a prompt. A pixel is 256 / 32 of those of flow."""
+"""Pixels per frame of the four samples of a prompt. A pixel is 256 / 32 pixels of flow."""
 
 
 def texture() -> Tensor:
@@ -204,7 +204,7 @@ def test_visionreward_video_is_a_reward_of_an_online_step():
 
 
 class Quarters(Encoder):
-    """The means of the four quarters of a picture, centred."""
+    """The means of an image's four quarters, centred."""
 
     reads_prompts, version = False, "quarters"
 
@@ -219,7 +219,7 @@ class Quarters(Encoder):
 
 
 def standardised(values: list[float]) -> list[float]:
-    """What a group's rewards are worth against each other: (value - mean) / (std + 1e-4)."""
+    """The standardised rewards of a group: (value - mean) / (std + 1e-4)."""
     return [(v - mean(values)) / (pstdev(values) + 1e-4) for v in values]
 
 

@@ -1,4 +1,4 @@
-"""The measurements for a GPU run on the CPU in small, so that they cannot rot."""
+"""The GPU measurements run on the CPU at toy scale, so that they keep working."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a resumed run may change, and how differences are told."""
+"""Settings that a resumed run may change, and descriptions of differences."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`flowalign compare`: what is run, what is kept, what is refused, and what is written."""
+"""`flowalign compare`: its runs, reused runs, errors, and output."""
 
 import base64
 import io
@@ -38,7 +38,7 @@ P, S = 2, 3
 
 @pytest.fixture(autouse=True)
 def _drawing_only_where_it_matters(request, monkeypatch):
-    """Drawing takes a second; the test that looks at pictures asks for `drawn`."""
+    """Drawing takes a second; tests of the figure request `drawn`."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
         monkeypatch.setattr(train_session, "write_report", lambda _: None)
@@ -46,7 +46,7 @@ def _drawing_only_where_it_matters(request, monkeypatch):
 
 @pytest.fixture
 def drawn():
-    """The picture is really drawn."""
+    """Draw the figure."""
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Runs go through this process instead of one of their own; the commands that were run."""
+    """Runs use this process instead of separate ones; return the commands that were run."""
     commands = []
 
     def run_all(jobs, at_once, log):
@@ -155,7 +155,7 @@ def fake_run(config: str, folder: Path, seed: int, values: dict[int, float], sta
 
 @pytest.fixture
 def finished(write, tmp_path):
-    """Two methods of two finished seeds: `plain` ends at .5 and .7, `fast` at .7 and .8."""
+    """Two methods of two finished seeds: `plain` reaches .5 and .7, `fast` .7 and .8."""
     configs = [write("plain"), write("fast", 3e-2)]
     ends = {("plain", 0): 0.5, ("plain", 1): 0.7, ("fast", 0): 0.7, ("fast", 1): 0.8}
     for (name, seed), end in ends.items():
@@ -170,7 +170,7 @@ def quiet(_: str) -> None:
 
 
 def test_two_methods_and_two_seeds_are_run_compared_and_resumed(write, tmp_path, here):
-    """Really trained. One summary is deleted: that run alone goes on, and ends where it ended."""
+    """Real training. One summary is deleted; only this run resumes, with the same result."""
     asked = request(write("plain"), write("fast", 3e-2), out=tmp_path / "out")
     first = compare(asked, quiet)
     folders = sorted(
@@ -319,10 +319,10 @@ def family(write, tmp_path):
 
 
 def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, here, capsys):
-    """Really trained, two steps each, with P S = 6 samples of 3 evaluations a step.
+    """Real training, two steps each, with P S = 6 samples of 3 evaluations per step.
 
-    GRPO evaluates the 3 transitions of each once more; NFT both networks at 2 levels; DPO
-    both networks on both pictures of P pairs. Pairs are fewer than trajectories, and said so.
+    GRPO evaluates the 3 transitions of each once more; NFT both networks at 2 levels; DPO both
+    networks on both images of P pairs. The report says that pairs are fewer than trajectories.
     """
     argv = ["--seeds", "0", "1", "--out", str(tmp_path / "out"), "--metric", "redness"]
     assert command_line(*family, *argv) == 0
@@ -614,7 +614,7 @@ def _start(*argv: str) -> subprocess.Popen:
 
 
 def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_path, monkeypatch):
-    """Real processes: two at once, stopped, gone on; a failing run beside them."""
+    """Real processes: two in parallel, stopped and resumed, together with a failing run."""
     monkeypatch.setenv(STOPPED, "1")
     bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])
     waits = {"rewards": [{"class_path": "tests.runs.test_compare.Waiting"}]}

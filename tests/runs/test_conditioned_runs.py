@@ -1,4 +1,4 @@
-"""Runs whose policy is asked with words: evaluated, summed up and resumed with them."""
+"""Runs with prompt conditioning: evaluated, summarised and resumed with it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a person gets wrong is answered in a few lines that name it, before weights are read."""
+"""User errors give a few lines that name the setting, before weights are read."""
 
 import copy
 import json
@@ -338,7 +338,7 @@ def test_a_wrong_weight_is_refused_with_its_key(option, words):
 
 
 def settings_of(policy) -> dict[str, object]:
-    """What a policy and its codec were constructed with."""
+    """Constructor arguments of a policy and its codec."""
     parts = ("codec", "renderer", "text_encoder")
     settings = {name: value for name, value in vars(policy).items() if name not in parts}
     return settings | vars(policy.codec)
@@ -516,6 +516,6 @@ def test_doctor_lists_versions(capsys):
 
 
 def test_sizes_are_json_in_the_embedded_model():
-    """The plan reads these files only, so they must say what it needs."""
+    """The plan reads only these files, so they must contain all sizes that it needs."""
     for part in ("transformer/config", "vae/config", "scheduler/scheduler_config"):
         assert json.loads(Path("assets/shapes/sd3", part + ".json").read_text())

@@ -18,7 +18,7 @@ def named(path):
 
 
 QUICK = ("shapes", "shapes_nft", "sd35_medium", "models/shapes_video")
-"""Run files that are read twice in the unit tests: one of each recipe, medium and kind of model."""
+"""Run files that unit tests read twice: one per recipe, modality and kind of model."""
 
 
 def some(paths):

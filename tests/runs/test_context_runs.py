@@ -1,4 +1,4 @@
-"""Runs whose processes divide the tokens of a clip among them equal runs that divide nothing."""
+"""Runs with processes that divide the tokens of a clip equal runs without division."""
 
 import json
 from functools import cache
@@ -78,7 +78,7 @@ def _run(processes, file, resume):
 
 
 def run(folder, model, name, world, *, resume=None, **changes):
-    """The run directory of a run on so many processes."""
+    """The run directory of a run on `world` processes."""
     folder.mkdir(exist_ok=True)
     own = settings(model, RECIPES[name], **changes) | {"output_dir": str(folder / "run")}
     own["recipe"]["init_args"]["on_failed_check"] = "warn"

@@ -1,4 +1,4 @@
-"""Which GPUs a run fits, and what is said of one that ran out of memory; every number by hand."""
+"""GPUs that fit a run, and the message after running out of memory; every number by hand."""
 
 import pytest
 import torch

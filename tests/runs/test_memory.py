@@ -38,7 +38,7 @@ MODEL = ModelPlan(
 
 
 def shapes(**sampling):
-    """Two prompts of four samples, six steps of which two are trained."""
+    """Two prompts of four samples with six steps, two of them trained."""
     run, _ = loaded(CONFIGS / "shapes.yaml")
     cfg = {"num_steps": 6, "sde_window": Fixed(2, 4), "micro_batch": 3} | sampling
     settings = new_recipe(cfg, prompts_per_step=2, micro_batch=2)
@@ -47,12 +47,12 @@ def shapes(**sampling):
 
 
 def step(run: Run, model: ModelPlan = MODEL, world: int = 1) -> RecipePlan:
-    """What the recipe says of a step, on one of so many processes."""
+    """The recipe's plan of a step on one of `world` processes."""
     return run.recipe.plan(run.context(run.build_rewards()), model, world)
 
 
 def rollout(run: Run, world: int = 1) -> dict[str, MemoryPart]:
-    """What the rollouts of a step keep on one of so many processes."""
+    """The memory of a step's rollouts on one of `world` processes."""
     return by_name(step(run, world=world).parts)
 
 
@@ -309,7 +309,7 @@ def test_a_frame_window_for_pictures_is_refused_before_weights_are_read():
 def test_gradients_of_two_steps_over_two_halves_are_counted_where_weights_are_measured(
     trainable, kept
 ):
-    """Beside them are the weighted sum and one copy; large gradients are projected."""
+    """The weighted sum and one copy are added; large gradients are projected."""
     run = shapes()
     assert "gradients of steps" not in rollout(run)
     measured = replace(run, recipe=replace(run.recipe, step_weight="measured"))

@@ -31,7 +31,7 @@ def numbers_of(settings: object, key: str = "") -> list[str]:
 
 
 def outcome(file: str, key: str, value: str) -> str:
-    """Load the file with one number changed; what is refused is refused in a few lines."""
+    """Load the file with one number changed; errors have only a few lines."""
     said = ""
     try:
         load(file, [f"--{key}", value])

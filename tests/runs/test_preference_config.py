@@ -1,4 +1,4 @@
-"""Run files of preference training: what is refused, what is planned, and one run of each kind."""
+"""Run files of preference training: errors, plans, and one run of each kind."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Figures of probes of known gradients: who wins, what is within the error, what is recommended."""
+"""Figures of probes of known gradients: ranking, errors, and recommendations."""
 
 import pytest
 import torch

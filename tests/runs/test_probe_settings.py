@@ -1,4 +1,4 @@
-"""What a probe compares: every refusal comes before weights are read."""
+"""Settings that a probe compares: every error comes before weights are read."""
 
 import json
 import os

@@ -1,11 +1,11 @@
-"""Probes of a linear policy, whose signal and noise are known in closed form.
+"""Probes of a linear policy with signal and noise known in closed form.
 
 The velocity is a constant theta in R^3 and the reward the first channel minus the third, so x_T is
 linear in all noise, and a transition has d logp / d theta = b_k / (3 std_k) noise_k. In a group of
-G samples, the sum of A d logp is a quadratic form of centred Gaussians: in each of the two rewarded
-channels its mean is +-(G - 1) beta_k, where beta_k is what a unit of noise of step k adds to x_T.
-Its covariance between steps k and l is (G - 1) (beta_k beta_l + [k = l] V) there, and
-(G - 1) [k = l] V in the third channel, V being the variance of the reward.
+G samples, the sum of A d logp is a quadratic form of centred Gaussians. In each of the two rewarded
+channels its mean is +-(G - 1) beta_k, where beta_k is the effect of a unit of noise of step k on
+x_T. Its covariance between steps k and l is (G - 1) (beta_k beta_l + [k = l] V) in these channels,
+and (G - 1) [k = l] V in the third channel, V being the variance of the reward.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Run files of rewards and of ways to combine them: what they bring fits what they weigh."""
+"""Run files of rewards and their combinations: dimensions fit weights."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""The composed run files hold what the first complete ones held, or what papers publish.
+"""The composed run files equal the first complete ones, or hold published values.
 
-`composed_run_files.json` says for each old file which files are given in its place. Where that is a
-list, the run is named after these files: only there `output_dir` differs. The tables below say
-which other values differ, and why.
+`composed_run_files.json` maps each old file to the files that replace it. If that is a list, the
+run is named after these files, so `output_dir` differs. The tables below list all other
+differences, with reasons.
 """
 
 import json
@@ -133,7 +133,8 @@ NEW = [
 TWO = {"updates_per_step": 2}
 """Flow-GRPO's number for methods on its code base: at one update per rollout no clip acts."""
 FOUR = {"updates_per_step": 4}
-"""That of DanceGRPO, MixGRPO, and methods compared with them whose own is not known."""
+"""Value of DanceGRPO and MixGRPO, and of methods that are compared with them without their own
+value."""
 FLOW_GRPO = TWO | {"advantages.scale": "batch"}
 """With its deviation over the whole batch."""
 B2 = {"epochs_per_step": 2, "sampling.untrained_steps": "shared_sde", "credit.history": 8}
@@ -197,7 +198,7 @@ DEFAULTS = {
     "credit.threshold": 0.5,
     "credit.history": 0,
 }
-"""What it means that a file does not give one of these."""
+"""Meaning of a missing key in a file."""
 
 MODELS = ("shapes", "sd35_medium", "flux1_dev")
 
@@ -208,7 +209,7 @@ def in_the_repository(monkeypatch):
 
 
 def run_files() -> list[str]:
-    """Return the files of training runs and their parts; other commands have files of theirs."""
+    """Return the files of training runs and their parts, without files of other commands."""
     others = tuple(f"configs/{name}/" for name in ("rewards", "reward", "clip_pairs", "search"))
     files = [file.relative_to(ROOT).as_posix() for file in (ROOT / "configs").rglob("*.yaml")]
     return sorted(file for file in files if not file.startswith(others))
@@ -239,7 +240,7 @@ def settings(values: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 def changes(old: str) -> dict[str, Any]:
-    """Return what a run uses instead of what its first file said."""
+    """Return the differences between a run and its first file."""
     folder, method = Path(old).parent.name, Path(old).stem
     real = PUBLISHED.get(method, TWO) if folder in ("sd35_medium", "flux1_dev") else {}
     return real | ELSEWHERE.get(old, {})

@@ -1,4 +1,4 @@
-"""A run whose reward has a process of its own makes the same updates, whether that dies or not."""
+"""A run with a reward in a separate process makes the same updates, even if it dies."""
 
 import pytest
 

@@ -21,7 +21,7 @@ GROUPS = [
     "optimizer",
     "checkpoints",
 ]
-"""Groups with defaults of their own; those that may be null follow."""
+"""Groups with their own defaults; groups that may be null follow."""
 NULLABLE = ["ema", "evaluation", "policy.init_args.lora", f"{RECIPE}.calibration"]
 
 

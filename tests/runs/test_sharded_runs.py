@@ -1,4 +1,4 @@
-"""Whole runs whose weights are sharded equal runs of one process, of every kind."""
+"""Whole runs with sharded weights equal runs of one process, for every kind."""
 
 import json
 from functools import cache

@@ -28,7 +28,7 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 
 class Unloadable(PixelPolicy):
-    """A policy whose weights do not fit."""
+    """A policy with weights that do not fit."""
 
     def load(self, device: torch.device) -> None:
         raise ValueError("these weights are of another model")
@@ -115,7 +115,7 @@ def test_a_run_is_not_resumed_and_overwritten(tmp_path):
 
 
 def resumed(folder: Path, config: str, **changes) -> list[str]:
-    """Resume a run to its end with these settings; what was said."""
+    """Resume a run to its end with these settings; return the output."""
     said = []
     newest = checkpoint.latest(folder / "checkpoints")
     runs.train(runs.start(new_run(folder, **changes), config, said.append, newest))
@@ -196,7 +196,7 @@ def evaluated(folder: Path, reward: Redness) -> runs.Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("sigterm", [True, False], ids=["SIGTERM", "killed"])
 def test_a_run_ended_within_any_call_of_a_reward_goes_on_to_the_same_bits(tmp_path, sigterm):
-    """The first calls are of the evaluation before training, the last of the one after it."""
+    """The first calls belong to the evaluation before training, the last to the one after it."""
     straight, ended = tmp_path / "straight", 0
     go(evaluated(straight, Redness()))
     while True:

@@ -1,4 +1,4 @@
-"""Runs in processes of their own that are stopped, killed, and started twice."""
+"""Runs in separate processes that are stopped, killed, and started twice."""
 
 import json
 import os

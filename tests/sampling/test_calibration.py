@@ -1,4 +1,4 @@
-"""The calibration loop on gains with known probabilities: what it writes, resumes and refuses."""
+"""The calibration loop on gains with known probabilities: output, resuming and errors."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Clip-level rollouts: the samples of a prompt differ in one run of latent frames, and nowhere."""
+"""Clip-level rollouts: the samples of a prompt differ only in one window of latent frames."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ TWO = ["a", "ccc"]
 
 
 class Frames(PixelPolicy):
-    """Videos of five latent frames, each with a weight of its own, which attend to no other."""
+    """Videos of five latent frames with separate weights, which attend to no other frame."""
 
     fps = 8.0
 

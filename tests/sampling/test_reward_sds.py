@@ -1,4 +1,4 @@
-"""Latents optimised by score distillation, whose noises are weighted by their rewards."""
+"""Latents optimised by score distillation with reward-weighted noises."""
 
 import pytest
 import torch

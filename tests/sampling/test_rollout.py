@@ -1,4 +1,4 @@
-"""Sampling: what was drawn can be replayed exactly, and belongs to its prompt alone."""
+"""Sampling: rollouts can be replayed exactly, and depend only on their own prompt."""
 
 import dataclasses
 
@@ -113,7 +113,7 @@ def test_replay_reproduces_every_stored_log_probability_exactly(which, kernel, d
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
 def test_a_minibatch_holds_what_replays_its_transitions(kernel):
-    """Through the loop's own `minibatches`, whose chunks differ from those of sampling."""
+    """Through the loop's own `minibatches`, with chunks that differ from those of sampling."""
     learner = new_learner(pixel_policy())
     cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
     trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
@@ -307,7 +307,7 @@ def test_a_setting_that_cannot_sample_is_refused(field, value):
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_network_evaluations_are_those_worked_out_by_hand(kl):
-    """3 prompts x 4 samples: 12 x 5 sampled, 12 x 2 x 3 trained, as many for the reference.
+    """3 prompts x 4 samples: 12 x 5 sampled, 12 x 2 x 3 trained, and 12 x 2 x 3 for the reference.
 
     A loop that has just begun adds its checks: 12 x 2 to replay the transitions, and for a KL one
     micro-batch of 4 with its reference.

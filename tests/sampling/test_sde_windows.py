@@ -79,7 +79,7 @@ def test_sliding_by_hand():
 
 @pytest.mark.parametrize("name", ["progressive_overlap_clip", "progressive_no_overlap"])
 def test_sliding_is_mixgrpo_until_its_windows_shrink(name):
-    """The reference cuts its last windows off, then trains nothing; ours stays, whole."""
+    """The reference truncates its last windows and then trains nothing; ours stays complete."""
     recorded = RECORDED[name]
     args = recorded["args"]
     stride = args["prog_overlap_step"] if args.get("prog_overlap") else args["group_size"]

@@ -1,4 +1,4 @@
-"""A search keeps the best states of a tree, and costs what it says; unpruned it is best-of-N."""
+"""A search keeps the best states of a tree at the stated cost; unpruned it is best-of-N."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a rollout stores: the states that someone looks at, where and how exactly as it was told."""
+"""States that a rollout stores: the requested ones, on the requested device and precision."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ LATENT_CHANGE = GRPO(PPOClip(0.2), chunk_sizes="latent_change")
 
 
 def moving_learner(**optimizer):
-    """A policy whose ODE bends, so that rounding and mixed-up states change its velocity."""
+    """A policy with a curved ODE, so that rounding and mixed-up states change its velocity."""
     policy = PixelPolicy(seed=3)
     torch.nn.init.normal_(
         policy.denoiser[-1].weight, std=0.3, generator=torch.Generator().manual_seed(5)
@@ -149,7 +149,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", ["same", "cpu"])
 def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtype, device):
-    """bfloat16 keeps 8 bits: a rollout that went on from the exact state would be off by far."""
+    """bfloat16 keeps 8 bits; a rollout that continued from the exact state would differ much."""
     storage = Storage(dtype=dtype, device=device)
     cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
     learner = moving_learner()
@@ -205,7 +205,7 @@ def test_sampling_in_batches_leaves_no_state_beside_that_of_the_whole():
 
 
 def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
-    """The meta device stands in for a GPU: `place` must send there what is kept, means too."""
+    """The meta device simulates a GPU: `place` must move stored states there, including means."""
     monkeypatch.setattr(Storage, "place", lambda _, x: x.to("meta"))
     cfg = new_recipe(SIX, algorithm=GRPO(PPOClip(0.2)))
     trajectory = rollout(cfg.rollouts, moving_learner(), plain_requests(THREE), 0, 0)
@@ -218,7 +218,7 @@ def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
 
 
 def test_joined_trajectories_find_their_own_states():
-    """Of trees, whose rows are fewer than their samples."""
+    """For trees, which have fewer rows than samples."""
     cfg, learner = new_recipe(SIX | TREE, credit=Branch()), moving_learner()
     first, second = (
         rollout(cfg.rollouts, learner, plain_requests([p]), 0, s) for p, s in (("a", 0), ("ccc", 1))

@@ -1,4 +1,4 @@
-"""The simulated GPU raises what a GPU raises, counts operations, and computes as the CPU."""
+"""The simulated GPU raises the errors of a GPU, counts operations, and computes as the CPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def refused():
-    """Messages of what the device refuses."""
+    """Messages of the device's errors."""
     on_device, on_cpu = torch.ones(2, device="cuda"), torch.ones(2)
     half = torch.ones(1, 1, 2, 4, device="cuda", dtype=torch.float16)
     attempts = {

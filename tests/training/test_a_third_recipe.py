@@ -83,7 +83,7 @@ class FitLoop(Loop):
 
 @pytest.fixture
 def run_file(tmp_path, monkeypatch) -> Path:
-    """A run file of six steps whose recipe lies in a file beside it."""
+    """A run file of six steps with its recipe in a file next to it."""
     (tmp_path / "my_training.py").write_text(RECIPE)
     monkeypatch.syspath_prepend(str(tmp_path))
     content = {

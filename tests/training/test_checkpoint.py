@@ -1,4 +1,4 @@
-"""A run stopped anywhere goes on as if it had not been, and nothing broken is ever resumed."""
+"""A run stopped anywhere resumes exactly, and nothing damaged is ever resumed."""
 
 import errno
 import os
@@ -77,7 +77,7 @@ def test_averages_of_something_else_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_critic_resumes_bit_for_bit(tmp_path):
-    """What it predicts from two steps before the stop makes the weights of those after it."""
+    """Its predictions from two steps before the stop determine the weights after it."""
     recipe = new_recipe(
         {"sde_window": Random(2, 0, 3)}, credit=LambdaReturn(decay=0.9), critic=Critic()
     )
@@ -310,7 +310,7 @@ def disk_that_fills():
 
 
 class FullDisk(Redness):
-    """Redness whose third call fills the disk."""
+    """Redness; its third call fills the disk."""
 
     def __init__(self, fill):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Several sets of trained weights on one network: who is moved, who is evaluated, what is saved."""
+"""Several sets of trained weights on one network: updates, evaluation, and saving."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ COND = {"length": torch.tensor([[1.0], [4.0]])}
 
 
 def family():
-    """A learner with two companions of other rates, all of them apart."""
+    """A learner with two companions at other learning rates, all with different weights."""
     learner = new_learner(ema=(0.9, 1))
     for name, rate in (("fake", 0.02), ("surrogate", 0.05)):
         found = learner.add_companion(name, Optimizer(learning_rate=rate), 50)

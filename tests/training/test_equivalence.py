@@ -138,7 +138,7 @@ def _one_of_two(rank, names, folder):
 
 
 def _on_two(names, folder):
-    """These runs on the same two processes; a call gives what the two ranks made of one."""
+    """Run on the same two processes; a call combines the results of the two ranks."""
     start_ranks(_one_of_two, 2, names, str(folder))
     return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
 

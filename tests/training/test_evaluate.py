@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind beside its means, and what the train verb notes of a run."""
+"""Files of an evaluation in addition to its means, and the train command's notes on a run."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def cfg(tmp_path):
 
 
 def test_the_scores_of_all_samples_are_those_of_the_means_and_of_the_pictures(cfg, tmp_path):
-    """A picture is one pixel, so the grid tells its own scores."""
+    """An image is one pixel, so the grid determines its scores."""
     found = evaluate(PixelPolicy(), new_rewards(), cfg, ALONE)
     save_grid(tmp_path, 3, found)
     content = json.loads((tmp_path / "samples" / "step-000003.json").read_text())

@@ -29,7 +29,7 @@ class ClipEditor(PixelPolicy):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A picture, one that is cut short, masks of two sizes, one without a hole, an animation."""
+    """An image, a truncated image, masks of two sizes, an empty mask, an animation."""
     noise = Image.effect_noise((8, 6), 90)
     noise.convert("RGB").save(tmp_path / "a.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
@@ -111,7 +111,7 @@ def test_a_clip_is_taken_where_the_policy_says_so_and_no_reward_reads_it(folder)
 
 
 class Late(OwnSource, Loadable):
-    """Declares what it needs once it is loaded, as a served reward does."""
+    """Reward that declares its needs only when it is loaded, as a served reward does."""
 
     def __init__(self) -> None:
         super().__init__()

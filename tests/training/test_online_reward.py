@@ -69,7 +69,7 @@ def opened(cfg, run, folder):
 
 
 def shown(policy) -> float:
-    """Mean red less mean blue of what the policy makes of fixed noise."""
+    """Mean red minus mean blue of the policy's samples from fixed noise."""
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(9))
     cond = {"length": torch.full((64, 1), 3.0)}
     sigmas = policy.schedule(6)

@@ -23,7 +23,7 @@ KINDS = ("adamw_8bit", "adamw_offloaded")
 
 
 def updated(kind, steps=5):
-    """Parameters after updates by this kind, of which one has too few values for 8 bits."""
+    """Parameters after updates by this kind; one has too few values for 8 bits."""
     generator = torch.Generator().manual_seed(3)
     shapes = (64, 96), (7,)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]

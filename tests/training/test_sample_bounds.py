@@ -1,4 +1,4 @@
-"""When a run warns of what became of its pictures, and where."""
+"""Warnings of a run about changes in its images, and their places."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_bounds_that_no_run_keeps_are_refused(bounds):
 
 
 class Squares(PixelPolicy):
-    """Shows each pixel as the middle of a black picture, so that brightness is sharpness."""
+    """Shows each pixel as the middle of a black image, so that brightness is sharpness."""
 
     def decode(self, x):
         media = torch.zeros(len(x), 1, 3, 3, 3)

@@ -1,4 +1,4 @@
-"""Every sample is scored with the source of its own request, wherever samples are scored."""
+"""Every sample is scored with the source of its own request, in every stage."""
 
 import base64
 import io

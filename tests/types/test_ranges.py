@@ -1,4 +1,4 @@
-"""Ranges of numbers: what they hold, what is found outside them, and that every number has one."""
+"""Ranges of numbers: their bounds, detected violations, and that every number has one."""
 
 import contextlib
 import inspect
@@ -29,7 +29,7 @@ NEVER = [math.nan, math.inf, -math.inf, 1e39, -1e39, 10**40, -(10**40)]
 
 @dataclass(frozen=True)
 class Inner:
-    """Has a number of its own."""
+    """Class with a number."""
 
     rate: UnitInterval = 0.5
 

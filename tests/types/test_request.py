@@ -1,4 +1,4 @@
-"""Test what makes two requests equal."""
+"""Test equality of requests."""
 
 from dataclasses import replace
 

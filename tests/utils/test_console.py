@@ -1,4 +1,4 @@
-"""What a run prints, on a terminal, in a log file, and on the ranks that stay silent."""
+"""Output of a run on a terminal, in a log file, and on silent ranks."""
 
 import io
 
@@ -58,7 +58,7 @@ def test_duration_leaves_out_leading_zeros():
 
 
 def test_a_log_file_gets_a_line_at_most_every_five_seconds_and_the_last_step():
-    """Steps of 2 s end at 2, 4, ... 20: lines at 2, 8, 14, 20."""
+    """Steps of 2 s finish after 2, 4, ... 20 s: lines at 2, 8, 14, 20."""
     screen = terminal(False)
     run(screen, 2.0, 10)
     steps = [line.split()[1] for line in printed(screen).splitlines()]

@@ -12,7 +12,7 @@ PACKAGES = ("conditioning", "credit", "gradient_paths", "losses", "sampling")
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package of two folders, whose modules are not imported yet."""
+    """A package of two folders with modules that are not imported yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = tmp_path / "exported"
     (folder / "deep").mkdir(parents=True)

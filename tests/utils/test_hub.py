@@ -1,4 +1,4 @@
-"""What is said where the hub gives nothing, and that the hub itself is not asked in vain."""
+"""Messages if the hub has no file, and that the hub is not contacted without need."""
 
 import pytest
 from huggingface_hub import constants

@@ -1,4 +1,4 @@
-"""What a run directory knows about the commands that worked on it."""
+"""Records of a run directory about the commands that worked on it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What no YAML file of a user may hold, and what it may."""
+"""Allowed and forbidden content of a user's YAML file."""
 
 from pathlib import Path
 

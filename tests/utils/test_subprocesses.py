@@ -1,4 +1,4 @@
-"""Commands side by side: how many at once, what a failure costs, and how all are stopped."""
+"""Parallel commands: their number, the cost of a failure, and stopping all of them."""
 
 import os
 import signal

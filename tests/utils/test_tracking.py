@@ -89,7 +89,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 
 def test_seconds_go_on_from_the_last_kept_row(tmp_path):
-    """The row at 500 s is dropped, so the run goes on from 100 s."""
+    """The row at 500 s is dropped, so the run continues from 100 s."""
     rows = [{"step": 0, "seconds": 100.0}, {"step": 1, "seconds": 500.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(tmp_path, [1], keep_until=1)
@@ -98,7 +98,7 @@ def test_seconds_go_on_from_the_last_kept_row(tmp_path):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, name):
-    """And nothing of an earlier run is touched."""
+    """Files of earlier runs are not touched."""
     write(tmp_path, [0, 1])
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=rf"pip install flowalign\[{name}\]"):

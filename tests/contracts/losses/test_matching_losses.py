@@ -1,4 +1,4 @@
-"""What every loss of matching errors must satisfy, whatever it is."""
+"""Properties that every matching loss must satisfy."""
 
 from dataclasses import replace
 

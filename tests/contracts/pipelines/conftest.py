@@ -49,7 +49,7 @@ def qwen(tmp_path_factory) -> Family:
 
 @pytest.fixture(scope="session")
 def qwen_edit(tmp_path_factory) -> Family:
-    """The second model modulates pictures as at time 0."""
+    """The second model modulates images as at time 0."""
     folder = tmp_path_factory.mktemp("qwen_edit")
     other = build_qwen(folder / "other", edits=True, num_attention_heads=3, zero_cond_t=True)
     return qwen_edit_family(build_qwen(folder / "edit", edits=True), other)

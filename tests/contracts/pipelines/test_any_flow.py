@@ -1,4 +1,4 @@
-"""`AnyFlow` equals the policy of every family that has one, and refuses what it cannot replay."""
+"""`AnyFlow` equals each family's policy, and rejects pipelines that it cannot replay."""
 
 import copy
 import importlib
@@ -38,7 +38,7 @@ FAST = ("embedded sd3",)
     params=[pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in BUILD],
 )
 def pair(request, tmp_path_factory):
-    """The size of pictures that Qwen-Image-Edit's network sees is a constant of its pipeline."""
+    """The image size that Qwen-Image-Edit's network sees is a constant of its pipeline."""
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
     module = importlib.import_module(QwenImageEditPlusPipeline.__module__)
     with patch.object(module, "VAE_IMAGE_SIZE", EDITED.area):
@@ -117,7 +117,7 @@ def new_embedded(**changes) -> AnyFlow:
 
 
 def test_texts_of_other_lengths_are_padded_for_keeping_and_not_for_the_network():
-    """A text of two tokens and one of three: rows of one length, and as many tokens as they had."""
+    """Texts of two and three tokens are stored at one length but evaluated at their own lengths."""
 
     def calls(length: int, rows: int = 1) -> list:
         text = torch.arange(1.0, length + 1).expand(rows, length)[..., None]

@@ -85,7 +85,7 @@ def test_clips_are_those_of_the_official_pipeline(folders, model, guidance):
 @pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
 @pytest.mark.parametrize("model", ["2b", "5b"])
 def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(folders, model, guidance):
-    """It steps with v of a variance-preserving state: this test says what that is as a flow."""
+    """The pipeline steps with v of a variance-preserving state; the test converts it to a flow."""
     family = cogvideox(folders[model], folders[model])
     policy, times = family.new(guidance=guidance), []
     move(policy)
@@ -105,7 +105,7 @@ def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(folders, 
 
 
 def test_v_of_the_scheduler_is_the_velocity_of_the_same_data_and_noise(family):
-    """At pure noise, too, where the data is not in the state: v = -data there."""
+    """This includes pure noise, where the state does not contain the data: v = -data there."""
     policy = family.new()
     generator = torch.Generator().manual_seed(3)
     data, eps = torch.randn(2, 3, *policy.latent_shape, generator=generator)

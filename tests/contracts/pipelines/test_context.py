@@ -1,4 +1,4 @@
-"""Two processes that divide the tokens of a network compute what one computes with all of them."""
+"""Two processes that divide the tokens of a network compute the same as one process."""
 
 from functools import partial
 

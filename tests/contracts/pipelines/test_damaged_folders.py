@@ -143,7 +143,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def refused(policy: Any, verb: str) -> str:
-    """What the policy says, which is short and names the folder."""
+    """The policy's error message, which is short and names the folder."""
     with pytest.raises(ValueError, match=re.escape(policy.path)) as caught:
         policy.plan() if verb == "plan" else policy.load(torch.device("cpu"))
     message = str(caught.value)

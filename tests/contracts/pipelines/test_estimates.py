@@ -1,4 +1,4 @@
-"""Memory that is found without weights: what is counted, and that it follows the knobs."""
+"""Memory estimates without weights, and their dependence on settings."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_decoding_more_frames_at_a_time_takes_more():
 
 @pytest.mark.parametrize("size", [None, 2, 8])
 def test_the_estimate_for_hunyuan_is_what_decoding_holds(size):
-    """10 latent frames; by itself the VAE decodes 5 at a time, and 9 in windows of 8 of ours."""
+    """10 latent frames. The VAE decodes 5 at a time by default, and 9 with our windows of 8."""
     memory = Memory(decode_frames=size)
     video = Video(height=32, width=48, num_frames=37, fps=24.0)
     policy = HunyuanVideo(HUNYUAN, video, 2.0, lora=None, precision="fp32", memory=memory)
@@ -97,7 +97,7 @@ def test_a_larger_video_takes_more_and_tiles_take_less():
 
 
 def test_the_plan_says_what_the_policy_could_be_told():
-    """34 values per token, layer and channel, of which recomputation keeps one layer's."""
+    """34 values per token, layer and channel; recomputation keeps those of one layer."""
     plan = ltx().plan()
     settings = {saving.part: saving.setting for saving in plan.savings}
     assert settings == {

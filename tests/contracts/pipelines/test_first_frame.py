@@ -1,4 +1,4 @@
-"""A given first frame is what the network sees and where the state arrives, by hand."""
+"""The network sees the given first frame, and the state arrives at it; checked by hand."""
 
 import torch
 

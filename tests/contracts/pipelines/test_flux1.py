@@ -1,4 +1,4 @@
-"""What is FLUX.1's own: packed tokens, a schedule that knows the size, guidance as an input."""
+"""Properties of FLUX.1: packed tokens, a size-dependent schedule, guidance as an input."""
 
 import json
 from itertools import pairwise
@@ -30,7 +30,7 @@ def schnell(tmp_path_factory) -> str:
 
 
 class Recorded(nn.Module):
-    """Answers with the velocities of a recorded run and keeps what it was asked."""
+    """Network that returns recorded velocities and stores its inputs."""
 
     def __init__(self, recorded, run):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is FLUX.1 Fill's own: the network sees the picture around a mask, and the mask."""
+"""Properties of FLUX.1 Fill: the network sees the mask and the image around it."""
 
 from dataclasses import replace
 

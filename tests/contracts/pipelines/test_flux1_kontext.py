@@ -1,4 +1,4 @@
-"""What is FLUX.1 Kontext's own: the tokens of the picture to be edited stand behind the state's."""
+"""Properties of FLUX.1 Kontext: the tokens of the source image follow those of the state."""
 
 from dataclasses import replace
 

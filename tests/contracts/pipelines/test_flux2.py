@@ -58,7 +58,7 @@ def test_the_schedule_depends_on_the_number_of_steps_beyond_its_length(plain):
 
 
 def test_the_adapter_is_on_both_kinds_of_blocks_whatever_their_number(family):
-    """Names of 48 single blocks are given, of which this network has 2."""
+    """The target list names 48 single blocks; this network has 2."""
     policy = family.new(lora=LORA)
     adapted = {
         n.removesuffix(".lora_A.default")

@@ -276,7 +276,7 @@ def test_the_plan_of_a_clip_reads_no_weights_and_counts_its_tokens(monkeypatch, 
 
 
 def test_a_long_clip_is_decoded_in_the_windows_of_the_official_pipeline(hunyuan):
-    """6 latent frames: the pipeline's windows hold 5, 4 of them new, and so do ours of 4."""
+    """6 latent frames: the pipeline's windows hold 5, 4 of them new, like our windows of 4."""
     theirs, mine = hunyuan.new(num_frames=21), hunyuan.new(num_frames=21, decode_frames=4)
     x = noise(theirs)
     frames = theirs.decode(x)

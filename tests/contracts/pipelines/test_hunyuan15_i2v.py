@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5 from a first frame satisfies the contract, and shows the network a picture."""
+"""HunyuanVideo 1.5 from a first frame satisfies the contract, and its network sees the frame."""
 
 from unittest.mock import patch
 
@@ -38,7 +38,7 @@ class TestHunyuanVideo15I2V(PolicyContract):
 
 
 def official_i2v(policy: HunyuanVideo15I2V, prompts, x, num_steps, output_type):
-    """It takes one picture a call, whose size decides that of the clip."""
+    """The pipeline takes one image per call; its size determines the size of the clip."""
     policy.pipe.guider = ClassifierFreeGuidance(guidance_scale=policy.guidance)
     size, found = (policy.height, policy.width), []
     processor = policy.pipe.video_processor

@@ -1,4 +1,4 @@
-"""A hypernetwork that writes weights for each sample: what it reads, adds, saves and learns."""
+"""A hypernetwork that writes weights for each sample: inputs, outputs, saving, training."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ def hyper(guidance: float = 1.0, **changes: Any) -> HyperAlign:
 
 
 def added(policy: HyperAlign, x: Tensor, sigma: Tensor, prompts: tuple[str, ...]) -> Tensor:
-    """Return what the weights that are written change in velocities."""
+    """Return the change of velocities by the written weights."""
     base, plain = new_sd3(lora=None, guidance=policy.guidance), requests_for(policy, prompts)
     with torch.no_grad():
         v = policy.velocity(x, sigma, policy.encode(plain))

@@ -72,7 +72,7 @@ def family(ltx) -> Family:
 
 @pytest.fixture(scope="session")
 def finishing(tmp_path_factory) -> str:
-    """A pipeline whose decoder is conditioned on a time, as of 0.9.1."""
+    """A pipeline with a timestep-conditioned decoder, as in 0.9.1."""
     return build_ltx(tmp_path_factory.mktemp("finishing"), {"timestep_conditioning": True})
 
 

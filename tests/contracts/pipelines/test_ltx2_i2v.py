@@ -1,4 +1,4 @@
-"""LTX-2 from a first frame satisfies the contract of policies, and begins clips with pictures."""
+"""LTX-2 from a first frame satisfies the contract of policies, and clips start with the frame."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""LTX-Video image-to-video satisfies the contract, and begins clips with their pictures."""
+"""LTX-Video image-to-video satisfies the contract, and clips start with their images."""
 
 import importlib
 from functools import partial
@@ -35,7 +35,7 @@ class TestLTXI2V(PolicyContract):
 
 
 def official_i2v(policy: LTXI2V, prompts, x, num_steps, output_type):
-    """The pipeline takes states that begin with the latents of the picture."""
+    """The pipeline takes states that begin with the latents of the image."""
     first = policy.encode(requests_for(policy, prompts))["first"]
     made = policy.pipe(
         prompt=list(prompts),

@@ -1,4 +1,4 @@
-"""A policy that knows its users: the base model at first and for strangers, theirs once trained."""
+"""A policy with user conditioning: the base model before training and for unknown users."""
 
 import dataclasses
 from typing import Any

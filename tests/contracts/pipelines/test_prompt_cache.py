@@ -54,7 +54,7 @@ def equal(a, b) -> bool:
 
 
 def one_by_one(policy, requests):
-    """What the encoders give for each request alone; in a batch they round by its size."""
+    """Encodings of each request alone; in a batch rounding depends on the batch size."""
     rows = [policy.encode([request]) for request in requests]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 

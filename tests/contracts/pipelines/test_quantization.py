@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits: what is refused, stored and counted, and that runs train."""
+"""Frozen weights in fewer bits: errors, storage, memory estimates, and training."""
 
 import json
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ KINDS = ("int8", "fp8", "nf4", "layerwise")
 
 @pytest.fixture
 def stored(monkeypatch):
-    """Make a loaded embedded policy whose network is stored as a kind."""
+    """Make a loaded toy policy with quantized weights."""
 
     def make(kind, **changes):
         allow_on_cpu(monkeypatch)

@@ -1,4 +1,4 @@
-"""What is Qwen-Image's own: guidance that keeps norms, masked prompts, a stretched schedule."""
+"""Properties of Qwen-Image: norm-preserving guidance, masked prompts, a stretched schedule."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1 satisfies the contract of policies; prompts of other lengths go apart."""
+"""Qwen-Image 2.1 satisfies the contract; prompts of different lengths use separate calls."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is Qwen-Image-Edit Plus's own: one to several pictures, which the text encoder sees, too."""
+"""Properties of Qwen-Image-Edit Plus: one or more images, which the text encoder also sees."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.fixtures.pictures import EDITS, picture
 pytestmark = pytest.mark.slow
 
 SEVERAL = (EDITS[0], Request("put the first on the second", (picture(2), picture(3, 96, 70))))
-"""One picture, and two of different sizes."""
+"""Requests with one image, and with two images of different sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def plain_edit(qwen_edit):
 @pytest.mark.parametrize("guidance", [1.0, 4.0], ids=["plain", "guided"])
 @pytest.mark.parametrize("model", ["first", "second"])
 def test_requests_of_one_and_two_pictures_are_the_official_pipeline_s(qwen_edit, guidance, model):
-    """The second model modulates pictures as at time 0."""
+    """The second model modulates images as at time 0."""
     path = {"first": qwen_edit.path, "second": qwen_edit.other["path"]}[model]
     policy = qwen_edit.new(path=path, guidance=guidance)
     move(policy)

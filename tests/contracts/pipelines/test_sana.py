@@ -1,4 +1,4 @@
-"""Sana satisfies the contract of policies, by Euler steps in place of the folder's solver."""
+"""Sana satisfies the contract of policies with Euler steps instead of the folder's solver."""
 
 import pytest
 import torch

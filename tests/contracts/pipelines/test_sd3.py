@@ -1,4 +1,4 @@
-"""What is SD3's own: classifier-free guidance, three text encoders, recorded numbers."""
+"""Properties of SD3: classifier-free guidance, three text encoders, recorded numbers."""
 
 import dataclasses
 import json

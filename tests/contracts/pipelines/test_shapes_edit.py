@@ -129,7 +129,7 @@ def test_the_committed_pipeline_edits_about_a_fifth_of_the_held_out_requests_rig
 
 
 def results(pipe, requests, **changes):
-    """The pictures that plain diffusers makes of requests."""
+    """The images that plain diffusers generates for requests."""
     sources = torch.cat([request.references[0].read() for request in requests])
     asked = CALL | {"num_inference_steps": 8, "output_type": "pt"} | changes
     return pipe(image=sources, prompt=list(prompts_of(requests)), **asked).images

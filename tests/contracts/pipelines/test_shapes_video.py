@@ -1,4 +1,4 @@
-"""The embedded video model: plain diffusers reads it, and our policy makes what it makes."""
+"""The toy video model: plain diffusers loads it, and our policy generates the same clips."""
 
 from pathlib import Path
 

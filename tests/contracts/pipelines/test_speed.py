@@ -1,4 +1,4 @@
-"""Attention backends and compiled blocks: what is refused, and that results stay the same."""
+"""Attention backends and compiled blocks: errors, and unchanged results."""
 
 import pytest
 import torch

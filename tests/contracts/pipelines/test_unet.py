@@ -54,9 +54,10 @@ def family(request, folders) -> Family:
 @pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
 @pytest.mark.parametrize("model", ["sd15", "v", "data", "sdxl"])
 def test_pictures_are_those_of_the_official_sampler(folders, model, guidance):
-    """DDIM for Stable Diffusion, Euler for SDXL, whatever the network says.
+    """DDIM for Stable Diffusion, Euler for SDXL, for every prediction type.
 
-    Numbers of steps that do not divide 1000 make diffusers' DDIM step to a time that is one off.
+    If the number of steps does not divide 1000, diffusers' DDIM steps to a timestep that is off by
+    one.
     """
     new = new_sdxl if model == "sdxl" else new_sd15
     family = unet_family(new, SD15, folders[model], folders[model])
@@ -74,7 +75,7 @@ def test_rows_of_different_times_are_the_rows_alone_with_guidance(folders, model
 
 @pytest.mark.parametrize(("model", "space"), [("sd15", "noise"), ("v", "v"), ("data", "data")])
 def test_errors_of_the_network_are_those_of_the_flow_in_its_own_space(folders, model, space):
-    """Squared error of what it says = factor^2 x squared velocity error at the same state."""
+    """Squared error of the prediction = factor^2 x squared velocity error at the same state."""
     policy = new_sd15(folders[model])
     generator = torch.Generator().manual_seed(3)
     data, eps = torch.randn(2, 3, *policy.latent_shape, generator=generator)
@@ -118,7 +119,7 @@ def test_an_sde_step_from_the_first_time_is_finite_and_keeps_the_size_of_states(
 
 
 def test_the_schedule_ignores_spacings_that_start_elsewhere_and_solvers(folders):
-    """Published files ask for PNDM with times from 981 down; ours are DDIM's from 999."""
+    """Published files ask for PNDM with timesteps from 981 down; we use DDIM's from 999."""
     policy = new_sd15(folders["sd15"])
     wanted = policy.schedule(20)
     policy.pipe.scheduler = PNDMScheduler(**BETAS, skip_prk_steps=True)

@@ -229,7 +229,7 @@ def test_recomputed_activations_are_not_held(tmp_path):
 
 @pytest.mark.parametrize("model", ["2.1", "5b"])
 def test_embedding_and_decoding_are_inverse_conventions(folders, model):
-    """What the VAE makes of its own mode comes back, whatever lies between."""
+    """Decoding and embedding again gives the VAE's own reconstruction."""
     policy, media = new(folders, model, width=64), torch.rand(2, 9, 3, 32, 64)
     vae = policy.pipe.vae
     with torch.no_grad():

@@ -180,7 +180,7 @@ def test_networks_are_verified_one_after_another_and_each_of_them_is(
 
 
 def plain(folder, saved, sides, trained) -> WanPipeline:
-    """What a user of plain diffusers gets."""
+    """The clips of a user of plain diffusers."""
     if trained == "all weights":
         kind = type(WanPipeline.from_pretrained(folder).transformer)
         loaded = {PARTS[s]: kind.from_pretrained(saved, subfolder=PARTS[s]) for s in sides}

@@ -75,7 +75,7 @@ def test_clips_of_one_network_are_those_of_the_official_pipeline(folders, guidan
 
 
 def test_velocities_of_one_network_are_those_of_the_official_pipeline(folders):
-    """But for the first frame, whose state the pipeline does not show the network either."""
+    """The first frame is excluded, because the pipeline does not show its state to the network."""
     policy = new_5b(folders, guidance=3.5)
     move(policy)
     for prompt in PROMPTS:

@@ -1,4 +1,4 @@
-"""Wan image-to-video satisfies the contract, is its official pipeline, and knows its pictures."""
+"""Wan image-to-video satisfies the contract and equals its official pipeline."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_velocities_and_films_are_those_of_the_official_pipeline(folders, guidan
 
 
 def assert_official_velocities_of_each(policy) -> None:
-    """The pipeline takes one picture a call."""
+    """The pipeline takes one image per call."""
     for prompt in PROMPTS:
         assert_official_velocities(policy, [prompt], num_steps=3)
 

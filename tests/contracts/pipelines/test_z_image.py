@@ -43,7 +43,7 @@ class TestZImage(PictureContract):
 
 
 class Recorded(nn.Module):
-    """Answers with the velocities of a recorded run, guided alike, and keeps what it was asked."""
+    """Network that returns recorded velocities, equal with guidance, and stores its inputs."""
 
     def __init__(self, recorded, run, rows):
         super().__init__()
@@ -99,7 +99,7 @@ def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
 
 
 def test_the_network_sees_as_many_tokens_as_a_text_has(family, plain):
-    """Every byte of these prompts is a token, and what stands behind them changes nothing."""
+    """Every byte of these prompts is a token, and padding changes nothing."""
     cond, x = plain.encode(plain_requests(family.prompts)), noise(plain)
     lengths = cond["length"].tolist()
     assert lengths[1] - lengths[0] == len(family.prompts[1]) - len(family.prompts[0])

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny BLIP for retrieval, whose scores depend strongly on image and text."""
+    """A tiny BLIP for retrieval with scores that depend strongly on image and text."""
     path = tmp_path_factory.mktemp("blip")
     words = (GOLDEN / "H_imagereward" / "vocab.txt").read_text().split("\n")
     (path / "vocab.txt").write_text("\n".join(words))

@@ -1,4 +1,4 @@
-"""Judges from pixels to scores, over a real server whose answers follow from what it is shown."""
+"""Judges from pixels to scores, over a real server with image-dependent answers."""
 
 import math
 import threading
@@ -58,7 +58,7 @@ def colours(picture):
 
 
 def media_of(*levels, frames=1, size=8):
-    """One grey picture (or video) per level in [0, 1]."""
+    """One grey image (or video) per level in [0, 1]."""
     return torch.stack([torch.full((frames, 3, size, size), level) for level in levels])
 
 
@@ -74,7 +74,7 @@ def axes(red, green, blue):
 
 
 def edit_answer(request: Request):
-    """The first score says how red the edit is; the second how alike the two are, or its green."""
+    """The first score measures the red of the edit; the second its similarity or its green."""
     means = [colours(picture) for picture in request.pictures]
     first = 25 * means[-1][0]
     second = 25 * (1 - abs(means[0][1] - means[-1][1]) if len(means) == 2 else means[0][1])

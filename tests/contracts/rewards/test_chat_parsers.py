@@ -1,4 +1,4 @@
-"""Readings of judges' texts: what the reference parsers read, and a reason where they guess."""
+"""Parsed judge texts equal those of reference parsers, with a reason if the reference guesses."""
 
 import json
 import math
@@ -29,7 +29,7 @@ CORPUS = json.loads((GOLDEN / "H_judge_parsers.json").read_text())["values"]
 
 
 def reading(parse, *args):
-    """What a parser gives, or None where it refuses with a reason."""
+    """The result of a parser, or None if it raises Unparsable."""
     try:
         return parse(*args)
     except Unparsable:
@@ -158,7 +158,7 @@ def _rate(scores):
 
 @pytest.mark.parametrize("group", CORPUS["prefgrpo_win_rates"], ids=lambda group: str(group["n"]))
 def test_win_rates_agree_once_the_missing_pairs_are_given_half_a_win_each(group):
-    """The reference gives half a win for what it cannot read; a tie is half a win here too."""
+    """The reference counts an unreadable answer as half a win; a tie is half a win in both."""
     scores = {i: [] for i in range(group["n"])}
     for pair in group["responses"]:
         read = reading(parse_better_after_thinking, pair["model_output"])

@@ -33,7 +33,7 @@ def serve():
 
 
 def group_of(*levels, groups=None, prompts=None):
-    """One grey picture per level of 255."""
+    """One grey image per level of 255."""
     media = torch.tensor(levels)[:, None, None, None, None] / 255
     groups = [4] * len(levels) if groups is None else groups
     prompts = ["a cat"] * len(levels) if prompts is None else prompts
@@ -41,7 +41,7 @@ def group_of(*levels, groups=None, prompts=None):
 
 
 def shown(request):
-    """The levels of the two pictures, in the order of the request."""
+    """The levels of the two images, in the order of the request."""
     return tuple(int(picture[0, 0, 0]) for picture in request.pictures)
 
 

@@ -1,4 +1,4 @@
-"""Weights of others: read without pickle, every key accounted for, told apart by content."""
+"""Weights of third parties: read without pickle, every key accounted for, identified by content."""
 
 import json
 import pickle
@@ -36,7 +36,7 @@ def weights():
 
 
 class Payload:
-    """What a checkpoint must never be allowed to do."""
+    """Object with a side effect that a checkpoint must never trigger."""
 
     def __init__(self, mark):
         self.mark = mark

@@ -26,7 +26,7 @@ PROMPTS = ("make it red", "remove the dog", "a hat", "cut")
 
 
 def heads(generator):
-    """Weights of both heads under the published names, of a size that tells samples apart."""
+    """Weights of both heads under the published names, large enough to separate samples."""
     tensors = {}
     for head in range(2):
         for layer, (n, m) in ((0, (1024, 48)), (3, (16, 1024)), (5, (2, 16))):
@@ -147,7 +147,7 @@ def test_scores_and_deviations_are_those_of_the_formulas(folders, texts, small):
 
 
 def test_heads_are_fused_by_mean_minimum_or_sum():
-    """By hand: mu 1 and 3; sigma 3 and 4, whose variances add up to 25."""
+    """By hand: mu 1 and 3; sigma 3 and 4, with variances that sum to 25."""
     heads = torch.tensor([[[1.0, math.log(3.0)], [3.0, math.log(4.0)]]])
     assert fuse_heads(heads, "mean")[0].tolist() == pytest.approx([2.0, math.log(12.0) / 2])
     assert fuse_heads(heads, "min")[0].tolist() == pytest.approx([1.0, math.log(3.0)])

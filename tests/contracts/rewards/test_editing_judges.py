@@ -33,7 +33,7 @@ def picture(level, height=4, width=4):
 
 
 def levels(request):
-    """The level of every picture of a request, in order."""
+    """The level of every image of a request, in order."""
     return [int(shown[0, 0, 0]) for shown in request.pictures]
 
 

@@ -14,7 +14,7 @@ from tests.fixtures.reward_contract import check_contract, check_fingerprints, e
 
 
 class Channel(RewardModel, Loadable):
-    """Mean of one channel; none for a sample whose channel is black."""
+    """Mean of one channel; none for a sample with a black channel."""
 
     def __init__(self, name, channel, modality="any", needs=(), scale=(0.0, 2.0)):
         self.channel, self.asked, self.loads = channel, [], 0

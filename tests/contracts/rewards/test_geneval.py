@@ -1,4 +1,4 @@
-"""GenEval and counting: rules against the reference, detectors on pictures."""
+"""GenEval and counting: rules compared with the reference, and detectors on images."""
 
 import json
 
@@ -133,7 +133,7 @@ def test_metadata_that_breaks_the_schema_cannot_be_scored(include):
 
 
 class Told(Detector):
-    """Finds what it was told: the level of the top left pixel is an index into `findings`."""
+    """Detector with fixed findings: the level of the top left pixel is an index into `findings`."""
 
     version, names_colours = "told", True
 

@@ -1,4 +1,4 @@
-"""ImageReward: the original's numbers from the original's file, and nothing unaccounted for."""
+"""ImageReward: the original's numbers from the original's file, with every key accounted for."""
 
 import json
 import re

@@ -47,7 +47,7 @@ def network():
 
 
 def film(i):
-    """A video of 9 frames, of which the recorded 8 are seen."""
+    """A video of 9 frames that contains the recorded 8."""
     frames = RECORDED[f"frames{i}"].float() / 255
     return torch.cat([frames, torch.zeros_like(frames[:1])])[None]
 

@@ -26,7 +26,7 @@ from tests.fixtures.reward_contract import check_contract, check_fingerprints, e
 
 
 def moving(path: list[tuple[int, int]], height: int = 64, width: int = 96) -> torch.Tensor:
-    """A clip whose frames look at one large texture from these offsets (down, right)."""
+    """A clip with frames that are crops of one large texture at these offsets (down, right)."""
     generator = torch.Generator().manual_seed(11)
     coarse = torch.rand(1, 3, 24, 36, generator=generator)
     texture = F.interpolate(coarse, (4 * height, 4 * width), mode="bicubic").clamp(0, 1)[0]
@@ -141,7 +141,7 @@ def test_a_clip_without_a_usable_frame_rate_is_invalid(fps):
 
 
 class Mean(Encoder):
-    """Features are the means of the four quarters of a picture, times a weight."""
+    """Encoder with the means of an image's quarters, times a weight, as features."""
 
     reads_prompts = False
 
@@ -186,7 +186,7 @@ def test_frames_are_encoded_some_at_a_time():
 
 
 class Brightness(RewardModel):
-    """Mean and red of a picture; a dark one has no score."""
+    """Mean and red of an image; a dark image has no score."""
 
     def __init__(self, name: str = "brightness"):
         self.spec = RewardSpec(name, ("mean", "red"), "image", (0.0, 1.0), "MIT", True)

@@ -31,7 +31,7 @@ RAISES = {"a cup that says 'Tea'", "no quotes here", '""'}
 
 
 class Told(TextReader):
-    """Reads what it was told: the level of the top left pixel is an index into `texts`."""
+    """Reader with fixed texts: the level of the top left pixel is an index into `texts`."""
 
     version = "told"
 
@@ -46,7 +46,7 @@ class Told(TextReader):
 
 
 def marked(*frames: list[int]) -> torch.Tensor:
-    """Samples whose frames carry these indices for `Told`."""
+    """Samples with frames that carry these indices for `Told`."""
     return (torch.tensor(frames) / 255)[:, :, None, None, None].expand(-1, -1, 3, 6, 9).clone()
 
 

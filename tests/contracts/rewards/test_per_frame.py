@@ -15,7 +15,7 @@ from tests.fixtures.reward_contract import check_contract, check_fingerprints, e
 
 
 class Tone(RewardModel, Loadable):
-    """Mean and red of a picture; a dark one has no score. Remembers what it was asked."""
+    """Mean and red of an image; a dark image has no score. Stores its inputs."""
 
     def __init__(self, name: str = "tone", needs=()):
         self.spec = RewardSpec(

@@ -1,4 +1,4 @@
-"""Rules and signals with real weights on real pictures and clips; all come with packages."""
+"""Rules and signals with real weights on real images and clips, all from packages."""
 
 from collections.abc import Sequence
 from itertools import islice, pairwise

@@ -19,7 +19,7 @@ FOUND = [
 
 
 class Told(Detector):
-    """Detects what it was told, in every picture."""
+    """Detector with the same findings for every image."""
 
     version = "told"
     names_colours = False

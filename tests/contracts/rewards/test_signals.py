@@ -45,7 +45,7 @@ def test_jpeg_size_keeps_the_contract():
 
 
 class Findings:
-    """In place of the network: the level of the top left pixel picks what is found."""
+    """Mock network: the level of the top left pixel selects the findings."""
 
     def __init__(self, *findings):
         self.findings = findings
@@ -179,7 +179,7 @@ def test_a_sentence_encoder_with_a_wrong_checkpoint_is_refused(sentence_encoder,
 
 @pytest.fixture(scope="module")
 def efficientnet(tmp_path_factory):
-    """Random weights that let pictures through, in a file."""
+    """Random weights that pass images through, in a file."""
     torch.manual_seed(4)
     network = EfficientNetNetwork()
     for name, parameter in network.named_parameters():

@@ -47,7 +47,7 @@ def test_only_the_best_candidates_that_are_unsure_have_a_gradient():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A detector of eight candidates, whose text encoder tells all words apart."""
+    """A detector of eight candidates with a text encoder that distinguishes all words."""
     folder = tmp_path_factory.mktemp("grounding")
     vocabulary = {f"[unused{i}]": i for i in range(1060)}
     vocabulary = {

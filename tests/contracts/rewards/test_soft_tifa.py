@@ -45,7 +45,7 @@ def pictures():
 
 
 def test_means_are_over_the_questions_asked_by_hand():
-    """By hand: (.5 + .125) / 2 and sqrt(.5 * .125); 1e-6 in place of 0, 1 in place of 1.5."""
+    """By hand: (.5 + .125) / 2 and sqrt(.5 * .125); 0 is clamped to 1e-6, 1.5 to 1."""
     p = torch.tensor([[0.5, 0.125, 0.9], [0.0, 1.5, 1.0]])
     asked = torch.tensor([[True, True, False], [True, True, True]])
     got = soft_tifa(p, asked)
@@ -60,7 +60,7 @@ def test_a_number_is_spelt_in_words_and_digits_and_only_where_it_is_asked_for():
 
 
 def test_probabilities_are_those_of_the_official_model_over_single_tokens(folder, reward):
-    """Each question in a full prompt of its own; tokens are those of the words, each once."""
+    """Each question uses a separate full prompt; each token of the words counts once."""
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     vocabulary = processor.tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""What an edit keeps of its source, by hand and by the promises of every reward."""
+"""Source consistency of edits, by hand and by the contract of every reward."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.fixtures.reward_contract import check_contract, example_batch
 
 
 class Corners(Encoder):
-    """Six numbers of a picture, far from its border, of which three may be negative."""
+    """Encoder with six numbers per image, far from its border; three may be negative."""
 
     reads_prompts = False
     version = "corners"
@@ -54,7 +54,7 @@ def test_what_every_reward_promises(reward):
 
 @pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(Corners())])
 def test_every_edit_is_compared_with_its_own_source(reward):
-    """An unchanged picture scores 1, also where its source was of another size."""
+    """An unchanged image scores 1, also if its source had another size."""
     grey = [torch.full((3, 8 + i, 9), (i + 1) / 6) for i in range(4)]
     media = torch.stack([torch.full((1, 3, 8, 9), (i + 1) / 6) for i in range(4)])
     batch = MediaBatch(media, [""] * 4, references=[[g, grey[0]] for g in grey])

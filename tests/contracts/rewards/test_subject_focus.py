@@ -1,4 +1,4 @@
-"""How surely pictures show the subjects of their references, and where."""
+"""How clearly images show the subjects of their references, and where."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.fixtures.reward_contract import check_contract, example_batch
 
 
 class Colours(Encoder):
-    """The mean colour of a picture, from which grey is taken away."""
+    """Encoder with an image's mean colour minus grey as features."""
 
     reads_prompts = False
     version = "colours"
@@ -47,7 +47,7 @@ def test_what_every_reward_promises():
 
 
 def test_the_focus_lies_where_the_subject_is():
-    """A red subject in the left half of a blue picture: its patches match, the others do not."""
+    """A red subject in the left half of a blue image: its patches match, all others do not."""
     red, blue = torch.tensor([0.9, 0.2, 0.2]), torch.tensor([0.1, 0.2, 0.9])
     picture = blue[:, None, None].expand(3, 160, 160).clone()
     picture[:, :, :96] = red[:, None, None]

@@ -35,7 +35,7 @@ LOSSES = "flowalign.reward_training.losses"
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """A tiny random open_clip model with a tokenizer of its own, as a local folder."""
+    """A tiny random open_clip model with a separate tokenizer, as a local folder."""
     folder = tmp_path_factory.mktemp("clip")
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", *WORDS.split(), "<eos>"])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -84,7 +84,7 @@ def picture(path, pixels):
 
 
 def preferences(folder, prompts=24, noise=False):
-    """Pairs of pictures, one of which shows the prompt; the verifier says which is better."""
+    """Pairs of images, one of which shows the prompt; the verifier decides the preference."""
     generator, everything = torch.Generator().manual_seed(0), world.splits()["train"]
     chosen = everything[:: len(everything) // prompts][:prompts]
     rows = []
@@ -323,7 +323,7 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(trained, tmp_path, cl
 
 
 def test_a_training_that_is_refused_leaves_its_folder_as_it_was(tmp_path, clip):
-    """Its data do not exist; neither that nor another process may cost what is there."""
+    """Neither missing data nor another process may delete the existing files."""
     out, missing = tmp_path / "run", tmp_path / "missing.jsonl"
     run, config = load_run(str(run_file(tmp_path, clip, missing)))
     with pytest.raises(ValueError, match="missing"):
@@ -506,7 +506,7 @@ def test_a_damaged_file_of_the_cache_is_computed_again(trained, clip, tmp_path):
 
 
 class Corners(Encoder):
-    """Six numbers of a picture, three of a prompt."""
+    """Six numbers per image, three per prompt."""
 
     reads_prompts = True
 

@@ -107,7 +107,7 @@ def test_thoughts_that_do_not_say_enough_are_refused(text, names, why):
 
 
 def test_shares_are_those_of_the_first_by_hand():
-    """The texts of the published examples are of this form."""
+    """The texts of the published examples have this form."""
     assert parse_shares(SHARES, AXES) == [0.435699999332428, 0.25, 1.0]
     for wrong, why in (
         (SHARES.replace("0.75", "0.7"), "do not sum to 1"),
@@ -168,7 +168,7 @@ def levels(request):
 
 
 def test_win_rates_of_every_form_have_its_dimensions(serve):
-    """The judge prefers what is brighter, and only in the second dimension what is darker."""
+    """The judge prefers brighter images, and in the second dimension darker ones."""
 
     def shares(request):
         first, second = levels(request)

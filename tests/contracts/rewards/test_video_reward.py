@@ -45,7 +45,7 @@ def model():
 
 @pytest.fixture
 def short(monkeypatch):
-    """A shorter question, of smaller frames, for what does not depend on it."""
+    """A shorter question about smaller frames, for tests that do not depend on it."""
     monkeypatch.setattr(video_reward, "INSTRUCTION", SHORT)
     monkeypatch.setattr(video_reward, "FEWEST_PIXELS", 4 * 28 * 28)
     model = tiny()

@@ -58,7 +58,7 @@ def model(folder: Path, **changes) -> ClipFlanT5:
 
 
 def write_clip_t5(folder: Path) -> Path:
-    """Names of the published file, a word embedding under a fourth name, a head of its own."""
+    """Names of the published file, a word embedding under a fourth name, a separate head."""
     torch.manual_seed(5)
     vision = CLIPVisionModel(
         CLIPVisionConfig(
@@ -146,7 +146,7 @@ def by_hand(folder: Path, image: Tensor, prompt: str) -> float:
 
 
 def batch(height: int = 40, width: int = 70) -> MediaBatch:
-    """Four pictures in 8 bits with prompts of different lengths."""
+    """Four 8-bit images with prompts of different lengths."""
     found = example_batch(4, height=height, width=width)
     return replace(found, media=(found.media * 255).round() / 255)
 

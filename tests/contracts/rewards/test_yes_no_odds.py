@@ -35,7 +35,7 @@ def judges(tmp_path_factory):
 
 
 def pictures(frames=1, height=60, width=90):
-    """Three samples whose sides are no multiples of a token's."""
+    """Three samples with sides that are not multiples of a token's."""
     batch = example_batch(3, frames, height, width)
     return batch if frames == 1 else replace(batch, fps=(3.0, 3.0, 3.0))
 

@@ -86,7 +86,7 @@ def test_a_video_that_is_turned_by_no_right_angle_is_a_reason(tmp_path):
 
 
 def test_no_more_than_a_frame_of_a_decoded_clip_waits_for_garbage_collection(tmp_path):
-    """It would hold memory, and what it holds may not be freed by a process that was forked."""
+    """It would hold memory, and a forked process may not free this memory."""
     import av
 
     turned(tmp_path / "a.mp4", 90)

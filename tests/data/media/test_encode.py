@@ -282,7 +282,7 @@ def test_a_clip_that_is_too_short_is_refused_and_never_padded(tmp_path):
 
 
 def noisy(path, ending) -> bytes:
-    """A video of 20 frames of moving noise, whose bytes are spread over the file."""
+    """A video of 20 frames of moving noise, with bytes spread over the file."""
     ground = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(1))
     write_clip(path, torch.stack([ground.roll(2 * i, -1) for i in range(20)]), 16.0)
     return path.read_bytes()

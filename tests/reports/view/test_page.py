@@ -1,4 +1,4 @@
-"""What the page about all runs shows."""
+"""Content of the page about all runs."""
 
 import html
 import json

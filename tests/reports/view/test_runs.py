@@ -21,7 +21,7 @@ def steps(count, seconds=2.0):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run that is going on: 5 of 20 steps, two seconds each."""
+    """An unfinished run: 5 of 20 steps, two seconds each."""
     folder = fake_run(tmp_path / "runs" / "one")
     (folder / "summary.json").unlink()
     (folder / "config.yaml").write_text("num_steps: 20\n")

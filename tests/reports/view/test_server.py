@@ -1,4 +1,4 @@
-"""Requests to the page about all runs: what is served, and what never is."""
+"""Requests to the page about all runs: served files, and files that are never served."""
 
 import http.client
 import re
@@ -172,7 +172,7 @@ def test_an_address_that_others_reach_is_served_with_a_warning(root, monkeypatch
 @needs_browser
 @pytest.mark.slow
 def test_a_browser_shows_the_page_and_renews_it(served, root, tmp_path, monkeypatch):
-    """A run goes on by a step with every look, and its name has not become a script."""
+    """A run advances by a step at every request, and its name does not become a script."""
     other = fake_run(root / "<img src=x onerror=document.title='broken'>")
     write_rows(other, rows(10))
     looks, original = [], serving.page

@@ -36,7 +36,7 @@ def recipe(**settings) -> TDM:
 
 
 def opened(cfg, processes=ALONE, fail_on="\0", costs=None, rate=1e-2):
-    """The loop of a run, and its learner, whose policy has begun to predict colours."""
+    """The loop of a run and its learner, with a policy that has begun to predict colours."""
     policy = PixelPolicy()
     torch.manual_seed(5)
     torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.3)

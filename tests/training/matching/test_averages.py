@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).parents[3] / "assets" / "golden"
 
 
 def scored(seed=0) -> Examples:
-    """Twelve samples of three groups, whose better ones are redder."""
+    """Twelve samples of three groups; better ones are redder."""
     examples = pairs(6, seed=seed, paired=False)
     advantage = 1.5 * examples.latents[:, 0] / examples.latents[:, 0].abs().max()
     return pairs(6, seed=seed, paired=False, advantage=advantage, group=torch.arange(12) % 3)

@@ -1,4 +1,4 @@
-"""What stops preference training, and what it leaves intact."""
+"""Failures that stop preference training, and the files that they leave intact."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from tests.fixtures.training import new_learner
 
 
 def stream(tmp_path, **changes):
-    """Four samples of two prompts, of which "bb" has no reward."""
+    """Four samples of two prompts; "bb" has no reward."""
     (tmp_path / "prompts.txt").write_text("a\nbb\n")
     cfg = Rollouts(
         prompts=str(tmp_path / "prompts.txt"),

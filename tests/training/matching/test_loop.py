@@ -1,4 +1,4 @@
-"""The loop from examples to updates: what is checked, counted, added up and carried."""
+"""The loop from examples to updates: checks, counts, accumulation and state."""
 
 import math
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ ALONE_WITH_ITSELF = Requirements(reference=False)
 
 @dataclass(frozen=True)
 class Scripted(MatchingLoss):
-    """Pulls a little, reports what it is told, and keeps what it was shown."""
+    """Loss with a small gradient that reports given metrics and stores its inputs."""
 
     stats: dict
     requirements: Requirements = ALONE_WITH_ITSELF
@@ -336,7 +336,7 @@ def test_single_rows_come_without_partner_and_with_their_labels():
 
 
 def moved_learner():
-    """One whose policy is no longer its reference."""
+    """A learner with a policy that differs from its reference."""
     learner = new_learner()
     train(recipe(), learner, pairs(), steps=3)
     return learner

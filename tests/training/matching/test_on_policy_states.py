@@ -1,4 +1,4 @@
-"""Teachers on the student's own states: what is visited, who teaches it, and what it costs."""
+"""Teachers on the student's own states: visited states, teachers, and costs."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ LORA = Lora(rank=2, alpha=4, target_modules=("attn.to_q", "attn.to_out.0"))
 
 
 def other_policy(seed: int) -> PixelPolicy:
-    """Another network, whose velocities differ."""
+    """Another network with different velocities."""
     policy = PixelPolicy(seed=seed)
     with torch.no_grad():
         policy.denoiser[-1].weight.normal_(generator=torch.Generator().manual_seed(seed))
@@ -308,7 +308,7 @@ def test_adapters_start_with_the_update_nearest_to_the_mean_of_the_teachers(tmp_
 
 
 def updates(policy) -> dict[str, torch.Tensor]:
-    """What each adapter adds, up to its scale."""
+    """The update of each adapter, up to its scale."""
     named = dict(policy.denoiser.named_parameters())
     downs = {n: p for n, p in named.items() if ".lora_A." in n}
     return {n: (named[n.replace("_A", "_B")] @ p).detach() for n, p in downs.items()}

@@ -1,4 +1,4 @@
-"""What the policy is compared with, and that a stopped run goes on with it bit for bit."""
+"""References of the policy, and that a stopped run resumes with them bit for bit."""
 
 import json
 
@@ -53,7 +53,7 @@ def weights(learner) -> torch.Tensor:
 
 
 def trained_after(learner, updates: int) -> list[torch.Tensor]:
-    """The policy's weights before and after each of so many updates."""
+    """The policy's weights before and after each of `count` updates."""
     found = [weights(learner)]
     for _ in range(updates):
         train(recipe(loss=LinearDPO(beta=3.0)), learner, pairs(), steps=[learner.num_updates])

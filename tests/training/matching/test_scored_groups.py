@@ -53,7 +53,7 @@ def redness(latents):
 
 
 def trained_policy(seed: int) -> PixelPolicy:
-    """Another network, whose samples differ."""
+    """Another network with different samples."""
     policy = PixelPolicy(seed=seed)
     with torch.no_grad():
         policy.denoiser[-1].weight.normal_(generator=torch.Generator().manual_seed(seed))

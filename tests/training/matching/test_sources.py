@@ -120,7 +120,7 @@ def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_
 
 
 def told_of(rewards: Rewards) -> RunContext:
-    """What a source is told of a run with these rewards."""
+    """The description of a run with these rewards that a source receives."""
     return RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=1, evaluates=True)
 
 

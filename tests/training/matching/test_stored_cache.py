@@ -1,4 +1,4 @@
-"""A dataset encoded by several processes, of which nothing but latents stays."""
+"""A dataset encoded by several processes, of which only latents are stored."""
 
 import io
 from datetime import timedelta
@@ -48,7 +48,7 @@ def noise_png(k: int) -> bytes:
 
 
 def pick_a_pic(folder: Path, numbers: list[tuple[int, int]]) -> str:
-    """Pairs of pictures that lie in the table itself."""
+    """Pairs of images that are stored in the table itself."""
     rows = [
         {
             "caption": "p" * (i + 1),
@@ -140,7 +140,7 @@ def test_a_process_may_wait_for_another_that_encodes_for_hours(monkeypatch):
 
 
 class Refuses(PixelPolicy):
-    """Refuses the fourth picture, and counts what it is asked."""
+    """Policy that rejects the fourth image, and counts its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ def _of_two(rank: int, folder: str):
 
 @pytest.fixture(scope="module")
 def after_a_kill(tmp_path_factory) -> list[tuple]:
-    """The first process had encoded its half of 8 pictures and of 5 prompts, the other nothing."""
+    """The first process had encoded its half of 8 images and of 5 prompts, the other nothing."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in (0, 1):
         (folder / str(rank)).mkdir()
@@ -191,7 +191,7 @@ def after_a_kill(tmp_path_factory) -> list[tuple]:
 
 @pytest.mark.slow
 def test_processes_share_what_is_missing_and_not_what_there_is(after_a_kill):
-    """Of 5 missing pictures one is refused; each is encoded twice, also mirrored, by one of two."""
+    """One of 5 missing images is rejected; each is encoded by one process, plain and mirrored."""
     assert [counts for *_, counts, _, _ in after_a_kill] == [(2, 6, 1), (6, 6, 1)]
     assert [one[3] for one in after_a_kill] == [2, 2], "prompts"
 

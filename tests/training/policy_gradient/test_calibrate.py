@@ -1,4 +1,4 @@
-"""A run that calibrates its noise levels first: what it counts, costs, stores, and survives."""
+"""A run that first calibrates its noise levels: counts, costs, files, and resuming."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def test_gains_are_those_of_fresh_trajectories_worked_out_one_by_one(tmp_path):
 
 
 def test_what_it_costs_is_counted(tmp_path):
-    """30 trajectories: 4 + 3 + 2 + 1 evaluations and 4 pictures each."""
+    """30 trajectories: 4 + 3 + 2 + 1 evaluations and 4 images each."""
     _, session = levels(new_run(tmp_path / "run"))
     assert session.costs.network_evaluations == 30 * 10
     assert session.costs.decodes == session.costs.reward_calls == 30 * 4

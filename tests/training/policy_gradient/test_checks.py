@@ -46,7 +46,7 @@ class Idle(PixelPolicy):
 
 
 class HalfIdle(PixelPolicy):
-    """Two layers of one kind, of which only the second is used: that may be right."""
+    """Two layers of one kind; only the second is used, which can be right."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ def test_warn_records_notes_and_goes_on():
 
 
 def test_gates_change_no_update():
-    """A watched run and one whose gates only warn end in equal weights and the same reward."""
+    """A monitored run and one with gates that only warn have equal final weights and rewards."""
     a, b = new_learner(), new_learner()
     train(new_recipe(on_failed_check="warn"), a, new_rewards(), steps=3)
     train(new_recipe(), b, new_rewards(), steps=3)

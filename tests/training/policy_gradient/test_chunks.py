@@ -53,7 +53,7 @@ def made(algorithm, **recipe):
 
 
 def gradients(learner, cfg, batch):
-    """Of each update of a step; between two, the weights move a little, always alike."""
+    """Gradients of each update of a step; between updates the weights change by equal amounts."""
     got, generator = [], torch.Generator().manual_seed(7)
 
     def step():

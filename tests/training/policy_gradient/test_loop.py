@@ -1,4 +1,4 @@
-"""The online loop on one-pixel pictures: what can be learned is learned, and nothing else."""
+"""The online loop on one-pixel images learns exactly the learnable part of the reward."""
 
 import math
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class Spy(PolicyLoss):
 
 @dataclass(frozen=True)
 class Rising(CreditEstimator):
-    """Step k earns (k + 1) times the outcome, so steps can be told apart."""
+    """Step k earns (k + 1) times the outcome, so steps can be distinguished."""
 
     def __call__(self, trajectory, values):
         final = values([trajectory.num_steps])
@@ -378,7 +378,7 @@ def test_failed_samples_or_their_groups_are_left_out(on_failure, trained):
 
 @pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
 def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_failure):
-    """Two prompts fail whole: the weights are those of a run whose loss saw the other one only."""
+    """Two prompts fail completely: the weights equal those of a run with the other prompt only."""
     spoilt, alone = new_learner(), new_learner()
     values = [*REWARDS[:4], *[math.nan] * 8]
     rewards = Rewards([Told(*values)], {"told": 1.0}, on_failure)

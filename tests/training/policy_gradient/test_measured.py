@@ -1,4 +1,4 @@
-"""Measured step weights: what is measured, what follows from it, and that updates stay exact."""
+"""Measured step weights: measurements, resulting weights, and exact updates."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_no_trained_step_falls_under_the_floor(floor):
 
 
 def test_a_step_that_was_never_measured_keeps_its_start():
-    """Steps 0 and 1 share what they had, 2, by their signal; the new step 2 stays at 1."""
+    """Steps 0 and 1 share their weight, 2, by their signal; the new step 2 stays at 1."""
     known = Averages.none(4).after(
         Moments(torch.diag(torch.tensor([3.0, 1.0])).double(), torch.eye(2).double()),
         torch.tensor([0, 1]),
@@ -136,7 +136,7 @@ def test_halves_keep_prompts_whole():
 
 
 def bandit(learner, cfg: MeasuredWeight, count: int) -> StepGradients:
-    """Measurements of updates whose gradients are MEANS, and noise of each prompt and step."""
+    """Measurements of updates with MEANS as gradients, and noise of each prompt and step."""
     _, batch = one_batch(learner)
     steps, where = StepGradients(cfg, learner, 4, 1), learner.policy.denoiser[2].bias
     generator = torch.Generator().manual_seed(0)

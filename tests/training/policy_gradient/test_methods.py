@@ -1,4 +1,4 @@
-"""Every published method's run file, on the one-pixel policy: what it costs, and that it learns."""
+"""Every published method's run file on the one-pixel policy: its cost, and that it learns."""
 
 import copy
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
 OF_BLOCKS = [path for path in METHODS if path.stem in ("euphonium", "latent_gain")]
-"""Methods whose reward reads the first blocks of the policy, which the policy of pixels lacks."""
+"""Methods with a reward on the policy's first blocks, which the one-pixel policy lacks."""
 OF_PIXELS = [path for path in METHODS if path not in OF_BLOCKS]
 THREE = ("a", "bb", "ccc")
 
@@ -44,7 +44,7 @@ def recipe(request):
 
 
 def test_a_step_costs_what_the_plan_says(recipe):
-    """Network evaluations, pictures and reward calls of sampling, valuing and one update."""
+    """Network evaluations, images and reward calls of sampling, valuing and one update."""
     assert_costs(recipe, new_learner(moving_policy()), new_rewards(), THREE)
 
 

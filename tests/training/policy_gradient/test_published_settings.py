@@ -44,7 +44,7 @@ def batch_of(cfg):
 
 
 def test_a_deviation_by_n_minus_1_makes_advantages_smaller_by_its_root():
-    """Four samples: the deviation grows by sqrt(4 / 3), but for the 1e-4 beside it."""
+    """Four samples: the deviation grows by sqrt(4 / 3), except for the added 1e-4."""
     (plain, outcome), (corrected, same) = (
         batch_of(new_recipe(advantages={"std_correction": n})) for n in (0, 1)
     )

@@ -75,7 +75,7 @@ def test_spans_of_one_step_are_grpo_to_the_bit(changes):
 
 @pytest.mark.parametrize("micro_batch", [1, 5, 64])
 def test_the_update_is_the_gradient_of_the_mean_over_spans(micro_batch):
-    """Steps 0 and 1 are a span, step 2 is one of its own; weights and advantages are averaged."""
+    """Steps 0 and 1 are one span, step 2 is another; weights and advantages are averaged."""
     rule = {"step_weight": [0.5, 1.5, 3.0, 0.0], "micro_batch": micro_batch}
     learner, cfg, batch = made(SpanGRPO(span_steps=2, clip_range=0.2), **rule)
     _, _, single = made(GRPO(PPOClip(0.2)), **rule)

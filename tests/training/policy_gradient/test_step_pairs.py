@@ -36,7 +36,7 @@ OLD = StepDPO(reference="old")
 
 
 def sampled(learner=None, advantage=None, **sampling) -> TrainBatch:
-    """A rollout whose advantages are told, before it is paired."""
+    """A rollout with given advantages, before it is paired."""
     cfg = new_recipe(sampling)
     learner = learner or new_learner()
     trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
@@ -52,7 +52,7 @@ def duels(batch: TrainBatch) -> set[tuple[int, int, int]]:
 
 
 def test_in_chains_the_best_and_worst_of_a_prompt_meet_step_by_step():
-    """Which those are may differ from step to step; what is not trained meets nobody."""
+    """The best and worst may differ from step to step; untrained steps are not paired."""
     advantage = torch.tensor(
         [[0.0, 3.0, 1.0, 9.0], [2.0, -1.0, 1.0, 8.0], [-1.0, 0.0, 1.0, 7.0], [1.0, 1.0, 1.0, 6.0]]
     ).repeat(3, 1)
@@ -205,7 +205,7 @@ def test_steps_of_larger_weight_pull_more():
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
 def test_every_pair_is_seen_once_an_epoch_however_the_step_is_divided(updates):
-    """Prompts are kept whole, so no pair falls apart: each update weighs all of its pairs by 1."""
+    """Prompts are kept whole, so no pair is split: each update weights all of its pairs by 1."""
     seen = []
 
     class Watched(StepDPO):

@@ -42,7 +42,7 @@ def loop_of(cfg, learner, model=None, requests=None, seed=5):
 
 
 def gradients(cfg, model=None, requests=None, policy=None):
-    """The accumulated gradient of one step, before the update, and what is logged."""
+    """The accumulated gradient of one step before the update, and the logged metrics."""
     learner = new_learner(policy or bent_pixel())
     loop = loop_of(cfg, learner, model, requests)
     trajectory, first = loop.sample(0)

@@ -1,4 +1,4 @@
-"""What is refused before anything is loaded, what a plan says, and what a resumed run makes."""
+"""Errors before anything is loaded, plans, and resumed runs."""
 
 import json
 from dataclasses import replace

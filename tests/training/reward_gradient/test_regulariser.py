@@ -1,4 +1,4 @@
-"""A loss of stored media beside rewards: at weight 0 it is not there, else gradients add up."""
+"""A regulariser on stored samples: no effect at weight 0, otherwise gradients add up."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """Six pairs, of which a step takes four."""
+    """Six pairs; a step takes four."""
     return StoredDataset(path=painted(tmp_path), batch_size=4)
 
 
@@ -56,7 +56,7 @@ def opened(cfg, tmp_path, learner=None):
 
 
 def gradients(cfg, tmp_path):
-    """Of the first update, before it is made, and what was logged."""
+    """Gradients before the first update, and the logged metrics."""
     learner, loop = opened(cfg, tmp_path)
     learner.step = dict
     metrics = next(iter(loop.run([0])))
@@ -101,7 +101,7 @@ def test_with_a_weight_the_gradient_is_the_sum(prompts, data, tmp_path, loss, mi
 
 
 def test_media_of_every_step_are_others_and_follow_from_the_seed(prompts, data, tmp_path):
-    """A run that goes on at step 2 sees what the whole run saw there."""
+    """A run resumed at step 2 gets the same samples as the whole run at this step."""
     cfg = recipe(prompts, Regulariser(data=data, times=Uniform()), on_failed_check="warn")
     _, loop = opened(cfg, tmp_path, new_learner(bent(), learning_rate=1e-9))
     seen = [metrics["regulariser"] for metrics in loop.run(range(4))]
@@ -113,7 +113,7 @@ def test_media_of_every_step_are_others_and_follow_from_the_seed(prompts, data, 
 
 @pytest.mark.slow
 def test_it_holds_the_policy_near_the_media(prompts, data, tmp_path):
-    """Pairs are red and blue; the reward wants red, media of both pull back."""
+    """Pairs are red and blue; the reward prefers red, and stored samples of both pull back."""
     errors = []
     for weight in (0.0, 30.0):
         stored = Regulariser(data=data, weight=weight, loss=SFT(on="all"), times=Uniform())

@@ -1,4 +1,4 @@
-"""Rewards are compared alike wherever samples are: by hand, and in online DPO."""
+"""Rewards are compared equally in all recipes: by hand, and in online DPO."""
 
 from dataclasses import replace
 
@@ -144,7 +144,7 @@ def test_pairs_may_be_chosen_by_transformed_rewards(tmp_path):
 
 
 def test_pairs_may_be_chosen_by_the_lead_on_a_reference_of_each_request(tmp_path):
-    """Each prompt's reference of redness lies in the middle of its own samples."""
+    """Each prompt's reference of redness is the middle of its own samples."""
     weights = {"redness": 1.0, "green": 1.0}
     transform = LogSigmoidCentred(
         reference={"green": 0.6}, reference_columns={"redness": "usual"}, scale=0.02
