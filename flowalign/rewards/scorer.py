@@ -1,6 +1,5 @@
 """Serve one reward model in a separate process, which ends with its parent process."""
 
-import json
 import os
 import secrets
 import signal
@@ -13,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from flowalign.rewards.client import RewardClient
 from flowalign.rewards.config import build_reward_models
 from flowalign.types import RewardSpec
+from flowalign.utils.local_modules import name_files
 from flowalign.utils.parent_watchdog import tie_to_parent
 
 TOKEN = "FLOWALIGN_REWARD_TOKEN"
@@ -56,7 +57,8 @@ class Scorer:
         self.seconds, self.token = seconds, secrets.token_urlsafe(32)
         folder = tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True)
         self._log, file = Path(folder.name, "log"), Path(folder.name, "rewards.yaml")
-        file.write_text(json.dumps({"rewards": [dict(reward)]}), encoding="utf-8")
+        settings = yaml.safe_dump({"rewards": [dict(reward)]})
+        file.write_text(name_files(settings), encoding="utf-8")
         environment = {**os.environ, TOKEN: self.token, **_device_environment(device)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # the scorer is not a rank of the run
             environment.pop(name, None)

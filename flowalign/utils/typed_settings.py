@@ -1,8 +1,10 @@
 """Build a dataclass object from settings in YAML files and options, with its fields as schema."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -10,14 +12,16 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.files import bundled
 from flowalign.utils.inline_components import (
     apply_entry_options,
     flatten_components,
     nest_components,
     rename_keys,
 )
+from flowalign.utils.local_modules import name_files, resolve_components
 from flowalign.utils.setting_errors import explain
-from flowalign.utils.strict_yaml import read_mapping
+from flowalign.utils.strict_yaml import parse_yaml, read_mapping
 
 T = TypeVar("T")
 
@@ -30,21 +34,28 @@ def load_typed(kind: type[T], config: str, overrides: Sequence[str] = ()) -> tup
     Raises:
         ConfigError: A setting is wrong; the message names it in at most five lines.
     """
-    return build(kind, read_mapping(config), lambda _: config, join_values(overrides))
+    values, options = read_mapping(config), join_values(overrides)
+    return build(kind, values, lambda _: config, options, [Path(bundled(config)).parent])
 
 
 def build(
-    kind: type[T], values: Mapping[str, Any], locate: Callable[[str], str], options: Sequence[str]
+    kind: type[T],
+    values: Mapping[str, Any],
+    locate: Callable[[str], str],
+    options: Sequence[str],
+    folders: Sequence[Path] = (),
 ) -> tuple[T, str]:
     """Build a dataclass object from settings and options such as `--seed=3`.
 
-    `locate` returns the file that contains a dotted key, for messages. Returns the object and the
-    resolved YAML.
+    `locate` returns the file that contains a dotted key, for messages. The user's own modules are
+    searched in `folders` and in the current folder. Returns the object and the resolved YAML.
 
     Raises:
         ConfigError: A setting is wrong; the message names its file and key in at most five lines.
     """
     parser = _build_parser(kind)
+    values = resolve_components(values, folders)
+    options = [_resolve_option(option, folders) for option in options]
     try:
         flat, others = apply_entry_options(kind, values, options)
         parsed = _parse(parser, nest_components(kind, flat), others)
@@ -53,12 +64,21 @@ def build(
         built = parser.instantiate_classes(parsed)
         settings = {field.name: built[field.name] for field in fields(kind)}  # type: ignore[arg-type]
         text = parser.dump(parsed, skip_none=False, skip_validation=True)  # parsing validated it
-        return kind(**settings), flatten_components(kind, text, settings)
+        return kind(**settings), name_files(flatten_components(kind, text, settings))
     except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise
         message = explain(str(error), locate, parser)
         raise ConfigError(rename_keys(kind, message)) from error
+
+
+def _resolve_option(option: str, folders: Sequence[Path]) -> str:
+    """Return an option whose value is a component by a dotted path that can be imported."""
+    key, _, value = option.partition("=")
+    read = parse_yaml(value) if value.startswith(("[", "{")) else value
+    resolved = resolve_components(read, folders, key.lstrip("-").rpartition(".")[2])
+    shown = resolved if isinstance(resolved, str) else json.dumps(resolved)
+    return option if resolved == read else f"{key}={shown}"
 
 
 def join_values(overrides: Sequence[str]) -> list[str]:

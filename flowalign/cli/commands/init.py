@@ -1,6 +1,7 @@
 """Write a run file from a few answers or options."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     draft_run_file.write(
         out, content, f"{model.path or model.family} by {method}, from flowalign init"
     )
-    say(f"{out} is written; the next command is:\nflowalign check {out}")
+    command = shlex.join(["flowalign", "check", str(out)])
+    say(f"{out} is written; the next command is:\n{command}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """List the run files of the package with their tests, or copy one."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from flowalign.cli.commands.common import get_log
@@ -22,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the table of run files, or copy one, and return 0."""
     if args.out:
         copy_recipe(find_recipe(args.name or ""), Path(args.out))
-        get_log()(f"{args.out} is written; the next command is:\nflowalign check {args.out}")
+        command = shlex.join(["flowalign", "check", args.out])
+        get_log()(f"{args.out} is written; the next command is:\n{command}")
         return 0
     if args.methods:
         listed = combinations(find_recipe(args.name or ""))

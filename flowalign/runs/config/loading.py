@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flowalign.runs.config.compose import compose, find_origin
 from flowalign.runs.config.run import Run
+from flowalign.utils.files import bundled
 from flowalign.utils.typed_settings import build, join_values
 
 
@@ -56,5 +58,10 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     keys = [option.lstrip("-").partition("=")[0] for option in options if option.startswith("-")]
     origins = {**composed.origins, **dict.fromkeys(keys, "command line")}
     shown = " ".join(names)
-    run, text = build(Run, composed.values, lambda key: find_origin(origins, key) or shown, options)
+    folders = [Path(bundled(name)).parent for name in names]
+
+    def locate(key: str) -> str:
+        return find_origin(origins, key) or shown
+
+    run, text = build(Run, composed.values, locate, options, folders)
     return LoadedRun(run, text, origins)

@@ -1,0 +1,151 @@
+"""Import components from the user's own files, next to a run file or in the current folder.
+
+Run files name a component as `my_reward.Warmth` or `my_reward.py:Warmth`. Resolved settings keep
+the second form, because it is found again whatever folder Python searches.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flowalign.utils.errors import ConfigError
+
+FUNCTION_REWARD = "flowalign.rewards.FunctionReward"
+"""Class path of the reward model that calls a plain function."""
+FIRST_PARAMETERS = ("images", "videos")
+"""Names of the first parameter of a plain reward function."""
+_CLASS, _REWARDS = "class_path", ("rewards", "reward")
+_IN_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)$")
+_CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Z]\w*$")
+_PLAIN = re.compile(r"[\w./-]+$")
+_files: dict[str, Path] = {}
+"""Files that were imported here, by the name of their module."""
+
+
+def resolve_components(value: Any, folders: Sequence[Path], key: str = "") -> Any:
+    """Return settings in which every component is named by a dotted path that can be imported.
+
+    Own modules are searched in `folders`, then in the current folder. Under `rewards` and `reward`,
+    a plain function becomes a `FunctionReward`.
+
+    Raises:
+        ConfigError: A named file or the component in it does not exist, or cannot be imported.
+    """
+    if isinstance(value, Mapping):
+        one = {name: resolve_components(inner, folders, name) for name, inner in value.items()}
+        return _wrap_function(one) if _CLASS in one and key in _REWARDS else one
+    if isinstance(value, list):
+        return [resolve_components(inner, folders, key) for inner in value]
+    if isinstance(value, str) and (key == _CLASS or _CLASS_NAME.match(value)):
+        return resolve_name(value, folders)
+    return resolve_name(value, folders) if isinstance(value, str) and ".py:" in value else value
+
+
+def resolve_name(name: str, folders: Sequence[Path]) -> str:
+    """Return the dotted path of a component; other texts stay as they are.
+
+    Raises:
+        ConfigError: See `resolve_components`.
+    """
+    places = [*folders, Path.cwd()]
+    if in_file := _IN_FILE.match(name):
+        file = next(
+            (place / in_file[1] for place in places if (place / in_file[1]).is_file()), None
+        )
+        if file is None:
+            searched = ", ".join(dict.fromkeys(str(place.absolute()) for place in places))
+            raise ConfigError(f"{name}: there is no file {in_file[1]} (searched {searched})")
+        return f"{_import_file(file.resolve(), in_file[2])}.{in_file[2]}"
+    top, *inner = name.split(".")
+    if not inner or not all(part.isidentifier() for part in (top, *inner)):
+        return name
+    for place in places:
+        file = (place / f"{top}.py").resolve()
+        if file.is_file() and len(inner) == 1 and _is_free(top, file):
+            return f"{_import_file(file, inner[0])}.{inner[0]}"
+        if (place / top).is_dir() and importlib.util.find_spec(top) is None:
+            _add_to_path(place)
+    return name
+
+
+def name_files(text: str) -> str:
+    """Return YAML in which components of own files are named by file, as `my_reward.py:Warmth`.
+
+    Paths below the current folder are relative, as are those of prompts and data.
+    """
+    for module, file in _files.items():
+        below = file.is_relative_to(Path.cwd())
+        shown = str(file.relative_to(Path.cwd()) if below else file)
+        if not _PLAIN.match(shown):
+            continue  # such a name would need quotes
+        component = re.compile(rf"(?m)(: |- ){re.escape(module)}\.(\w+)$")
+        text = component.sub(lambda found, shown=shown: f"{found[1]}{shown}:{found[2]}", text)
+    return text
+
+
+def _is_free(module: str, file: Path) -> bool:
+    """Return whether the name of a module is this file's, or no other module's."""
+    if module in _files:
+        return _files[module] == file
+    spec = importlib.util.find_spec(module)
+    return spec is None or (spec.origin is not None and Path(spec.origin).resolve() == file)
+
+
+def _import_file(file: Path, component: str) -> str:
+    """Import a file and return the name of its module, which defines the component."""
+    name = next((module for module, known in _files.items() if known == file), None)
+    if name is None:
+        name = file.stem
+        if not name.isidentifier() or not _is_free(name, file):
+            why = "another module" if name.isidentifier() else "no name in Python"
+            raise ConfigError(
+                f"{file} cannot be imported as {name!r}, which is {why}: rename the file"
+            )
+        _add_to_path(file.parent)
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, SyntaxError) as error:
+            raise ConfigError(f"{file} cannot be imported: {error}") from error
+        _files[name] = file
+    module = sys.modules[name]
+    if not hasattr(module, component):
+        raise ConfigError(f"{file} defines no {component}; it defines {_list_names(module)}")
+    return name
+
+
+def _add_to_path(folder: Path) -> None:
+    """Let Python search a folder last, so that none of its modules hides an installed one."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _list_names(module: ModuleType) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+    ]
+    return ", ".join(own)[:200] or "nothing"
+
+
+def _wrap_function(component: dict[str, Any]) -> dict[str, Any]:
+    """Return a component, or the `FunctionReward` of a plain function."""
+    module, _, name = str(component[_CLASS]).rpartition(".")
+    if not module or not (module in _files or name[0].islower()):
+        return component  # a class, which need not be importable here
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:  # building the component reports it, with the key
+        return component
+    if not inspect.isfunction(found):
+        return component
+    first = next(iter(inspect.signature(found).parameters), None)
+    if first not in FIRST_PARAMETERS:
+        return component
+    return component | {_CLASS: FUNCTION_REWARD, "init_args": {"function": component[_CLASS]}}

@@ -1,0 +1,195 @@
+"""Components of the user's own files, next to the run file or in the current folder."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from flowalign.cli.main import main
+from flowalign.rewards.config import load_rewards
+from flowalign.runs.config import load
+from flowalign.types import MediaBatch
+from flowalign.utils import local_modules
+from flowalign.utils.errors import ConfigError
+from tests.fixtures.pixel import PixelPolicy
+
+WARMTH = """
+import my_shades
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+
+
+class Warmth(RewardModel):
+    def __init__(self, scale: float = my_shades.ONE):
+        self.scale = scale
+        self.spec = RewardSpec("warmth", ("warmth",), "any", (-1.0, 1.0), "Apache-2.0")
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        red, blue = batch.media[:, :, 0], batch.media[:, :, 2]
+        return RewardOutput.build(self.spec, self.scale * (red - blue).mean((1, 2, 3))[:, None])
+
+
+def redness(images, prompts) -> list[float]:
+    return [float(image[0].mean()) + len(prompt) for image, prompt in zip(images, prompts)]
+
+
+def motion(videos, metadata):
+    return (videos[:, 1:] - videos[:, :-1]).abs().mean((1, 2, 3, 4))
+
+
+def short(images, prompts):
+    return [1.0]
+
+
+def patchy(images):
+    return [None, float("nan"), 2.0][: len(images)]
+"""
+RUN = """
+policy: {class_path: tests.fixtures.pixel.PixelPolicy}
+rewards: [{class_path: NAME}]
+reward_weights: {DIM: 1.0}
+num_steps: 1
+device: cpu
+recipe:
+  class_path: flowalign.training.PolicyGradient
+  init_args: {prompts: PROMPTS, sampling: {num_steps: 4, samples_per_prompt: 2}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with own modules, which Python does not search; the current folder is another."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(local_modules, "_files", {})
+    own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
+    own.mkdir()
+    elsewhere.mkdir()
+    (own / "my_reward.py").write_text(WARMTH)
+    (own / "my_shades.py").write_text("ONE = 1.0\n")
+    (own / "prompts.txt").write_text("red\n")
+    monkeypatch.chdir(elsewhere)
+    yield own
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+def write_run(folder: Path, name: str, dim: str) -> Path:
+    run = folder / "run.yaml"
+    text = RUN.replace("NAME", name).replace("DIM", dim)
+    run.write_text(text.replace("PROMPTS", str(folder / "prompts.txt")))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("my_reward.Warmth", "warmth"),
+        ("my_reward.py:Warmth", "warmth"),
+        ("my_reward.py:redness", "redness"),
+        ("my_reward.redness", "redness"),
+    ],
+)
+@pytest.mark.parametrize("place", ["run file", "current folder"])
+def test_modules_beside_the_run_file_and_in_the_current_folder_are_found(
+    folder, tmp_path, monkeypatch, name, dim, place
+):
+    run = write_run(folder, name, dim)
+    if place == "current folder":
+        run = run.rename(tmp_path / "elsewhere" / "run.yaml")
+        monkeypatch.chdir(folder)
+    loaded, text = load(str(run))
+    (model,) = loaded.rewards
+    red = torch.zeros(1, 1, 3, 4, 4)
+    red[:, :, 0] = 0.5
+    offset = 3 if dim == "redness" else 0
+    assert model.score(MediaBatch(red, ["red"])).values.tolist() == [[0.5 + offset]]
+    # Resolved settings name the file, so that they can be loaded from any folder.
+    again = tmp_path / "elsewhere" / "config.yaml"
+    again.write_text(text)
+    assert load(str(again))[1] == text
+    assert "my_reward.py:" in text
+
+
+def test_a_component_of_an_own_file_can_be_an_option(folder, monkeypatch):
+    (folder / "my_policy.py").write_text(
+        "from tests.fixtures.pixel import PixelPolicy\n\nclass Mine(PixelPolicy):\n    pass\n"
+    )
+    run = write_run(folder, "tests.fixtures.pixel.Redness", "redness")
+    monkeypatch.chdir(folder)
+    loaded, _ = load(str(run), ["--policy", "my_policy.py:Mine"])
+    assert type(loaded.policy).__name__ == "Mine"
+    assert isinstance(loaded.policy, PixelPolicy)
+    loaded, _ = load(str(run), ["--rewards", "[{class_path: my_reward.py:redness}]"])
+    assert loaded.rewards[0].spec.dims == ("redness",)
+
+
+def test_functions_take_images_or_videos_and_their_columns(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (motion,), _ = load_rewards("my_reward.py:motion")
+    clip = torch.zeros(1, 3, 3, 2, 2)
+    clip[:, 1] = 1.0
+    assert motion.score(MediaBatch(clip, ["x"])).values.tolist() == [[1.0]]
+    (redness,), _ = load_rewards("my_reward.py:redness")
+    with pytest.raises(ValueError, match="not videos"):
+        redness.score(MediaBatch(clip, ["x"]))
+
+
+def test_scores_that_are_missing_fail_and_a_wrong_number_of_them_is_an_error(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    images = torch.zeros(3, 1, 3, 2, 2)
+    (patchy,), _ = load_rewards("my_reward.py:patchy")
+    found = patchy.score(MediaBatch(images, ["a", "b", "c"]))
+    assert found.valid.flatten().tolist() == [False, False, True]
+    assert set(found.reasons) == {0, 1}
+    (short,), _ = load_rewards("my_reward.py:short")
+    with pytest.raises(ValueError, match="1 scores for 3 samples"):
+        short.score(MediaBatch(images, ["a", "b", "c"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.py:Warmth", "there is no file nowhere.py"),
+        ("my_reward.py:Warmness", "defines no Warmness; it defines Warmth, redness"),
+        ("broken.py:Warmth", "broken.py cannot be imported"),
+        ("json.py:Warmth", "cannot be imported as 'json', which is another module"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_by_name(folder, monkeypatch, name, words):
+    monkeypatch.chdir(folder)
+    (folder / "broken.py").write_text("import not_installed_at_all\n")
+    (folder / "json.py").write_text("class Warmth: pass\n")
+    with pytest.raises(ConfigError, match=words):
+        load_rewards(name)
+
+
+@pytest.mark.parametrize("reward", ["my_reward.Warmth", "my_reward.py:redness"])
+def test_the_command_that_init_prints_runs_as_printed(folder, capsys, monkeypatch, reward):
+    monkeypatch.chdir(folder)
+    options = ["--model", "shapes", "--prompts", "own", "--reward", reward, "--out", "my run.yaml"]
+    with pytest.raises(SystemExit) as ended:
+        main(["init", *options])
+    assert ended.value.code == 0
+    command = capsys.readouterr().err.splitlines()[-1]
+    program, *words = shlex.split(command)
+    assert program == "flowalign"
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_a_reward_in_its_own_process_finds_the_file(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    settings = {
+        "class_path": "reward_models.ScorerProcess",
+        "init_args": {"reward": {"class_path": "my_reward.py:redness"}, "device": "cpu"},
+    }
+    (folder / "rewards.yaml").write_text(yaml.safe_dump({"rewards": [settings]}))
+    (scorer,), _ = load_rewards("rewards.yaml")
+    scorer.load()
+    scores = scorer.score(MediaBatch(torch.ones(1, 1, 3, 4, 4), ["ab"])).values
+    assert scores.tolist() == [[3.0]]
