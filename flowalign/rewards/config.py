@@ -6,14 +6,18 @@ from pathlib import Path
 from flowalign.rewards.checked import check_spec
 from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.file_kinds import describe_wrong_kind
 from flowalign.utils.files import bundled
 from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.typed_settings import build
 
 
 @dataclass(frozen=True)
-class _File:
+class RewardFile:
+    """Settings of a file that lists reward models."""
+
     rewards: list[RewardModel]
+    """Reward models."""
 
 
 def load_rewards(source: str) -> tuple[list[RewardModel], str]:
@@ -34,11 +38,15 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
 
 def build_reward_models(content: object, source: str) -> tuple[list[RewardModel], str]:
     """Build the reward models of settings with one key `rewards:`; see `load_rewards`."""
+    if isinstance(content, dict) and (
+        wrong := describe_wrong_kind(RewardFile, content.keys(), source)
+    ):
+        raise ConfigError(wrong)
     if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
         raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
     rewards = [_drop_weight(entry) for entry in content["rewards"]]
     folders = [path.parent] if (path := Path(bundled(source))).is_file() else []
-    file, text = build(_File, {"rewards": rewards}, lambda _: source, (), folders)
+    file, text = build(RewardFile, {"rewards": rewards}, lambda _: source, (), folders)
     with convert_value_errors(f"{source}:\n"):
         for model in file.rewards:
             check_spec(model)

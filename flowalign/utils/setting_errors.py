@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from inspect import isclass
 
@@ -102,10 +102,24 @@ def _list_nearest(word: str, known: Sequence[str], key: str = "") -> str:
     siblings = {name: k for name, k in siblings.items() if not name.startswith("_")}
     if not siblings and parent != key:  # its parent is unknown itself
         return _list_nearest(word.rpartition(".")[0], known, key)
+    if elsewhere := _find_elsewhere(last, siblings, known):
+        return f"did you mean {' or '.join(elsewhere)}?"
     near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(siblings[name] for name in near)}?"
     return f"allowed here: {', '.join(siblings)[:200] or 'nothing'}"
+
+
+def _find_elsewhere(word: str, siblings: Collection[str], known: Sequence[str]) -> list[str]:
+    """Return names in other groups, if they are much like `word` and no sibling is."""
+    if difflib.get_close_matches(word, siblings, n=1, cutoff=_MUCH_ALIKE):
+        return []
+    lasts = {name.rpartition(".")[2] for name in known}
+    near = difflib.get_close_matches(word, lasts, n=1, cutoff=_MUCH_ALIKE)
+    return [name for name in known if name.rpartition(".")[2] in near][:3]
+
+
+_MUCH_ALIKE = 0.8
 
 
 def _join(*names: str) -> str:

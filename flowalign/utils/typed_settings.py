@@ -12,6 +12,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.file_kinds import describe_wrong_kind
 from flowalign.utils.files import bundled
 from flowalign.utils.inline_components import (
     apply_entry_options,
@@ -54,6 +55,7 @@ def build(
         ConfigError: A setting is wrong; the message names its file and key in at most five lines.
     """
     parser = _build_parser(kind)
+    _check_kind(kind, values, options, locate)
     values = resolve_components(values, folders)
     options = [_resolve_option(option, folders) for option in options]
     try:
@@ -70,6 +72,15 @@ def build(
             raise
         message = explain(str(error), locate, parser)
         raise ConfigError(rename_keys(kind, message)) from error
+
+
+def _check_kind(
+    kind: type, values: Mapping[str, Any], options: Sequence[str], locate: Callable[[str], str]
+) -> None:
+    """Raise ConfigError if the values are those of another kind of file."""
+    given = {option.lstrip("-").partition("=")[0].partition(".")[0] for option in options}
+    if wrong := describe_wrong_kind(kind, {*values, *given}, locate("")):
+        raise ConfigError(wrong)
 
 
 def _resolve_option(option: str, folders: Sequence[Path]) -> str:

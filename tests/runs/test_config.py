@@ -100,7 +100,7 @@ def test_settings_beside_a_class_path_are_told_where_they_belong(written):
 
 def test_a_method_without_a_model_is_told_to_go_behind_one():
     message = complaint("configs/methods/dense_grpo.yaml")
-    assert "set class_path here, or in an earlier run file" in message
+    assert "names no policy: layer it on the run file of a model" in message
 
 
 WRONG_VALUES = {

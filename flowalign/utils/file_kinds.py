@@ -1,0 +1,40 @@
+"""Recognise the kind of a YAML file, to name the command that takes it."""
+
+from collections.abc import Collection
+from dataclasses import MISSING, fields
+
+KINDS = {
+    "Run": ({"recipe"}, "flowalign train FILE"),
+    "RewardRun": ({"backbone", "head"}, "flowalign reward train FILE"),
+    "UserEmbeddings": ({"backbone", "output"}, "flowalign users FILE"),
+    "ClipPairs": ({"clips", "method"}, "flowalign clip-pairs FILE"),
+    "Search": ({"width"}, "flowalign sample RUN_FILE --prompt TEXT --search FILE"),
+    "RewardFile": ({"rewards"}, "flowalign score DATA --rewards FILE --out FOLDER"),
+}
+"""Keys that mark a kind of file, by the class that it describes, and the command that takes it.
+The first kind whose keys a file has is its kind."""
+
+
+def describe_wrong_kind(kind: type, keys: Collection[str], file: str) -> str:
+    """Return why a file with these keys does not describe a `kind`; empty if it may.
+
+    A file of another kind has keys that are unknown to `kind`, or lacks some that it must have.
+    """
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    required = {
+        field.name
+        for field in fields(kind)  # type: ignore[arg-type]
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    if known.issuperset(keys) and required <= set(keys):
+        return ""
+    found = next((name for name, (marks, _) in KINDS.items() if marks <= set(keys)), None)
+    if found == kind.__name__ == "Run" and "policy" not in keys:
+        return (
+            f"{file} names no policy: layer it on the run file of a model, as in\n"
+            f"flowalign check configs/models/sd35_medium.yaml {file}"
+        )
+    if found in (None, kind.__name__):
+        return ""
+    command = KINDS[found][1].replace(" FILE", f" {file}")
+    return f"{file} is a file for another command: {command}"
