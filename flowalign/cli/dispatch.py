@@ -20,6 +20,8 @@ MAX_LINES = 5
 _COMMANDS = "flowalign.cli.commands"
 _REPEATED = ("clip-pairs", "compare", "sample", "score")
 """Commands that continue when they are repeated."""
+_RESUMED = ("demo", "train")
+"""Commands that continue with --resume."""
 
 
 def run_verb(args: argparse.Namespace) -> int:
@@ -38,8 +40,7 @@ def run_verb(args: argparse.Namespace) -> int:
     except OSError as error:  # such as a full disk
         return complain(_describe(error), 1)
     except KeyboardInterrupt as stop:
-        hint = "repeat the command" if args.verb in _REPEATED else "add --resume"
-        return complain(f"stopped; saved files are intact, to continue {hint}", exit_code(stop))
+        return complain(_describe_stop(args), exit_code(stop))
 
 
 def _describe(error: OSError) -> str:
@@ -47,6 +48,15 @@ def _describe(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _describe_stop(args: argparse.Namespace) -> str:
+    """Return what a stopped command leaves, and how it continues, if it can."""
+    if args.verb in _REPEATED:
+        return "stopped; saved files are intact, to continue repeat the command"
+    if args.verb in _RESUMED or (args.verb, getattr(args, "action", None)) == ("reward", "train"):
+        return "stopped; saved files are intact, to continue add --resume"
+    return "stopped"
 
 
 def quiet_libraries() -> None:

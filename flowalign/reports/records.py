@@ -18,15 +18,15 @@ _LARGEST = 1e300
 def collect(rows: Iterable[Mapping[str, Any]]) -> Lines:
     """Return every metric over steps; metrics without any finite value are left out.
 
-    An evaluation is placed at the number of steps before it, like its samples.
+    The first step is 1, as in the terminal; rows of `metrics.jsonl` count from 0. An evaluation is
+    placed at the number of steps before it, like its samples.
     """
     series: Lines = {}
     for row in rows:
         after = number(row.get("evaluated_after"))
         for name, value in row.items():
             if name not in _NO_METRICS:
-                evaluated = name.startswith("eval/") and math.isfinite(after)
-                step = int(after) if evaluated else row["step"]
+                step = int(after) if math.isfinite(after) else row["step"] + 1
                 series.setdefault(name, {})[step] = number(value)
     return {name: s for name, s in series.items() if any(map(math.isfinite, s.values()))}
 

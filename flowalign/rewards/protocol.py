@@ -31,6 +31,8 @@ _ADDRESS = ("request_id", "model", "deadline_s")
 _JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
 _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
+_ROUNDING = 1e-3
+"""Distance from [0, 1] that pixels may have by rounding in a lower precision."""
 # Pillow raises any of these errors for broken files, depending on the format.
 _BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError)
 _BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError)
@@ -133,7 +135,20 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
 
 
+def _check_range(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for finite values outside [0, 1]; samples with others fail one by one."""
+    if tensor.dtype == torch.uint8:
+        return
+    lowest, highest = (x.item() for x in tensor.nan_to_num(0.5, 0.5, 0.5).aminmax())
+    if lowest < -_ROUNDING or highest > 1 + _ROUNDING:
+        raise ValueError(
+            f"{name} has values in [{lowest:g}, {highest:g}], expected float32 in [0, 1] or uint8"
+        )
+
+
 def _decode_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> MediaBatch:
+    for name, tensor in tensors.items():
+        _check_range(name, tensor)
     pixels = {name: _unpack_pixels(tensor) for name, tensor in tensors.items()}
     counts = header["references"]
     return MediaBatch(

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from flowalign.rewards.batching import MIB, Batcher, Limits, Refusal, Room
 from flowalign.rewards.protocol import VERSION, output_to_json, read_request
 from flowalign.types import MediaBatch, RewardModel
+from flowalign.utils.console import say
 
 RETRY_AFTER_S = 1
 """Seconds until a client should retry after status 503."""
+_PATH = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"(),]+/)+([^\s/'\"(),]*)")
 REMEMBERED = 256
 """Number of answers in the cache, for requests that are sent again with the same id."""
 
@@ -42,7 +45,7 @@ class Service:
     def health(self) -> dict[str, Any]:
         """Return the state of each model (`ready`, `loading` or `failed`) and the worst state."""
         models = {name: batcher.state for name, batcher in self.batchers.items()}
-        reasons = {name: b.failure for name, b in self.batchers.items() if b.failure}
+        reasons = {name: shorten_paths(b.failure) for name, b in self.batchers.items() if b.failure}
         worst = max(models.values(), key=("ready", "loading", "failed").index)
         return {"status": worst, "models": models, "reasons": reasons}
 
@@ -96,6 +99,9 @@ class Service:
             (model,) = self.batchers
         if model not in self.batchers:
             raise Refusal(404, f"no model {model!r}; there are {', '.join(self.batchers)}")
+        spec, frames = self.batchers[model].model.spec, batch.media.shape[1]
+        if spec.modality == "image" and frames > 1:
+            raise Refusal(422, f"{model} scores images, got videos of {frames} frames")
         try:
             async with asyncio.timeout(start + seconds - time.monotonic()):
                 result = self.batchers[model].submit(batch, start + seconds)
@@ -106,11 +112,17 @@ class Service:
             mistake = error.__cause__
             if isinstance(mistake, ValueError):
                 raise Refusal(422, str(mistake)) from error
+            say(f"error: {error}")  # the answer has no folders of this machine
             raise Refusal(500, str(error)) from error
         try:
             return json.dumps(output_to_json(output), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise Refusal(500, f"extras of the reward are not JSON: {error}") from error
+
+
+def shorten_paths(text: str) -> str:
+    """Return a message in which only the last part of each absolute path is left."""
+    return _PATH.sub(r"\1", text)
 
 
 async def receive(request: Request, limits: Limits, hold: Callable[[int], None]) -> bytes:
@@ -140,7 +152,9 @@ def application(service: Service) -> FastAPI:
     @app.exception_handler(Refusal)
     async def refuse(_: Request, error: Refusal) -> JSONResponse:
         headers = {503: {"retry-after": str(RETRY_AFTER_S)}, 408: {"connection": "close"}}
-        return JSONResponse({"error": str(error)}, error.status, headers.get(error.status))
+        return JSONResponse(
+            {"error": shorten_paths(str(error))}, error.status, headers.get(error.status)
+        )
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -31,7 +31,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; non-finite numbers become null, because JSON has no NaN."""
-    write_text(path, json.dumps(_replace_nonfinite(content), indent=1, allow_nan=False) + "\n")
+    write_text(path, to_json(content, indent=1) + "\n")
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """Return content as JSON, with null for non-finite numbers."""
+    return json.dumps(_replace_nonfinite(content), indent=indent, allow_nan=False)
 
 
 def _replace_nonfinite(content: Any) -> Any:

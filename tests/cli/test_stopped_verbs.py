@@ -27,7 +27,18 @@ def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, caps
     command = import_module(f"flowalign.cli.commands.{module}")
     monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(number))
     assert run_verb(argparse.Namespace(verb=verb, module=module)) == code
-    assert "saved files are intact" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ("--resume" in said) == (verb in ("train", "demo"))
+    assert ("repeat the command" in said) == (verb in ("clip-pairs", "compare", "sample", "score"))
+    assert "stopped" in said
+
+
+@pytest.mark.parametrize(("action", "resumes"), [("train", True), ("eval", False), ("fit", False)])
+def test_of_the_reward_actions_only_training_resumes(action, resumes, monkeypatch, capsys):
+    command = import_module("flowalign.cli.commands.reward")
+    monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(signal.SIGTERM))
+    assert run_verb(argparse.Namespace(verb="reward", module="reward", action=action)) == 143
+    assert ("--resume" in capsys.readouterr().err) == resumes
 
 
 @STOPS

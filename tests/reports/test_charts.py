@@ -36,7 +36,7 @@ def test_a_chart_names_its_axes_and_its_lines(title, unit, labels):
 def test_the_ratio_has_a_band_of_one_standard_deviation():
     made = [{"step": k, "ratio_mean": 1 + k / 8, "ratio_std": 0.25} for k in range(3)]
     (line,) = chart_of("Ratio of new to old policy", made).lines
-    assert line.columns() == [[0, 1, 2], [0, 0.125, 0.25], [-0.25, -0.125, 0], [0.25, 0.375, 0.5]]
+    assert line.columns() == [[1, 2, 3], [0, 0.125, 0.25], [-0.25, -0.125, 0], [0.25, 0.375, 0.5]]
 
 
 def test_training_rewards_are_averaged_over_a_tenth_of_the_steps():
@@ -65,7 +65,7 @@ def test_steps_whose_weights_are_measured_have_charts_beside_each_other_in_numer
 
 def test_every_evaluated_step_is_a_point():
     line = chart_of("Held-out colour", rows()).lines[0]
-    assert list(line.x) == [0, 10, 20, 30, 39]
+    assert list(line.x) == [1, 11, 21, 31, 40]
 
 
 def test_what_is_not_weighted_is_watched_beside_what_is():

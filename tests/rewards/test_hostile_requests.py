@@ -14,8 +14,9 @@ from flowalign.cli.commands.serve import run
 from flowalign.cli.options import Parser
 from flowalign.cli.serve import add_arguments
 from flowalign.rewards.batching import Limits, Refusal, Room
+from flowalign.rewards.protocol import pack_batch
 from flowalign.rewards.server import listen
-from flowalign.types import MediaBatch
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.remote import RemoteReward
 from tests.fixtures.running import Running
@@ -71,6 +72,73 @@ def test_pictures_are_refused_by_their_declared_size_before_they_are_decoded(
 def test_the_largest_picture_that_is_allowed_is_scored(there):
     status, answer = post(there.url, JSON, json_request(1, png(1000, 1000)))
     assert (status, json.loads(answer)["values"]) == (200, [[0.0]])
+
+
+def pixels_request(value: float) -> bytes:
+    media = torch.full((2, 1, 3, 4, 6), 0.5)
+    media[1, 0, 2, 3, 5] = value
+    return b"".join(pack_batch(MediaBatch(media, ["a", "b"]), "float32", {}))
+
+
+@pytest.mark.parametrize("value", [1e30, -0.5, 1.1])
+def test_pixels_outside_their_range_are_refused_with_the_range(there, value):
+    status, answer = post(there.url, CONTENT, pixels_request(value))
+    assert status == 400
+    assert "expected float32 in [0, 1]" in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize("value", [1.0005, -0.0005, float("nan")])
+def test_rounded_pixels_are_scored_and_others_that_are_not_finite_fail_alone(there, value):
+    status, answer = post(there.url, CONTENT, pixels_request(value))
+    assert status == 200
+    first, second = json.loads(answer)["values"]
+    assert first == [0.5]
+    assert (second == [None]) == (value != value)
+
+
+class Careless(RewardModel):
+    """An image reward that screens nothing and fails, naming a file of its author."""
+
+    spec = RewardSpec("careless", ("careless",), "image", (0.0, 1.0), "none")
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        if "fail" in batch.prompts:
+            raise OSError("/home/author/weights/head.safetensors is cut short")
+        return RewardOutput.build(self.spec, batch.media.mean((1, 2, 3, 4))[:, None])
+
+
+def test_an_image_reward_is_not_asked_about_clips():
+    with Running(Careless()) as running:
+        clip = MediaBatch(torch.rand(1, 40, 3, 4, 6), ["a"])
+        status, answer = post(running.url, CONTENT, b"".join(pack_batch(clip, "float32", {})))
+        assert status == 422
+        assert "scores images, got videos of 40 frames" in json.loads(answer)["error"]
+        image = MediaBatch(torch.rand(1, 1, 3, 4, 6), ["a"])
+        assert post(running.url, CONTENT, b"".join(pack_batch(image, "float32", {})))[0] == 200
+
+
+class Lost(Careless, Loadable):
+    def load(self) -> None:
+        raise OSError("/home/author/weights/head.safetensors is missing")
+
+
+def test_no_answer_names_a_folder_of_the_server(capsys):
+    failing = b"".join(pack_batch(MediaBatch(torch.rand(1, 1, 3, 4, 6), ["fail"]), "float32", {}))
+    with Running(Careless()) as running:
+        status, answer = post(running.url, CONTENT, failing)
+        assert status == 500
+        assert "head.safetensors is cut short" in answer
+        assert "/home" not in answer
+        assert __file__ not in answer
+    assert "/home/author/weights/head.safetensors" in capsys.readouterr().err  # its own log
+    with Running(Lost()) as running:
+        while running.service.health()["status"] == "loading":
+            time.sleep(0.01)
+        status, answer = post(running.url, CONTENT, failing)
+        assert status == 500
+        assert "head.safetensors is missing" in answer
+        assert "/home" not in answer
+        assert "/home" not in json.dumps(running.service.health())
 
 
 def test_an_unknown_model_is_not_found(there):

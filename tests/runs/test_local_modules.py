@@ -48,8 +48,8 @@ def patchy(images):
 """
 RUN = """
 policy: {class_path: tests.fixtures.pixel.PixelPolicy}
-rewards: [{class_path: NAME}]
-reward_weights: {DIM: 1.0}
+rewards: [{class_path: NAME, weight: {DIM: 1.0}}]
+
 num_steps: 1
 device: cpu
 recipe:

@@ -1,7 +1,6 @@
 """Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."""
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from flowalign.training import checkpoint
 from flowalign.training.evaluate import evaluate
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.files import to_json
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if processes.is_main:
         rows = {name: f"{value:.4f}" for name, value in result.metrics.items()}
         table(f"{args.weights or 'before training'}", rows)
-        print(json.dumps(result.metrics))  # noqa: T201
+        print(to_json(result.metrics))  # noqa: T201
     return 0
 
 

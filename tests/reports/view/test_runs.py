@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_tells_its_step_its_best_reward_and_the_time_left(fol
     assert (state.content.done, state.num_steps) == (5, 20)
     assert state.seconds_left == pytest.approx(15 * 2.0)
     best = state.content.best
-    assert (best.what, best.value, best.step, best.latest) == ("reward", 0.5, 3, 0.4)
+    assert (best.what, best.value, best.step, best.latest) == ("reward", 0.5, 4, 0.4)
     assert state.content.picture == "samples/step-000040.png"
 
 
@@ -116,7 +116,7 @@ def test_numbers_that_no_chart_can_place_are_gaps(folder):
     made[0] |= {"step": 10**400}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     x, y = state_of(folder).content.curves["reward_mean"]
-    assert list(x) == [1, 2, 3]
+    assert list(x) == [2, 3, 4]
     assert [math.isfinite(v) for v in y] == [False, False, True]
 
 
@@ -199,5 +199,5 @@ def test_thousands_of_steps_are_as_many_points_as_a_chart_can_show(folder):
     state = state_of(folder)
     x, y = state.content.curves["reward_mean"]
     assert len(x) == len(y) <= 300
-    assert (max(y), state.content.best.step) == (99.0, 2345)
+    assert (max(y), state.content.best.step) == (99.0, 2346)
     assert state.content.done == 5000
