@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import diffusers
@@ -19,6 +20,7 @@ _LIBRARIES = ("diffusers", "transformers")
 _REFUSALS = (
     *(AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError),
     SafetensorError,
+    UnpicklingError,
 )
 """Errors that these libraries raise for files that they cannot read."""
 _LONGEST = 240
@@ -130,5 +132,7 @@ def _find_culprit(folder: Folder, given: Collection[str]) -> tuple[str, BaseExce
 
 
 def _shorten(error: BaseException) -> str:
+    if isinstance(error, UnpicklingError):  # torch advises to load it regardless
+        return "a .bin file holds more than tensors and could run code: convert it to safetensors"
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."

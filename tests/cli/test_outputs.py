@@ -1,8 +1,11 @@
 """Outputs are checked before anything is loaded, and no file is replaced silently."""
 
+import json
+import math
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,3 +107,20 @@ def test_an_error_of_the_system_names_the_file_without_a_number(capsys, tmp_path
     said = capsys.readouterr().err
     assert "runs/x/metrics.jsonl: Permission denied" in said
     assert "Errno" not in said
+
+
+def test_a_metric_without_a_value_is_null_in_the_line_of_json(capsys, tmp_path, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("red\n")
+    run = tmp_path / "run.yaml"
+    text = RUN.replace("PROMPTS", str(tmp_path / "prompts.txt"))
+    run.write_text(text + f"evaluation: {{prompts: {{here: {tmp_path / 'prompts.txt'}}}}}\n")
+    found = SimpleNamespace(metrics={"eval/redness": math.nan, "eval/seconds": 1.5})
+    monkeypatch.setattr("flowalign.cli.commands.evaluate.evaluate", lambda *given: found)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(run)])
+    assert ended.value.code == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "eval/redness": None,
+        "eval/seconds": 1.5,
+    }

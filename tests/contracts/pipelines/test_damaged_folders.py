@@ -1,6 +1,7 @@
 """A folder that is damaged or of another family is refused in a few lines, by the part's name."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -198,3 +199,21 @@ def test_a_folder_without_an_index_is_refused(tmp_path):
 def test_a_folder_whose_index_is_damaged_is_refused(tmp_path):
     (tmp_path / "model_index.json").write_text('{"transformer": [')
     assert "model_index.json is damaged" in refused(KINDS["sd3"].on(tmp_path), "load")
+
+
+class Code:
+    """An object whose pickle runs a command."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, ("true",))
+
+
+def test_a_pickle_in_place_of_weights_is_refused_without_advice_to_load_it(tmp_path):
+    folder = tmp_path / "sd3"
+    _copy_sd3(folder)
+    (folder / "text_encoder" / "model.safetensors").unlink()
+    torch.save({"weight": Code()}, folder / "text_encoder" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="text_encoder: a .bin file holds more than") as refused:
+        KINDS["sd3"].on(folder).load(torch.device("cpu"))
+    assert "safetensors" in str(refused.value)
+    assert "weights_only" not in str(refused.value)
