@@ -86,7 +86,10 @@ def _check_kind(
 def _resolve_option(option: str, folders: Sequence[Path]) -> str:
     """Return an option whose value is a component by a dotted path that can be imported."""
     key, _, value = option.partition("=")
-    read = parse_yaml(value) if value.startswith(("[", "{")) else value
+    try:
+        read = parse_yaml(value) if value.startswith(("[", "{")) else value
+    except yaml.YAMLError:  # parsing the option reports it
+        return option
     resolved = resolve_components(read, folders, key.lstrip("-").rpartition(".")[2])
     shown = resolved if isinstance(resolved, str) else json.dumps(resolved)
     return option if resolved == read else f"{key}={shown}"

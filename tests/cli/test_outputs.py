@@ -15,8 +15,7 @@ from tests.fixtures.pixel import PixelPolicy
 
 RUN = """
 policy: {class_path: tests.fixtures.pixel.PixelPolicy}
-rewards: [{class_path: tests.fixtures.pixel.Redness}]
-reward_weights: {redness: 1.0}
+rewards: [{class_path: tests.fixtures.pixel.Redness, weight: {redness: 1.0}}]
 num_steps: 1
 device: cpu
 recipe:

@@ -71,7 +71,7 @@ def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):
     cfg.__dict__.update(dataset=list, output_dir=str(tmp_path / "file" / "out"))
     monkeypatch.setattr(clip_pairs, "load", lambda config, overrides: (cfg, ""))
     assert exit_code("clip-pairs", "a.yaml") == 2
-    assert "cannot be made: Not a directory" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_resuming_and_overwriting_exclude_each_other(capsys):

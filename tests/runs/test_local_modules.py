@@ -102,7 +102,8 @@ def test_modules_beside_the_run_file_and_in_the_current_folder_are_found(
         run = run.rename(tmp_path / "elsewhere" / "run.yaml")
         monkeypatch.chdir(folder)
     loaded, text = load(str(run))
-    (model,) = loaded.rewards
+    (reward,) = loaded.rewards
+    model = reward.model
     red = torch.zeros(1, 1, 3, 4, 4)
     red[:, :, 0] = 0.5
     offset = 3 if dim == "redness" else 0
@@ -123,8 +124,8 @@ def test_a_component_of_an_own_file_can_be_an_option(folder, monkeypatch):
     loaded, _ = load(str(run), ["--policy", "my_policy.py:Mine"])
     assert type(loaded.policy).__name__ == "Mine"
     assert isinstance(loaded.policy, PixelPolicy)
-    loaded, _ = load(str(run), ["--rewards", "[{class_path: my_reward.py:redness}]"])
-    assert loaded.rewards[0].spec.dims == ("redness",)
+    loaded, _ = load(str(run), ["--rewards", "[{class_path: my_reward.py:redness, weight: 1.0}]"])
+    assert loaded.rewards[0].model.spec.dims == ("redness",)
 
 
 def test_functions_take_images_or_videos_and_their_columns(folder, monkeypatch):
