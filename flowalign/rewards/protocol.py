@@ -10,7 +10,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from flowalign.rewards.pixels import Pixels, check_range, check_shape, pack_pixels, unpack_pixels
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 
 VERSION = 1
 CONTENT_TYPE = "application/x-flowalign"
-Pixels = Literal["float32", "8bit"]
 Pieces = list[bytes | memoryview]
 """Message in pieces that share the memory of the tensors."""
 
@@ -31,8 +31,6 @@ _ADDRESS = ("request_id", "model", "deadline_s")
 _JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
 _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
-_ROUNDING = 1e-3
-"""Distance from [0, 1] that pixels may have by rounding in a lower precision."""
 # Pillow raises any of these errors for broken files, depending on the format.
 _BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError)
 _BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError)
@@ -59,7 +57,7 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> P
         "masks": [mask is not None for mask in batch.masks],
         **extra,
     }
-    packed = {name: _pack_pixels(tensor, pixels) for name, tensor in tensors.items()}
+    packed = {name: pack_pixels(tensor, pixels) for name, tensor in tensors.items()}
     return _pack_safetensors(packed, {"request": json.dumps(request)})
 
 
@@ -121,35 +119,14 @@ def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     names = [f"reference.{i}.{j}" for i, n in enumerate(header["references"]) for j in range(n)]
     names += [f"mask.{i}" for i, has_mask in enumerate(header["masks"]) if has_mask]
     for name in ("media", *names):
-        _check_tensor(name, tensors[name])
+        check_shape(name, tensors[name])
     return header, tensors
-
-
-def _check_tensor(name: str, tensor: Tensor) -> None:
-    kind = name.partition(".")[0]
-    channels = 1 if kind == "mask" else 3
-    expected = (5, "(n, frames, 3, h, w)") if kind == "media" else (3, f"({channels}, h, w)")
-    if tensor.ndim != expected[0] or tensor.shape[-3] != channels:
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {expected[1]}")
-    if tensor.dtype not in (torch.uint8, torch.float32):
-        raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
-
-
-def _check_range(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for finite values outside [0, 1]; samples with others fail one by one."""
-    if tensor.dtype == torch.uint8:
-        return
-    lowest, highest = (x.item() for x in tensor.nan_to_num(0.5, 0.5, 0.5).aminmax())
-    if lowest < -_ROUNDING or highest > 1 + _ROUNDING:
-        raise ValueError(
-            f"{name} has values in [{lowest:g}, {highest:g}], expected float32 in [0, 1] or uint8"
-        )
 
 
 def _decode_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> MediaBatch:
     for name, tensor in tensors.items():
-        _check_range(name, tensor)
-    pixels = {name: _unpack_pixels(tensor) for name, tensor in tensors.items()}
+        check_range(name, tensor)
+    pixels = {name: unpack_pixels(tensor) for name, tensor in tensors.items()}
     counts = header["references"]
     return MediaBatch(
         pixels["media"],
@@ -199,7 +176,7 @@ def _decode_images(images: Sequence[Image.Image], header: Mapping[str, Any]) -> 
         pixels = np.stack([np.array(image.convert("RGB")) for image in images])
     except _BROKEN_IMAGE as error:
         raise ValueError(f"an image cannot be read: {error}") from error
-    media = _unpack_pixels(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    media = unpack_pixels(torch.from_numpy(pixels).permute(0, 3, 1, 2))
     return MediaBatch(media[:, None], header["prompts"], header["metadata"])
 
 
@@ -301,14 +278,3 @@ def _map_from_json(content: Mapping[str, Any], count: int) -> Tensor:
     if shape[0] != count or len(shape) not in (3, 4) or math.prod(shape) != len(numbers):
         raise ValueError(f"maps of shape {shape} with {len(numbers)} numbers for {count} samples")
     return torch.from_numpy(numbers.astype(np.float32)).view(shape)
-
-
-def _pack_pixels(media: Tensor, pixels: Pixels) -> Tensor:
-    media = media.detach().float().cpu()
-    if pixels == "8bit":
-        media = media.mul(255).add_(0.5).clamp_(0, 255).to(torch.uint8)
-    return media.contiguous()
-
-
-def _unpack_pixels(media: Tensor) -> Tensor:
-    return media / 255 if media.dtype == torch.uint8 else media
