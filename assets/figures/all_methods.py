@@ -80,7 +80,7 @@ def budgets(studies: dict[str, list[Method]]) -> tuple[float, float]:
 
 
 def measure(studies: dict[str, list[Method]], budget: float) -> list[Measured]:
-    """Return all methods whose runs reached a budget, by kind and then by accuracy.
+    """Return all methods with runs that reached a budget, by kind and then by accuracy.
 
     The standard deviation over seeds is pooled over the methods of a study.
     """

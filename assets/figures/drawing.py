@@ -23,7 +23,7 @@ MEASURES = {
     "learned": "learned reward",
     "amount": "amount of motion",
 }
-"""Words for the measures whose names in the files are not words."""
+"""Words for measures with names in the files that are not words."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def percent_axis(axis: Any) -> None:
 def draw_curves(panel: Any, comparison: Comparison, axis: Axis, *, cut: float = 3.0) -> None:
     """Draw the mean of each method against a cost, shaded from its lowest to its highest seed.
 
-    The vertical line is the largest cost that every run reached. The horizontal axis ends at `cut`
+    The vertical line is the largest cost that every run reached. The horizontal axis stops at `cut`
     times this cost.
     """
     from matplotlib.ticker import MaxNLocator

@@ -51,7 +51,7 @@ class Wan(DiffusersPolicy):
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Schedule and
     timesteps come from the folder's scheduler, with its shift or with `video.shift`. UniPC starts
-    just below sigma 1. Its timesteps are integers, floor(1000 sigma); with a shift of 1 some of
+    just below sigma 1. Its timesteps are integers, floor(1000 sigma); with a shift of 1 one of
     them can be larger by 1. Steps follow the transition kernel, not UniPC's multistep update.
     `memory.decode_frames` is exact (`parts.streaming`); without it decoding holds two videos.
     """
