@@ -37,7 +37,7 @@ class Users(PromptConditioning):
         """Reject guidance, because users do not change the prompt."""
         if self.guidance is not None:
             raise ValueError(
-                "conditioning.guidance is set, but Users adds no words to guide to: leave it null"
+                "conditioning.guidance is set, but Users does not change prompts: set it to null"
             )
 
     @property
@@ -49,8 +49,8 @@ class Users(PromptConditioning):
     def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
         if policy.user_conditioning is None:
             raise ValueError(
-                f"conditioning Users asks for a person, whom {type(policy).__name__} does not "
-                "know: take pipelines.PersonalSD15, or leave conditioning out"
+                f"conditioning Users needs a personalised policy; {type(policy).__name__} has no "
+                "user conditioning: use pipelines.PersonalSD15, or leave conditioning out"
             )
         if self.user:
             policy.user_conditioning.check_user(self.user)

@@ -22,8 +22,8 @@ def stochastic_steps(trajectory: Trajectory) -> list[int]:
     stochastic[:, list(trajectory.untrained)] = False
     if (stochastic != stochastic[:1]).any():
         raise ValueError(
-            "credit along a chain needs the same stochastic steps in every sample; "
-            "these trajectories branch"
+            "credit along a chain needs the same stochastic steps in every sample, but "
+            "these trajectories branch: set recipe.sampling.branching to flowalign.sampling.Chain"
         )
     return stochastic[0].nonzero().flatten().tolist()
 

@@ -37,7 +37,7 @@ class FeatureRecorder(VelocityField):
         if any(len(hidden) % len(x) for hidden in seen):
             raise ValueError(
                 f"a critic reads features of whole batches, and {type(self.policy).__name__} "
-                "evaluates samples of different lengths apart: choose credit without a critic"
+                "evaluates samples of different lengths separately: choose credit without a critic"
             )
         each = torch.cat([average_places(hidden) for hidden in seen]).unflatten(0, (-1, len(x)))
         self.rows.append(each.transpose(0, 1).flatten(1))

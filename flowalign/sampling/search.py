@@ -89,14 +89,17 @@ class Search:
         if not self.prune and (self.keep, self.branches) != (1, 1):
             raise ValueError("search.prune is empty, so leave keep and branches out, or set it")
         if isinstance(self.value, Completion) and not self.value.follows_rollout:
-            raise ValueError("search.value completes by other weights or guidance: leave these out")
+            raise ValueError(
+                "search.value must complete with the policy's weights and guidance: leave out "
+                "weights and guidance"
+            )
 
     def check(self, num_steps: int) -> None:
         """Raise ValueError for prunings at or after the last of `num_steps` steps."""
         if self.prune and self.prune[-1] >= num_steps:
             raise ValueError(
-                f"search.prune is {list(self.prune)}; a sampler of {num_steps} steps has states 1 "
-                f"to {num_steps - 1} on the way"
+                f"search.prune is {list(self.prune)}; a sampler with {num_steps} steps can prune "
+                f"after 1 to {num_steps - 1} steps"
             )
 
     def cost(self, num_steps: int, per_velocity: int) -> SearchCost:

@@ -180,7 +180,7 @@ class Sampling:
                 f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}"
                 if loudest > max(self._levels)
                 else f"sampling.eta is {self.eta}; {type(self.kernel).__name__} takes at most "
-                f"{self.kernel.largest_eta:g}: there all of the next state's noise is fresh"
+                f"{self.kernel.largest_eta:g}, the level at which a step replaces all noise"
             )
         return arranged
 

@@ -162,8 +162,8 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
     if differ:
         raise ValueError(
-            f"checkpoint {folder} is of another model or adapter: {len(differ)} tensors differ,\n"
-            f"for example {min(differ)}"
+            f"checkpoint {folder} belongs to another model or adapter: "
+            f"{len(differ)} tensors differ,\nfor example {min(differ)}"
         )
     _write_back(learner, got, loop)
     return loop

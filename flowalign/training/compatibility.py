@@ -37,7 +37,7 @@ def _pixel_problem(policy: Policy, scored: bool, request: Request) -> str:
     for one in request.references:
         shape = shape_of(one)
         if shape[0] > 1 and (scored or policy.input_spec.frames == (1, 1)):
-            return f"references are pictures here; {one.name} has {shape[0]} frames"
+            return f"references must be images; {one.name} has {shape[0]} frames"
         given = policy.input_spec.references[1] > 0
         if given and (misfit := policy.input_spec.misshapen(*shape)):
             return f"{one.name}: {type(policy).__name__} {misfit}"
@@ -58,4 +58,4 @@ def _mask_problem(input_spec: InputSpec, request: Request) -> str:
         if input_spec.crop
         else ""
     )
-    return f"mask {mask.name} has no white pixel{within}, so nothing would be painted"
+    return f"mask {mask.name} has no white pixel{within}, so there is no region to inpaint"

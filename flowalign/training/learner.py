@@ -149,8 +149,8 @@ class Learner:
         """
         if self.is_sharded:
             raise ValueError(
-                f"{name} is trained beside the policy, whose parameters sharding.weights divides "
-                "among processes; train a LoRA, or set sharding.weights to replicated"
+                f"{name} cannot be trained together with sharded parameters of the policy: train "
+                "a LoRA, or set sharding.weights to replicated"
             )
         weights = weights or TrainedWeights(self.policy)
         found = Learner(self.policy, cfg, self.processes, total_updates, weights=weights)

@@ -80,8 +80,8 @@ def check_kind(kind: OptimizerKind, divided: bool) -> None:
         )
     if kind != "adamw" and divided:
         raise ValueError(
-            f"optimizer.kind {kind} updates whole parameters, and sharding.weights blocks divides "
-            "those of a whole network: set optimizer.kind to adamw, or train a LoRA"
+            f"optimizer.kind {kind} updates whole parameters, but sharding.weights blocks shards "
+            "the parameters of a whole network: set optimizer.kind to adamw, or train a LoRA"
         )
 
 
@@ -114,7 +114,8 @@ def check_moments(kind: OptimizerKind, names: Collection[str]) -> None:
     if found and ("state1" in found) != (kind == "adamw_8bit"):
         before = "in 8 bits" if "state1" in found else "in float32"
         raise ValueError(
-            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set it as it was"
+            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set the kind of "
+            "the checkpoint's run"
         )
 
 

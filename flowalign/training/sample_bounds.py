@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from flowalign.types.ranges import Range, UnitInterval, require_ranges
 
 _SIGNS = {
-    "diversity": "samples of one prompt grow alike",
-    "sharpness": "below, pictures blur; above, they are noisy or their contrast grows",
+    "diversity": "samples of one prompt become similar",
+    "sharpness": "lower values mean blur; higher values mean noise or more contrast",
 }
 
 
@@ -43,8 +43,8 @@ class SampleBounds:
             if not least <= value / was <= most:
                 bounds = f"{least:g} to {most:g}" if most < inf else f"at least {least:g}"
                 found[name] = (
-                    f"{name} is {value:.3g}, {value / was:.2f} of the {was:.3g} before training "
-                    f"and not {bounds} of it: {_SIGNS[name]}"
+                    f"{name} is {value:.3g}, {value / was:.2f} of the {was:.3g} before training; "
+                    f"expected {bounds} of it: {_SIGNS[name]}"
                 )
         return found
 

@@ -53,7 +53,7 @@ class WeightChecks:
     def fail(self, message: str) -> None:
         """Stop the run, or log the message."""
         if self.on_failure == "raise":
-            raise TrainingFailure(f"{message}\n(on_failed_check: warn goes on regardless)")
+            raise TrainingFailure(f"{message}\n(Set on_failed_check: warn to continue anyway.)")
         self.log(message)
 
     def _moved(self) -> None:

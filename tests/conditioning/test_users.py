@@ -51,7 +51,7 @@ def test_people_whom_the_policy_does_not_know_are_refused():
     Users(user="ann").check(Companion(), {})
     with pytest.raises(ValueError, match="'eve' has no embedding"):
         Users(user="eve").check(Companion(), {})
-    with pytest.raises(ValueError, match="PixelPolicy does not know"):
+    with pytest.raises(ValueError, match="PixelPolicy has no user conditioning"):
         Users().check(PixelPolicy(), {})
-    with pytest.raises(ValueError, match="leave it null"):
+    with pytest.raises(ValueError, match="set it to null"):
         Users(guidance=PromptGuidance())

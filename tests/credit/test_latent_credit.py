@@ -136,5 +136,7 @@ def test_the_loop_trains_on_process_rewards():
 def test_a_loss_that_would_ignore_process_rewards_is_refused():
     tuned = GRPO(LayerTuning(surrogate=PPOClip(), coef=1.0))
     for algorithm in (StepDPO(), tuned):
-        with pytest.raises(ValueError, match=r"ProcessOutcome, whose process rewards only GRPO"):
+        with pytest.raises(
+            ValueError, match=r"ProcessOutcome, which has process rewards. Only GRPO"
+        ):
             new_recipe(credit=ProcessOutcome(reward=LatentRedness()), algorithm=algorithm)

@@ -187,7 +187,7 @@ def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
     for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "masks")):
         changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
-        assert f"needs {part}, which data of class Rollouts never has" in message
+        assert f"needs {part}, which data of class Rollouts does not have" in message
         load(written(changes))
         guarded = {
             RECIPE + "loss": {
@@ -214,14 +214,16 @@ def test_a_reference_that_nobody_looks_at_is_refused(written):
         RECIPE + "reference": average,
     }
     message = complaint(written(changes))
-    assert "recipe.reference EMAReference is not looked at: SFT needs no reference" in message
+    assert "recipe.reference EMAReference is not used: SFT needs no reference" in message
     load(written(changes | {RECIPE + "kl": 0.5}))
     load(written({RECIPE + "reference": average}))
 
 
 def test_hiding_users_from_a_policy_that_never_hears_of_them_is_refused(written):
     message = complaint(written({DATA + "user_dropout": 0.25}))
-    assert "recipe.data.user_dropout is 0.25, but the policy SD3 is never told" in message
+    assert (
+        "recipe.data.user_dropout is 0.25, but the policy SD3 has no user conditioning" in message
+    )
 
 
 def test_stored_pairs_are_refused_for_a_policy_whose_states_hold_more_than_media(written):

@@ -154,7 +154,7 @@ def test_a_search_costs_what_was_planned(cfg, evaluations, scored):
         ({"prune": [2], "keep": 3, "branches": 3}, "no more branches"),
         ({"prune": [2, 4], "keep": 2}, "second pruning drops nothing"),
         ({"keep": 2}, "prune is empty"),
-        ({"prune": [2], "value": Completion(weights="ema")}, "other weights"),
+        ({"prune": [2], "value": Completion(weights="ema")}, "leave out weights and guidance"),
     ],
 )
 def test_trees_that_prune_nothing_or_grow_are_refused(settings, message):
@@ -163,5 +163,5 @@ def test_trees_that_prune_nothing_or_grow_are_refused(settings, message):
 
 
 def test_prunings_beyond_the_sampler_are_refused():
-    with pytest.raises(ValueError, match="states 1 to 5"):
+    with pytest.raises(ValueError, match="after 1 to 5 steps"):
         Search(width=8, prune=[6]).check(6)

@@ -106,7 +106,7 @@ def test_a_source_that_only_a_reward_reads_is_no_mistake(folder):
 
 def test_a_clip_is_taken_where_the_policy_says_so_and_no_reward_reads_it(folder):
     check(folder, ClipEditor(), [Redness()], image="moving.webp")
-    with pytest.raises(ValueError, match=r"references are pictures here; .*moving.webp has 2"):
+    with pytest.raises(ValueError, match=r"references must be images; .*moving.webp has 2"):
         check(folder, ClipEditor(), [OwnSource()], image="moving.webp")
 
 

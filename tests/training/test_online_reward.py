@@ -190,8 +190,8 @@ def test_a_recorder_keeps_whole_groups_over_batches_and_numbers_them_anew():
     ("changes", "weights", "message"),
     [
         ({"dims": {"learned": "blueness"}}, None, "names blueness"),
-        ({"dims": {"redness": "redness"}}, None, "there are plain, learned"),
-        ({}, {"plain": 1.0}, "none of which has a weight"),
+        ({"dims": {"redness": "redness"}}, None, "the run has plain, learned"),
+        ({}, {"plain": 1.0}, "none of them has a weight"),
     ],
 )
 def test_settings_that_no_run_can_use_are_refused(prompts, changes, weights, message):
@@ -201,7 +201,7 @@ def test_settings_that_no_run_can_use_are_refused(prompts, changes, weights, mes
 
 def test_a_reward_whose_head_cannot_be_trained_is_refused(prompts):
     run = replace(context(), rewards=Rewards([Redness()], {"redness": 1.0}))
-    with pytest.raises(ValueError, match="cannot be trained"):
+    with pytest.raises(ValueError, match="has no trainable head"):
         recipe(prompts, dims={"redness": "redness"}).check(run)
 
 

@@ -43,9 +43,9 @@ def test_the_bounds_are_shares_of_what_was_before(diversity, sharpness, raised):
 def test_a_warning_says_the_value_its_share_and_the_bounds():
     found = SampleBounds(least_diversity=0.8).warnings(BEFORE, after(0.5, 0.05))
     assert found["diversity"].startswith(
-        "diversity is 0.5, 0.40 of the 1.25 before training and not at least 0.8 of it"
+        "diversity is 0.5, 0.40 of the 1.25 before training; expected at least 0.8 of it"
     )
-    assert "2.50 of the 0.02 before training and not 0.7 to 1.5 of it" in found["sharpness"]
+    assert "2.50 of the 0.02 before training; expected 0.7 to 1.5 of it" in found["sharpness"]
 
 
 @pytest.mark.parametrize("before", [{}, {"eval/sharpness": None}, {"eval/sharpness": 0.0}])

@@ -7,6 +7,6 @@ def require_pairs(inner: MatchingLoss) -> None:
     """Raise ValueError if a wrapped loss does not compare pairs."""
     if not inner.requirements.paired:
         raise ValueError(
-            f"inner is {type(inner).__name__}, which knows no losers; it must be a loss "
-            "of pairs, such as DPO"
+            f"inner is {type(inner).__name__}, which does not compare pairs; choose a pair loss "
+            "such as DPO"
         )

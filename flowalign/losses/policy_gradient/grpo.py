@@ -44,7 +44,7 @@ class GRPO(PolicyLoss):
         if self.surrogate.needs_mean_old:
             raise ValueError(
                 f"algorithm.chunk_sizes is {self.chunk_sizes}, but {type(self.surrogate).__name__} "
-                "looks at the means of single steps; choose PPOClip, LogHinge or RewardClip"
+                "needs the means of single steps: choose PPOClip, LogHinge or RewardClip"
             )
         if self.chunk_sizes != "latent_change" and min(self.chunk_sizes, default=0) < 1:
             raise ValueError(

@@ -72,8 +72,8 @@ class MatchingChecks:
         if self.cfg.displacement_patience and in_a_row == self.cfg.displacement_patience:
             self.log(
                 f"likelihood displacement: for {self.cfg.displacement_patience} updates the policy "
-                "has matched winners worse than the reference does (drift_chosen above 0); "
-                "recipe.sft, the Safeguard, or a smaller learning rate hold them"
+                "has matched winners worse than the reference does (drift_chosen above 0); set "
+                "recipe.sft, use the loss Safeguard, or lower the learning rate"
             )
 
     def metrics(self) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Matching(MatchingSettings, Recipe):
         if missing := sorted(requirements.requires - self.data.provides):
             raise ValueError(
                 f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
-                f"{type(self.data).__name__} never has here: see docs/concepts/matching_losses.md"
+                f"{type(self.data).__name__} does not have: see docs/concepts/matching_losses.md"
             )
         self._check_groups()
         if requirements.whole_batch:
@@ -189,6 +189,6 @@ class Matching(MatchingSettings, Recipe):
         self.check_averages(self.data.sampled_weights or "nothing")
         if not (self.needs_reference or isinstance(self.reference, FrozenBase)):
             raise ValueError(
-                f"recipe.reference {type(self.reference).__name__} is not looked at: "
+                f"recipe.reference {type(self.reference).__name__} is not used: "
                 f"{type(self.loss).__name__} needs no reference, and recipe.kl is 0"
             )

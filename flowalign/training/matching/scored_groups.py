@@ -224,6 +224,6 @@ def _check_map(cfg: ScoredGroups, rewards: Rewards) -> None:
         )
     if cfg.weight_map is not None and cfg.clean == "completion":
         raise ValueError(
-            f"{cfg.key}.weight_map is of finished samples, and clean is completion: set clean "
-            "to sample"
+            f"{cfg.key}.weight_map applies to finished samples, but clean is completion: set "
+            "clean to sample"
         )

@@ -146,7 +146,7 @@ class MatchingSettings:
                 )
             if name in self.averages and not (needed or sampled == name):
                 raise ValueError(
-                    f"recipe.{name} is not looked at: recipe.loss {loss} does not compare the "
+                    f"recipe.{name} is not used: recipe.loss {loss} does not compare the "
                     f"policy with it, and recipe.data samples from {sampled}"
                 )
 

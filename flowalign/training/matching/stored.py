@@ -104,7 +104,7 @@ class StoredDataset(DataSource):
         require_ranges(self, "recipe.data")
         if not self.paired and (self.weighting or self.stage_steps):
             raise ValueError(
-                "recipe.data.weighting and stage_steps are of pairs; recipe.data.kind is "
+                "recipe.data.weighting and stage_steps need kind: pairs; recipe.data.kind is "
                 f"{self.kind}"
             )
 
@@ -175,7 +175,7 @@ class StoredDataset(DataSource):
         if self.user_dropout and run.policy.user_conditioning is None:
             raise ValueError(
                 f"recipe.data.user_dropout is {self.user_dropout:g}, but the policy "
-                f"{type(run.policy).__name__} is never told whose judgement a pair is"
+                f"{type(run.policy).__name__} has no user conditioning: set it to 0"
             )
         run.policy.check_stored_media("recipe.data")
         for path in (self.path, self.held_out):

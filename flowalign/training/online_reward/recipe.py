@@ -57,15 +57,17 @@ class OnlineReward(OnlineRewardSettings, Recipe):
     def check(self, run: RunContext) -> None:
         self._learned(run.rewards)
         if run.rewards.dims and self.trusted.spec.modality == "video" and run.policy.fps is None:
-            raise ValueError("recipe.trusted scores videos, and the policy makes pictures")
+            raise ValueError(
+                "recipe.trusted scores videos, but the policy makes images: choose an image reward"
+            )
         self.inner.check(self._seen(run))
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         if self.groups < world:
             raise ValueError(
-                f"recipe.groups is {self.groups}, fewer than the {world} processes: each asks "
-                "recipe.trusted for at least one"
+                f"recipe.groups is {self.groups}, fewer than the {world} processes: give at least "
+                "one group per process"
             )
         plan = self.inner.plan(self._seen(run), model, world)
         often = "step" if self.every == 1 else f"{self.every} steps"
@@ -109,18 +111,18 @@ class OnlineReward(OnlineRewardSettings, Recipe):
         known = [dim for m in rewards.models if isinstance(m, Refreshable) for dim in m.spec.dims]
         if len(owners) != 1 or {*self.dims} - {*owners[0].spec.dims}:
             raise ValueError(
-                f"recipe.dims names {', '.join(self.dims)}, which must be dimensions of one reward "
-                f"of the run whose head can be trained; there are {', '.join(known) or 'none'}"
+                f"recipe.dims names {', '.join(self.dims)}, which must be dimensions of a single "
+                f"reward with a trainable head; the run has {', '.join(known) or 'none'}"
             )
         if not isinstance(owners[0], Refreshable):
             raise ValueError(
                 f"recipe.dims names {', '.join(self.dims)} of reward {owners[0].spec.name!r}, "
-                "whose head cannot be trained: take reward_models.TrainedReward"
+                "which has no trainable head: use reward_models.TrainedReward"
             )
         if not any(rewards.weight_of.get(dim) for dim in self.dims):
             raise ValueError(
-                f"recipe.dims names {', '.join(self.dims)}, none of which has a weight: what is "
-                "learned would train nothing"
+                f"recipe.dims names {', '.join(self.dims)}, but none of them has a weight: weight "
+                "at least one in reward_weights"
             )
         return owners[0]
 

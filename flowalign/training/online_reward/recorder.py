@@ -26,8 +26,8 @@ class Recorder(RewardModel):
         """
         if not batch.groups:
             raise ValueError(
-                "recipe.inner compares no samples of one prompt, so that no pairs can be made of "
-                "them: take PolicyGradient, ScoredGroups or TDM with a surrogate"
+                "recipe.inner compares no samples of the same prompt, so there are no pairs: use "
+                "PolicyGradient, ScoredGroups or TDM with a surrogate"
             )
         for group in batch.groups:
             if len(self.groups) < self.num_groups:

@@ -45,7 +45,7 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         self.sampling.refuse_precision(
             "recipe",
             "a policy gradient compares log-probabilities of the rollout with those of the update, "
-            "which must compute alike: set it to null",
+            "which must have the same precision: set it to null",
         )
         if self.measured and self.measured.measured == "update":
             self._check_moments(run.optimizer)

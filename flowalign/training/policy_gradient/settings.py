@@ -82,14 +82,14 @@ class PolicyGradientSettings:
         if self.updates_per_step > self.examples_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
-                f"{self.examples_per_step} samples of a step that they are made of"
+                f"{self.examples_per_step} samples of a step"
             )
         for iteration in (0, SEVERAL):
             self._check_window(self.rollouts.window(iteration))
         if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, but a loss of pairs divides "
-                f"a step by prompts, of which there are {self.prompts_per_step}"
+                f"a step by prompts, and prompts_per_step is {self.prompts_per_step}"
             )
 
     def _check_window(self, steps: tuple[int, ...]) -> None:
@@ -115,9 +115,9 @@ class PolicyGradientSettings:
             )
         if self.measured and self.algorithm.span is not None:
             raise ValueError(
-                "recipe.step_weight is measured of single steps, but "
-                f"{type(self.algorithm).__name__} trains spans of them: give a rule or numbers, or "
-                "choose GRPO"
+                "recipe.step_weight is measured for single steps, but "
+                f"{type(self.algorithm).__name__} trains spans of steps: give a rule or numbers, "
+                "or choose GRPO"
             )
         if self.measured and self.prompts_per_step < 2 * self.updates_per_step:
             raise ValueError(

@@ -29,8 +29,8 @@ class StepGradients:
     def __init__(self, cfg: MeasuredWeight, learner: Learner, num_steps: int, updates: int):
         if learner.is_sharded:
             raise ValueError(
-                "recipe.step_weight measures whole gradients, which sharding.weights blocks "
-                "divides where policy.lora is null; set policy.lora, or another step_weight"
+                "recipe.step_weight measures whole gradients, but sharding.weights blocks shards "
+                "them if policy.lora is null: set policy.lora, or another step_weight"
             )
         self.cfg, self.learner = cfg, learner
         self.averages = Averages.none(num_steps)

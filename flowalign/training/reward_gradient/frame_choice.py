@@ -32,7 +32,7 @@ def check_frames(frames: Frames, policy: Policy, rewards: Rewards) -> None:
         return
     if policy.num_frames is None:
         raise ValueError(
-            f"recipe.frames is {frames}, but {type(policy).__name__} makes pictures: set it to all"
+            f"recipe.frames is {frames}, but {type(policy).__name__} makes images: set it to all"
         )
     videos = [m.spec.name for m in rewards.weighted().models if m.spec.modality == "video"]
     if frames == "random" and videos:

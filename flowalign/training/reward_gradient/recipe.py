@@ -147,7 +147,7 @@ def check_gradients(rewards: Rewards) -> None:
     )
     raise ValueError(
         f"reward {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, which "
-        f"RewardGradient follows: {advice}.\nA reward without weight is only watched."
+        f"RewardGradient needs: {advice}.\nA reward with weight 0 is only logged."
     )
 
 

@@ -83,7 +83,7 @@ def _named() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"of recipe.regulariser: {error}") from error
+        raise ValueError(f"in recipe.regulariser: {error}") from error
 
 
 class StoredGradient:

@@ -89,7 +89,7 @@ class FromPhotos(Start):
         if policy.input_spec.references[1]:
             raise ValueError(
                 f"recipe.start FromPhotos takes the image of a request as its sample, but "
-                f"{type(policy).__name__} is given it as a {policy.input_spec.kind}: use "
+                f"{type(policy).__name__} uses it as a {policy.input_spec.kind}: use "
                 "FromRollouts"
             )
         for request in requests:

@@ -43,7 +43,7 @@ def latent_scores(
     if rewards.on_failure == "raise" and not usable.all():
         raise RewardFailure(
             f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
-            "finite.\nSet on_failed_reward to drop_sample to go on without such samples."
+            "finite.\nSet on_failed_reward to drop_sample to continue without these samples."
         )
     return trajectory.rows.expand(table, k)
 

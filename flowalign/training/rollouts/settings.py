@@ -148,7 +148,7 @@ class RolloutSettings:
 def refuse_process(key: str, method: CreditEstimator) -> NoReturn:
     """Raise ValueError because the loss does not train the process rewards of the method."""
     raise ValueError(
-        f"{key}.credit is {type(method).__name__}, whose process rewards only GRPO on transitions "
-        "clips apart, with a surrogate that needs no best sample;\n"
+        f"{key}.credit is {type(method).__name__}, which has process rewards. Only GRPO on "
+        "transitions trains these, with a surrogate that needs no best sample;\n"
         "choose flowalign.credit.LatentGain, or recipe.algorithm flowalign.losses.GRPO"
     )

@@ -45,7 +45,7 @@ class TestQwenImage21(PictureContract):
 
 def test_a_critic_refuses_prompts_of_different_lengths(plain, family):
     cond, x = plain.encode(plain_requests(family.prompts)), noise(plain)
-    with torch.no_grad(), pytest.raises(ValueError, match="samples of different lengths apart"):
+    with torch.no_grad(), pytest.raises(ValueError, match="samples of different lengths sep"):
         FeatureRecorder(plain).velocity(x, torch.tensor(0.5), cond)
 
 

@@ -307,7 +307,7 @@ def test_averages_that_nothing_reads_and_losses_without_theirs_are_refused():
     with pytest.raises(ValueError, match=r"data samples from weights named behaviour"):
         recipe().check_averages("behaviour")
     for name in ("old", "anchor", "behaviour"):
-        with pytest.raises(ValueError, match=rf"recipe\.{name} is not looked at"):
+        with pytest.raises(ValueError, match=rf"recipe\.{name} is not used"):
             recipe(**{name: Average()}).check_averages("policy")
     recipe(loss=NFT(), old=Average()).check_averages("policy")
     recipe(loss=AWM(), anchor=Average(), behaviour=Average()).check_averages("behaviour")

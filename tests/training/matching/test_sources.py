@@ -286,7 +286,7 @@ def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
 
 def test_settings_of_pairs_are_refused_for_samples():
     for wrong in ({"stage_steps": 3}, {"weighting": GapWeights(scores={"a": 1.0})}):
-        with pytest.raises(ValueError, match=r"are of pairs; recipe\.data\.kind is samples"):
+        with pytest.raises(ValueError, match=r"need kind: pairs; recipe\.data\.kind is samples"):
             StoredDataset(path="x", kind="samples", **wrong)
 
 

@@ -109,7 +109,7 @@ REFUSED = {
     "frames of pictures": (
         {"frames": "random"},
         context(),
-        "recipe.frames is random, but PixelPolicy makes pictures",
+        "recipe.frames is random, but PixelPolicy makes images",
         "set it to all",
     ),
     "one frame for a reward of videos": (

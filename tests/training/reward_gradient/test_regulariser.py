@@ -162,14 +162,14 @@ def test_what_cannot_regularise_is_refused_before_anything_is_loaded(prompts, da
     rewards = Rewards([SmoothRedness()], {"redness": 1.0})
     with pytest.raises(ValueError, match=message) as caught:
         cfg.check(RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=3))
-    assert str(caught.value).startswith("of recipe.regulariser: ")
+    assert str(caught.value).startswith("in recipe.regulariser: ")
 
 
 def test_a_batch_that_does_not_reach_all_processes_is_refused(prompts, data):
     cfg = recipe(prompts, Regulariser(data=replace(data, batch_size=2)))
     rewards = Rewards([SmoothRedness()], {"redness": 1.0})
     run = RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=3)
-    with pytest.raises(ValueError, match=r"of recipe\.regulariser: recipe\.data gives 2 pairs"):
+    with pytest.raises(ValueError, match=r"in recipe\.regulariser: recipe\.data gives 2 pairs"):
         cfg.plan(run, PixelPolicy().plan(), 3)
 
 
