@@ -1,4 +1,4 @@
-"""A reward model and the weights of its dimensions, as a run file lists them."""
+"""Pair a reward model with the weights of its dimensions, as listed in a run file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,23 +6,23 @@ from math import isfinite
 from typing import Any
 
 from flowalign.rewards.checked import check_spec
-from flowalign.types import RewardModel
+from flowalign.types import FiniteFloat, RewardModel
 from flowalign.utils.inline_components import INLINE
 
 
 @dataclass(frozen=True)
 class WeightedReward:
-    """Reward model with the weight of each dimension that is optimized."""
+    """Reward model with the weights of its optimised dimensions."""
 
     model: RewardModel = field(metadata=INLINE)
     """Reward model, by dotted path."""
-    weight: float | dict[str, float] | None = None
+    weight: FiniteFloat | dict[str, FiniteFloat] | None = None
     """Weight per dimension, or one number for a model with one dimension. Dimensions without a
-    weight are only logged. Null: all are."""
+    weight are only logged. Null: no dimension has a weight."""
 
     @property
     def weight_of(self) -> dict[str, float]:
-        """Return the weight of each dimension that has one.
+        """Return the weights by dimension, without unweighted dimensions.
 
         Raises:
             ValueError: A dimension is unknown, a weight is not finite, or one number is given for
@@ -49,7 +49,7 @@ class WeightedReward:
         return weights
 
     def resolve(self) -> dict[str, Any]:
-        """Return the weights as a resolved run file lists them: by dimension."""
+        """Return the weights by dimension, the format of a resolved run file."""
         return {"weight": self.weight_of or None}
 
     @property
@@ -63,6 +63,6 @@ def join_weights(rewards: Sequence[WeightedReward]) -> dict[str, float]:
 
 
 def read_weights(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return the weight of each dimension that resolved settings of a run give."""
+    """Return the weights by dimension from the resolved settings of a run."""
     weights = [reward.get("weight") for reward in settings.get("rewards") or []]
     return {dim: value for one in weights if isinstance(one, dict) for dim, value in one.items()}

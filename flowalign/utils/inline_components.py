@@ -1,7 +1,8 @@
 """Write a component and its companion settings, such as a reward and its weight, as one mapping.
 
-A dataclass field of type `list[D]` is written flat if `D` marks one of its fields as inline: the
-keys `class_path` and `init_args` of an entry describe that field, other keys the fields next to it.
+A dataclass field of type `list[D]` is written flat if `D` marks one of its fields as inline. The
+keys `class_path` and `init_args` of an entry describe the inline field; other keys describe the
+remaining fields of `D`.
 """
 
 import re
@@ -14,12 +15,12 @@ import yaml
 from flowalign.utils.errors import ConfigError
 
 INLINE = {"inline": True}
-"""Metadata that marks the field whose component an entry describes."""
+"""Metadata that marks the inline field of a dataclass."""
 _COMPONENT = ("class_path", "init_args")
 
 
 def find_inline_fields(kind: type) -> dict[str, str]:
-    """Return the inline field of the entries of each list that is written flat, by list."""
+    """Return the name of the inline field of each flat list, by name of the list."""
     found: dict[str, str] = {}
     for name, hint in get_type_hints(kind).items():
         entry = next(iter(get_args(hint)), None)
@@ -30,7 +31,7 @@ def find_inline_fields(kind: type) -> dict[str, str]:
 
 
 def nest_components(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the component of each flat entry under its field."""
+    """Return settings with the component of each flat entry moved under its inline field."""
     nested = dict(values)
     for name, inner in find_inline_fields(kind).items():
         if isinstance(values.get(name), list):
@@ -41,7 +42,7 @@ def nest_components(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def flatten_components(kind: type, text: str, built: Mapping[str, Any]) -> str:
     """Return resolved YAML with flat entries.
 
-    An entry whose object in `built` has a method `resolve` gets the settings that this returns.
+    If the built object of an entry has a method `resolve`, its result updates the entry.
     """
     inline = find_inline_fields(kind)
     if not inline:
@@ -56,13 +57,13 @@ def flatten_components(kind: type, text: str, built: Mapping[str, Any]) -> str:
 def apply_entry_options(
     kind: type, values: Mapping[str, Any], options: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply options of flat lists, and return the settings and the other options.
+    """Apply options of flat lists, and return the settings and the remaining options.
 
-    `--rewards=[...]` replaces a list. `--rewards.0.weight.colour=1.0` sets one setting of its first
-    entry.
+    `--rewards=[...]` replaces a list. `--rewards.0.weight.colour=1.0` changes one setting of the
+    first entry.
 
     Raises:
-        ConfigError: An index is missing or out of range, or a value is no YAML.
+        ConfigError: An index is missing or out of range, or a value is not YAML.
     """
     changed, rest = dict(values), []
     inline = find_inline_fields(kind)
@@ -80,7 +81,7 @@ def apply_entry_options(
 
 
 def rename_keys(kind: type, message: str) -> str:
-    """Return an error message with the keys of flat entries as they are written."""
+    """Return an error message with the keys of flat entries as written in the file."""
     for name, inner in find_inline_fields(kind).items():
         message = re.sub(rf"\b{name}((\.\d+)?)\.{inner}\b", rf"{name}\1", message)
     return message
@@ -107,7 +108,7 @@ def _parse(key: str, value: str) -> Any:
 
 
 def _place(kind: type, name: str, path: Sequence[str]) -> list[str]:
-    """Return the path of a setting; one of the component may omit `init_args`."""
+    """Return the full path of a setting; a path into the component may omit `init_args`."""
     entry = get_args(get_type_hints(kind)[name])[0]
     known = (*_COMPONENT, *(one.name for one in fields(entry)))
     if len(path) < 2 or path[1] in known:
