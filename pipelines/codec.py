@@ -93,7 +93,7 @@ class Codec(DifferentiableDecoder):
         return digest(self.vae, self.vae.config, self.height, self.width, *self.options)
 
     def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:  # noqa: ARG002
-        """Return the plan with the memory of VAE and encoders added, where it is known."""
+        """Return the plan with the memory of VAE and encoders added, if it is known."""
         return plan
 
 

@@ -31,7 +31,8 @@ LORA = Lora(
 """Default adapter, from Flow-GRPO's FLUX.1 script. Single-stream blocks are adapted only in
 attention.
 
-If a run file sets only some fields of `lora`, the other fields use the defaults of `Lora`."""
+If a run file sets only some fields of `lora`, the layers are still these, but a missing rank or
+alpha has the default of `Lora`."""
 
 
 class Flux1(DiffusersPolicy):

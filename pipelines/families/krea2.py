@@ -19,7 +19,8 @@ LORA = Lora(rank=32, alpha=32, target_modules=(*ATTENTION, "to_gate"))
 """Default adapter: attention, as diffusers' dreambooth recommends for long runs.
 
 These names also match the blocks that fuse the layers of a text. If a run file sets only some
-fields of `lora`, the other fields use the defaults of `Lora`."""
+fields of `lora`, the layers are still these, but a missing rank or alpha has the default of `Lora`.
+"""
 DISTILLED_SHIFT = 1.15
 """Shift of the distilled model at any size. Source: diffusers' Krea2Pipeline."""
 

@@ -103,7 +103,7 @@ class Denoisers:
         return self.join({})
 
     def cast_layerwise(self, denoiser: Any) -> None:
-        """Store a denoiser's layers and adapter in float8 if the setup says layerwise."""
+        """Store a denoiser's layers and adapter in float8 if the setup asks for it."""
         cast_layerwise(denoiser, self.setup.quantization.denoiser, self.dtype)
 
     def join(self, replacements: Mapping[str, Any]) -> Any:

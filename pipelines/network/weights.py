@@ -45,10 +45,10 @@ class Lora:
     rank: PositiveInt = 32
     alpha: PositiveInt = 64
     target_modules: tuple[str, ...] | None = None
-    """Name suffixes of the adapted linear layers. Null: those of the model family."""
+    """Name suffixes of the adapted linear layers; null uses the layers of the model family."""
 
     def with_layers(self, default: "Lora") -> "Lora":
-        """Return this adapter, on the layers of the default one if it names none."""
+        """Return this adapter; if it names no layers, use the layers of `default`."""
         if self.target_modules is not None:
             return self
         return replace(self, target_modules=default.target_modules)
