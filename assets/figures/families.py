@@ -22,7 +22,7 @@ STUDY = Study(
         "awm": ["configs/shapes.yaml", "configs/methods/awm.yaml", GROUPS],
         "dgpo": ["configs/shapes.yaml", "configs/methods/dgpo.yaml", GROUPS],
         "crd": ["configs/shapes.yaml", "configs/methods/crd.yaml", GROUPS],
-        "nft_step_credit": ["configs/shapes_nft.yaml", "configs/methods/nft_step_credit.yaml"],
+        "nft_step_credit": ["configs/shapes_nft.yaml", "configs/tasks/shapes_step_credit.yaml"],
     },
     budget=52_800,
     rates=(1e-3, 2e-3),

@@ -72,15 +72,20 @@ class Random(SDEWindow):
     low: NonNegativeInt = 0
     """Smallest index of the first step."""
     high: PositiveInt | None = None
-    """Upper end (exclusive) of the index of the first step. Null: half the number of steps."""
+    """Upper end (exclusive) of the index of the first step. Null: given by `share`."""
+    share: Annotated[float, Range(above=0, most=1)] = 0.5
+    """Share of the schedule in which a window starts if `high` is null. Such a window leaves the
+    last step out."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return a window at a random first step."""
-        high = num_steps // 2 if self.high is None else self.high
+        before_last = num_steps - self.size
+        high = min(int(self.share * num_steps), before_last) if self.high is None else self.high
         if not self.low < high:
             raise ValueError(
-                f"random window draws its start from [{self.low}, {high}), which is empty"
+                f"random window of {self.size} of {num_steps} steps draws its start from "
+                f"[{self.low}, {high}), which is empty: take more steps, or a smaller size"
             )
         for start in (self.low, high - 1):
             _check_window(start, start + self.size, num_steps)

@@ -86,7 +86,11 @@ NEW = [
     ],
     ["configs/shapes_crd.yaml"],
     ["configs/shapes_nft.yaml"],
-    ["configs/shapes_nft.yaml", "configs/methods/nft_step_credit.yaml"],
+    ["configs/shapes_nft.yaml", "configs/tasks/shapes_step_credit.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/nft_step_credit.yaml"],
+    ["configs/models/hunyuan_video.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/cpo_expert.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/cpo.yaml"],
     ["configs/shapes.yaml", "configs/methods/awm.yaml", "configs/tasks/shapes_groups.yaml"],
     ["configs/shapes.yaml", "configs/methods/dgpo.yaml", "configs/tasks/shapes_groups.yaml"],
     ["configs/shapes.yaml", "configs/methods/crd.yaml", "configs/tasks/shapes_groups.yaml"],
@@ -96,7 +100,7 @@ NEW = [
     ["configs/teachers/shapes/opd.yaml", "configs/teachers/shapes/opd_released.yaml"],
     *([f"configs/preference/shapes/{name}.yaml"] for name in ("soar", "sft_pictures")),
     *(
-        ["configs/preference/sdxl_dpo.yaml", f"configs/methods/{name}.yaml"]
+        ["configs/preference/sdxl_dpo.yaml", f"configs/tasks/sdxl_{name}.yaml"]
         for name in ("cpo_expert", "cpo")
     ),
     ["configs/shapes_levels.yaml"],
@@ -123,10 +127,18 @@ NEW = [
     ["configs/credit/shapes/euphonium.yaml"],
     ["configs/shapes_draft.yaml", "configs/tasks/shapes_hyper_align.yaml"],
     *(
-        ["configs/reward_gradient/sd35_medium.yaml", f"configs/methods/{method}.yaml"]
+        [
+            "configs/models/sd35_medium.yaml",
+            f"configs/methods/{method}.yaml",
+            "configs/tasks/hpsv2.yaml",
+            "configs/tasks/flowbp_sd35_medium.yaml",
+        ]
         for method in ("refl", "draft_lv", "drtune", "leap_align", "flowbp_sparse")
     ),
-    ["configs/reward_gradient/flux1_dev.yaml", "configs/methods/srpo.yaml"],
+    ["configs/reward_gradient/sd35_medium.yaml"],
+    ["configs/reward_gradient/flux1_dev.yaml"],
+    ["configs/reward_gradient/flux1_dev_srpo.yaml"],
+    ["configs/models/flux1_dev.yaml", "configs/methods/srpo.yaml"],
 ]
 """Runs that came later."""
 
@@ -137,14 +149,16 @@ FOUR = {"updates_per_step": 4}
 value."""
 FLOW_GRPO = TWO | {"advantages.scale": "batch"}
 """With its deviation over the whole batch."""
+LENGTH = {"num_steps": 300}
+"""MixGRPO's number, during which its window slides."""
 B2 = {"epochs_per_step": 2, "sampling.untrained_steps": "shared_sde", "credit.history": 8}
 """Two epochs of each stage, noise before the split, and scores of eight stages before."""
 PUBLISHED = {
     "branch_grpo": FOUR,
     "gcpo": FOUR,
-    "dynamic_treerpo": FOUR,
-    "mixgrpo": FOUR | {"advantages.std_correction": 1},
-    "b2_diffurl": B2,
+    "dynamic_treerpo": FOUR | LENGTH,
+    "mixgrpo": FOUR | LENGTH | {"advantages.std_correction": 1},
+    "b2_diffurl": B2 | {"num_steps": 100},
     "flow_grpo_cps": FLOW_GRPO,
     "flow_grpo_fast": FLOW_GRPO,
     "superflow": FLOW_GRPO,
@@ -354,7 +368,7 @@ def test_embedded_runs_of_one_update_per_rollout_say_so():
 
 def test_step_credit_of_nft_costs_what_its_file_says():
     """Per prompt 1 + 5 + 9 + 3 x 12 distinct states; four levels of each of the three steps."""
-    run, _ = loaded(CONFIGS / "shapes_nft.yaml", CONFIGS / "methods/nft_step_credit.yaml")
+    run, _ = loaded(CONFIGS / "shapes_nft.yaml", CONFIGS / "tasks/shapes_step_credit.yaml")
     rows, sigmas = plan(run), run.policy.plan().sigmas
     assert rows["evaluations of samples per step"] == f"{16 * 51} sampling"
     assert rows["reward calls per step"] == "192"

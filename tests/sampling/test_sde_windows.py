@@ -46,6 +46,16 @@ def test_random_starts_in_the_first_half_unless_told_otherwise():
     assert {steps(Random(size=2), 7, seed=s)[0] for s in range(60)} == {0, 1, 2}
 
 
+def test_a_random_window_of_the_whole_schedule_never_has_the_last_step():
+    """CogniEdit's five steps: 15 starts of 20 steps, 3 of 8, one of 6, and none of 5."""
+    window = Random(size=5, share=1.0)
+    for num_steps, starts in ((20, 15), (8, 3), (6, 1)):
+        drawn = {steps(window, num_steps, seed=s)[0] for s in range(200)}
+        assert drawn == set(range(starts))
+    with pytest.raises(ValueError, match="window of 5 of 5 steps"):
+        steps(window, 5)
+
+
 def test_random_subset_is_a_share_of_all_steps_but_the_last():
     drawn = [steps(RandomSubset(0.6), 11, seed=s) for s in range(80)]
     assert {len(d) for d in drawn} == {6}
