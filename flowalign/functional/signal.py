@@ -90,8 +90,8 @@ def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float
     """Estimate signal and noise of one batch without bias from its two independent halves.
 
     The sum of both gradients is the gradient of the batch. Each half has the expectation
-    share * m_k, where `shares` are the shares of the samples.
-    The result is on the CPU, because it is small and GPUs compute float64 slowly.
+    share * m_k, where `shares` are the shares of the samples. The result is on the CPU, because it
+    is small and GPUs compute float64 slowly.
     """
     first, second = halves
     whole = first + second

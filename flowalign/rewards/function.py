@@ -20,12 +20,12 @@ class FunctionReward(RewardModel):
     """Reward model that calls `def reward(images, prompts) -> list[float]`.
 
     A run file names the function as `class_path: my_reward.py:reward`. `images` are float32 RGB
-    [n, 3, H, W] in [0, 1]; a function whose first parameter is `videos` takes [n, F, 3, H, W]. A
-    parameter `metadata` takes a mapping per sample. The function returns a score per sample, higher
-    is better; a sample with NaN or None counts as failed. There is no gradient.
+    [n, 3, H, W] in [0, 1]. If the first parameter is `videos`, the function gets [n, F, 3, H, W].
+    An optional parameter `metadata` gets a mapping per sample. The function returns a score per
+    sample, higher is better; a score of NaN or None counts as failed. There is no gradient.
 
     Args:
-        function: Dotted path of the function. The reward dimension has its name.
+        function: Dotted path of the function. Its name is also the name of the reward dimension.
     """
 
     def __init__(self, function: str):
@@ -88,7 +88,7 @@ def _import_function(path: str) -> Callable[..., Any]:
 
 
 def _digest_source(function: Callable[..., Any]) -> str:
-    """Return a hash of the source, so that scores of another version are not mixed."""
+    """Return a hash of the source, so that scores of different versions are not mixed."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 Pixels = Literal["float32", "8bit"]
 _ROUNDING = 1e-3
-"""Distance from [0, 1] that pixels may have by rounding in a lower precision."""
+"""Tolerance of the range [0, 1], because lower precisions round."""
 
 
 def pack_pixels(media: Tensor, pixels: Pixels) -> Tensor:
@@ -24,7 +24,7 @@ def unpack_pixels(media: Tensor) -> Tensor:
 
 
 def check_shape(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless a tensor has the shape and the type that its name demands."""
+    """Raise ValueError unless a tensor has the shape and dtype that belong to its name."""
     kind = name.partition(".")[0]
     channels = 1 if kind == "mask" else 3
     expected = (5, "(n, frames, 3, h, w)") if kind == "media" else (3, f"({channels}, h, w)")
@@ -35,7 +35,7 @@ def check_shape(name: str, tensor: Tensor) -> None:
 
 
 def check_range(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for finite values outside [0, 1]; samples with others fail one by one."""
+    """Raise ValueError for finite values outside [0, 1]; non-finite values are ignored."""
     if tensor.dtype == torch.uint8:
         return
     lowest, highest = (x.item() for x in tensor.nan_to_num(0.5, 0.5, 0.5).aminmax())

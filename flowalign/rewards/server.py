@@ -112,7 +112,7 @@ class Service:
             mistake = error.__cause__
             if isinstance(mistake, ValueError):
                 raise Refusal(422, str(mistake)) from error
-            say(f"error: {error}")  # the answer has no folders of this machine
+            say(f"error: {error}")  # the log keeps paths that answers to clients omit
             raise Refusal(500, str(error)) from error
         try:
             return json.dumps(output_to_json(output), allow_nan=False).encode()

@@ -53,22 +53,22 @@ class Policy(ABC):
     """Classifier-free guidance scale of `velocity`; 1 is no guidance."""
 
     has_guidance: bool = True
-    """Whether the model has classifier-free guidance; a distilled scale, an input of the network,
-    is none."""
+    """Whether the model has classifier-free guidance (default: True); a distilled guidance scale,
+    which is an input of the network, does not count."""
 
     configured_guidance: float | None = None
-    """Guidance scale that the run file sets, if `turn_off_guidance` replaced it."""
+    """Guidance scale from the run file, if `turn_off_guidance` replaced it; else None."""
 
     @property
     def model_guidance(self) -> float:
-        """Return the classifier-free guidance scale that the run file sets; 1 is no guidance."""
+        """Return the classifier-free guidance scale from the run file; 1 is no guidance."""
         return self.guidance if self.configured_guidance is None else self.configured_guidance
 
     def turn_off_guidance(self) -> None:
-        """Make `velocity` the conditional one. A model without such guidance stays as it is.
+        """Make `velocity` conditional, without guidance; no effect on models without guidance.
 
         Raises:
-            ValueError: The policy cannot leave its guidance out.
+            ValueError: The policy's guidance cannot be turned off.
         """
         if self.evaluations_per_velocity > 1 and not self.has_guidance:
             raise ValueError(

@@ -43,7 +43,7 @@ class Sharding:
         return world // self.context_degree
 
 
-@runtime_checkable  # tests check annotations while they run
+@runtime_checkable  # tests check annotations at run time
 class SampleRanks(Protocol):
     """Ranks that compute the same samples together."""
 

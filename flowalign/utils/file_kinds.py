@@ -1,4 +1,4 @@
-"""Recognise the kind of a YAML file, to name the command that takes it."""
+"""Recognise the kind of a YAML file, to name the matching command in errors."""
 
 from collections.abc import Collection
 from dataclasses import MISSING, fields
@@ -11,14 +11,14 @@ KINDS = {
     "Search": ({"width"}, "flowalign sample RUN_FILE --prompt TEXT --search FILE"),
     "RewardFile": ({"rewards"}, "flowalign score DATA --rewards FILE --out FOLDER"),
 }
-"""Keys that mark a kind of file, by the class that it describes, and the command that takes it.
-The first kind whose keys a file has is its kind."""
+"""Identifying keys and command of each kind of file, by the name of the class it describes. A file
+belongs to the first kind with all of its keys present."""
 
 
 def describe_wrong_kind(kind: type, keys: Collection[str], file: str) -> str:
-    """Return why a file with these keys does not describe a `kind`; empty if it may.
+    """Return why a file with `keys` does not describe a `kind`; "" if it may.
 
-    A file of another kind has keys that are unknown to `kind`, or lacks some that it must have.
+    A file of another kind has keys that `kind` does not have, or lacks required keys.
     """
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     required = {

@@ -1,7 +1,7 @@
 """Import components from the user's own files, next to a run file or in the current folder.
 
-Run files name a component as `my_reward.Warmth` or `my_reward.py:Warmth`. Resolved settings keep
-the second form, because it is found again whatever folder Python searches.
+Run files name a component as `my_reward.Warmth` or `my_reward.py:Warmth`. Resolved settings use the
+second form, because it does not depend on Python's search path.
 """
 
 import importlib
@@ -25,14 +25,14 @@ _IN_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)$")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Z]\w*$")
 _PLAIN = re.compile(r"[\w./-]+$")
 _files: dict[str, Path] = {}
-"""Files that were imported here, by the name of their module."""
+"""Imported files by module name."""
 
 
 def resolve_components(value: Any, folders: Sequence[Path], key: str = "") -> Any:
-    """Return settings in which every component is named by a dotted path that can be imported.
+    """Return settings with every component named by an importable dotted path.
 
-    Own modules are searched in `folders`, then in the current folder. Under `rewards` and `reward`,
-    a plain function becomes a `FunctionReward`.
+    User modules are searched in `folders`, then in the current folder. Under `rewards` and
+    `reward`, a plain function becomes a `FunctionReward`.
 
     Raises:
         ConfigError: A named file or the component in it does not exist, or cannot be imported.
@@ -48,7 +48,7 @@ def resolve_components(value: Any, folders: Sequence[Path], key: str = "") -> An
 
 
 def resolve_name(name: str, folders: Sequence[Path]) -> str:
-    """Return the dotted path of a component; other texts stay as they are.
+    """Return the dotted path of a component; other texts are returned unchanged.
 
     Raises:
         ConfigError: See `resolve_components`.
@@ -75,9 +75,9 @@ def resolve_name(name: str, folders: Sequence[Path]) -> str:
 
 
 def name_files(text: str) -> str:
-    """Return YAML in which components of own files are named by file, as `my_reward.py:Warmth`.
+    """Return YAML with components of user files named by file, such as `my_reward.py:Warmth`.
 
-    Paths below the current folder are relative, as are those of prompts and data.
+    Paths below the current folder are relative, like the paths of prompts and data.
     """
     for module, file in _files.items():
         below = file.is_relative_to(Path.cwd())
@@ -90,7 +90,7 @@ def name_files(text: str) -> str:
 
 
 def _is_free(module: str, file: Path) -> bool:
-    """Return whether the name of a module is this file's, or no other module's."""
+    """Return whether a module name is free or already belongs to `file`."""
     if module in _files:
         return _files[module] == file
     spec = importlib.util.find_spec(module)
@@ -98,7 +98,7 @@ def _is_free(module: str, file: Path) -> bool:
 
 
 def _import_file(file: Path, component: str) -> str:
-    """Import a file and return the name of its module, which defines the component."""
+    """Import a file that must define `component`, and return its module name."""
     name = next((module for module, known in _files.items() if known == file), None)
     if name is None:
         name = file.stem
@@ -120,7 +120,7 @@ def _import_file(file: Path, component: str) -> str:
 
 
 def _add_to_path(folder: Path) -> None:
-    """Let Python search a folder last, so that none of its modules hides an installed one."""
+    """Append a folder to Python's search path, so that its modules hide no installed module."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -77,14 +77,14 @@ def build(
 def _check_kind(
     kind: type, values: Mapping[str, Any], options: Sequence[str], locate: Callable[[str], str]
 ) -> None:
-    """Raise ConfigError if the values are those of another kind of file."""
+    """Raise ConfigError if the keys belong to another kind of file."""
     given = {option.lstrip("-").partition("=")[0].partition(".")[0] for option in options}
     if wrong := describe_wrong_kind(kind, {*values, *given}, locate("")):
         raise ConfigError(wrong)
 
 
 def _resolve_option(option: str, folders: Sequence[Path]) -> str:
-    """Return an option whose value is a component by a dotted path that can be imported."""
+    """Return an option with its components named by importable dotted paths."""
     key, _, value = option.partition("=")
     try:
         read = parse_yaml(value) if value.startswith(("[", "{")) else value

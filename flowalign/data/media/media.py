@@ -7,7 +7,7 @@ PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 VIDEOS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".gif"})
-"""File name extensions of videos; those of images are in `PICTURES`."""
+"""File name extensions of videos; `PICTURES` has the extensions of images."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _weight_maps(
 def _maps(
     files: Sequence[str | None], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
-    """Read maps, resized to the latent grid, with one channel each; ones where there is no file."""
+    """Read maps with one channel, resized to the latent grid; a missing file gives ones."""
     grid = latents.shape[2:]
     maps = torch.ones(len(files), 1, *grid)
     for row, file, flip in zip(maps, files, mirrored, strict=True):

@@ -104,7 +104,7 @@ def media_of(example: Example) -> list[Media]:
 
 
 def requests_of(example: Example) -> list[Request]:
-    """Return the requests of an example to encode: its request, then the ones of its targets."""
+    """Return the requests of an example to encode: its request, then its targets."""
     request = samples_of(example)[0].request
     targets = example.targets if isinstance(example, Pair) else None
     return [
