@@ -16,7 +16,7 @@ from pipelines.network.weights import Lora
 from pipelines.parts.encoding import pad_texts
 from pipelines.parts.folder import Config
 from pipelines.parts.packing import grid_of
-from pipelines.parts.rows import evaluate_by_kind
+from pipelines.parts.rows import evaluate_by_kind, read_once
 from pipelines.policy import Precision
 
 LORA = Lora(target_modules=("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"))
@@ -98,7 +98,7 @@ class QwenImage21(QwenImage):
         return v_neg + self.guidance * (v - v_neg)
 
     def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
-        length, tokens = int(cond[f"length{ending}"][0]), prod(self.grid)
+        length, tokens = read_once(cond[f"length{ending}"])[0], prod(self.grid)
         pictures = torch.arange(length + tokens // 4, device=x.device) >= length
         v = self.call_denoiser(
             x.flatten(2).mT,

@@ -17,7 +17,7 @@ from pipelines.parts.folder import Config
 from pipelines.parts.guidance import with_negatives
 from pipelines.parts.packing import pack
 from pipelines.parts.references import check_references, crop_reference
-from pipelines.parts.rows import evaluate_by_kind, stack_rows
+from pipelines.parts.rows import evaluate_by_kind, read_once, stack_rows
 from pipelines.policy import Precision
 
 
@@ -107,6 +107,6 @@ class QwenImageEdit(QwenImage):
         return evaluate_by_kind(super().velocity, cond["count"], x, sigma, cond)
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:
-        sources = cond["sources"][:, : int(cond["count"][0])].unbind(1)
+        sources = cond["sources"][:, : read_once(cond["count"])[0]].unbind(1)
         shapes = [(1, *self.grid), *[(1, *self.reference_grid)] * len(sources)]
         return torch.cat([pack(one) for one in (x, *sources)], 1), shapes

@@ -48,6 +48,12 @@ class Sana(DiffusersPolicy):
         max_sequence_length: PositiveInt = 300,
         gradient_checkpointing: bool = False,
     ):
+        if precision == "fp16":
+            # Under autocast the products of linear attention exceed 65504, and 1e-15 becomes 0.
+            raise ValueError(
+                "policy.precision is fp16, in which Sana's linear attention gives NaN; "
+                "allowed here: bf16, fp32"
+            )
         super().__init__(
             *(path, Codec(height, width), lora, precision, guidance),
             *(max_sequence_length, gradient_checkpointing),

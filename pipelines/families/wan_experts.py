@@ -51,8 +51,10 @@ class TwoNetworks(nn.Module):
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **rest: Any
     ) -> tuple[Tensor, ...]:
         """Evaluate each row with the network for its timestep."""
-        high = timestep >= self.boundary
-        sides = [(self.high, high.nonzero().flatten()), (self.low, (~high).nonzero().flatten())]
+        # One read of the host decides which networks run; `nonzero` would be one for each of them.
+        high = (timestep >= self.boundary).tolist()
+        rows_of = {side: [i for i, one in enumerate(high) if one == side] for side in (True, False)}
+        sides = [(self.high, rows_of[True]), (self.low, rows_of[False])]
         answers = [
             network(
                 hidden_states=hidden_states[rows],
@@ -61,9 +63,9 @@ class TwoNetworks(nn.Module):
                 **rest,
             )[0]
             for network, rows in sides
-            if len(rows)
+            if rows
         ]
-        order = torch.cat([rows for _, rows in sides]).argsort()
+        order = torch.tensor(rows_of[True] + rows_of[False]).argsort().tolist()
         return (torch.cat(answers)[order],)
 
 

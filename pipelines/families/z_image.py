@@ -18,6 +18,7 @@ from pipelines.parts.encoding import pad_texts
 from pipelines.parts.folder import Config
 from pipelines.parts.guidance import with_negatives
 from pipelines.parts.packing import grid_of
+from pipelines.parts.rows import read_once
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(target_modules=ATTENTION)
@@ -104,4 +105,4 @@ def remove_padding(
     texts: Float[Tensor, "n longest d"], lengths: Tensor
 ) -> list[Float[Tensor, "length d"]]:
     """Return each text truncated to its length."""
-    return [text[:length] for text, length in zip(texts, lengths.tolist(), strict=True)]
+    return [text[:length] for text, length in zip(texts, read_once(lengths), strict=True)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowalign.types import Setup
+from pipelines.network.attention_dtype import keep_dtype
 from pipelines.network.offload import place, place_adapter
 from pipelines.network.quantization import cast_layerwise, quantizers
 from pipelines.network.speed import current_precision, speed_up
@@ -97,6 +98,7 @@ class Denoisers:
             if self.gradient_checkpointing:
                 denoiser.enable_gradient_checkpointing()
         for name in self.names:
+            keep_dtype(self.components[name])
             self.cast_layerwise(self.components[name])
         for name in self.trained:
             speed_up(self.components[name], self.setup.speed)

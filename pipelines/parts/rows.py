@@ -5,13 +5,28 @@ from collections.abc import Callable, Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flowalign.types import Cond
+
+_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Values of tensors that are alive, and that `read_once` has copied to the host."""
 
 
 def stack_rows(rows: Sequence[Cond]) -> dict[str, Tensor]:
     """Return the stacked conditions of requests that were encoded one by one."""
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def read_once(numbers: Int[Tensor, "n"]) -> list[int]:
+    """Return the values of a tensor that does not change, and remember them while it is alive.
+
+    A copy from a GPU waits for all its work: conditions are the same in each denoising step, so
+    their lengths are copied in the first step alone.
+    """
+    if numbers not in _READ:
+        _READ[numbers] = numbers.tolist()
+    return _READ[numbers]
 
 
 def evaluate_by_kind(
@@ -22,9 +37,21 @@ def evaluate_by_kind(
     cond: Cond,
 ) -> Float[Tensor, "n *latent"]:
     """Return velocities of all rows, evaluating rows together only if their `kind` is equal."""
-    sigma, v = sigma.expand(len(x)), torch.empty_like(x)
-    for number in kind.unique():
-        rows = kind == number
-        some = {name: value[rows] for name, value in cond.items()}
-        v[rows] = velocity(x[rows], sigma[rows], some)
+    kinds, sigma = read_once(kind), sigma.expand(len(x))
+    if len(set(kinds)) == 1:
+        return velocity(x, sigma, cond)
+    v = torch.empty_like(x)
+    for number in sorted(set(kinds)):
+        rows = [i for i, one in enumerate(kinds) if one == number]
+        v[rows] = velocity(x[rows], sigma[rows], _select(cond, rows))
     return v
+
+
+def _select(cond: Cond, rows: list[int]) -> dict[str, Tensor]:
+    """Return the conditions of some rows; their numbers need not be read from the device again."""
+    some = {name: value[rows] for name, value in cond.items()}
+    for name, value in cond.items():
+        if value.ndim == 1 and not value.is_floating_point():
+            values = read_once(value)
+            _READ[some[name]] = [values[i] for i in rows]
+    return some

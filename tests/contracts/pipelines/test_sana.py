@@ -143,3 +143,8 @@ def test_a_gradient_reaches_every_layer_of_the_adapter(family):
     assert without_gradient(policy, family.prompts) == set()
     adapted = [n for n, _ in policy.denoiser.named_modules() if n.endswith(".lora_A.default")]
     assert len(adapted) == 2 * 8
+
+
+def test_fp16_is_refused_because_linear_attention_overflows(family):
+    with pytest.raises(ValueError, match=r"precision is fp16.*allowed here: bf16, fp32"):
+        family.new(precision="fp16")

@@ -1,0 +1,34 @@
+"""Every family samples, decodes, updates and saves on the simulated GPU, in half precision."""
+
+import pytest
+
+from tests.fixtures.simulated_families import use, use_kernel
+from tests.fixtures.simulated_gpu import on_simulated_gpu
+from tests.fixtures.tiny_families import TINY
+
+pytestmark = pytest.mark.slow
+NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+DISPATCHING = ("flux1", "flux2", "qwen_image", "krea2", "z_image", "wan", "wan22_5b", "ltx")
+DISPATCHING += ("ltx2", "hunyuan", "hunyuan15")
+"""Families whose layers take an attention backend."""
+READS = {"wan22": 1}
+"""Reads of the host in each evaluation: of Wan 2.2 the timestep chooses the network."""
+
+
+@pytest.mark.parametrize(("precision", "whole"), [("bf16", False), ("fp16", True)])
+@pytest.mark.parametrize("name", TINY)
+def test_a_family_runs_on_a_gpu_with_one_dtype_in_attention(name, precision, whole, tmp_path):
+    """The device raises for two devices, and for mixed dtypes in attention."""
+    if name == "sana":
+        precision = "bf16"  # it refuses fp16
+    seen, _ = on_simulated_gpu(use, name, tmp_path, precision, whole)
+    assert seen.attention["/".join([NAMES[precision]] * 3)]
+    reads = sum(seen.reads.values())  # of two steps
+    assert reads == 2 * READS.get(name, 0), f"the host waits in each evaluation: {seen.reads}"
+    assert not seen.float64
+
+
+@pytest.mark.parametrize("name", DISPATCHING)
+def test_kernels_of_one_dtype_and_a_backward_pass_outside_of_autocast_work(name, tmp_path):
+    """`speed.attention: flash`, and how diffusers computes gradients with a context degree."""
+    on_simulated_gpu(use_kernel, name, tmp_path)
