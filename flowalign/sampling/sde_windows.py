@@ -122,7 +122,9 @@ class RandomSubset(SDEWindow):
 
 @dataclass(frozen=True)
 class Sliding(SDEWindow):
-    """Window of `size` steps that moves by `stride` every `every` training steps, up to the end.
+    """Window of `size` steps that moves by `stride` every `every` training steps.
+
+    It stops before the last step, because noise of that step would remain visible in the image.
 
     Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. In its code the last windows
     shrink; here the size stays constant.
@@ -142,8 +144,8 @@ class Sliding(SDEWindow):
             raise ValueError(
                 f"sliding window with every {self.every}, stride {self.stride}: need at least 1"
             )
-        _check_window(0, self.size, num_steps)
-        start = min(self.stride * (iteration // self.every), num_steps - self.size)
+        _check_window(0, self.size, num_steps - 1)
+        start = min(self.stride * (iteration // self.every), num_steps - 1 - self.size)
         return _check_window(start, start + self.size, num_steps)
 
 

@@ -21,8 +21,8 @@ class BestTransition(NamedTuple):
 
     x: Float[Tensor, "n *latent"]
     """State x_k."""
-    x_next: Float[Tensor, "n *latent"]
-    """State x_{k+1}."""
+    mean: Float[Tensor, "n *latent"]
+    """Mean of x_{k+1} under the old policy, without the noise that was drawn."""
     eta: Float[Tensor, "n"]
     """Noise level."""
 

@@ -83,20 +83,30 @@ def test_sliding_by_hand():
     got = [steps(window, 8, i) for i in range(8)]
     assert got[:2] == [(0, 1, 2)] * 2
     assert got[2:4] == [(2, 3, 4)] * 2
-    assert got[4:6] == [(4, 5, 6)] * 2
-    assert got[6:] == [(5, 6, 7)] * 2  # stopped at the end, whole
+    assert got[4:] == [(4, 5, 6)] * 4  # stopped before the last step, whole
+
+
+@pytest.mark.parametrize("num_steps", [5, 8, 25])
+def test_sliding_never_reaches_the_last_step(num_steps):
+    window = Sliding(size=4, every=1)
+    got = [steps(window, num_steps, i) for i in range(2 * num_steps)]
+    assert max(k for window in got for k in window) == num_steps - 2
+    assert {len(window) for window in got} == {4}
 
 
 @pytest.mark.parametrize("name", ["progressive_overlap_clip", "progressive_no_overlap"])
 def test_sliding_is_mixgrpo_until_its_windows_shrink(name):
-    """The reference truncates its last windows and then trains nothing; ours stays complete."""
+    """The reference truncates its last windows and then trains nothing; ours stays complete.
+
+    Its `max_timesteps` leaves out the last step, which ours does by itself.
+    """
     recorded = RECORDED[name]
     args = recorded["args"]
     stride = args["prog_overlap_step"] if args.get("prog_overlap") else args["group_size"]
     window = Sliding(args["group_size"], args["iters_per_group"], stride)
     whole = 0
     for iteration, expected in enumerate(recorded["windows_per_iteration"]):
-        got = steps(window, args["max_timesteps"], iteration)
+        got = steps(window, args["max_timesteps"] + 1, iteration)
         if len(expected) == args["group_size"]:
             assert list(got) == expected
             whole += 1
@@ -116,7 +126,7 @@ OUTSIDE = {
     "random, no size": (Random(size=0), "[0, 0)"),
     "subset of none": (RandomSubset(0.1), "0.1"),
     "subset of more": (RandomSubset(1.2), "1.2"),
-    "sliding": (Sliding(size=9), "[0, 9)"),
+    "sliding": (Sliding(size=8), "[0, 8)"),
     "sliding, no size": (Sliding(size=0), "[0, 0)"),
 }
 

@@ -4,7 +4,7 @@ Source: Flow-GRPO, arXiv:2505.05470v5. The log-probability in the ratio is a mea
 elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from flowalign.functional.chunk import chunk_log_ratio
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, latent_mse
 from flowalign.functional.transition import Gaussian, log_density
+from flowalign.losses.policy_gradient.gradient_norms import POLICY, gradient_norms
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 from flowalign.types.loss import Loss
@@ -41,7 +42,7 @@ class GRPO(PolicyLoss):
         """Reject empty chunks, and chunks with a surrogate that needs single steps."""
         if self.chunk_sizes is None:
             return
-        if self.surrogate.needs_mean_old:
+        if self.surrogate.needs_mean_old and not self.surrogate.needs_best:
             raise ValueError(
                 f"algorithm.chunk_sizes is {self.chunk_sizes}, but {type(self.surrogate).__name__} "
                 "needs the means of single steps: choose PPOClip, LogHinge or RewardClip"
@@ -90,10 +91,25 @@ class GRPO(PolicyLoss):
         stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {
             "policy_loss": loss.detach()
         }
+        auxiliary = self._auxiliary(current, reference, batch)
+        stats |= {name: term.detach() for name, term in auxiliary.items()}
+        stats |= gradient_norms(current.mean, {POLICY: loss, **self._scaled(auxiliary)})
+        return loss + sum(self._scaled(auxiliary).values()), stats
+
+    def _auxiliary(
+        self, current: Gaussian, reference: VelocityField, batch: Minibatch
+    ) -> dict[str, Float[Tensor, ""]]:
+        """Return the auxiliary terms of the loss by name; the KL without its coefficient."""
+        terms = {}
+        penalty = self.surrogate.penalty(current, batch)
+        if penalty is not None:
+            terms["penalty"] = (batch.weight * penalty).mean()
         if self.kl_coef > 0:
-            kl = self._kl(current, reference, batch)
-            loss, stats["kl"] = loss + self.kl_coef * kl, kl.detach()
-        return loss, stats
+            terms["kl"] = self._kl(current, reference, batch)
+        return terms
+
+    def _scaled(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t * self.kl_coef if name == "kl" else t for name, t in terms.items()}
 
     def _kl(self, current: Gaussian, reference: VelocityField, batch: Minibatch) -> Tensor:
         with torch.no_grad():

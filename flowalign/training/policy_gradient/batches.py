@@ -154,7 +154,9 @@ def _best(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> BestTransition
         return None
     trajectory, best = batch.trajectory, batch.best[chosen]
     eta = trajectory.eta[best.to(trajectory.device), k]
-    return BestTransition(trajectory.state(k, best), trajectory.state(k + 1, best), eta)
+    mean = trajectory.mean(k, best)
+    assert mean is not None, "the loss needs the best sample, so rollouts store means"
+    return BestTransition(trajectory.state(k, best), mean, eta)
 
 
 def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:

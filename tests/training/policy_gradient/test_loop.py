@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from flowalign.credit.group_ids import prompt_step_ids
-from flowalign.functional.transition import log_density
+from flowalign.functional.surrogate import gaussian_kl
+from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import (
     DivergenceMask,
@@ -119,8 +120,7 @@ def test_every_surrogate_raises_a_reward_that_can_be_learned(surrogate):
     assert all(math.isfinite(v) for m in metrics for v in m.values())
 
 
-def test_layer_tuning_pulls_every_path_to_the_velocity_of_the_best_one():
-    """That velocity is v + (x_next - mean) / kappa there, with Flow-SDE's kappa written out."""
+def test_layer_tuning_pulls_every_path_to_the_predicted_velocity_of_the_best_one():
     learner, cfg = new_learner(PixelPolicy(seed=2)), new_recipe()
     tuned = GRPO(LayerTuning(surrogate=PPOClip(0.2), coef=0.3))
     batch, _ = judged(replace(cfg, algorithm=tuned), new_rewards(), learner)
@@ -130,12 +130,63 @@ def test_layer_tuning_pulls_every_path_to_the_velocity_of_the_best_one():
     plain = GRPO(PPOClip(0.2)).loss(learner.policy, learner.reference, part)[0]
     extra = tuned.loss(learner.policy, learner.reference, part)[0] - plain
     v = learner.policy.velocity(part.x, part.sigmas[1], part.cond)
-    kappa = -0.25 * (1 + 0.8**2 / 2)  # -dt (1 + eta^2 / 2), as sigma is below 1
-    travelled = v + (part.x_next - part.transition(learner.policy).mean) / kappa
-    away = (v - travelled[batch.best]).square().mean(1)
+    away = (v - v[batch.best]).square().mean(1)
     torch.testing.assert_close(extra, 0.3 * away.mean())
     assert extra > 1e-3
     assert tuned.clip == 0.2
+
+
+def test_layer_tuning_does_not_see_the_noise_of_the_best_path():
+    """A best sample that took a step of the same mean with other noise gives the same target."""
+    learner = new_learner(PixelPolicy(seed=2))
+    tuned = GRPO(LayerTuning(surrogate=PPOClip(0.2), coef=0.3))
+    batch, _ = judged(replace(new_recipe(), algorithm=tuned), new_rewards(), learner)
+    part = list(minibatches(batch, torch.arange(12), 100))[1]
+    current = part.transition(learner.policy)
+    before = tuned.surrogate.penalty(current, part)
+    noisier = replace(part, x_next=part.x_next + 10 * torch.randn_like(part.x_next))
+    assert torch.equal(tuned.surrogate.penalty(current, noisier), before)
+    assert part.x_next[batch.best].sub(part.best.mean).abs().max() > 0.1  # there was noise
+
+
+def test_gradient_norms_of_auxiliary_terms_are_those_of_autograd():
+    learner = new_learner(PixelPolicy(seed=2))
+    reference = PixelPolicy(seed=3)
+    tuned = GRPO(LayerTuning(surrogate=PPOClip(0.2), coef=0.3), kl_coef=0.5, kl="gaussian")
+    batch, _ = judged(replace(new_recipe(), algorithm=tuned), new_rewards(), learner)
+    part = list(minibatches(batch, torch.arange(12), 100))[1]
+    _, stats = tuned.loss(learner.policy, reference, part)
+    mean = part.transition(learner.policy).mean.detach().requires_grad_()
+    std = part.transition(learner.policy).std
+    with torch.no_grad():
+        frozen = part.transition(reference)
+    terms = {
+        "kl": 0.5 * gaussian_kl(Gaussian(mean, std), frozen).mean(),
+        "penalty": tuned.surrogate.penalty(Gaussian(mean, std), part).mean(),
+        "policy": GRPO(PPOClip(0.2))
+        .surrogate(
+            log_density(part.kernel, part.x_next, Gaussian(mean, std)) - part.logp_old,
+            Gaussian(mean, std),
+            part,
+        )[0]
+        .mean(),
+    }
+    for name, term in terms.items():
+        (expected,) = torch.autograd.grad(term, mean, retain_graph=True)
+        torch.testing.assert_close(stats[f"gradient_norm/{name}"], expected.norm())
+        assert expected.norm() > 0
+
+
+@pytest.mark.parametrize(("coef", "warns"), [(1e-3, False), (1e4, True)])
+def test_an_auxiliary_term_that_drowns_the_policy_term_is_warned_of_once(coef, warns):
+    said: list[str] = []
+    cfg = new_recipe(algorithm=GRPO(LayerTuning(surrogate=PPOClip(0.2), coef=coef)))
+    metrics = train(cfg, new_learner(PixelPolicy(seed=2)), steps=3, log=said.append)
+    assert all("gradient_ratio/penalty" in row for row in metrics)
+    assert not any(name.startswith("gradient_norm/") for row in metrics for name in row)
+    warned = [text for text in said if "auxiliary term penalty" in text]
+    assert len(warned) == int(warns)
+    assert (metrics[0]["gradient_ratio/penalty"] > 3) == warns
 
 
 def test_a_best_sample_has_the_highest_weighted_reward_that_is_known():
