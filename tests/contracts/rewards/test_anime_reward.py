@@ -102,7 +102,7 @@ def test_a_dimension_that_cannot_run_is_refused_with_what_comes_near(dim, model)
 
 def test_other_dims_are_refused_and_one_of_them_needs_no_source(folder):
     for dims in ([], ["style"], ["img_video_consist"] * 2):
-        with pytest.raises(ValueError, match="there are text_video_consist, img_video_consist"):
+        with pytest.raises(ValueError, match="supported are text_video_consist, img_video_consist"):
             AnimeReward(folder, dims=dims)
     text = AnimeReward(folder, dims=["text_video_consist"], device="cpu")
     batch = clips()

@@ -137,7 +137,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path, change, mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ps_version": "v1"}, "ps_version of .* is 'v1'; only 'v2' is read"),
+        ({"ps_version": "v1"}, "ps_version of .* is 'v1'; only 'v2' is supported"),
         ({"force_image_size": 448}, "image size of .* is 448; only 56"),
         ({"model_type": "internvl"}, "is of type 'internvl', not internvl_chat"),
         ({"select_layer": -2}, "select_layer of .* is -2"),
