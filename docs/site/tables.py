@@ -57,6 +57,7 @@ MOST_FILES = 3
 _MARKED = re.compile(r"^( *)<!-- table: (\w+) -->\n(.*?)^ *<!-- end -->$", re.MULTILINE | re.DOTALL)
 _DOTTED = re.compile(r"`((?:flowalign|pipelines|reward_models)\.[\w.]+)`")
 _ARXIV = re.compile(r"arXiv:\d{4}\.\d{5}(?:v\d+)?")
+_SOURCE = re.compile("Sources?:")
 _STATUS = re.compile(r"# \[(run on CPU|run on GPU|checked only)\]")
 
 
@@ -136,14 +137,14 @@ def find_class(dotted: str) -> Definition | None:
     return definitions(package).get(name)
 
 
-def arxiv_of(dotted: str) -> str:
-    """Return the first arXiv id in the `Source:` of a class, or of its module; "" if none."""
+def arxiv_of(paper: str, dotted: str) -> str:
+    """Return the arXiv id of a paper in the `Source:` of a class, or of its module; "" if none."""
     one = find_class(dotted)
-    if one is None:
-        return ""
-    for text in (one.docstring, one.module_docstring):
-        if found := _ARXIV.search(text.partition("Source:")[2]):
-            return found[0]
+    title = re.escape(paper.partition(" (")[0])
+    for text in (one.docstring, one.module_docstring) if one else ():
+        source = text[match.start() :] if (match := _SOURCE.search(text)) else ""
+        if found := re.search(rf"{title}[^;.]*?({_ARXIV.pattern})", source):
+            return found[1]
     return ""
 
 
@@ -218,14 +219,24 @@ def paper_rows(section: str) -> Iterator[list[str]]:
     """Yield the rows of a section of papers."""
     for row in _entries()["papers"][section]:
         dotted = _DOTTED.findall(row["class"])
-        paper = row["paper"]
-        if "arXiv:" not in paper and (found := next(filter(None, map(arxiv_of, dotted)), "")):
-            paper = f"{paper}, {found}"
+        paper = _with_arxiv(row, dotted)
         files = files_of(row, dotted)
         names = row.get("note") or ", ".join(f"`{file}`" for file in files) or "none"
         status = f"*{status_of(files)}*" if files else ""
         cells = [paper, row["class"], names, row["verified"], results_of(row, "results") or status]
         yield cells[: len(_header(section))]
+
+
+def _with_arxiv(row: Mapping[str, Any], dotted: Sequence[str]) -> str:
+    if "arXiv:" in row["paper"] or row.get("arxiv") == "none":
+        return row["paper"]
+    found = next(filter(None, (arxiv_of(row["paper"], name) for name in dotted)), "")
+    if not found:
+        raise ValueError(
+            f"{row['paper']}: no `Source:` of {', '.join(dotted)} has its arXiv id; write the id "
+            "into `paper` in docs/site/tables.yaml, or set `arxiv: none`"
+        )
+    return f"{row['paper']}, {found}"
 
 
 def files_of(row: Mapping[str, Any], dotted: Sequence[str]) -> Sequence[str]:

@@ -59,7 +59,21 @@ def test_a_paper_with_many_run_files_needs_a_choice():
     assert tables.files_of(row | {"files": ["one.yaml"]}, ["flowalign.losses.GRPO"]) == ["one.yaml"]
 
 
+def test_the_id_of_a_paper_is_that_in_the_source_of_its_class():
+    tree = "flowalign.credit.LeafAdvantage"
+    assert tables.arxiv_of("TreeGRPO", tree) == "arXiv:2512.08153"
+    assert tables.arxiv_of("Dynamic-TreeRPO", tree) in ("", "arXiv:2509.23352v3")
+    assert tables.arxiv_of("Flow-GRPO", tree) == ""
+
+
 def test_the_status_is_that_of_the_run_file():
     assert tables.status_of(["configs/shapes.yaml", "configs/sd35_medium.yaml"]) == "run on CPU"
     assert tables.status_of(["configs/sd35_medium.yaml"]) == "checked only"
     assert tables.status_of([]) == "checked only"
+
+
+def test_the_answer_on_the_page_of_equal_cost_has_the_numbers_of_its_tables():
+    prose, *marked = (DOCS / "results" / "equal_cost.md").read_text().split("<!-- table: ")
+    quoted = re.findall(r"\d+\.\d ± \d+\.\d %", prose)
+    assert len(quoted) >= 4
+    assert [one for one in quoted if not any(one in table for table in marked)] == []
