@@ -28,8 +28,7 @@ class Tracker:
     def __init__(
         self, folder: Path, trackers: Sequence[TrackerName] = (), keep_until: int | None = None
     ):
-        for name in trackers:
-            _require(name)
+        check_trackers(trackers)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = _drop_from(folder / FILE, keep_until)
         self._start = time.perf_counter() - max((row["seconds"] for row in earlier), default=0.0)
@@ -51,6 +50,17 @@ class Tracker:
         self._file.close()
         while self._sinks:
             self._sinks.pop().close()
+
+
+def check_trackers(trackers: Sequence[str]) -> None:
+    """Raise ValueError if the package of a tracker is not installed."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"trackers names {name}, which is not installed: run "
+                f"`pip install flowalign[{name}]`, or set trackers: []; "
+                f"{FILE} and the report are always written"
+            )
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -133,13 +143,6 @@ _SINKS: dict[str, Callable[[Path, int | None], _Sink]] = {
     "wandb": _WandB,
     "trackio": _Trackio,
 }
-
-
-def _require(name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f"trackers asks for {name}, which is not installed: `pip install flowalign[{name}]`"
-        )
 
 
 def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:

@@ -42,6 +42,17 @@ def test_what_a_shipped_run_file_names_is_shipped():
             assert is_shipped(path, WHEEL["only-include"]), f"{file}: {path}"
 
 
+def test_no_shipped_file_needs_a_tracker_that_a_base_install_lacks():
+    named = {file.name: content.get("trackers", []) for file, content in _mappings()}
+    assert {name: trackers for name, trackers in named.items() if trackers} == {}
+
+
+def _mappings() -> Iterator[tuple[Path, dict[str, Any]]]:
+    for file in CONFIGS:
+        if isinstance(content := read_yaml(file), dict):
+            yield file, content
+
+
 def test_shipped_files_lie_where_the_package_looks_for_them():
     assert WHEEL["sources"] == {
         "assets": "flowalign/bundled/assets",

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_a_start_that_is_refused_leaves_no_folder_or_the_folder_as_it_was(tmp_pa
         runs.start(run, "num_steps: 5\n", quiet)
     assert folder.exists() == there
     assert files(tmp_path / "runs") == {}
+
+
+def test_a_tracker_that_is_missing_is_reported_by_check_and_before_weights_are_loaded(
+    tmp_path, monkeypatch
+):
+    """Unloadable would raise another error, and so would a package that is found."""
+    here = util.find_spec
+    missing = lambda name, *rest: None if name == "wandb" else here(name, *rest)  # noqa: E731
+    monkeypatch.setattr(util, "find_spec", missing)
+    run = new_run(tmp_path / "run", policy=Unloadable(), trackers=["wandb"])
+    for use in (lambda: runs.plan(run), lambda: runs.start(run, "num_steps: 5\n", quiet)):
+        with pytest.raises(ValueError, match=r"wandb.*pip install flowalign\[wandb\]"):
+            use()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_recipe_that_refuses_to_open_leaves_no_folder(tmp_path, monkeypatch):

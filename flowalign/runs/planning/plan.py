@@ -6,11 +6,13 @@ from flowalign.runs.policy_setup import check_world
 from flowalign.training.optimizers import check_kind
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, describe_conditioning
+from flowalign.utils.tracking import check_trackers
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
     """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
     check_world(run.sharding, world)
+    check_trackers(run.trackers)
     world = run.sharding.groups(world)
     model = run.policy.plan()
     divided = run.sharding.weights != "replicated" and model.trainable == model.parameters

@@ -27,6 +27,7 @@ from flowalign.training.recipe import Log, Loop
 from flowalign.utils.console import Messages
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
+from flowalign.utils.tracking import check_trackers
 
 
 @dataclass
@@ -87,6 +88,7 @@ def start(
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
+    check_trackers(run.trackers)
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device, run.sharding.context_degree)
