@@ -29,7 +29,6 @@ class LTX2(DiffusersPolicy):
     A state holds the latents of the frames followed by those of the sound, see `SoundCodec`.
     `decode` returns the frames, `sound` the waveform. Stored clips are read without sound, so
     `embed` raises ValueError; preference pairs must come from rollouts.
-
     The conditional velocity takes one evaluation. `guidance`, `streams.perturbed` and
     `streams.modality` each take one more if they are in use.
     """
