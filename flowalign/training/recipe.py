@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.types import ModelPlan, Policy, PromptConditioning
+from flowalign.types import ModelPlan, Policy, PromptConditioning, RewardModel
 
 Log = Callable[[str], None]
 """Function that shows a message to the user."""
@@ -77,6 +77,8 @@ class RecipePlan:
     """Settings that limit the number of samples per decode, with their values."""
     weight_copies: int = 0
     """Number of copies of the trained weights in addition to optimizer and average."""
+    prompts_per_step: int = 0
+    """Number of prompts that a step samples; 0: it samples none."""
 
 
 class Loop(ABC):
@@ -194,6 +196,17 @@ def samples_row(prompts_per_step: int, samples_per_prompt: int) -> dict[str, str
     """Return the row of the plan table about the samples of a step."""
     total = prompts_per_step * samples_per_prompt
     return {"samples per step": f"{total} = {prompts_per_step} prompts x {samples_per_prompt}"}
+
+
+def reward_rows(models: Sequence[RewardModel], group_sizes: Sequence[int]) -> dict[str, str]:
+    """Return the rows of the plan table about rewards of groups of these numbers of samples."""
+    costs = [model.judge_calls(group_sizes) for model in models]
+    answers, tokens = (sum(each) for each in zip(*costs, strict=True)) if costs else (0, 0)
+    judges = f"{answers:,}, of at most {tokens:,} tokens together"
+    return {
+        "reward calls per step": f"{sum(group_sizes) * len(models)}",
+        **({"judge answers per step": judges} if answers else {}),
+    }
 
 
 def evaluations_row(

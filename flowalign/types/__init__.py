@@ -71,6 +71,7 @@ from flowalign.types.request import (
 )
 from flowalign.types.reward import (
     Column,
+    JudgeCalls,
     Loadable,
     Need,
     RewardModel,

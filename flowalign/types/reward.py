@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -122,6 +122,15 @@ class RewardSpec:
         return next((why for column in self.columns if (why := column.problem(metadata))), "")
 
 
+class JudgeCalls(NamedTuple):
+    """Cost of asking a chat model."""
+
+    answers: int = 0
+    """Number of answers, without those that are asked again after a failure."""
+    tokens: int = 0
+    """Largest number of tokens that the answers have together."""
+
+
 @dataclass(frozen=True)
 class RewardOutput:
     """Scores of n samples; a failed score is NaN, invalid, and has a reason."""
@@ -221,6 +230,13 @@ class RewardModel(ABC):
         If the media require a gradient, the values have one; a model that is not differentiable
         rejects such a batch.
         """
+
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:  # noqa: ARG002 (for overrides)
+        """Return what a chat model costs to score groups of these numbers of samples.
+
+        Default: nothing.
+        """
+        return JudgeCalls()
 
 
 def _without_source(batch: MediaBatch) -> dict[int, str]:

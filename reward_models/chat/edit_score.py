@@ -89,6 +89,8 @@ class EditScore(ChatJudge):
         )
         super().__init__(spec, ensemble, partial(reduce_passes, reduction=reduction))
 
+    conversations = 2
+
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation about source and edit, and one about the edit only."""
         edited = encode_frames(sample)

@@ -3,13 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.backbones.rule import Unscorable
 from reward_models.chat.client import ChatAnswer, Messages
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
@@ -30,6 +31,9 @@ class ChatJudge(RewardModel, Loadable):
     The score is `combine` of all readable passes, and the uncertainty their standard deviation. A
     sample without any readable pass is NaN with the reason. The raw texts are in `extras`.
     """
+
+    conversations: ClassVar[int] = 1
+    """Number of conversations that `ask` returns for a sample."""
 
     def __init__(
         self, spec: RewardSpec, ensemble: JudgeEnsemble, combine: Combine = average_passes
@@ -63,6 +67,11 @@ class ChatJudge(RewardModel, Loadable):
     def close(self) -> None:
         """Close the connections."""
         self.ensemble.client.close()
+
+    @final
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.ensemble.calls(sum(group_sizes) * self.conversations)
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:

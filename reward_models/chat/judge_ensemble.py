@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
+from flowalign.types import JudgeCalls, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
 from reward_models.chat.circuit_breaker import ChatError
 from reward_models.chat.client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.parsers import Unparsable
@@ -77,6 +77,11 @@ class JudgeEnsemble:
         """Return a hash of the model, the sampling, and the settings of a judge."""
         decisive = [self.client.server.model, asdict(self.sampling), self.parameters, settings]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    def calls(self, conversations: int) -> JudgeCalls:
+        """Return what this number of conversations costs in all passes."""
+        answers = conversations * self.sampling.passes
+        return JudgeCalls(answers, answers * self.sampling.max_tokens)
 
     def collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
         """Return one verdict per entry; the conversations of an entry are read together.

@@ -7,6 +7,8 @@ model.
 
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
 from flowalign.types import Column, MediaBatch, RewardSpec
 from reward_models.backbones.rule import metadata_of
 from reward_models.chat.client import ChatAnswer, Messages, Server
@@ -74,6 +76,11 @@ class OneReward(PairJudge):
             columns=() if task else (Column("task", tuple(self.tasks)),),
         )
         super().__init__(spec, ensemble)
+
+    @property
+    @override
+    def conversations(self) -> int:
+        return len(self.criteria)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation per criterion."""

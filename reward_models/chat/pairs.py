@@ -4,13 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import comb
 from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict, check_known
 from reward_models.chat.parsers import Unparsable
@@ -35,6 +37,11 @@ class PairJudge(ABC):
 
     def __init__(self, spec: RewardSpec, ensemble: JudgeEnsemble):
         self.spec, self.ensemble = spec, ensemble
+
+    @property
+    def conversations(self) -> int:
+        """Return the number of conversations that `ask` returns for a pair (default: 1)."""
+        return 1
 
     @abstractmethod
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
@@ -103,6 +110,12 @@ class WinRate(RewardModel, Loadable):
     def close(self) -> None:
         """Close the connections."""
         self.judge.ensemble.client.close()
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        pairs = sum(comb(size, 2) for size in group_sizes)
+        turns = 2 if self.orders == "both" else 1
+        return self.judge.ensemble.calls(pairs * turns * self.judge.conversations)
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Compare all pairs of all groups at the same time."""

@@ -1,5 +1,6 @@
 """Plan a run: its work and its cost, before any weight is read."""
 
+from flowalign.data.requests import read_requests
 from flowalign.runs.config import Run
 from flowalign.runs.planning import fits, memory
 from flowalign.runs.policy_setup import check_world
@@ -27,13 +28,32 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     asked = describe_conditioning(run.conditioning)
     return {
         **({"sampling asks": asked} if asked else {}),
-        **step.rows,
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
+        **step.rows,
+        **prompt_rows(run, step.prompts_per_step),
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         **memory.rows(parts, memory.available(run.device)),
         **fits.rows(parts, model.text_bytes > 0),
     }
+
+
+def prompt_rows(run: Run, prompts_per_step: int) -> dict[str, str]:
+    """Return the rows about too few prompts, and about prompts that are trained and evaluated."""
+    rows = {}
+    trained = {one.key for path in run.recipe.prompt_files for one in read_requests(path)}
+    if trained and len(trained) < prompts_per_step:
+        rows["warning: few prompts"] = (
+            f"a step needs {prompts_per_step}, {' '.join(run.recipe.prompt_files)} has "
+            f"{len(trained)}: prompts repeat within a step"
+        )
+    evaluated = {one.key for _, one in run.evaluation.items()} if run.evaluation else set()
+    if shared := len(evaluated & trained):
+        rows["warning: evaluation"] = (
+            f"{shared} of {len(evaluated)} prompts are training prompts: it measures no "
+            "generalization. Set evaluation.prompts to held-out prompts"
+        )
+    return rows
 
 
 def memory_parts(run: Run, world: int = 1) -> list[MemoryPart]:

@@ -23,6 +23,7 @@ from flowalign.training.recipe import (
     RunContext,
     check_prompts_per_step,
     evaluations_row,
+    reward_rows,
     samples_row,
 )
 from flowalign.training.reference import check_guidance, find_scale
@@ -95,6 +96,7 @@ class TDM(TDMSettings, Recipe):
             rows=self._rows(run),
             parts=[MemoryPart("states", states)],
             decode_batches={"recipe.micro_batch": self.micro_batch} if self.surrogate else {},
+            prompts_per_step=self.prompts_per_step,
             weight_copies=_TRAINED * companions + bool(self.surrogate),
         )
 
@@ -135,8 +137,11 @@ class TDM(TDMSettings, Recipe):
             + (", surrogate reward" if self.surrogate else ""),
             **evaluations_row(counts),
             "evaluations of a sample": f"{self.num_steps}",
+            "updates per step": f"1 of the generator, {self.fake.updates} of the fake score"
+            + (", 1 of the surrogate reward" if self.surrogate else ""),
         }
         if self.surrogate:
             rows["decodes per step"] = f"{samples}"
-            rows["reward calls per step"] = f"{samples * len(run.rewards.models)}"
+            groups = [self.samples_per_prompt] * self.prompts_per_step
+            rows |= reward_rows(run.rewards.models, groups)
         return rows

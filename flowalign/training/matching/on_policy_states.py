@@ -145,6 +145,7 @@ class OnPolicyStates(DataSource):
         kept, storage = ceil(self.prompts_per_step / world) * sum(states), self.sampling.states
         size = kept * prod(model.latent_shape) * DTYPES[storage.dtype].itemsize
         return RecipePlan(
+            prompts_per_step=self.prompts_per_step,
             rows={
                 **samples_row(self.prompts_per_step, self.sampling.samples_per_prompt),
                 "denoising steps": f"{steps}, random are {sorted(self.random_steps) or 'none'}",

@@ -69,6 +69,7 @@ class Matching(MatchingSettings, Recipe):
         reference = type(self.reference).__name__ if self.needs_reference else None
         made, size = data.plan(run, model, world), prod(model.latent_shape)
         return RecipePlan(
+            prompts_per_step=made.prompts_per_step,
             rows={
                 "loss": f"{loss}, reference {reference}" if reference else f"{loss}, no reference",
                 **made.rows,

@@ -26,6 +26,7 @@ from flowalign.training.recipe import (
     RecipePlan,
     RunContext,
     check_prompts_per_step,
+    reward_rows,
     samples_row,
 )
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
@@ -128,9 +129,9 @@ class Rollouts(DataSource):
             "pairs per step": f"at most {self.examples_per_step}",
             "sampling evaluations per step": f"{evaluations}",
             "decodes per step": f"{samples}",
-            "reward calls per step": f"{samples * len(run.rewards.models)}",
+            **reward_rows(run.rewards.models, [self.samples_per_prompt] * self.prompts_per_step),
         }
-        return RecipePlan(rows=rows)
+        return RecipePlan(rows=rows, prompts_per_step=self.prompts_per_step)
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> "RolloutStream":

@@ -172,6 +172,7 @@ class ScoredGroups(DataSource):
                 rows["noise levels with credit"] += f"; a sample has those of {own} of these steps"
         return RecipePlan(
             rows=rows,
+            prompts_per_step=self.prompts_per_step,
             parts=rollout_memory(rollouts, model, world, window),
             decode_batches={f"{self.key}.sampling.micro_batch": self.sampling.micro_batch},
         )

@@ -35,6 +35,7 @@ def plan_step(
     rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
     return RecipePlan(
         rows=rows,
+        prompts_per_step=cfg.prompts_per_step,
         parts=[
             *rollout_memory(cfg.rollouts, model, world, window),
             *_measured_memory(cfg, model, window),

@@ -69,6 +69,7 @@ class RewardGradient(RewardGradientSettings, Recipe):
         fewer = {"recipe.micro_batch: 1": (self.micro_batch - 1) * rendering}
         return RecipePlan(
             rows=self._rows(run, per_velocity),
+            prompts_per_step=self.prompts_per_step,
             parts=[
                 MemoryPart("states", states),
                 MemoryPart("rendering", self.micro_batch * rendering, "updating", fewer),

@@ -5,7 +5,13 @@ from math import ceil, prod
 
 from flowalign.sampling.frame_windows import draw_frame_windows
 from flowalign.sampling.recording import DTYPES
-from flowalign.training.recipe import MemoryPart, RunContext, check_prompts_per_step, samples_row
+from flowalign.training.recipe import (
+    MemoryPart,
+    RunContext,
+    check_prompts_per_step,
+    reward_rows,
+    samples_row,
+)
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.settings import RolloutSettings
@@ -44,13 +50,13 @@ def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> 
     """Return the rows of the plan table about values of states and their rewards."""
     empty, requested = cfg.empty_trajectory(window), cfg.requested(window)
     valued = {*requested, (cfg.sampling.num_steps, cfg.completion)}
-    scored = cfg.prompts_per_step * sum(len(empty.rows.unique_rows(k)) for k, _ in valued)
+    groups = [len(empty.rows.unique_rows(k)) for k, _ in valued] * cfg.prompts_per_step
     return {
         "values of states": f"{sorted({k for k, _ in requested})}",
         **_critic_rows(cfg, window),
         **_latent_rows(cfg, run, window),
-        "decodes per step": f"{scored}",
-        "reward calls per step": f"{scored * len(run.rewards.models)}",
+        "decodes per step": f"{sum(groups)}",
+        **reward_rows(run.rewards.models, groups),
     }
 
 

@@ -8,6 +8,7 @@ import torch
 
 from flowalign.types import MediaBatch
 from reward_models.chat.client import Server
+from reward_models.chat.edit_score import EditScore
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pairs import WinRate
@@ -233,3 +234,30 @@ def test_win_rates_keep_what_the_contract_asks_of_rewards_that_compare(serve):
     assert torch.equal(output[:3], output[3:])
     assert torch.equal(judge.score(two.take([5, 3, 1, 4, 0, 2])).values, output[[5, 3, 1, 4, 0, 2]])
     judge.close()
+
+
+@pytest.mark.parametrize(("orders", "passes"), [("both", 1), ("one", 2)])
+def test_planned_judge_calls_are_the_requests_that_the_server_gets(serve, orders, passes):
+    server = serve(brighter)
+    judge = UnifiedRewardPair(server, sampling=Sampling(passes=passes, max_tokens=10))
+    batch = group_of(30, 90, 120, 10, 20, groups=[1, 1, 1, 2, 2])
+    reward = WinRate(judge, orders)
+    planned = reward.judge_calls([3, 2])
+    reward.score(batch)
+    assert planned.answers == len(serve.running[0].requests) == 8  # four pairs, twice
+    assert planned.tokens == 80
+
+
+def test_the_criteria_of_a_judge_are_counted():
+    judge = OneReward(Server("http://127.0.0.1:1/v1", MODEL), task="filling")
+    assert judge.conversations == len(judge.ask(group_of(1), group_of(2))) == 4
+    assert WinRate(judge).judge_calls([24] * 24).answers == 52_992
+
+
+def test_the_two_questions_of_edit_score_are_counted():
+    judge = EditScore(Server("http://127.0.0.1:1/v1", MODEL), sampling=Sampling(passes=4))
+    batch = MediaBatch(
+        torch.rand(1, 1, 3, 8, 8), ["make it red"], references=[[torch.rand(3, 8, 8)]]
+    )
+    assert judge.conversations == len(judge.ask(batch)) == 2
+    assert judge.judge_calls([3, 2]).answers == 5 * 2 * 4

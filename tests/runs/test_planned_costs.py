@@ -1,0 +1,52 @@
+"""The plan counts judge answers, updates of all roles, and prompts that do not suffice."""
+
+import pytest
+
+from flowalign.runs.config import load
+from flowalign.runs.planning.plan import plan, prompt_rows
+from flowalign.training.recipe import reward_rows
+from flowalign.types import JudgeCalls
+from reward_models.signals.jpeg import JpegSize
+
+
+class Judged(JpegSize):
+    def judge_calls(self, group_sizes):
+        return JudgeCalls(10 * sum(group_sizes), 1000 * sum(group_sizes))
+
+
+def test_judge_answers_and_tokens_have_a_row_where_there_is_a_judge():
+    assert reward_rows([JpegSize()], [3, 2]) == {"reward calls per step": "5"}
+    assert reward_rows([], [3]) == {"reward calls per step": "0"}
+    assert reward_rows([JpegSize(), Judged()], [300, 200]) == {
+        "reward calls per step": "1000",
+        "judge answers per step": "5,000, of at most 500,000 tokens together",
+    }
+
+
+def test_updates_of_every_role_are_planned():
+    rows = plan(load("configs/shapes_tdm_r1.yaml")[0])
+    assert rows["updates per step"].startswith("1 of the generator, ")
+    assert "of the fake score, 1 of the surrogate reward" in rows["updates per step"]
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    def load_with(trained: list[str], evaluated: list[str]):
+        train, test = tmp_path / "train.txt", tmp_path / "test.txt"
+        train.write_text("\n".join(trained) + "\n")
+        test.write_text("\n".join(evaluated) + "\n")
+        options = [f"--recipe.prompts={train}", f"--evaluation.prompts={{held: {test}}}"]
+        return load("configs/shapes.yaml", options)[0]
+
+    return load_with
+
+
+def test_too_few_prompts_and_evaluation_on_training_prompts_are_reported(run_of):
+    run = run_of(["a red circle", "a blue square"], ["a blue square", "a green star"])
+    rows = prompt_rows(run, 3)
+    assert "a step needs 3, " in rows["warning: few prompts"]
+    assert "has 2: prompts repeat" in rows["warning: few prompts"]
+    assert rows["warning: evaluation"].startswith("1 of 2 prompts are training prompts")
+    assert "warning: few prompts" in plan(run)
+    apart = run_of(["a red circle", "a blue square"], ["a green star"])
+    assert prompt_rows(apart, 2) == {}
