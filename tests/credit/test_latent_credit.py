@@ -66,7 +66,7 @@ def test_a_weight_that_the_latent_reward_does_not_score_is_refused():
     reward = LatentRedness()
     reward.dims = ("green", "other")
     run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
-    with pytest.raises(ValueError, match=r"weighs redness, which it does not score"):
+    with pytest.raises(ValueError, match=r"give a weight to redness, which it does not score"):
         plan_step(new_recipe(credit=LatentGain(reward=reward)), run, run.policy.plan(), 1)
 
 
