@@ -79,7 +79,7 @@ class Search:
         if self.prune and not (self.keep < self.width and after <= self.width):
             raise ValueError(
                 f"search keeps {self.keep} of {self.width} states with {self.branches} branches "
-                "each: keep fewer than width, and no more branches than width / keep"
+                "each: keep fewer than width, with no more branches than width / keep"
             )
         if len(self.prune) > 1 and self.branches == 1:
             raise ValueError(

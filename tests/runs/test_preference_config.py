@@ -278,7 +278,7 @@ def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
 
 def test_fewer_pairs_than_processes_are_refused(written):
     run, _ = load(written({DATA + "batch_size": 3}))
-    with pytest.raises(ValueError, match="3 pairs or samples a step to 4 processes"):
+    with pytest.raises(ValueError, match="3 pairs or samples per step, fewer than the 4"):
         plan(run, world=4)
 
 

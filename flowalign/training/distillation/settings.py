@@ -121,7 +121,7 @@ class TDMSettings:
         surrogate.advantages.refuse_extremes("recipe.surrogate", "all samples of a group count")
         if surrogate.advantages.scale == "given":
             raise ValueError(
-                "recipe.surrogate.advantages.scale is given, but rewards are no advantages: choose "
+                "recipe.surrogate.advantages.scale is given, but rewards need comparison: choose "
                 "from group, batch, joint, pooled, none, leave_one_out"
             )
 

@@ -72,8 +72,8 @@ class OnPolicyStates(DataSource):
         for name in ("merge", "tail_ratio"):
             if getattr(self.sampling, name) is not None:
                 raise ValueError(
-                    f"{self.key}.sampling.{name} is {getattr(self.sampling, name)}, which leaves "
-                    "states of the schedule out: set it to null where states are matched"
+                    f"{self.key}.sampling.{name} is {getattr(self.sampling, name)}, which skips "
+                    "states of the schedule: set it to null"
                 )
         reason = "its states are matched and weighted by their steps: set it to null"
         self.sampling.refuse_precision(self.key, reason)

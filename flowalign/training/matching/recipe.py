@@ -57,8 +57,8 @@ class Matching(MatchingSettings, Recipe):
         self.times.check(model.sigmas, self.times_per_sample)
         if data.examples_per_step < world:
             raise ValueError(
-                f"recipe.data gives {data.examples_per_step} pairs or samples a step "
-                f"to {world} processes"
+                f"recipe.data gives {data.examples_per_step} pairs or samples per step, fewer "
+                f"than the {world} processes: raise its batch size or prompts_per_step"
             )
         batch = data.examples_per_step * (2 if data.paired else 1)
         rows = batch * self.times_per_sample

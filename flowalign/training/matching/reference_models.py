@@ -192,7 +192,9 @@ class GuidedReference(ReferenceModel):
         if self.guidance != "model" and not self.guidance > 1:
             raise ValueError(f"reference.guidance is {self.guidance}; it must be above 1")
         if isinstance(self.inner, GuidedReference):
-            raise ValueError("reference.inner is a GuidedReference itself; name its inner instead")
+            raise ValueError(
+                "reference.inner is a GuidedReference; use its inner reference instead"
+            )
 
     @property
     def equals_policy(self) -> bool:

@@ -211,7 +211,7 @@ class ScoredGroups(DataSource):
         if not self.completion.follows_rollout:
             raise ValueError(
                 f"{self.key}.clean is completion, which needs completions by the weights and the "
-                f"guidance of the rollout: leave {self.key}.completion at them"
+                f"guidance of the rollout: leave out {self.key}.completion.weights and guidance"
             )
 
 

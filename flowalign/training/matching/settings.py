@@ -94,8 +94,8 @@ class MatchingSettings:
             )
         if taken := sorted({*self.teachers} & {*get_args(AverageName), STEP_FIELD}):
             raise ValueError(
-                f"recipe.teachers names {taken[0]}, which is the name of another field: call the "
-                "teacher otherwise, such as by its reward"
+                f"recipe.teachers names {taken[0]}, which is a reserved name: rename the teacher, "
+                "for example after its reward"
             )
 
     @property
@@ -155,5 +155,6 @@ class MatchingSettings:
         if num_examples * self.times_per_sample > self.micro_batch * self.updates_per_step:
             raise ValueError(
                 f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
-                f"compares all of the {num_examples} pairs or samples of a step: make it as large"
+                f"compares all of the {num_examples} pairs or samples of a step: set it to at "
+                "least this number"
             )

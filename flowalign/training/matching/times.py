@@ -43,8 +43,8 @@ class Times(ABC):
         if highest > trained + _ROUNDING:
             raise ValueError(
                 f"recipe.times {type(self).__name__} draws sigmas up to {highest:g}, but the model "
-                f"was trained up to {trained:.4f}: choose SamplerGrid, whose sigmas are the "
-                "model's own, or Uniform with a lower `high`"
+                f"was trained up to {trained:.4f}: choose SamplerGrid, which uses the model's "
+                "sigmas, or Uniform with a lower `high`"
             )
 
     @property

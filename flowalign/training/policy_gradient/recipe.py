@@ -75,7 +75,7 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
     def _check_moments(self, optimizer: Optimizer) -> None:
         if optimizer.kind == "adamw_8bit":
             raise ValueError(
-                "recipe.step_weight.measured is update, for which moments are read in float32, but "
+                "recipe.step_weight.measured is update, which needs moments in float32, but "
                 "optimizer.kind is adamw_8bit; set it to adamw, or measured to gradient"
             )
 

@@ -177,7 +177,7 @@ def require_policy_gradient(recipe: Recipe) -> PolicyGradientSettings:
     """
     if not isinstance(recipe, PolicyGradientSettings):
         raise ValueError(
-            f"the recipe {type(recipe).__name__} has no rollouts to measure; "
-            "flowalign.training.PolicyGradient has"
+            f"the recipe {type(recipe).__name__} has no rollouts to measure: use "
+            "flowalign.training.PolicyGradient"
         )
     return recipe

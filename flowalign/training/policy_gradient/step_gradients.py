@@ -100,8 +100,8 @@ class StepGradients:
         if here != there:
             raise ValueError(
                 f"recipe.step_weight measures the {here[0]} of {here[1]} denoising steps, but the "
-                f"averages of the checkpoint are of the {there[0]} of {there[1]}:\n"
-                "set recipe.step_weight.measured and recipe.sampling.num_steps as they were"
+                f"checkpoint has averages of the {there[0]} of {there[1]}:\n"
+                "set recipe.step_weight.measured and recipe.sampling.num_steps to its values"
             )
         self.averages = averages
 

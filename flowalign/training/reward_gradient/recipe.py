@@ -128,8 +128,8 @@ def _check_conditioning(run: RunContext) -> None:
     asked = run.conditioning and run.conditioning.for_rollout(Request("a prompt"), 0).conditioned
     if asked and asked.dims:
         raise ValueError(
-            f"conditioning {type(run.conditioning).__name__} trains each prompt on a reward of its "
-            "own, and RewardGradient follows all: take PolicyGradient or Matching with ScoredGroups"
+            f"conditioning {type(run.conditioning).__name__} trains each prompt on one reward, "
+            "but RewardGradient combines all: use PolicyGradient, or Matching with ScoredGroups"
         )
 
 

@@ -43,9 +43,7 @@ class Regulariser:
         """Reject settings outside their ranges, and held-out pairs, which are never evaluated."""
         require_ranges(self, "recipe.regulariser")
         if self.data.held_out is not None:
-            raise ValueError(
-                "recipe.regulariser.data.held_out is not read: set it to null, and watch rewards"
-            )
+            raise ValueError("recipe.regulariser.data.held_out is not used: set it to null")
 
     @property
     def matching(self) -> Matching:

@@ -59,8 +59,8 @@ class RewardGradientSettings:
             )
         if self.cost.inverts and self.relative is None:
             raise ValueError(
-                f"recipe.gradient_path {type(self.gradient_path).__name__} also adds noise, for "
-                "which control words swap: set recipe.relative, or directions to denoise"
+                f"recipe.gradient_path {type(self.gradient_path).__name__} also adds noise, which "
+                "needs a relative reward: set recipe.relative, or directions to denoise"
             )
 
     @property

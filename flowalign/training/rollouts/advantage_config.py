@@ -76,13 +76,13 @@ class AdvantageConfig:
         """Raise ValueError if groups of `group_size` samples cannot be compared."""
         if group_size == 1 and self.scale in ("group", "batch", "none", "leave_one_out"):
             raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no others to compare with. "
-                "Use at least 2, or advantages.scale pooled"
+                "sampling.samples_per_prompt is 1, so a group has no samples to compare: "
+                "use at least 2, or advantages.scale pooled"
             )
         if self.std_correction and self.scale in ("none", "leave_one_out", "given"):
             raise ValueError(
                 f"{key}.advantages.std_correction is {self.std_correction}, but advantages.scale "
-                f"{self.scale} divides by no deviation: set it to 0"
+                f"{self.scale} does not divide by a standard deviation: set it to 0"
             )
         if self.extremes is not None and 2 * self.extremes > group_size:
             raise ValueError(
@@ -105,6 +105,6 @@ class AdvantageConfig:
         if asked and asked.dims and self.scale in ("batch", "pooled"):
             raise ValueError(
                 f"{key}.advantages.scale is {self.scale}, but conditioning "
-                f"{type(run.conditioning).__name__} asks for each prompt with a reward of its own, "
-                "which others do not compare with: set it to group"
+                f"{type(run.conditioning).__name__} assigns a single reward to each prompt, so "
+                "prompts cannot be compared with each other: set scale to group"
             )

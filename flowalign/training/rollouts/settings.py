@@ -104,8 +104,8 @@ class RolloutSettings:
         """Raise ValueError for credit with features, which context parallelism cannot compute."""
         if self.observed_states(self.window(0)):
             raise ValueError(
-                f"{self.key}.credit reads features of the denoiser, whose tokens "
-                "sharding.context_degree divides: set it to 1, or take credit without a critic"
+                f"{self.key}.credit reads features of the denoiser, but sharding.context_degree "
+                "divides its tokens: set it to 1, or use credit without a critic"
             )
 
     def requirements(self, steps: Sequence[int]) -> CreditRequirements:
@@ -137,7 +137,7 @@ class RolloutSettings:
         if bool(needs.predicted) != (self.critic is not None):
             name, critic = type(method).__name__, f"{self.key}.critic"
             raise ValueError(
-                f"{critic} is null, but {name} reads what a critic predicts: set it to {{}}"
+                f"{critic} is null, but {name} needs predictions of a critic: set it to {{}}"
                 if needs.predicted
                 else f"{critic} is set, but {name} reads no predictions: set it to null, or "
                 f"{self.key}.credit to flowalign.credit.LambdaReturn"

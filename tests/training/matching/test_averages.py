@@ -289,7 +289,7 @@ def test_a_policy_without_guidance_has_no_guided_reference():
     ("make", "said"),
     [
         (lambda: GuidedReference(guidance=1.0), r"reference\.guidance is 1\.0"),
-        (lambda: GuidedReference(inner=GuidedReference()), "is a GuidedReference itself"),
+        (lambda: GuidedReference(inner=GuidedReference()), "is a GuidedReference; use its inner"),
         (lambda: Average(decay=1.0), r"Average\.decay is 1\.0"),
     ],
 )

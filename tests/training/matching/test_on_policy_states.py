@@ -404,12 +404,12 @@ def test_points_times_and_losses_that_do_not_fit_are_refused(tmp_path):
             "states": ForwardNoise()
         },
         "must be a SamplerGrid of the 4 steps": {"times": SamplerGrid(num_steps=5)},
-        "OPD needs transitions, which data of class OnPolicyStates never has": {"loss": OPD()},
+        "OPD needs transitions, which data of class OnPolicyStates does not have": {"loss": OPD()},
         r"times has the steps \[2\], at which": {
             "loss": OPD(),
             "data": on_policy(tmp_path, window),
         },
-        "recipe.teachers names old, which is the name of another": {
+        "recipe.teachers names old, which is a reserved name": {
             "teachers": {"old": Teacher(path="x")}
         },
         "routed.jsonl:1: teacher is 'red', and recipe.teachers has loud": {
@@ -423,7 +423,7 @@ def test_points_times_and_losses_that_do_not_fit_are_refused(tmp_path):
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):
             check(tmp_path, **changes)
-    with pytest.raises(ValueError, match=r"tail_ratio is 0\.5, which leaves states"):
+    with pytest.raises(ValueError, match=r"tail_ratio is 0\.5, which skips states"):
         on_policy(tmp_path, {"tail_ratio": 0.5})
     guided = PixelPolicy()
     guided.evaluations_per_velocity, guided.guidance = 2, 3.0

@@ -367,7 +367,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
         r"credit is Gain, which credits stochastic": {"credit": Gain()},
         r"recipe.data.advantages.extremes is 3: the best": {"advantages": {"extremes": 3}},
         r"recipe.data.clean is completion, but credit null values": {"clean": "completion"},
-        r"samples_per_prompt is 1: a group of one": {"sampling": {"samples_per_prompt": 1}},
+        r"samples_per_prompt is 1, so a group has": {"sampling": {"samples_per_prompt": 1}},
         r"recipe.data.advantages.scale is given": {"advantages": {"scale": "given"}},
         r"credit Outcome values finished samples": {
             "sampling": STOCHASTIC,

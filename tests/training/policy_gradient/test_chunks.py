@@ -178,7 +178,7 @@ def test_chunks_of_nothing_are_refused(sizes):
     ("samples", "branching"), [(8, Tree(splits=[0, 1, 2])), (6, Comb(children=2))]
 )
 def test_chunks_are_refused_where_samples_branch(samples, branching):
-    with pytest.raises(ValueError, match="each by itself"):
+    with pytest.raises(ValueError, match="same stochastic steps in every sample"):
         new_recipe(
             {"samples_per_prompt": samples, "branching": branching},
             algorithm=GRPO(PPOClip(0.2), chunk_sizes=[2]),

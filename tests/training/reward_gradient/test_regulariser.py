@@ -174,5 +174,5 @@ def test_a_batch_that_does_not_reach_all_processes_is_refused(prompts, data):
 
 
 def test_held_out_pairs_are_refused(data):
-    with pytest.raises(ValueError, match=r"regulariser\.data\.held_out is not read"):
+    with pytest.raises(ValueError, match=r"regulariser\.data\.held_out is not used"):
         Regulariser(data=replace(data, held_out="more.jsonl"))
