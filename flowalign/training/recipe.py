@@ -78,7 +78,7 @@ class RecipePlan:
     weight_copies: int = 0
     """Number of copies of the trained weights in addition to optimizer and average."""
     prompts_per_step: int = 0
-    """Number of prompts that a step samples; 0: it samples none."""
+    """Number of sampled prompts per step. 0: none."""
 
 
 class Loop(ABC):
@@ -199,7 +199,7 @@ def samples_row(prompts_per_step: int, samples_per_prompt: int) -> dict[str, str
 
 
 def reward_rows(models: Sequence[RewardModel], group_sizes: Sequence[int]) -> dict[str, str]:
-    """Return the rows of the plan table about rewards of groups of these numbers of samples."""
+    """Return the rows of the plan table about rewards; `group_sizes` are numbers of samples."""
     costs = [model.judge_calls(group_sizes) for model in models]
     answers, tokens = (sum(each) for each in zip(*costs, strict=True)) if costs else (0, 0)
     judges = f"{answers:,}, of at most {tokens:,} tokens together"

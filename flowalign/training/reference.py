@@ -92,20 +92,20 @@ class Guided(VelocityField):
 
 
 def find_scale(policy: Policy, scale: float | str) -> float:
-    """Return a guidance scale; `model` is the one that the run file sets for the policy."""
+    """Return a guidance scale as a number; `model` selects the policy's scale in the run file."""
     return policy.model_guidance if isinstance(scale, str) else scale
 
 
 def guide(field: VelocityField, policy: Policy, scale: float | str) -> VelocityField:
-    """Return a field with guidance of a scale, or the field itself where it is no guidance."""
+    """Return the field with guidance at a scale, or the unchanged field for scales up to 1."""
     found = find_scale(policy, scale)
     return Guided(field, found) if found > 1 else field
 
 
 def check_guidance(policy: Policy, scale: float, key: str) -> None:
-    """Raise ValueError unless a field of the policy can have guidance of a scale.
+    """Raise ValueError unless the policy supports guidance at a scale.
 
-    `key` names the setting of the scale.
+    `key` is the key of the scale in run files.
     """
     name = type(policy).__name__
     if scale > 1 and not policy.has_guidance:

@@ -18,7 +18,7 @@ def gradient_norms(
     """Return the norm of each term's gradient with respect to the means of the transitions.
 
     The result is empty if there are no auxiliary terms or no gradient is recorded. The gradients
-    end at the output of the network, so they cost no backward pass through it.
+    stop at the output of the network, so they need no backward pass through it.
     """
     if len(terms) < 2 or not mean.requires_grad:
         return {}

@@ -153,7 +153,7 @@ class Matching(MatchingSettings, Recipe):
             )
 
     def _check_fields(self, policy: Policy) -> None:
-        """Raise ValueError if the policy cannot evaluate a reference, a teacher or a step."""
+        """Raise ValueError if the policy does not support the references, teachers or states."""
         if self.needs_reference:
             self.reference.check(policy)
         for teacher in self.teachers.values():

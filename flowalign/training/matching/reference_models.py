@@ -67,7 +67,7 @@ class ReferenceModel(ABC):
         return 1
 
     def check(self, policy: Policy) -> None:  # noqa: B027
-        """Raise ValueError if this reference cannot be made of a policy."""
+        """Raise ValueError if the policy does not support this reference."""
 
     @abstractmethod
     def field(self, learner: Learner) -> VelocityField:
@@ -182,8 +182,8 @@ class GuidedReference(ReferenceModel):
     """
 
     guidance: GuidanceScale = 4.5
-    """Guidance scale of the reference, above 1. model: the scale of the policy's run file, which is
-    no guidance for a model without."""
+    """Guidance scale of the reference, above 1. model: the scale of the policy's run file; a model
+    without guidance stays unguided."""
     inner: ReferenceModel = field(default_factory=FrozenBase)
     """Reference that is guided. Default: the initial model."""
 
