@@ -29,7 +29,7 @@ def test_softmax_weighs_by_odds_and_none_weighs_alike():
 
 
 def test_min_max_of_three_noises_is_refused():
-    with pytest.raises(ValueError, match="min_max of 3 noises: it needs at least 4"):
+    with pytest.raises(ValueError, match="min_max needs at least 4 noises, got 3"):
         noise_weights(torch.zeros(1, 3), "min_max")
 
 

@@ -135,7 +135,9 @@ def test_rewards_that_do_not_fit_the_policys_media_are_refused_without_weights()
     for model in (DynamicDegree(), Watched()):
         with pytest.raises(ValueError, match=f"{model.spec.name}' needs frames per second; Pixel"):
             Rewards([Redness(), model], {}).check_policy(pictures)
-    with pytest.raises(ValueError, match="'flow_smoothness' scores videos; PixelPolicy makes pic"):
+    with pytest.raises(
+        ValueError, match="'flow_smoothness' scores videos; PixelPolicy makes images"
+    ):
         Rewards([FlowSmoothness()], {}).check_policy(pictures)
     with pytest.raises(ValueError, match=r"'redness' scores images; Slides .*models\.PerFrame"):
         Rewards([Redness()], {}).check_policy(videos)
