@@ -37,7 +37,7 @@ def test_the_doctor_says_what_works_of_a_pipeline(capsys):
     ("words", "message"),
     [
         (["--argument", "guidance_scale"], "guidance_scale has no value; give NAME=VALUE"),
-        (["--argument", "steps=3"], "call.arguments has steps; StableDiffusion3Pipeline may be"),
+        (["--argument", "steps=3"], "call.arguments has steps; StableDiffusion3Pipeline accepts"),
         (["--height", "37"], "divisible by"),
     ],
 )

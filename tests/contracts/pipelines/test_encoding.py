@@ -45,7 +45,7 @@ def test_a_large_picture_is_averaged_and_a_small_one_enlarged_to_cover():
 
 
 def test_a_film_is_refused_by_a_policy_of_pictures(plain):
-    with pytest.raises(ValueError, match="media of 3 frames"):
+    with pytest.raises(ValueError, match="samples have 3 frames"):
         plain.embed(torch.zeros(1, 3, 3, plain.height, plain.width))
 
 

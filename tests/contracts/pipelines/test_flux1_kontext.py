@@ -67,7 +67,7 @@ def test_another_number_of_pictures_than_one_is_refused(plain_kontext, count):
 
 
 def test_a_clip_as_the_picture_is_refused(plain_kontext):
-    with pytest.raises(ValueError, match="media of 3 frames"):
+    with pytest.raises(ValueError, match="samples have 3 frames"):
         plain_kontext.encode([Request("make it red", (picture(1, frames=3),))])
 
 

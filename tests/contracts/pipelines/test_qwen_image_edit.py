@@ -79,7 +79,7 @@ def test_fewer_pictures_than_one_and_more_than_the_policy_takes_are_refused(plai
 
 def test_an_instruction_that_is_too_long_with_its_pictures_is_refused_and_not_cut(plain_edit):
     edit = replace(SEVERAL[1], prompt="make it red " * 30)
-    with pytest.raises(ValueError, match=r"with its 2 pictures has \d+ tokens; .* is 640"):
+    with pytest.raises(ValueError, match=r"with its 2 images has \d+ tokens; .* is 640"):
         plain_edit.encode([edit])
 
 

@@ -90,7 +90,7 @@ def test_prompts_of_another_length_than_512_are_refused_where_pictures_have_toke
 ):
     policy = tiny_video(WanI2V, folders["i2v"], max_sequence_length=length)
     for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
-        with pytest.raises(ValueError, match=f"max_sequence_length is {length}; .*give 512"):
+        with pytest.raises(ValueError, match=f"max_sequence_length is {length}; .*set it to 512"):
             work()
     plain = build_wan_i2v(tmp_path, image_dim=None, added_kv_proj_dim=None)
     unlimited = new_i2v(plain, max_sequence_length=length)

@@ -118,7 +118,7 @@ def test_guidance_is_left_out(policy, states):
 
 
 def test_more_blocks_than_can_be_read_are_refused(policy):
-    with pytest.raises(ValueError, match=r"blocks is 5; SD3Transformer2DModel has 5, of which"):
+    with pytest.raises(ValueError, match=r"blocks is 5; SD3Transformer2DModel has 5, so"):
         BlockFeatures(policy, 5, None)
 
 
