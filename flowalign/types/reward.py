@@ -231,6 +231,11 @@ class RewardModel(ABC):
         rejects such a batch.
         """
 
+    @property
+    def caveat(self) -> str:
+        """Return how the scores may differ from the published ones; empty by default."""
+        return ""
+
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:  # noqa: ARG002 (for overrides)
         """Return what a chat model costs to score groups of these numbers of samples.
 

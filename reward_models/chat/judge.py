@@ -15,6 +15,7 @@ from reward_models.backbones.rule import Unscorable
 from reward_models.chat.client import ChatAnswer, Messages
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
 from reward_models.chat.parsers import Unparsable
+from reward_models.chat.template import find_templates, warn_of_wording
 
 Combine = Callable[[Tensor], Tensor]
 """Maps the values read in k passes [k, m] to one score per dimension [R]."""
@@ -67,6 +68,12 @@ class ChatJudge(RewardModel, Loadable):
     def close(self) -> None:
         """Close the connections."""
         self.ensemble.client.close()
+
+    @property
+    @final
+    @override
+    def caveat(self) -> str:
+        return warn_of_wording(type(self).__name__, find_templates(self))
 
     @final
     @override

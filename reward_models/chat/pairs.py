@@ -16,6 +16,7 @@ from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, Rewar
 from reward_models.chat.client import ChatAnswer, Messages
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict, check_known
 from reward_models.chat.parsers import Unparsable
+from reward_models.chat.template import find_templates, warn_of_wording
 
 
 def read_winner(found: Sequence[tuple[str, str]]) -> float:
@@ -110,6 +111,11 @@ class WinRate(RewardModel, Loadable):
     def close(self) -> None:
         """Close the connections."""
         self.judge.ensemble.client.close()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return warn_of_wording(type(self.judge).__name__, find_templates(self.judge))
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:

@@ -1,14 +1,38 @@
 """Reads the prompts of judges: text with slots for words and images."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from flowalign.utils.files import bundled
+from flowalign.utils.hub import file_of
 
 _FOLDER = Path(__file__).parent / "prompts"
+_UNIFIED = "github.com/CodeGoat24/UnifiedReward"
+_RATIONAL = "github.com/X-GenGroup/Flow-Factory, as it asks RationalRewards"
+OFFICIAL = {
+    "unified_reward_point": f"{_UNIFIED}, inference_qwen/UnifiedReward-2.0-inference",
+    "unified_reward_video": f"{_UNIFIED}, inference_qwen/UnifiedReward-2.0-inference",
+    "unified_reward_pair_score": f"{_UNIFIED}, inference_qwen/UnifiedReward-2.0-inference",
+    "unified_reward_final": _UNIFIED,
+    "unified_reward_pair": _UNIFIED,
+    "unified_reward_think": f"{_UNIFIED}, UnifiedReward-Think/inference_qwen",
+    "unified_reward_think_video": f"{_UNIFIED}, UnifiedReward-Think/inference_qwen",
+    "unified_reward_flex": f"{_UNIFIED}, UnifiedReward-Flex",
+    "unified_reward_edit_rank": f"{_UNIFIED}, UnifiedReward-Edit",
+    "unified_reward_edit_score": f"{_UNIFIED}, UnifiedReward-Edit",
+    "edit_score_sc": "github.com/VectorSpaceLab/EditScore, editscore/vie_prompts.py",
+    "edit_score_pq": "github.com/VectorSpaceLab/EditScore, editscore/vie_prompts.py",
+    "rational_rewards_t2i": _RATIONAL,
+    "rational_rewards_edit": _RATIONAL,
+    "rational_rewards_pair": _RATIONAL,
+    "video_score2": "the model card of VideoScore2",
+    "magic_assessor": "the release of MagicAssessor",
+}
+"""Location of the text that a judge was trained with, by the bundled prompt in its place."""
 _SLOT = re.compile(r"\{(prompt|media|references|first|second|task|criterion|question)\}")
 _USER = "\n=== user ===\n"
 
@@ -19,6 +43,8 @@ class Template:
 
     user: str
     system: str = ""
+    official: str = ""
+    """Location of the text that the judge was trained with, if this is another; else empty."""
 
     def render(self, **slots: str | Sequence[str]) -> list[dict[str, Any]]:
         """Return the messages, with words and images (data URLs) inserted into their slots.
@@ -35,24 +61,69 @@ class Template:
 
 
 def read_template(source: str, slots: Sequence[str], optional: Sequence[str] = ()) -> Template:
-    """Read a bundled prompt by its name, or another prompt by its path.
+    """Read a prompt.
+
+    `source` is the name of a bundled prompt, the path of a file, `hub:owner/repository/path` for a
+    file of a model on the Hugging Face Hub, or `package:name/path` for a file of an installed
+    package.
 
     Raises:
         ValueError: It does not exist, lacks one of the slots, or has an unknown slot.
     """
-    own, ours = Path(bundled(source)), _FOLDER / f"{source}.txt"
-    path = ours if ours.is_file() else own
-    if not path.is_file():
-        names = sorted(p.stem for p in _FOLDER.glob("*.txt"))
-        raise ValueError(f"template {source!r} is neither a file nor one of {names}")
-    system, _, user = path.read_text().rpartition(_USER)
+    system, _, user = _read_text(source).rpartition(_USER)
     found = set(_SLOT.findall(user))
     if found - {*slots, *optional} or set(slots) - found:
         raise ValueError(
             f"template {source} has the slots {sorted(found)}; "
             f"it must have {sorted(slots)} and may have {sorted(optional)}"
         )
-    return Template(user, system)
+    return Template(user, system, OFFICIAL.get(source, "") if _is_bundled(source) else "")
+
+
+def _is_bundled(source: str) -> bool:
+    return (_FOLDER / f"{source}.txt").is_file()
+
+
+def _read_text(source: str) -> str:
+    kind, _, rest = source.partition(":")
+    try:
+        if kind == "hub":
+            return _find_on_hub(source, rest).read_text(encoding="utf-8")
+        if kind == "package":
+            package, _, name = rest.partition("/")
+            return (resources.files(package) / name).read_text(encoding="utf-8")
+        path = _FOLDER / f"{source}.txt" if _is_bundled(source) else Path(bundled(source))
+        return path.read_text(encoding="utf-8")
+    except (OSError, ModuleNotFoundError, UnicodeDecodeError) as error:
+        names = sorted(p.stem for p in _FOLDER.glob("*.txt"))
+        raise ValueError(
+            f"template {source!r} cannot be read ({type(error).__name__}); give a file, "
+            f"hub:owner/repository/path, package:name/path, or one of {', '.join(names)}"
+        ) from error
+
+
+def _find_on_hub(source: str, rest: str) -> Path:
+    owner, _, inside = rest.partition("/")
+    repository, _, name = inside.partition("/")
+    if not (owner and repository and name):
+        raise ValueError(f"template {source!r} must be hub:owner/repository/path")
+    return file_of(f"{owner}/{repository}", name)
+
+
+def find_templates(judge: object) -> list[Template]:
+    """Return the templates among the attributes of a judge."""
+    return [value for value in vars(judge).values() if isinstance(value, Template)]
+
+
+def warn_of_wording(reward: str, templates: Iterable[Template]) -> str:
+    """Return a warning if a judge is not asked in the words that it was trained with."""
+    places = dict.fromkeys(one.official for one in templates if one.official)
+    if not places:
+        return ""
+    return (
+        f"{reward} asks in our wording, but the judge was trained with another, so its scores are "
+        f"not those of its paper. Set `template` to the official text: {'; '.join(places)}"
+    )
 
 
 def describe(template: Template) -> Mapping[str, str]:

@@ -3,9 +3,14 @@
 import base64
 import io
 import math
+import re
+import subprocess
+import sys
 import threading
 import time
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -421,3 +426,30 @@ def test_the_snippet_is_a_run_files_reward_list(tmp_path):
         models, _ = load_rewards(str(file))
     assert [m.model for m in models] == ["mean", "other"]
     assert models[1].spec.dims == ("level", "length")
+
+
+def test_serving_imports_no_library_that_needs_another_version_of_transformers():
+    """So the environment of IXC-2.5-Reward can have transformers 4, next to flowalign alone."""
+    code = """
+import sys
+from flowalign.cli import main, dispatch
+from flowalign.cli.commands import serve
+from flowalign.rewards import server
+from flowalign.rewards.config import load_rewards
+load_rewards("configs/rewards/ixc_reward.yaml")
+print([name for name in ("transformers", "diffusers", "peft") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_environment_of_a_server_lists_every_package_that_serving_needs():
+    lines = Path("configs/rewards/ixc_requirements.txt").read_text().splitlines()
+    named = {re.match(r"[\w-]+", line)[0] for line in lines if line and not line.startswith("#")}
+    own = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    needed = {"torch", "safetensors", "numpy", "pillow", "jaxtyping", "jsonargparse", "pyyaml"}
+    needed |= {"rich", "typing-extensions", "fastapi", "uvicorn", "httptools"}
+    assert needed <= named
+    pinned = {line for line in lines if re.match(r"(torch|torchvision|jsonargparse)[^\w]", line)}
+    assert pinned <= set(own["dependencies"])
+    assert "transformers>=4.46,<5" in lines

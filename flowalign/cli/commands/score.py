@@ -158,7 +158,9 @@ def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str,
     most = stats.reasons.most_common(5)
     reasons = {why: f"{count} row{'s' * (count > 1)}" for why, count in most}
     title = f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}"
-    table(title, rows | reasons | {"page": str(page)})
+    models, _ = load_rewards(args.rewards)
+    warnings = {f"warning: {one.spec.name}": one.caveat for one in models if one.caveat}
+    table(title, rows | reasons | {"page": str(page)} | warnings)
     try:
         stats.check(args.max_failed_fraction)
     except TooManyFailures as error:

@@ -22,7 +22,8 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         raise ValueError(
             f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
         )
-    step = run.recipe.plan(run.context(run.build_rewards()), model, world)
+    rewards = run.build_rewards()
+    step = run.recipe.plan(run.context(rewards), model, world)
     parts = _parts(run, model, step, world)
     updates = run.recipe.updates
     asked = describe_conditioning(run.conditioning)
@@ -31,6 +32,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
         **step.rows,
         **prompt_rows(run, step.prompts_per_step),
+        **{f"warning: {one.spec.name}": one.caveat for one in rewards.models if one.caveat},
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         **memory.rows(parts, memory.available(run.device)),
