@@ -41,13 +41,14 @@ class CreditRecord:
     states: list[int]
     """Indices of the valued states; the last is the finished sample."""
     values: list[list[float | None]]
-    """Weighted reward of the completion of each state, [samples][valued states]."""
+    """Weighted reward of the completion of each valued state, one row per sample."""
     credit: list[list[float | None]]
-    """Credit, weighted over reward dimensions, [samples][denoising steps]; None if not credited."""
+    """Weighted credit of each denoising step, one row per sample; None if not credited."""
     advantage: list[list[float | None]]
-    """Advantages, [samples][denoising steps]; None if not trained."""
+    """Advantage of each denoising step, one row per sample; None if not trained."""
     marked: list[list[bool]] | None
-    """Steps that the method marks, such as turning points, [samples][denoising steps]."""
+    """Whether the method marks each denoising step, for example as a turning point; one row per
+    sample."""
     source_row: list[list[int]] | None
     """Index of the sample that computed state k of each sample, for branching rollouts; else
     None."""

@@ -1,39 +1,119 @@
-"""The notebook of the CPU demo runs, and is committed without outputs."""
+"""Notebooks run in shortened form, and are committed without outputs or with small ones."""
 
-import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
-import matplotlib as mpl
 import pytest
+import yaml
 
 from tests.fixtures.doc_pages import DOCS
 
-NOTEBOOK = json.loads((DOCS / "tutorials" / "cpu_demo.ipynb").read_text())
-CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+SPEC = spec_from_file_location("notebooks", DOCS / "site" / "notebooks.py")
+notebooks = module_from_spec(SPEC)
+SPEC.loader.exec_module(notebooks)
+TUTORIALS = DOCS / "tutorials"
+PATHS = sorted(TUTORIALS.glob("*.ipynb"))
+LARGEST = 300_000
+"""Bytes of a notebook with outputs."""
 
 
-def test_the_notebook_is_committed_without_outputs():
-    assert NOTEBOOK["nbformat"] == 4
-    for cell in NOTEBOOK["cells"]:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a notebook in an empty folder, with other parameters, and return its variables."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+
+    def call(name, **parameters):
+        return notebooks.run_notebook(notebooks.read_notebook(TUTORIALS / name), parameters)
+
+    yield call
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def code_of(path):
+    cells = notebooks.read_notebook(path)["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_a_notebook_has_no_outputs_or_small_ones(path):
+    notebook = notebooks.read_notebook(path)
+    assert (notebook["nbformat"], path.stat().st_size < LARGEST) == (4, True)
+    assert any(cell["outputs"] for cell in code_of(path)) == (path.name in notebooks.SHOWN)
+    assert all(cell["execution_count"] is None for cell in code_of(path))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_a_notebook_opens_in_colab_and_has_a_page(path):
+    text = (DOCS / "site" / "properdocs.yml").read_text(encoding="utf-8")
+    url = yaml.load(text.partition("\nnav:")[0], yaml.BaseLoader)["repo_url"]
+    first = "".join(notebooks.read_notebook(path)["cells"][0]["source"])
+    repository = url.removeprefix("https://github.com/")
+    assert f"/github/{repository}/blob/main/docs/tutorials/{path.name})" in first
+    installed = f'"git+{url}"'
+    assert any(installed in "".join(cell["source"]) for cell in code_of(path))
+    assert f"tutorials/{path.stem}.md" in text
+
+
+def test_a_page_has_the_code_and_the_outputs_of_its_notebook():
+    stream = {"output_type": "stream", "text": ["one\n", "two\n"]}
+    figure = {"output_type": "display_data", "data": {"image/png": "QUJD"}}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "[![Open in Colab](a)](b)\n"]},
+        {"cell_type": "code", "source": ["print(1)"], "outputs": [stream, figure]},
+    ]
+    page = notebooks.to_markdown({"cells": cells}, "some.ipynb")
+    assert '[Open in Colab](b) | <a href="some.ipynb" download>' in page
+    assert "```python\nprint(1)\n```\n\n```text\none\ntwo\n```" in page
+    assert "data:image/png;base64,QUJD" in page
+
+
+def test_an_unknown_parameter_is_refused():
+    cells = [{"cell_type": "code", "source": ["STEPS = 1"]}]
+    with pytest.raises(ValueError, match="does not set STEP"):
+        notebooks.run_notebook({"cells": cells}, {"STEP": 2})
 
 
 @pytest.mark.slow
-def test_the_cells_of_the_notebook_run_with_two_steps(tmp_path, monkeypatch):
-    mpl.use("agg")
-    code = "\n".join(CODE)
-    shorter = {
-        "NUM_STEPS = 20": "NUM_STEPS = 2",
-        '"runs/notebook"': f'"{tmp_path}/run"',
-        "num_prompts=128": "num_prompts=8",
-        '.num_prompts=8"]': '.num_prompts=8", "recipe.prompts_per_step=2"]',
-    }
-    for long, short in shorter.items():
-        assert long in code
-        code = code.replace(long, short)
-    names: dict = {}
-    exec(compile(code, "cpu_demo.ipynb", "exec"), names)
+def test_the_demo_trains_and_draws_other_images(run):
+    names = run("cpu_demo.ipynb", NUM_STEPS=2, PROMPTS_PER_STEP=2, HELD_OUT=8)
     assert names["summary"]["status"] == "finished"
     assert len(names["rewards"]) == 2
     pairs = zip(names["before"], names["after"], strict=True)
     assert any(one.tobytes() != other.tobytes() for one, other in pairs)
+
+
+@pytest.mark.slow
+def test_a_function_is_optimised_and_the_verifier_measured(run):
+    names = run("your_reward.ipynb", NUM_STEPS=2, PROMPTS_PER_STEP=2, HELD_OUT=8)
+    for name in ("warmth_only", "both"):
+        assert names[name]["status"] == "finished"
+        assert {"warmth", "exact_match"} <= names[name]["after"].keys()
+    before, *others = ([image.tobytes() for image in row] for row in names["rows"].values())
+    assert all(row != before for row in others)
+
+
+@pytest.mark.slow
+def test_gains_add_up_and_a_tree_shares_states(run):
+    names = run("step_credit.ipynb", NUM_STEPS=5, SAMPLES=3, SPLITS=2)
+    value, credit = names["value"], names["credit"]
+    # The last step adds no noise, so its state completes to the image itself.
+    assert credit.sum(1).tolist() == pytest.approx((value[:, -1] - value[:, 0]).tolist(), abs=1e-4)
+    assert len(names["leaves"]) == 4
+    assert [len(names["tree"].rows.unique_rows(k)) for k in range(3)] == [1, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["scores", "votes"])
+def test_pairs_agree_with_their_source_and_train(run, source):
+    names = run("scores_to_dpo.ipynb", FROM=source, NUM_PROMPTS=10, NUM_STEPS=2, HELD_OUT=8)
+    assert names["summary"]["status"] == "finished"
+    assert len(names["metrics"]) == 2
+    scores, pairs = names["by_file"], names["made"][source]
+    better = [scores[row["chosen"]] > scores[row["rejected"]] for row in pairs]
+    share = sum(better) / len(better)
+    assert share == 1 if source == "scores" else 0.6 < share < 1
+    assert not {row["prompt"] for row in names["parts"]["train"]} & names["held_out"]
