@@ -78,7 +78,8 @@ def test_the_citation_names_the_version_of_the_package():
 
 
 def test_every_page_is_in_the_navigation_once():
-    assert sorted(NAVIGATION) == sorted(name_of(page)[5:] for page in PAGES[1:])
+    notebooks = [name_of(path)[5:-5] + "md" for path in DOCS.glob("tutorials/*.ipynb")]
+    assert sorted(NAVIGATION) == sorted([*(name_of(page)[5:] for page in PAGES[1:]), *notebooks])
 
 
 def test_the_navigation_begins_with_what_a_newcomer_reads():
