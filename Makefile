@@ -16,7 +16,7 @@ ROUNDING_TESTS := tests/contracts/pipelines/test_krea2.py tests/contracts/pipeli
   tests/functional/test_signal.py tests/training/matching/test_references.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit test lint bench bench-gpu docs venv
+.PHONY: help demo quick unit test matrix lint bench bench-gpu docs venv
 
 help: ## list the targets; times are of two idle cores
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -35,6 +35,10 @@ test: lint ## lint, unit tests, then the end-to-end runs, 25 minutes
 	$(BIN)/pytest $(SPREAD) -m 'slow and not gpu'
 	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q $(ROUNDING_TESTS)
 	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q -m slow tests/contracts/pipelines/test_krea2.py
+
+matrix: $(STAMP) ## check and train every method on every model at toy size, hours
+	mkdir -p build
+	$(BIN)/python -m tests.matrix.run --out build/matrix.jsonl
 
 lint: $(STAMP) ## ruff, pyright and the import contracts, a minute
 	$(BIN)/ruff check .

@@ -32,9 +32,7 @@ class Costs:
         """Count every sample that passes through `denoiser` from now on."""
 
         def count(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            size = next(
-                len(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim > 1
-            )
+            size = next(size for a in (*args, *kwargs.values()) if (size := _count_samples(a)))
             if torch.is_grad_enabled():
                 self.training_evaluations += size
             else:
@@ -51,3 +49,13 @@ class Costs:
         finally:
             for name, value in kept.items():
                 setattr(self, name, value)
+
+
+def _count_samples(argument: object) -> int:
+    """Return the number of samples of a denoiser's argument; 0 for one that holds no samples.
+
+    Z-Image's denoiser takes a list with one tensor per sample.
+    """
+    if isinstance(argument, list) and argument and all(isinstance(a, Tensor) for a in argument):
+        return len(argument)
+    return len(argument) if isinstance(argument, Tensor) and argument.ndim > 1 else 0

@@ -139,6 +139,45 @@ NEW = [
     ["configs/reward_gradient/flux1_dev.yaml"],
     ["configs/reward_gradient/flux1_dev_srpo.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/methods/srpo.yaml"],
+    *(
+        ["configs/models/sd35_medium.yaml", f"configs/methods/{name}.yaml"]
+        for name in ("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "align_prop")
+    ),
+    ["configs/models/krea2.yaml", "configs/methods/ipo.yaml"],
+    [
+        "configs/models/sd35_medium.yaml",
+        "configs/methods/refl.yaml",
+        "configs/tasks/refl_pretraining.yaml",
+    ],
+    *(
+        [
+            "configs/models/sd35_medium.yaml",
+            "configs/methods/draft_lv.yaml",
+            f"configs/tasks/{name}.yaml",
+        ]
+        for name in ("hyper_align_sd35", "visual_questions", "soft_counting")
+    ),
+    *(
+        ["configs/models/sd35_medium.yaml", f"configs/tasks/{name}.yaml"]
+        for name in ("region_reward", "unified_reward")
+    ),
+    ["configs/models/flux1_kontext.yaml", "configs/tasks/context_consistency.yaml"],
+    ["configs/models/wan22_5b_i2v.yaml", "configs/tasks/anime_reward.yaml"],
+    [
+        "configs/models/wan21_1_3b.yaml",
+        "configs/methods/vader.yaml",
+        "configs/tasks/hpsv2.yaml",
+    ],
+    [
+        "configs/models/wan21_1_3b.yaml",
+        "configs/methods/worldcompass_wan.yaml",
+        "configs/tasks/clip_rollouts.yaml",
+    ],
+    *([f"configs/preference/wan_flow_{name}.yaml"] for name in ("dpo", "rwr")),
+    *(
+        ["configs/preference/sd35_dpo.yaml", f"configs/tasks/{name}.yaml"]
+        for name in ("modpo", "curriculum")
+    ),
 ]
 """Runs that came later."""
 

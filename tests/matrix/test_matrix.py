@@ -1,0 +1,80 @@
+"""A run that `check` accepts trains: a sample of methods and models, which changes with the code."""
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.matrix import METHODS, MODELS, ROOT, Matrix
+from tests.fixtures.run_files import CONFIGS
+
+pytestmark = pytest.mark.slow
+SAMPLES = 8
+"""Combinations of one run of the tests; `make matrix` trains all."""
+
+
+def content_hash() -> str:
+    """Return a hash of all code and run files."""
+    found = hashlib.sha256()
+    for folder in ("configs", "flowalign", "pipelines"):
+        for file in sorted((ROOT / folder).rglob("*.[py]*")):
+            if file.suffix in (".py", ".yaml"):
+                found.update(file.as_posix().encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def drawn() -> list[tuple[str, str]]:
+    """Return other combinations for each content, each of another method and another model."""
+    draw = random.Random(content_hash())
+    return list(zip(draw.sample(list(MODELS), SAMPLES), draw.sample(METHODS, SAMPLES), strict=True))
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("matrix")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield Matrix(folder)
+
+
+def test_every_model_file_has_a_tiny_pipeline():
+    assert sorted(file.stem for file in (CONFIGS / "models").glob("*.yaml")) == sorted(MODELS)
+
+
+@pytest.mark.parametrize(("model", "method"), drawn())
+def test_an_accepted_combination_trains(matrix, model, method):
+    result = matrix.result(model, method)
+    assert result.state in ("trained", "refused"), result.why
+    assert len(result.why.splitlines()) <= 5
+
+
+def test_a_method_that_needs_guidance_trains_without_it(matrix):
+    assert matrix.result("flux1_dev", "nft").state == "trained"
+
+
+RUNS = {
+    "refl with pre-training": ("sd35_medium", "methods/refl", "tasks/refl_pretraining"),
+    "hyper_align": ("sd35_medium", "methods/draft_lv", "tasks/hyper_align_sd35"),
+    "visual questions": ("sd35_medium", "methods/draft_lv", "tasks/visual_questions"),
+    "soft counting": ("sd35_medium", "methods/draft_lv", "tasks/soft_counting"),
+    "region reward": ("sd35_medium", "tasks/region_reward"),
+    "unified reward": ("sd35_medium", "tasks/unified_reward"),
+    "context consistency": ("flux1_kontext", "tasks/context_consistency"),
+    "anime reward": ("wan22_5b_i2v", "tasks/anime_reward"),
+    "vader": ("wan21_1_3b", "methods/vader", "tasks/hpsv2"),
+    "clip rollouts": ("wan21_1_3b", "methods/worldcompass_wan", "tasks/clip_rollouts"),
+    **{
+        name: ("sd35_medium", f"methods/{name}")
+        for name in ("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "ipo", "align_prop")
+    },
+}
+"""Run files of components that no other run file names, with a model for each."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_file_of_a_component_trains_one_step(matrix, name):
+    model, *parts = RUNS[name]
+    files = [f"configs/{part}.yaml" for part in (f"models/{model}", *parts)]
+    matrix.check_files(model, files)
+    assert matrix.train_files(model, files, Path("out") / name.replace(" ", "_"))["steps"] == 1
