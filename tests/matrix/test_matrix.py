@@ -1,4 +1,4 @@
-"""A run that `check` accepts trains: a sample of methods and models, which changes with the code."""
+"""A run that `check` accepts trains: a sample of methods and models that changes with the code."""
 
 import hashlib
 import random
