@@ -42,7 +42,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, after):
     assert summary["steps"] == 5
 
 
-def measured_run(folder: Path, rewards=None, **settings) -> Run:
+def measured_run(folder: Path, models=(), **settings) -> Run:
     """Windows that move, two updates a step, and weights that have moved after two steps."""
     recipe = new_recipe(
         {"sde_window": Random(2, 0, 3)},
@@ -50,7 +50,7 @@ def measured_run(folder: Path, rewards=None, **settings) -> Run:
         updates_per_step=2,
         step_weight=MeasuredWeight(**{"half_life": 1.0} | settings),
     )
-    return new_run(folder, recipe, **{"rewards": rewards} if rewards else {})
+    return new_run(folder, recipe, models=models)
 
 
 @pytest.mark.parametrize("measured", ["gradient", "update"])
