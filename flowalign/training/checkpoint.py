@@ -175,7 +175,7 @@ def read_loop(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: A file is missing or truncated, or `state/loop.json` is damaged.
     """
-    check_files(folder, digests=("state/loop.json",))
+    check_files(folder, lambda name: name == "state/loop.json")
     return json.loads((folder / "state" / "loop.json").read_text())
 
 

@@ -1,13 +1,14 @@
 """List the checkpoints of a run, and verify their files by size and SHA-256."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from flowalign.utils.files import digest_file
 
 MANIFEST = "manifest.json"
 """File of a checkpoint that lists its other files."""
+_STATE = "state/"
 PREFIX = "step-"
 """Prefix of checkpoint names, before the number of steps."""
 
@@ -41,7 +42,7 @@ def check_complete(folder: Path) -> None:
         ValueError: A file is missing, truncated or modified. The message names the newest intact
             checkpoint of the run.
     """
-    check_files(folder, digests=None)
+    check_files(folder, lambda _: True)
 
 
 def check_weights(folder: Path) -> None:
@@ -54,19 +55,16 @@ def check_weights(folder: Path) -> None:
     """
     for root in (folder, folder.parent):
         if (root / MANIFEST).is_file() and (root / "state").is_dir():
-            check_complete(root)
+            check_files(root, lambda name: not name.startswith(_STATE))
 
 
-def check_files(folder: Path, digests: Collection[str] | None) -> None:
-    """Raise ValueError unless all sizes and the digests of the named files match.
-
-    `digests` None checks the digests of all files.
-    """
-    if problem := _find_damage(folder, digests):
+def check_files(folder: Path, read: Callable[[str], bool]) -> None:
+    """Raise ValueError unless all sizes match, and the digests of the files that `read` selects."""
+    if problem := _find_damage(folder, read):
         raise ValueError(f"{problem}\n{_way_out(folder)}")
 
 
-def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
+def _find_damage(folder: Path, read: Callable[[str], bool]) -> str:
     """Return a description of the damage of a checkpoint, or an empty string."""
     if not (folder / MANIFEST).is_file():
         return f"{folder} is no complete checkpoint: {MANIFEST} is missing"
@@ -80,7 +78,7 @@ def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
         have = file.stat().st_size if file.is_file() else None
         if have != size:
             return f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes"
-        if (digests is None or name in digests) and digest_file(file) != digest:
+        if read(name) and digest_file(file) != digest:
             return (
                 f"checkpoint {folder} is damaged: {name} has its {size} bytes, "
                 "but not the content that was written"
@@ -91,6 +89,6 @@ def _find_damage(folder: Path, digests: Collection[str] | None) -> str:
 def _way_out(folder: Path) -> str:
     """Return advice to resume from the run's newest intact checkpoint."""
     for other in reversed(list_by_step(folder / "checkpoints") or list_by_step(folder.parent)):
-        if other != folder and not _find_damage(other, digests=None):
+        if other != folder and not _find_damage(other, lambda _: True):
             return f"The newest intact checkpoint is {other}: give --resume {other}"
     return "No other checkpoint of this run is intact."

@@ -20,6 +20,7 @@ from flowalign.runs.session.run_directory import clear
 from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.checkpoint_paths import check_start
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from tests.fixtures.pixel import PixelPolicy, Redness
@@ -224,7 +225,11 @@ def test_a_damaged_checkpoint_is_refused_before_any_weight_is_read(tmp_path):
 def test_weights_of_a_damaged_checkpoint_are_refused_and_those_of_no_checkpoint_are_not(tmp_path):
     folder, _ = _saved(tmp_path / "checkpoints")
     checkpoint.check_weights(folder / "ema")
+    zero(folder / "state" / "training.safetensors")  # no part of the weights
+    check_start(str(folder), "recipe.start")
     zero(folder / "ema" / "pixel.safetensors")
+    with pytest.raises(ValueError, match=r"recipe\.start: .*ema/pixel\.safetensors"):
+        check_start(str(folder), "recipe.start")
     with pytest.raises(ValueError, match=re.escape("ema/pixel.safetensors")):
         checkpoint.check_weights(folder / "ema")
     (tmp_path / "weights").mkdir()
