@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from flowalign.training.auxiliary_terms import AuxiliaryTerms
 from flowalign.training.learner import Learner
 from flowalign.training.matching.settings import MatchingSettings
 from flowalign.training.recipe import Log
@@ -30,6 +31,7 @@ class MatchingChecks:
         cfg.times.check(learner.policy.schedule)
         self.cfg, self.learner, self.loss_state, self.log = cfg, learner, loss_state, log
         self.weights = WeightChecks(learner, cfg.on_failed_check, log)
+        self.terms = AuxiliaryTerms(log)
 
     def before_update(self, metrics: Mapping[str, float]) -> None:
         """Check before the first update that networks with equal weights give equal outputs."""

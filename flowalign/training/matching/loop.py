@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
+from flowalign.losses.gradient_norms import POLICY, gradient_norms
 from flowalign.training.learner import Learner
 from flowalign.training.matching.displacement_checks import MatchingChecks
 from flowalign.training.matching.dividing import divide_updates
@@ -128,6 +129,7 @@ class MatchingLoop(Loop):
         metrics = means_by_third(
             learner.processes.sum_by_name(dict(zip(stats, means, strict=True)))
         )
+        metrics = checks.terms.compare(metrics)
         checks.before_update(metrics)
         if "margin_abs" in metrics:
             remember_margin(self.loss_state, metrics["margin_abs"])
@@ -150,12 +152,15 @@ def micro_batch_loss(
     stats |= norm_ratios(residuals) | {"weight": states.examples.weight.mean()}
     if residuals.old is not None:
         stats["old_drift"] = (residuals.policy - residuals.old).square().mean()
+    terms = {POLICY: loss}
     if cfg.sft:
         stats["sft"] = _winners(sample_error(residuals.policy), states.examples)
-        loss = loss + cfg.sft * stats["sft"]
+        terms["sft"] = cfg.sft * stats["sft"]
     if cfg.kl:
         stats["kl"] = divergence(residuals)
-        loss = loss + cfg.kl * stats["kl"]
+        terms["kl"] = cfg.kl * stats["kl"]
+    stats |= gradient_norms(residuals.policy, terms)
+    loss = sum(terms.values(), torch.zeros_like(loss))
     return loss, {name: value.detach() for name, value in stats.items()}
 
 

@@ -4,22 +4,19 @@ Each check detects a bug that occurred in a released code base: a rollout that t
 reproduce, a KL term without gradient, adapters that never change, ranks with diverging weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flowalign.functional.transition import log_density
-from flowalign.losses.policy_gradient.gradient_norms import POLICY, PREFIX
+from flowalign.training.auxiliary_terms import AuxiliaryTerms
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log
 from flowalign.training.update_checks import OnFailure, WeightChecks
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 from flowalign.utils.stages import stage
-
-LARGEST_RATIO = 3.0
-"""Gradient norm of an auxiliary term, relative to the policy term, above which a run warns."""
 
 
 class PolicyGradientChecks:
@@ -29,7 +26,7 @@ class PolicyGradientChecks:
         self.algorithm, self.learner = algorithm, learner
         self.weights = WeightChecks(learner, on_failure, log)
         self.replayed = False
-        self.warned: set[str] = set()
+        self.terms = AuxiliaryTerms(log)
 
     @stage("check")
     def before_update(self, batches: Iterable[Minibatch]) -> None:
@@ -62,26 +59,6 @@ class PolicyGradientChecks:
         """Check after two updates that weights changed, ranks agree and the KL has a gradient."""
         if self.weights.after_update() and self.algorithm.needs_reference:
             self._kl_gradient(next(iter(batches), None))
-
-    def compare_terms(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics with the gradient-norm ratio of each auxiliary term of the loss.
-
-        Each term is compared with the policy term, at the output of the network. A ratio above
-        `LARGEST_RATIO` is logged once for each term.
-        """
-        norms = {n.removeprefix(PREFIX): x for n, x in metrics.items() if n.startswith(PREFIX)}
-        policy = norms.pop(POLICY, 0.0)
-        ratios = {name: norm / policy for name, norm in norms.items() if policy > 0}
-        for name in sorted(ratios.keys() - self.warned):
-            if ratios[name] > LARGEST_RATIO:
-                self.warned.add(name)
-                self.weights.log(
-                    f"warning: the gradient of the auxiliary term {name} is {ratios[name]:.3g} "
-                    f"times that of the policy term (limit {LARGEST_RATIO:g}): lower its "
-                    "coefficient, or the reward is hardly optimized"
-                )
-        rest = {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
-        return rest | {f"gradient_ratio/{name}": ratio for name, ratio in ratios.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the measurements since the last call."""

@@ -72,7 +72,7 @@ class PolicyGradientLoop(Loop):
             credited = time.perf_counter()
             checks.before_update(_all_minibatches(batch, cfg.micro_batch))
             checked = time.perf_counter()
-            metrics |= checks.compare_terms(update(cfg, learner, batch, seed, step, self.steps))
+            metrics |= checks.terms.compare(update(cfg, learner, batch, seed, step, self.steps))
             checks.after_update(_all_minibatches(batch, cfg.micro_batch))
             done = time.perf_counter()
             metrics |= {

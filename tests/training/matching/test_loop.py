@@ -382,6 +382,30 @@ def test_kl_adds_its_weight_times_the_distance_of_velocities():
         assert float((more - plain).detach()) == pytest.approx(0.7 * float(distance), rel=1e-3)
 
 
+def test_gradient_ratios_of_sft_and_kl_are_those_at_the_output_of_the_network():
+    """The KL of mean squares has the gradient 2 kl (v - v_ref) / n at every output."""
+    learner, examples = moved_learner(), pairs(5, seed=2)
+    data, _, distance = parts(learner, examples)
+    _, stats = micro_batch_loss(recipe(loss=SFT(), kl=0.7, sft=0.3), learner, data)
+    size = len(data.rows()[0])
+    entries = data.rows()[0].numel()
+    expected = 2 * 0.7 / entries * math.sqrt(float(distance) * entries)
+    assert float(stats["gradient_norm/kl"]) == pytest.approx(expected, rel=1e-3)
+    assert float(stats["gradient_norm/sft"]) > 0
+    assert size == 10
+    _, alone = micro_batch_loss(recipe(loss=SFT()), learner, data)
+    assert not any(name.startswith("gradient_norm") for name in alone)
+
+
+@pytest.mark.parametrize(("kl", "warns"), [(1e-6, False), (1e6, True)])
+def test_a_kl_term_that_drowns_the_loss_is_warned_of_once(kl, warns):
+    said: list[str] = []
+    learner = moved_learner()
+    metrics = train(recipe(loss=SFT(), kl=kl), learner, pairs(3), [3, 4], log=said.append)
+    assert all("gradient_ratio/kl" in row for row in metrics)
+    assert sum("auxiliary term kl" in text for text in said) == int(warns)
+
+
 def test_a_loss_without_reference_costs_none():
     learner = new_learner()
     evaluated = []
