@@ -83,7 +83,9 @@ def test_rewards_of_a_file_are_composed_and_dimensions_of_the_model_s_lose_their
     flags = ["--model", "wan21_1_3b", "--prompts", "own", "--reward", "shapes_video"]
     assert flowalign(capsys, "init", *flags, "--out", tmp_path / "run.yaml")[0] == 0
     content = yaml.safe_load((tmp_path / "run.yaml").read_text())
-    assert content["extends"][-1] == "configs/rewards/shapes_video.yaml"
+    assert [one["class_path"] for one in content["rewards"]] == [
+        "reward_models.MovingShapesVerifier"
+    ]
     run, _ = load(str(tmp_path / "run.yaml"))
     assert set(run.build_rewards().weights.tolist()) == {1.0}
     assert run.recipe.advantages.thresholds is None

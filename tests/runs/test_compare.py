@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 P, S = 2, 3
 """Prompts and samples a step."""
+WEIGHT = {"redness": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def write(tmp_path):
     def write(name: str, rate: float = 1e-2, **changes) -> str:
         content = {
             "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-            "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
+            "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": WEIGHT}],
             "num_steps": 2,
             "recipe": {
                 "class_path": "flowalign.training.PolicyGradient",
@@ -562,7 +563,7 @@ def test_methods_are_composed_of_their_files_and_named_after_the_last(write, tmp
 
 def test_a_failed_run_leaves_the_others_and_is_named_with_its_log(write, tmp_path, here, capsys):
     """And once nothing is left to compare, that alone is told."""
-    bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])
+    bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken", "weight": WEIGHT}])
     out = tmp_path / "out"
     configs = [write("plain"), bad]
     argv = ["--seeds", "0", "1", "--out", str(out), "--metric", "redness"]
@@ -616,8 +617,8 @@ def _start(*argv: str) -> subprocess.Popen:
 def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_path, monkeypatch):
     """Real processes: two in parallel, stopped and resumed, together with a failing run."""
     monkeypatch.setenv(STOPPED, "1")
-    bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])
-    waits = {"rewards": [{"class_path": "tests.runs.test_compare.Waiting"}]}
+    bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken", "weight": WEIGHT}])
+    waits = {"rewards": [{"class_path": "tests.runs.test_compare.Waiting", "weight": WEIGHT}]}
     out = tmp_path / "out"
     options = {"--seeds": 0, "--out": out, "--jobs": 2, "--metric": "redness", "--num_steps": 12}
     options |= {"--evaluation.every": 6, "--checkpoints.every": 1000}
