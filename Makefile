@@ -21,7 +21,7 @@ ROUNDING_TESTS := tests/contracts/pipelines/test_krea2.py tests/contracts/pipeli
 help: ## list the targets; times are of two idle cores
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
-demo: $(STAMP) ## align the embedded text-to-image model on the CPU, minutes
+demo: $(STAMP) ## align the toy text-to-image model on the CPU, minutes
 	$(BIN)/flowalign demo
 
 quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
@@ -49,7 +49,7 @@ lint: $(STAMP) ## ruff, pyright and the import contracts, a minute
 bench: $(STAMP) ## time the stages of a step against bare network evaluations
 	$(BIN)/flowalign bench configs/shapes.yaml
 
-bench-gpu: $(STAMP) ## measure a GPU at published sizes, 10 minutes; without one in small
+bench-gpu: $(STAMP) ## measure a GPU at published sizes, 10 minutes; without one at toy scale
 	$(BIN)/python -m assets.bench.gpu
 
 docs: $(STAMP) ## build the documentation site into build/docs, strictly

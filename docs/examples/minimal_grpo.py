@@ -1,21 +1,21 @@
-"""Flow-GRPO on the embedded shapes model: the whole loop in one file, read from top to bottom.
+"""Flow-GRPO on Shapes, the bundled toy model: the whole training loop in one file.
 
     python docs/examples/minimal_grpo.py              60 steps, a few minutes on one CPU core
     python docs/examples/minimal_grpo.py --steps 2    a quick look
 
-Every stage is a function of the library, called as flowalign/training/policy_gradient does it:
+Each stage is a library function, called in the same way as in flowalign/training/policy_gradient:
 
     requests -> trajectory -> values -> credit -> advantages -> loss -> update
 
-What `flowalign train configs/models/shapes.yaml` adds, and why it is left out here:
+This file leaves out these parts of `flowalign train configs/models/shapes.yaml`:
 
-- Run files, checkpoints, resuming and reports: they change no number.
-- Several processes: one process holds all samples of a step, so nothing has to be gathered.
-- Checks, and rewards that fail: the ratio is printed and must be 1; the verifier always answers.
-- Several updates per rollout, and a KL term: with one update the ratio is 1 and no clip acts.
-- Averaged weights: the learning rate falls to 0 instead.
+- Run files, checkpoints, resuming and reports. They do not change the numbers.
+- Several processes. One process holds all samples of a step, so nothing has to be gathered.
+- Checks and failing rewards. The verifier never fails, and the ratio is printed and must be 1.
+- Several updates per rollout and a KL term. With one update the ratio is 1, so nothing is clipped.
+- Averaged weights. The learning rate falls to 0 instead.
 
-Step-level credit is one line away: replace `Outcome()` by `Gain()`.
+For step-level credit replace `Outcome()` by `Gain()`.
 """
 
 import argparse
@@ -46,16 +46,16 @@ parser.add_argument("--steps", type=int, default=60, help="steps of the loop, on
 parser.add_argument("--held_out", type=int, default=512, help="images of an evaluation")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
-torch.set_num_threads(1)  # the model is tiny: more threads only get in each other's way
+torch.set_num_threads(1)  # more threads are slower for such a tiny model
 
-# The policy is a StableDiffusion3Pipeline of 1.6 million parameters; a LoRA of it is trained.
+# The policy is a StableDiffusion3Pipeline with 1.6 million parameters. A LoRA is trained.
 lora = Lora(rank=16, alpha=32)
 policy = SD3(bundled("assets/shapes/sd3"), 32, 32, 1.0, lora, "fp32", max_sequence_length=1)
 policy.load(torch.device("cpu"))
 parameters = [p for p in policy.denoiser.parameters() if p.requires_grad]
 optimizer = torch.optim.AdamW(parameters, weight_decay=1e-4)
 
-# The reward is a rule that knows the truth: it finds the objects of an image.
+# The reward is a rule that finds the objects of an image and compares them with the prompt.
 weights = {
     "exact_match": 0.5,
     "colour": 0.1,
@@ -66,7 +66,7 @@ weights = {
 }
 rewards = Rewards([ShapesVerifier()], weights)
 
-# Of six denoising steps the first three are stochastic, and these are trained.
+# The first three of six denoising steps are stochastic. These three are trained.
 sampling = Sampling(
     num_steps=6, samples_per_prompt=12, eta=1.0, sde_window=Fixed(start=0, stop=3), micro_batch=96
 )
@@ -76,7 +76,7 @@ requests = Requests(read_requests("assets/shapes/prompts/train.txt"), args.seed)
 
 
 def measure() -> dict[str, float]:
-    """Held-out reward and accuracy: other prompts, the deterministic sampler, fixed noise."""
+    """Return reward and accuracy on held-out prompts, with the deterministic sampler."""
     splits = {name: f"assets/shapes/prompts/{name}.txt" for name in ("seen", "unseen")}
     how = Evaluation(prompts=splits, num_prompts=args.held_out, num_steps=8, micro_batch=256)
     metrics = evaluate(policy, rewards, how, join("cpu")).metrics
@@ -86,23 +86,23 @@ def measure() -> dict[str, float]:
 
 before, start = measure(), time.perf_counter()
 for step in range(args.steps):
-    # requests -> trajectory. The noise of a request follows from seed, step and its position.
+    # requests -> trajectory. Seed, step and position of a request determine its noise.
     asked = requests.batch(step, 8)
     window = sampling.sde_window.steps(6, step, generator(args.seed, "window", step))
     noise = [generator(args.seed, "noise", step, i) for i in range(len(asked))]
     trajectory = sample(policy, asked, sampling, window, noise)
 
-    # trajectory -> values -> credit. `Outcome` asks for the reward of the finished image alone.
+    # trajectory -> values -> credit. `Outcome` needs the reward of the final image only.
     finish = partial(complete, policy, trajectory, micro_batch=96)
     values = CompletionValues(policy, rewards, trajectory, finish, Completion(), micro_batch=96)
     credit = credit_method(trajectory, values)  # value [B, T, R], group [B, T], mask [B, T]
 
-    # credit -> advantages: dimensions are weighed; then samples are compared with their group.
+    # credit -> advantages. Dimensions are weighted, then samples are compared within their group.
     advantage = advantages(
         credit.value, credit.group, credit.mask, rewards.weights, combine="advantage_of_sum"
     ).clamp(-5, 5)
 
-    # advantages -> loss -> update. A minibatch holds transition k of some samples.
+    # advantages -> loss -> update. A minibatch holds step k of several samples.
     step_weight = torch.ones(sampling.num_steps)
     batch = TrainBatch(trajectory, advantage, credit.mask, step_weight, credit.mask, rank_offset=0)
     num_trained, ratio = int(credit.mask.sum()), 0.0

@@ -1,7 +1,10 @@
-"""Hooks of the documentation site: figures and code that pages show, and what a block needs."""
+"""Hooks of the documentation site: figures, code, notebooks, summary tables and notes on blocks."""
 
+import ast
 import re
 import sys
+from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ _FIGURE_LINK = re.compile(r"\]\((?P<up>(?:\.\./)*)\.\./assets/figures/")
 _NOTEBOOK_LINK = re.compile(r"(?<=\]\()(?P<page>[\w./]+)\.ipynb(?=\))")
 _INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 _NEEDS = re.compile(r"^<!-- (needs|takes): (.+) -->$", re.MULTILINE)
+_API = "reference/api/"
+_HEADING = re.compile(r'<h\d id="([\w.]+)" class="doc doc-heading">')
+_MODULE = '<div class="doc doc-object doc-module">'
 _CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
 _NAME = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _NEEDED = {
@@ -27,9 +33,9 @@ _NEEDED = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add figures from `assets/figures`, the style sheet, and a page for each notebook."""
-    style = str(DOCS / "site" / "site.css")
-    files.append(File.generated(config, "site.css", abs_src_path=style))
+    """Add figures of `assets/figures`, the style sheet, the logo, and a page for each notebook."""
+    for name in ("site.css", "logo.svg"):
+        files.append(File.generated(config, name, abs_src_path=str(DOCS / "site" / name)))
     for path in sorted(FIGURES.glob("*.png")):
         uri = f"assets/figures/{path.name}"
         files.append(File.generated(config, uri, abs_src_path=str(path)))
@@ -49,9 +55,40 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _NEEDS.sub(lambda found: f"*{_note(found[1], found[2])}*\n", markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Let long names in tables break after their parts, and nowhere else."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Begin API pages with a summary, and let long names in tables break only after their parts."""
+    if page.file.src_uri.startswith(_API) and _MODULE in html:
+        html = html.replace(_MODULE, _summarise(_HEADING.findall(html)) + _MODULE, 1)
     return _CELL.sub(lambda cell: _NAME.sub(_breakable, cell[0]), html)
+
+
+def _summarise(names: list[str]) -> str:
+    """Return a table of classes and functions, with links to them and their first sentences."""
+    rows = []
+    for dotted in names:
+        module, _, name = dotted.rpartition(".")
+        if sentence := _read_summaries(module).get(name):
+            link = f'<a href="#{dotted}">{name}</a>'
+            where = module.rpartition(".")[2]
+            rows.append(f"<tr><td>{link}</td><td>{where}</td><td>{_mark_code(sentence)}</td></tr>")
+    head = "<thead><tr><th>name</th><th>module</th><th>summary</th></tr></thead>"
+    table = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
+    return f'<div class="api-summary">{table}</div>' if rows else ""
+
+
+@cache
+def _read_summaries(module: str) -> dict[str, str]:
+    """Return the first docstring line of a module's classes and functions, by name."""
+    path = DOCS.parent / (module.replace(".", "/") + ".py")
+    if not path.is_file():
+        return {}
+    defined = ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, defined)]
+    return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in nodes}
+
+
+def _mark_code(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
 
 
 def _breakable(name: re.Match[str]) -> str:

@@ -85,8 +85,17 @@ def test_every_page_is_in_the_navigation_once():
 def test_the_navigation_begins_with_what_a_newcomer_reads():
     rooms = list(dict.fromkeys(page.split("/")[0] for page in NAVIGATION))
     assert rooms == [
-        *("index.md", "install.md", "quickstart.md", "concepts", "tutorials", "guides", "models"),
-        *("papers.md", "results", "reference", "decisions", "examples", "contributing.md"),
+        *("index.md", "install.md", "quickstart.md", "gallery.md", "concepts", "tutorials"),
+        *(
+            "guides",
+            "models",
+            "papers.md",
+            "results",
+            "reference",
+            "decisions",
+            "examples",
+            "contributing.md",
+        ),
     ]
 
 

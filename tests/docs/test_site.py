@@ -11,6 +11,7 @@ from tests.fixtures.doc_pages import DOCS
 
 pytestmark = pytest.mark.slow
 CONFIG = DOCS / "site" / "properdocs.yml"
+GAIN = 'id="flowalign.credit.gain.Gain"'
 PAGE = "# Title\n\n[other](other.md)\n"
 
 
@@ -30,7 +31,9 @@ def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
     site = tmp_path / "site"
     assert 'src="../assets/figures/demo.png"' in (site / "results" / "demo.html").read_text()
     assert (site / "assets" / "figures" / "demo.png").is_file()
-    assert "flowalign.credit.gain.Gain" in (site / "reference" / "api" / "credit.html").read_text()
+    credit = (site / "reference" / "api" / "credit.html").read_text()
+    assert 0 < credit.find('<a href="#flowalign.credit.gain.Gain">') < credit.find(GAIN)
+    assert 'src="data:image/png;base64,' in (site / "tutorials" / "step_credit.html").read_text()
     assert "zero_grad" in (site / "examples" / "index.html").read_text()
     assert "Needs a GPU." in (site / "models" / "wan.html").read_text()
 
