@@ -90,5 +90,5 @@ def _way_out(folder: Path) -> str:
     """Return advice to resume from the run's newest intact checkpoint."""
     for other in reversed(list_by_step(folder / "checkpoints") or list_by_step(folder.parent)):
         if other != folder and not _find_damage(other, lambda _: True):
-            return f"The newest intact checkpoint is {other}: give --resume {other}"
+            return f"The newest intact checkpoint is {other}; to resume from it: --resume {other}"
     return "No other checkpoint of this run is intact."
