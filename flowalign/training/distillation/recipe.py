@@ -81,9 +81,9 @@ class TDM(TDMSettings, Recipe):
         self.check_guidance(scale)
         check_guidance(run.policy, scale, "recipe.real_guidance")
         if self.surrogate:
-            self.surrogate.advantages.check_rewards(run.rewards)
-            self.surrogate.advantages.check_prompts(self.prompts)
+            self.surrogate.advantages.check("recipe.surrogate", run, self.prompts)
         else:
+            run.check_conditioning()
             read_requests(self.prompts)
 
     @override
@@ -110,7 +110,7 @@ class TDM(TDMSettings, Recipe):
         rewards = run.rewards
         if self.surrogate:
             rewards = replace(rewards, on_failure=self.surrogate.on_failed_reward)
-        requests = Requests(read_requests(self.prompts), run.seed)
+        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
         return TDMLoop(self, roles, rewards, requests, log)
 
     def evaluations(self, policy: Policy) -> dict[str, int]:

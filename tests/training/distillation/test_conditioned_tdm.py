@@ -1,0 +1,51 @@
+"""Distillation samples the prompts that the run's conditioning makes, as evaluation does."""
+
+from pathlib import Path
+
+import pytest
+
+from flowalign.conditioning import RewardWords
+from flowalign.training import TDM
+from flowalign.training.distillation import loop as module
+from flowalign.training.recipe import RunContext
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import new_learner, new_rewards
+
+
+def context(conditioning) -> RunContext:
+    return RunContext(
+        policy=PixelPolicy(),
+        rewards=new_rewards(),
+        num_steps=1,
+        conditioning=conditioning,
+    )
+
+
+def words(name: str) -> RewardWords:
+    return RewardWords(words={name: "<warm>"}, form="{words} {prompt}", guidance=None)
+
+
+def test_the_generator_is_asked_with_the_words_of_the_run(tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nbb\n")
+    cfg = TDM(prompts=str(prompts), prompts_per_step=2, num_steps=2, real_guidance=1.0)
+    run = context(words("redness"))
+    cfg.check(run)
+    asked = []
+    sample = module.sample
+
+    def spy(policy, requests, *others, **settings):
+        asked.extend(request.policy_request.prompt for request in requests)
+        return sample(policy, requests, *others, **settings)
+
+    monkeypatch.setattr(module, "sample", spy)
+    opened = cfg.open(run, new_learner(run.policy), Path(tmp_path), lambda _: None)
+    list(opened.run([0]))
+    assert sorted(asked) == ["<warm> a", "<warm> bb"]
+
+
+def test_words_of_an_unknown_reward_are_refused(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\n")
+    cfg = TDM(prompts=str(tmp_path / "prompts.txt"), prompts_per_step=1, real_guidance=1.0)
+    with pytest.raises(ValueError, match="warmth"):
+        cfg.check(context(words("warmth")))
