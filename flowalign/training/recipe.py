@@ -150,6 +150,12 @@ class Recipe(ABC):
     def check(self, run: RunContext) -> None:
         """Raise ValueError for invalid settings, before any model is loaded."""
 
+    def check_data(self, run: RunContext) -> None:  # noqa: B027
+        """Read the first rows of stored data; raise ValueError if they cannot be used.
+
+        `flowalign check` calls it. Training reads all rows, and reports them.
+        """
+
     def check_context(self) -> None:
         """Check that the recipe supports context parallelism.
 

@@ -25,6 +25,8 @@ class Flux2Klein(Flux2):
 
     pipeline_class = Flux2KleinPipeline
 
+    has_guidance = True
+
     def __init__(
         self,
         path: str,

@@ -112,7 +112,9 @@ def test_a_method_with_prompts_of_its_own_gets_those_that_the_model_s_file_train
     plain = combination(NAMES["models/flux1_dev"], "nft_distilled", NAMES)
     assert plain is not None
     assert plain.name == "models/flux1_dev methods/nft_distilled"
-    assert combination(NAMES["models/flux1_dev"], "nft", NAMES) is None
+    distilled = combination(NAMES["models/flux1_dev"], "nft", NAMES)
+    assert distilled is not None
+    assert distilled.name == "models/flux1_dev methods/nft"
 
 
 @pytest.mark.slow

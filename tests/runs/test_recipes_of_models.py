@@ -6,6 +6,7 @@ from flowalign.runs.config import load
 from flowalign.runs.library.run_files import Combination, combination, recipes
 from flowalign.runs.planning.plan import plan
 from tests.fixtures.configuration_folders import MODELS, configurations
+from tests.fixtures.matrix import write_workspace
 from tests.fixtures.run_files import CONFIGS
 
 KNOWN = {one.name: one for one in recipes()}
@@ -36,12 +37,14 @@ def test_a_model_has_a_plan_for_every_kind_of_method_on_configuration_files_alon
     monkeypatch.setattr(
         "pipelines.video.VideoCodec.extend_plan", lambda codec, plan, encoders: plan
     )
-    path = configurations(model, tmp_path)
+    write_workspace(tmp_path)
+    pairs = tmp_path / "data/pickapic_v2/train"
+    path = configurations(model, tmp_path / "model")
     for kind in KINDS:
         one = run_of(model, kind)
         stored = one.name.endswith(("diffusion_dpo", "flow_dpo"))
         changes = [f"policy.path={path}"] if path else []
-        changes += ["recipe.data.path=assets/prompts"] if stored else []
+        changes += [f"recipe.data.path={pairs}"] if stored else []
         run = load([str(part.file) for part in one.parts], changes)[0]
         rows = plan(run)
         assert int(rows["trainable parameters"].split()[0].replace(",", "")) > 0, one.name

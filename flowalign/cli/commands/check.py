@@ -17,5 +17,7 @@ def run(args: argparse.Namespace) -> int:
     if args.shows_settings:
         sys.stdout.write(loaded.annotate())
     else:
-        table(f"plan of {' '.join(args.config)}", plan(loaded.run, args.processes))
+        settings = loaded.run
+        settings.recipe.check_data(settings.context(settings.build_rewards()))
+        table(f"plan of {' '.join(args.config)}", plan(settings, args.processes))
     return 0

@@ -1,18 +1,29 @@
 """Describe stored preference data and read it as examples of one kind."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from flowalign.data.media_record import Record
 from flowalign.data.preference.attributes import read_attributes, read_captions
-from flowalign.data.preference.convert import read_pairs, read_samples
+from flowalign.data.preference.convert import drop_misfits, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Example, Keep, Kind
 from flowalign.data.readers import Dataset, open_dataset
-from flowalign.types import Policy, PromptConditioning
+from flowalign.types import InputSpec, Policy, PromptConditioning
 
 _LOOKED_AT = 200
 """Number of rows that are searched for the scored dimensions of a dataset."""
+_CHECKED = 50
+"""Number of rows that `check_rows` reads."""
+_LONGEST = 200
+
+
+class _FirstRows(Dataset):
+    """Dataset of the first rows of another one."""
+
+    def iter_located(self) -> Iterator[tuple[str, Record]]:
+        return itertools.islice(super().iter_located(), _CHECKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +58,38 @@ class PreferenceDataset:
         Raises:
             ValueError: The dataset does not exist or lacks one of `dimensions`.
         """
+        report = DropReport()
+        return self._read(self.open(), labelled, keep, report), report
+
+    def check_rows(self, input_spec: InputSpec) -> None:
+        """Read the first rows, and raise ValueError if none of them can be used.
+
+        No image or video is decoded, but the headers of their files are read. `input_spec` is the
+        one of the policy, whose references the rows must have.
+        """
         rows, report = self.open(), DropReport()
+        first = _FirstRows(rows.files, rows.root, rows.schema, rows.path)
+        examples = self._read(first, False, lambda medium: medium, report)
+        if not drop_misfits(examples, input_spec, report):
+            reasons = [line[:_LONGEST] for line in report.lines()[:3]]
+            raise ValueError(
+                "\n".join(
+                    [
+                        f"recipe.data: none of the first {_CHECKED} rows of {self.path!r} can be "
+                        f"used as {self.kind}:",
+                        *(reasons or ["they give no examples"]),
+                    ]
+                )
+            )
+
+    def _read(self, rows: Dataset, labelled: bool, keep: Keep, report: DropReport) -> list[Example]:
+        """Return the examples of rows; add those that are dropped to `report`."""
         if self.kind == "pairs":
-            pairs = read_pairs(rows, self.dimensions, self.mixed_shapes, keep, report)
-            return [*pairs], report
+            return [*read_pairs(rows, self.dimensions, self.mixed_shapes, keep, report)]
         if self.kind == "samples":
-            samples = read_samples(rows, self.dimensions, labelled, keep, report)
-            return [*samples], report
+            return [*read_samples(rows, self.dimensions, labelled, keep, report)]
         read = read_attributes if self.kind == "attributes" else read_captions
-        return [*read(rows, keep, report)], report
+        return [*read(rows, keep, report)]
 
     def check_conditioning(self, conditioning: PromptConditioning, policy: Policy) -> None:
         """Raise ValueError for a conditioning that does not fit the data.

@@ -48,6 +48,10 @@ class Matching(MatchingSettings, Recipe):
         self.data.check(run)
 
     @override
+    def check_data(self, run: RunContext) -> None:
+        self.data.check_data(run.policy)
+
+    @override
     def check_context(self) -> None:
         self.data.check_context()
 

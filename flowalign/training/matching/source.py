@@ -145,6 +145,9 @@ class DataSource(ABC):
     def check(self, run: RunContext) -> None:
         """Raise ValueError for invalid settings, before any model is loaded."""
 
+    def check_data(self, policy: Policy) -> None:  # noqa: B027 (most sources sample)
+        """Read the first rows of stored data; raise ValueError if they cannot be used."""
+
     def check_context(self) -> None:  # noqa: B027 (most sources do)
         """Raise ValueError if the source does not support context parallelism."""
 

@@ -185,6 +185,10 @@ class StoredDataset(DataSource):
             self.dataset.check_conditioning(run.conditioning, run.policy)
 
     @override
+    def check_data(self, policy: Policy) -> None:
+        self.dataset.check_rows(policy.input_spec)
+
+    @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         return RecipePlan(rows={f"{self.kind} per step": str(self.batch_size)})
 
