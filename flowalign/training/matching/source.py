@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RecipePlan, RunContext
-from flowalign.types import Examples, Label, ModelPlan, PromptConditioning, Trajectory
+from flowalign.types import Examples, Label, ModelPlan, Policy, PromptConditioning, Trajectory
 
 NO_LABELS: Set[Label] = frozenset()
 """Empty set of labels, for losses that require only samples and prompts."""
