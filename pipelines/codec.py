@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,9 +93,16 @@ class Codec(DifferentiableDecoder):
         """Return the digest of the VAE with these settings."""
         return digest(self.vae, self.vae.config, self.height, self.width, *self.options)
 
-    def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:  # noqa: ARG002
-        """Return the plan with the memory of VAE and encoders added, if it is known."""
-        return plan
+    def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:
+        """Return a plan with the memory of decoding, and of VAE and encoders on the device."""
+        encoders, other = encoder_bytes(), self.on_meta()
+        x = torch.empty(1, *plan.latent_shape, device="meta")
+        return replace(
+            plan,
+            decode_bytes=peak_bytes(lambda: other.decode(x)),
+            text_bytes=4 * sum(p.numel() for p in other.vae.parameters()) + encoders,
+            encoder_bytes=encoders,
+        )
 
 
 class SingleFrameCodec(Codec):

@@ -168,7 +168,8 @@ class DiffusersPolicy(Policy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        return self.codec.decode(x)
+        rows = self.network.setup.decode_micro_batch or max(1, len(x))
+        return torch.cat([self.codec.decode(part) for part in x.split(rows)])
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from flowalign.types import InputSpec, Policy, PromptEncoder, Request
 from pipelines.network.checkpoint_checks import check_finite
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import stored_bytes
-from pipelines.network.weights import load_pipeline
+from pipelines.network.weights import float32_bytes, load_pipeline
 from pipelines.parts.encoding import digest, probe_request
 from pipelines.parts.folder import INDEX
 
@@ -114,6 +114,7 @@ class TextEncoder(PromptEncoder):
             is_text = name.startswith("text_encoder")
             form = self.network.setup.quantization.text_encoders if is_text else "none"
             total += stored_bytes(encoder, form, self.network.dtype)
+            total += float32_bytes(encoder, self.network.dtype) if form == "none" else 0
         return total
 
     def digest(self, *settings: object) -> str:

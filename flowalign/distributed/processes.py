@@ -198,8 +198,16 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     if world > 1 and not dist.is_initialized():
         folder = os.environ.get(FOLDER)  # unset under torchrun, which sets an address and a port
         store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
-        backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)
+        # NCCL would guess the device of a rank in its first barrier, and may hang if it is wrong.
+        backend, device_id = ("nccl", chosen) if kind == "cuda" else ("gloo", None)
+        dist.init_process_group(
+            backend,
+            timeout=SOON,
+            store=store,
+            rank=rank,
+            world_size=world,
+            device_id=device_id,
+        )
         Heartbeat(distributed_c10d._get_default_store(), rank, world).start()
     scheduler = _shared_scheduler() if world > 1 else None
     if scheduler is None or context_degree == 1:

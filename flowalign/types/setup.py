@@ -22,6 +22,8 @@ class Setup:
     offload: Offload = "none"
     prompt_cache: str | None = None
     """Folder of cached conditioning; None: no cache, so the prompt encoders stay in memory."""
+    decode_micro_batch: int | None = None
+    """Number of samples that are decoded together; None: all that a caller passes."""
 
     def changes(self) -> list[str]:
         """Return the settings that differ from the defaults, as texts for messages."""
@@ -33,5 +35,6 @@ class Setup:
             f"sharding.context_degree is {sharding.context_degree}": sharding.context_degree > 1,
             f"offload is {self.offload}": self.offload != "none",
             f"prompt_cache is {self.prompt_cache}": self.prompt_cache is not None,
+            f"decode_micro_batch is {self.decode_micro_batch}": self.decode_micro_batch is not None,
         }
         return [setting for setting, is_changed in changed.items() if is_changed]

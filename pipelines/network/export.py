@@ -22,6 +22,7 @@ from pipelines.network.adapter_files import (
     save_for_diffusers,
     save_for_peft,
 )
+from pipelines.network.attention_dtype import keep_dtype
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.verification import Probe
 from pipelines.network.weights import Lora, load_pipeline, prepare_training
@@ -166,6 +167,7 @@ def _difference(network: Denoisers, probe: Probe, out: str, target: ExportTarget
             read_back[name] = loaded.base_model.model
         read_back[name].to(expected.device)
         _keep_float32(read_back[name])
+        keep_dtype(read_back[name])
     return float((probe.velocity(network.join(read_back)) - expected).abs().max())
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flowalign.types import Policy, Request, encode_requests
 from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
+from pipelines.network.attention_dtype import keep_dtype
 from pipelines.network.context import undivide
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.offload import place
@@ -57,6 +58,7 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
 
 def _velocity_of_saved(network: Denoisers, probe: Probe, name: str, folder: str) -> Tensor:
     saved = _load_saved(network, name, folder)
+    keep_dtype(saved)
     place(saved, probe.x.device, network.setup.offload)
     return probe.velocity(network.join({name: saved}))
 

@@ -101,6 +101,17 @@ def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
     return isinstance(part, ModelMixin) and bool(part._keep_in_fp32_modules)
 
 
+def float32_bytes(part: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Return the bytes that layers of a text encoder take in float32 beyond those in `dtype`.
+
+    With float16 these are for example T5's last projections of each block.
+    """
+    names = {*(part._keep_in_fp32_modules_strict or ())}
+    names |= {*(part._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
+    kept = [p for name, p in part.named_parameters() if names & {*name.split(".")}]
+    return (4 - dtype.itemsize) * sum(p.numel() for p in kept)
+
+
 def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
     """Enable gradients, in float32, for the trained parameters only: the adapter or all."""
     if lora is None:

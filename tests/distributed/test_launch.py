@@ -146,3 +146,23 @@ def test_without_a_launcher_nothing_is_left(monkeypatch, tmp_path):
     assert read_first_failure(Path(tmp_path)) is None
     assert leave_failure(2, "wrong")
     assert read_first_failure(tmp_path) == (2, "wrong")
+
+
+def test_each_rank_tells_nccl_its_device(monkeypatch):
+    class Joined(Exception):
+        """Ends `join` where the processes would meet."""
+
+    def meet(backend, **options):
+        raise Joined(backend, options["device_id"])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Joined) as joined:
+        processes.join("cuda")
+    assert joined.value.args == ("nccl", torch.device("cuda", 1))
+    with pytest.raises(Joined) as joined:
+        processes.join("cpu")
+    assert joined.value.args == ("gloo", None)

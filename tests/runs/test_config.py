@@ -519,3 +519,8 @@ def test_sizes_are_json_in_the_embedded_model():
     """The plan reads only these files, so they must contain all sizes that it needs."""
     for part in ("transformer/config", "vae/config", "scheduler/scheduler_config"):
         assert json.loads(Path("assets/shapes/sd3", part + ".json").read_text())
+
+
+def test_a_chunk_of_decoding_has_at_least_one_sample():
+    message = complaint(SHAPES, "--decode_micro_batch", "0")
+    assert "decode_micro_batch" in message

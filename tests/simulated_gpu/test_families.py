@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fixtures.simulated_families import use, use_kernel
+from tests.fixtures.simulated_families import decode_peaks, use, use_kernel
 from tests.fixtures.simulated_gpu import on_simulated_gpu
 from tests.fixtures.tiny_families import TINY
 
@@ -32,3 +32,11 @@ def test_a_family_runs_on_a_gpu_with_one_dtype_in_attention(name, precision, who
 def test_kernels_of_one_dtype_and_a_backward_pass_outside_of_autocast_work(name, tmp_path):
     """`speed.attention: flash`, and how diffusers computes gradients with a context degree."""
     on_simulated_gpu(use_kernel, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux1", "qwen_image", "flux2", "wan"])
+def test_decoding_takes_what_check_expects_and_less_in_chunks(name, tmp_path):
+    peaks, _ = on_simulated_gpu(decode_peaks, name, tmp_path)
+    assert peaks["one"] == pytest.approx(peaks["expected"], rel=0.15)
+    assert peaks["four"] > 3 * peaks["one"]
+    assert peaks["chunks"] < 2 * peaks["one"]

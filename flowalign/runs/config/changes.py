@@ -16,6 +16,7 @@ ACCEPTED = (
     "sharding",
     "offload",
     "prompt_cache",
+    "decode_micro_batch",
     "threads",
     "output_dir",
 )

@@ -74,6 +74,9 @@ class Run:
     prompt_cache: str | None = None
     """Folder that stores encoded prompts and references, shared by all runs with the same encoders.
     Stored prompts need no encoder. Null: every run encodes."""
+    decode_micro_batch: PositiveInt | None = None
+    """Samples that the VAE decodes together. Null: the micro-batch of the sampler. It changes no
+    media but by rounding."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
@@ -85,6 +88,10 @@ class Run:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
+        if self.decode_micro_batch is not None and self.decode_micro_batch < 1:
+            raise ValueError(
+                f"decode_micro_batch is {self.decode_micro_batch}; it must be at least 1, or null"
+            )
         if self.guidance == "off":
             self.policy.turn_off_guidance()
         if self.device == "cpu" and self.policy.precision == "fp16":
@@ -119,6 +126,7 @@ class Run:
             sharding=self.sharding,
             offload=self.offload,
             prompt_cache=self.prompt_cache,
+            decode_micro_batch=self.decode_micro_batch,
         )
 
     @property

@@ -1,5 +1,6 @@
 """Estimate the memory of a run, part by part, with the settings that lower each part."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from flowalign.types import ModelPlan, Sharding
 
 _LARGE = 10**9
 """Bytes above which a part gets a hint, if it is also at least a tenth of the whole."""
+_UNVERIFIED = "checkpoints.verify: never"
 _TURNS = ("encoding", "sampling", "updating", "verifying")
 """Stages that take memory one after another."""
 
@@ -62,14 +64,18 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     if whole and _is_shared(run, world):
         trained = -(-trained // (run.sharding.shard_degree or world))
     recast = _savings(model, "recast weights", 1)
-    verified = weights // model.networks if run.offload == "none" else 0
+    verifies = run.offload == "none" and run.checkpoints.verify != "never"
+    verified = weights // model.networks if verifies else 0
+    unverified = {_UNVERIFIED: verified}
+    if _can_load_with(run, offload="layers"):
+        unverified["offload: layers"] = verified
     return [
         *_weights(run, model, weights, world),
         MemoryPart("recast weights", model.recast_bytes, "updating", recast),
         *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
         MemoryPart("copies", trained * (whole + weight_copies)),
         *_encoders(run, model),
-        MemoryPart("saved weights", verified, "verifying"),
+        MemoryPart("saved weights", verified, "verifying", unverified),
     ]
 
 
@@ -144,12 +150,11 @@ def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPa
     """Return the memory of decoding the largest micro-batch."""
     sizes = {"evaluation.micro_batch": run.evaluation.micro_batch} if run.evaluation else {}
     sizes |= batches
-    largest = max(sizes.values(), default=0)
-    batch = largest if model.decodes_together else min(largest, 1)
+    most = run.decode_micro_batch if model.decodes_together else 1
+    batch = min(most or sys.maxsize, max(sizes.values(), default=0))
     savings = _savings(model, "decoding", batch)
     if batch > 1:
-        lower = ", ".join(f"{setting}: 1" for setting, count in sizes.items() if count > 1)
-        savings[lower] = (batch - 1) * model.decode_bytes
+        savings["decode_micro_batch: 1"] = (batch - 1) * model.decode_bytes
     return MemoryPart("decoding", batch * model.decode_bytes, "sampling", savings)
 
 
