@@ -68,7 +68,7 @@ def _summarise(names: list[str]) -> str:
     for dotted in names:
         module, _, name = dotted.rpartition(".")
         if sentence := _read_summaries(module).get(name):
-            link = f'<a href="#{dotted}">{name}</a>'
+            link = f'<a href="#{dotted}">{name.replace("_", "_<wbr>")}</a>'
             where = module.rpartition(".")[2]
             rows.append(f"<tr><td>{link}</td><td>{where}</td><td>{_mark_code(sentence)}</td></tr>")
     head = "<thead><tr><th>name</th><th>module</th><th>summary</th></tr></thead>"
@@ -78,13 +78,17 @@ def _summarise(names: list[str]) -> str:
 
 @cache
 def _read_summaries(module: str) -> dict[str, str]:
-    """Return the first docstring line of a module's classes and functions, by name."""
-    path = DOCS.parent / (module.replace(".", "/") + ".py")
-    if not path.is_file():
-        return {}
-    defined = ast.ClassDef | ast.FunctionDef
-    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, defined)]
-    return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in nodes}
+    """Return the first docstring line of the classes and functions of a module or package."""
+    path = DOCS.parent / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found: dict[str, str] = {}
+    for node in ast.parse(file.read_text()).body if file.is_file() else ():
+        if isinstance(node, ast.ImportFrom) and path.is_dir():
+            known = _read_summaries(node.module or "")
+            found |= {alias.name: known.get(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = (ast.get_docstring(node) or "").partition("\n")[0]
+    return found
 
 
 def _mark_code(text: str) -> str:

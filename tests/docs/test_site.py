@@ -31,7 +31,9 @@ def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
     site = tmp_path / "site"
     assert 'src="../assets/figures/demo.png"' in (site / "results" / "demo.html").read_text()
     assert (site / "assets" / "figures" / "demo.png").is_file()
-    credit = (site / "reference" / "api" / "credit.html").read_text()
+    pages = {page.stem: page.read_text() for page in (site / "reference" / "api").glob("*.html")}
+    assert [name for name, page in pages.items() if "api-summary" not in page] == ["index"]
+    credit = pages["credit"]
     assert 0 < credit.find('<a href="#flowalign.credit.gain.Gain">') < credit.find(GAIN)
     assert 'src="data:image/png;base64,' in (site / "tutorials" / "step_credit.html").read_text()
     assert "zero_grad" in (site / "examples" / "index.html").read_text()
