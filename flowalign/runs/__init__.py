@@ -1,9 +1,9 @@
 """Run a run file: settings, plan, session, bench and comparison.
 
-from flowalign.runs import load, start, train
+    from flowalign.runs import load, start, train
 
-run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
-summary = train(start(run, settings, print))
+    run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
+    summary = train(start(run, settings, print))
 """
 
 from flowalign.runs.config import Run, load
