@@ -1,5 +1,6 @@
 """Run a run file: settings, plan, session, bench and comparison.
 
+Example:
     from flowalign.runs import load, start, train
 
     run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
