@@ -24,6 +24,8 @@ _API = "reference/api/"
 _HEADING = re.compile(r'<h\d id="([\w.]+)" class="doc doc-heading">')
 _MODULE = '<div class="doc doc-object doc-module">'
 _CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
+_TEXT = re.compile(r"<(td|p)>.*?</\1>", re.DOTALL)
+_IN_NUMBER = re.compile(r"(?<=\d) (?=[%±])|(?<=±) (?=\d)")
 _NAME = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _NEEDED = {
     "gpu": "Needs a GPU.",
@@ -56,9 +58,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Begin API pages with a summary, and let long names in tables break only after their parts."""
+    """Begin API pages with a summary, keep numbers whole, and break names after their parts."""
     if page.file.src_uri.startswith(_API) and _MODULE in html:
         html = html.replace(_MODULE, _summarise(_HEADING.findall(html)) + _MODULE, 1)
+    html = _TEXT.sub(lambda text: _IN_NUMBER.sub("&nbsp;", text[0]), html)
     return _CELL.sub(lambda cell: _NAME.sub(_breakable, cell[0]), html)
 
 

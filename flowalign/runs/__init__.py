@@ -1,10 +1,11 @@
 """Run a run file: settings, plan, session, bench and comparison.
 
-Example:
-    from flowalign.runs import load, start, train
+```python
+from flowalign.runs import load, start, train
 
-    run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
-    summary = train(start(run, settings, print))
+run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
+summary = train(start(run, settings, print))
+```
 """
 
 from flowalign.runs.config import Run, load
