@@ -65,6 +65,11 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     return _CELL.sub(lambda cell: _NAME.sub(_breakable, cell[0]), html)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Keep the theme from asking GitHub for stars: pages fetch nothing from other hosts."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def _summarise(names: list[str]) -> str:
     """Return a table of classes and functions, with links to them and their first sentences."""
     rows = []
