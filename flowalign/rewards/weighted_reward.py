@@ -29,16 +29,17 @@ class WeightedReward:
                 several dimensions.
         """
         check_spec(self.model)
-        dims = self.model.spec.dims
-        if not isinstance(self.weight, dict):
-            if self.weight is not None and len(dims) > 1:
+        first, *others = dims = self.model.spec.dims
+        weights: dict[str, float] = {}
+        if isinstance(self.weight, dict):
+            weights |= self.weight
+        elif self.weight is not None:
+            if others:
                 raise ValueError(
                     f"rewards: {self._name} has the weight {self.weight} and the dimensions "
-                    f"{', '.join(dims)}: give a weight per dimension, weight: {{{dims[0]}: 1.0}}"
+                    f"{', '.join(dims)}: give a weight per dimension, weight: {{{first}: 1.0}}"
                 )
-            weights = {} if self.weight is None else {dims[0]: self.weight}
-        else:
-            weights = dict(self.weight)
+            weights[first] = self.weight
         if unknown := sorted(weights.keys() - set(dims)):
             raise ValueError(
                 f"rewards: {self._name} has no dimensions {unknown} that its weight names; "
