@@ -31,8 +31,7 @@ unit: $(STAMP) ## the unit tests, under 2 minutes
 	$(BIN)/pytest $(SPREAD)
 
 test: lint ## lint, unit tests, then the end-to-end runs, 25 minutes
-	$(BIN)/pytest $(SPREAD)
-	$(BIN)/pytest $(SPREAD) -m 'slow and not gpu'
+	$(BIN)/pytest $(SPREAD) -m 'not gpu'
 	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q $(ROUNDING_TESTS)
 	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q -m slow tests/contracts/pipelines/test_krea2.py
 
