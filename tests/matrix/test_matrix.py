@@ -10,7 +10,7 @@ from tests.fixtures.matrix import METHODS, MODELS, ROOT, Matrix
 from tests.fixtures.run_files import CONFIGS
 
 pytestmark = pytest.mark.slow
-SAMPLES = 8
+SAMPLES = 4
 """Combinations of one run of the tests; `make matrix` trains all."""
 
 
