@@ -29,16 +29,16 @@ def peak(parts: Sequence[MemoryPart]) -> int:
 
 
 def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
-    """Return rows of the plan table: the total, whether it fits, and how to lower large parts.
+    """Return rows of the plan table: total, each part, whether it fits, how to lower large parts.
 
     `available` is the memory of the device in bytes; None if there is none, or if it is main
     memory.
     """
     whole, main = peak(parts), [part for part in parts if part.stage == "main"]
-    table = {
-        "memory, about": f"{size(whole)} per process, without reward models: "
-        + _list_parts([part for part in parts if part.stage != "main"])
-    }
+    table = {"memory, about": f"{size(whole)} per process, without reward models"}
+    for part in parts:
+        if part.stage != "main" and part.num_bytes:
+            table[f"memory of {part.name}"] = _describe_part(part).removeprefix(f"{part.name} ")
     if total := sum(part.num_bytes for part in main):
         table["main memory, about"] = f"{size(total)} per process: {_list_parts(main)}"
     if available is not None:
@@ -189,12 +189,12 @@ def size(num_bytes: int | float) -> str:
 
 def _list_parts(parts: Sequence[MemoryPart]) -> str:
     """List the parts that take memory, each with its stage if it is temporary."""
-    words = {turn: f" while {turn}" for turn in _TURNS}
-    return ", ".join(
-        f"{part.name} {size(part.num_bytes)}{words.get(part.stage, '')}"
-        for part in parts
-        if part.num_bytes
-    )
+    return ", ".join(_describe_part(part) for part in parts if part.num_bytes)
+
+
+def _describe_part(part: MemoryPart) -> str:
+    stage = f" while {part.stage}" if part.stage in _TURNS else ""
+    return f"{part.name} {size(part.num_bytes)}{stage}"
 
 
 def _savings(model: ModelPlan, part: str, times: int) -> dict[str, int]:

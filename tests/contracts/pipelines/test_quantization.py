@@ -159,7 +159,7 @@ def test_check_counts_stored_weights_and_offers_fewer_bits():
     assert {s.setting for s in less.savings if s.part == "weights"} == {
         "quantization.denoiser: nf4"
     }
-    assert "recast weights" in plan(run)["memory, about"]
+    assert "memory of recast weights" in plan(run)
 
 
 def test_quantized_encoders_are_other_encoders():
