@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,3 +40,14 @@ def pytest_runtest_setup(item):
     if item.path != item.config.stash.get(_FILE, None):
         item.config.stash[_FILE] = item.path
         annotations.begin_file()
+
+
+def pytest_runtest_teardown(item):
+    """Forget modules of folders that only this test has: another may give one the same name."""
+    local = sys.modules.get("flowalign.utils.local_modules")
+    if local is None or not local._files:
+        return
+    for name, file in local._files.items():
+        sys.modules.pop(name, None)
+        sys.path[:] = [path for path in sys.path if path != str(file.parent)]
+    local._files.clear()

@@ -145,7 +145,7 @@ def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines
     """Return a sentence on the change by training."""
     training = [v for _, v in sorted(series.get("reward_mean", {}).items()) if math.isfinite(v)]
     trained = [max(line) for name, line in series.items() if not name.startswith("eval/")]
-    num_steps = summary.get("steps") or 1 + max(trained, default=-1)
+    num_steps = summary.get("steps") or max(trained, default=0)
     over = f"over {num_steps} step{'s' * (num_steps != 1)}"
     ending = {"interrupted": "; the run was interrupted.", "running": "; the run is in progress."}
     ending = ending.get(str(summary.get("status", "" if summary else "running")), ".")

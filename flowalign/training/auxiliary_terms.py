@@ -1,8 +1,9 @@
 """Compare the gradients of the auxiliary terms of a loss with that of its policy term."""
 
 from collections.abc import Callable, Mapping
+from math import sqrt
 
-from flowalign.losses.gradient_norms import POLICY, PREFIX
+from flowalign.losses.gradient_squares import POLICY, PREFIX
 
 LARGEST_RATIO = 3.0
 """Gradient norm of an auxiliary term, relative to the policy term, above which a run warns."""
@@ -16,14 +17,15 @@ class AuxiliaryTerms:
         self.warned: set[str] = set()
 
     def compare(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics with ratios instead of gradient norms.
+        """Return the metrics with ratios of gradient norms instead of squared norms.
 
-        Norms are taken at the output of the network. A ratio above `LARGEST_RATIO` is logged once
-        for each term. Without a gradient of the policy term there is no ratio.
+        Norms are taken at the output of the network, as root mean squares over samples. A ratio
+        above `LARGEST_RATIO` is logged once for each term. Without a gradient of the policy term
+        there is no ratio.
         """
-        norms = {n.removeprefix(PREFIX): x for n, x in metrics.items() if n.startswith(PREFIX)}
-        policy = norms.pop(POLICY, 0.0)
-        ratios = {name: norm / policy for name, norm in norms.items() if policy > 0}
+        squares = {n.removeprefix(PREFIX): x for n, x in metrics.items() if n.startswith(PREFIX)}
+        policy = squares.pop(POLICY, 0.0)
+        ratios = {name: sqrt(square / policy) for name, square in squares.items() if policy > 0}
         for name in sorted(ratios.keys() - self.warned):
             if ratios[name] > LARGEST_RATIO:
                 self.warned.add(name)

@@ -362,7 +362,7 @@ def test_a_run_writes_its_pictures_and_the_report_shows_them(tmp_path, credit):
     assert len(list((tmp_path / "run" / "credit").iterdir())) == 4
     assert HEADING in page
     assert "small image is the completion of a state" in page
-    for step in (0, 1):
+    for step in (1, 2):
         assert f"Training step {step}, for the prompt: " in page
 
 
@@ -397,9 +397,9 @@ def folder(tmp_path):
 def test_the_report_shows_the_first_and_the_last_credit(folder):
     page = write_report(folder).read_text()
     assert page.index("<h2>Samples") < page.index(HEADING) < page.index("<h2>Checks")
-    assert "Training step 0, for the prompt: <b>&lt;b&gt;a" in page
-    assert "Training step 9," in page
-    assert "Training step 3," not in page
+    assert "Training step 1, for the prompt: <b>&lt;b&gt;a" in page
+    assert "Training step 10," in page
+    assert "Training step 4," not in page
     assert page.count('<div class="wide credit">') == 4
 
 
@@ -414,8 +414,8 @@ def test_a_picture_cut_short_counts_as_missing(folder, broken):
     file = folder / "credit" / f"step-000009.{broken}"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     page = write_report(folder).read_text()
-    assert "Training step 0," in page
-    assert "Training step 9," not in page
+    assert "Training step 1," in page
+    assert "Training step 10," not in page
 
 
 def test_a_calibration_is_shown(folder):

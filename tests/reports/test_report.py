@@ -288,9 +288,9 @@ def test_what_was_measured_at_most_twice_is_told_in_words(folder):
     assert captions(page) == []
     told = re.findall("<li><b>(.*?)</b> .*?: (.*?)</li>", page)
     assert told == [
-        ("Training reward", "0.25 → 0.75 (steps 0 and 1)"),
-        ("Held-out exact_match", "0.5 → 0.625 (steps 0 and 1)"),
-        ("KL to the reference", "0 (steps 0 and 1)"),
+        ("Training reward", "0.25 → 0.75 (steps 1 and 2)"),
+        ("Held-out exact_match", "0.5 → 0.625 (steps 1 and 2)"),
+        ("KL to the reference", "0 (steps 1 and 2)"),
     ]
 
 
@@ -305,7 +305,7 @@ def test_what_never_changes_is_told_in_words_and_what_does_is_drawn(folder):
 def test_an_evaluation_stands_at_the_steps_that_it_came_after():
     made = [{"step": 0, "eval/x": 0.25, "evaluated_after": 0}, {"step": 39, "eval/x": 0.5}]
     made[1] |= {"evaluated_after": 40.0, "kl": 1.0}
-    assert report.collect(made) == {"eval/x": {0: 0.25, 40: 0.5}, "kl": {39: 1.0}}
+    assert report.collect(made) == {"eval/x": {0: 0.25, 40: 0.5}, "kl": {40: 1.0}}
 
 
 def test_nulls_are_gaps_and_a_metric_without_any_number_has_no_chart(folder):
@@ -321,7 +321,7 @@ def test_nulls_are_gaps_and_a_metric_without_any_number_has_no_chart(folder):
     assert {"Gradient norm", "Training reward", "Time of a step"} <= set(shown)
     finite = report.collect(made)["optim/grad_norm"]
     assert [step for step, value in finite.items() if not math.isnan(value)] == list(
-        range(0, 40, 3)
+        range(1, 41, 3)
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowalign.functional.chunk import chunk_log_ratio
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, latent_mse
 from flowalign.functional.transition import Gaussian, log_density
-from flowalign.losses.gradient_norms import POLICY, gradient_norms
+from flowalign.losses.gradient_squares import POLICY, gradient_squares
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 from flowalign.types.loss import Loss
@@ -93,7 +93,7 @@ class GRPO(PolicyLoss):
         }
         auxiliary = self._auxiliary(current, reference, batch)
         stats |= {name: term.detach() for name, term in auxiliary.items()}
-        stats |= gradient_norms(current.mean, {POLICY: loss, **self._scaled(auxiliary)})
+        stats |= gradient_squares(current.mean, {POLICY: loss, **self._scaled(auxiliary)})
         return loss + sum(self._scaled(auxiliary).values()), stats
 
     def _auxiliary(

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.gradient_norms import POLICY, gradient_norms
+from flowalign.losses.gradient_squares import POLICY, gradient_squares
 from flowalign.training.learner import Learner
 from flowalign.training.matching.displacement_checks import MatchingChecks
 from flowalign.training.matching.dividing import divide_updates
@@ -159,7 +159,7 @@ def micro_batch_loss(
     if cfg.kl:
         stats["kl"] = divergence(residuals)
         terms["kl"] = cfg.kl * stats["kl"]
-    stats |= gradient_norms(residuals.policy, terms)
+    stats |= gradient_squares(residuals.policy, terms)
     loss = sum(terms.values(), torch.zeros_like(loss))
     return loss, {name: value.detach() for name, value in stats.items()}
 

@@ -389,9 +389,9 @@ def test_gradient_ratios_of_sft_and_kl_are_those_at_the_output_of_the_network():
     _, stats = micro_batch_loss(recipe(loss=SFT(), kl=0.7, sft=0.3), learner, data)
     size = len(data.rows()[0])
     entries = data.rows()[0].numel()
-    expected = 2 * 0.7 / entries * math.sqrt(float(distance) * entries)
-    assert float(stats["gradient_norm/kl"]) == pytest.approx(expected, rel=1e-3)
-    assert float(stats["gradient_norm/sft"]) > 0
+    expected = size * (2 * 0.7 / entries) ** 2 * float(distance) * entries
+    assert float(stats["gradient_square/kl"]) == pytest.approx(expected, rel=1e-3)
+    assert float(stats["gradient_square/sft"]) > 0
     assert size == 10
     _, alone = micro_batch_loss(recipe(loss=SFT()), learner, data)
     assert not any(name.startswith("gradient_norm") for name in alone)
