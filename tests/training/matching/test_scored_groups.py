@@ -342,9 +342,9 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
         )
         behaviour = Average(decay=0.5)
         learned = matching(cfg, times=GRID, times_per_sample=2, behaviour=behaviour)
-        weights = {"redness": 1.0, "green": 0.5}
         return replace(new_run(folder, weights=weights), recipe=learned)
 
+    weights = {"redness": 1.0, "green": 0.5}
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(whole(straight))
     with pytest.raises(Killed):
