@@ -65,7 +65,8 @@ def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
         found = agreement[dim]
         assert found["value"] > 0.5 + 3 * 0.5 / found["n"] ** 0.5, (dim, found)
     run, verifier = tmp_path / "run", {"class_path": "reward_models.ShapesVerifier"}
-    both = [*yaml.safe_load(rewards.read_text())["rewards"], verifier]
+    learned = yaml.safe_load(rewards.read_text())["rewards"][0]
+    both = [learned | {"weight": {"learned_colour": 1.0}}, verifier]
     command(
         "-m",
         "flowalign",

@@ -20,7 +20,7 @@ def content_hash() -> str:
     for folder in ("configs", "flowalign", "pipelines"):
         for file in sorted((ROOT / folder).rglob("*.[py]*")):
             if file.suffix in (".py", ".yaml"):
-                found.update(file.as_posix().encode() + file.read_bytes())
+                found.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
     return found.hexdigest()
 
 
