@@ -38,6 +38,16 @@ def test_rows_without_required_references_are_refused(data):
         dataset.check_rows(EDITS)
 
 
+def test_clips_that_are_too_short_are_refused(data):
+    clips = PreferenceDataset(path=str(data / "clips/captions.jsonl"), kind="samples")
+    clips.check_rows(PLAIN, num_frames=300)
+    with pytest.raises(ValueError, match=r"0\.mp4: 300 of 301 frames"):
+        clips.check_rows(PLAIN, num_frames=301)
+    images = PreferenceDataset(path=str(data / "captions.jsonl"), kind="samples")
+    with pytest.raises(ValueError, match=r"0\.png: 1 of 5 frames"):
+        images.check_rows(PLAIN, num_frames=5)
+
+
 def test_one_usable_row_among_the_first_is_enough(data):
     file = data / "captions.jsonl"
     lines = file.read_text().splitlines()

@@ -6,10 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from flowalign.data.latents.latent_files import is_latent
 from flowalign.data.media.decode import MediaProblem
 from flowalign.data.media_record import Record
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Example, Keep, Pair, Sample, Segment, requests_of
+from flowalign.data.preference.pairs import (
+    Example,
+    Keep,
+    Pair,
+    Sample,
+    Segment,
+    media_of,
+    requests_of,
+)
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.readers import Dataset
 from flowalign.data.readers.dense_dpo import DENSE_DPO
@@ -106,6 +115,20 @@ def drop_misfits(
         misfit = input_spec.misfit(requests_of(example)[0])
         where = example.where if isinstance(example, Pair) else example.media.path or example.prompt
         report.add(f"unfit request: the policy {misfit}", where) if misfit else kept.append(example)
+    return kept
+
+
+def drop_short(examples: Sequence[Example], num_frames: int, report: DropReport) -> list[Example]:
+    """Drop the examples with a file of fewer than `num_frames` frames; latents are kept."""
+    kept, inspection = [], Inspection()
+    for example in examples:
+        media = [medium for medium in media_of(example) if not is_latent(medium)]
+        counts = {str(medium.path): inspection.shape(medium)[2] for medium in media}
+        short = [name for name in counts if counts[name] < num_frames]
+        if short:
+            report.add(f"too short: {counts[short[0]]} of {num_frames} frames", short[0])
+        else:
+            kept.append(example)
     return kept
 
 

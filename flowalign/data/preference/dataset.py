@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flowalign.data.media_record import Record
 from flowalign.data.preference.attributes import read_attributes, read_captions
-from flowalign.data.preference.convert import drop_misfits, read_pairs, read_samples
+from flowalign.data.preference.convert import drop_misfits, drop_short, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Example, Keep, Kind
 from flowalign.data.readers import Dataset, open_dataset
@@ -61,16 +61,18 @@ class PreferenceDataset:
         report = DropReport()
         return self._read(self.open(), labelled, keep, report), report
 
-    def check_rows(self, input_spec: InputSpec) -> None:
+    def check_rows(self, input_spec: InputSpec, num_frames: int | None = None) -> None:
         """Read the first rows, and raise ValueError if none of them can be used.
 
         No image or video is decoded, but the headers of their files are read. `input_spec` is the
-        one of the policy, whose references the rows must have.
+        one of the policy, whose references the rows must have. Clips shorter than `num_frames`
+        cannot be used.
         """
         rows, report = self.open(), DropReport()
         first = _FirstRows(rows.files, rows.root, rows.schema, rows.path)
         examples = self._read(first, False, lambda medium: medium, report)
-        if not drop_misfits(examples, input_spec, report):
+        fitting = drop_misfits(examples, input_spec, report)
+        if not (drop_short(fitting, num_frames, report) if num_frames else fitting):
             reasons = [line[:_LONGEST] for line in report.lines()[:3]]
             raise ValueError(
                 "\n".join(

@@ -186,7 +186,8 @@ class StoredDataset(DataSource):
 
     @override
     def check_data(self, policy: Policy) -> None:
-        self.dataset.check_rows(policy.input_spec)
+        frames = None if self.max_frames else policy.num_frames
+        self.dataset.check_rows(policy.input_spec, frames)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
