@@ -2,10 +2,7 @@
 
 import argparse
 
-from flowalign.cli.options import (
-    add_config,
-    add_processes,
-)
+from flowalign.cli.options import add_config, add_processes
 
 HELP = "Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."
 

@@ -2,11 +2,7 @@
 
 import argparse
 
-from flowalign.cli.options import (
-    add_config,
-    add_processes,
-    whole,
-)
+from flowalign.cli.options import add_config, add_processes, whole
 
 HELP = "Measure signal and noise of each denoising step's gradient, at fixed weights."
 

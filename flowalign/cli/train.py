@@ -2,10 +2,7 @@
 
 import argparse
 
-from flowalign.cli.options import (
-    add_config,
-    add_processes,
-)
+from flowalign.cli.options import add_config, add_processes
 
 HELP = "Train from a run file."
 

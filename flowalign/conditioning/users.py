@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from flowalign.types import (
-    ConditionedPrompt,
-    Policy,
-    PromptConditioning,
-    PromptGuidance,
-    Request,
-)
+from flowalign.types import ConditionedPrompt, Policy, PromptConditioning, PromptGuidance, Request
 
 
 @dataclass(frozen=True, kw_only=True)

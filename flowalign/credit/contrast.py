@@ -11,13 +11,7 @@ from torch import Tensor
 
 from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.advantage import compare_in_groups
-from flowalign.types import (
-    CreditEstimator,
-    PastOutcomes,
-    StepCredit,
-    Trajectory,
-    ValueFunction,
-)
+from flowalign.types import CreditEstimator, PastOutcomes, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt
 
 

@@ -12,13 +12,7 @@ from flowalign.functional.path_gradient import (
     straight_through,
 )
 from flowalign.gradient_paths.steps import draw_late_biased, require_steps
-from flowalign.types import (
-    GradientPath,
-    NonNegativeFloat,
-    PositiveInt,
-    Replay,
-    SampleView,
-)
+from flowalign.types import GradientPath, NonNegativeFloat, PositiveInt, Replay, SampleView
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,14 +78,7 @@ from flowalign.types.reward import (
     RewardOutput,
     RewardSpec,
 )
-from flowalign.types.reward_heads import (
-    Backbone,
-    Fit,
-    Fittable,
-    Head,
-    HeadNetwork,
-    Refreshable,
-)
+from flowalign.types.reward_heads import Backbone, Fit, Fittable, Head, HeadNetwork, Refreshable
 from flowalign.types.setup import Offload, Setup
 from flowalign.types.sharding import SampleRanks, Sharding
 from flowalign.types.speed import Reduced, Speed

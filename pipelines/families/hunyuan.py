@@ -8,11 +8,7 @@ from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.families.hunyuan_parts import (
-    count_hunyuan_tokens,
-    even_sigmas,
-    hunyuan_shape,
-)
+from pipelines.families.hunyuan_parts import count_hunyuan_tokens, even_sigmas, hunyuan_shape
 from pipelines.network.weights import DTYPES, Lora
 from pipelines.parts.denoiser_inputs import check_embedded_guidance
 from pipelines.parts.folder import Config

@@ -8,11 +8,7 @@ from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.families.hunyuan_parts import (
-    count_hunyuan_tokens,
-    even_sigmas,
-    hunyuan_shape,
-)
+from pipelines.families.hunyuan_parts import count_hunyuan_tokens, even_sigmas, hunyuan_shape
 from pipelines.network.weights import DTYPES, Lora
 from pipelines.parts.folder import Config, read_json
 from pipelines.parts.guidance import guide, read_with_negatives

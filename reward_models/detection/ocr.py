@@ -22,13 +22,7 @@ from flowalign.types import (
 )
 from flowalign.utils.optional import import_optional
 from reward_models.backbones.frames import evenly
-from reward_models.backbones.rule import (
-    RuleReward,
-    Unscorable,
-    Verdict,
-    metadata_of,
-    to_uint8,
-)
+from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, metadata_of, to_uint8
 
 Mode = Literal["contained", "cer", "exact"]
 Over = Literal["mean", "max"]

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.files import bundled
+from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_file,
     fingerprint_of,
@@ -29,19 +30,6 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.qwen2_vl import (
-    Chat,
-    Dtype,
-    build_network,
-    check_options,
-    collect_chats,
-    count_tokens,
-    cut_patches,
-    fill_instruction,
-    fit_size,
-    read_base,
-    tokenize_chat,
-)
 from reward_models.preference.hpsv3 import preference_head
 
 Fusion = Literal["mean", "min", "sum"]
@@ -102,18 +90,18 @@ class EditReward(NetworkReward):
         base: str = "Qwen/Qwen2.5-VL-7B-Instruct",
         fusion: Fusion = "mean",
         instructions: Instructions = _BUNDLED,
-        dtype: Dtype = "bfloat16",
+        dtype: qwen2_vl.Dtype = "bfloat16",
         device: str = "auto",
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        check_options("sequential", dtype)
+        qwen2_vl.check_options("sequential", dtype)
         if fusion not in get_args(Fusion):
             raise ValueError(f"fusion is {fusion!r}; it must be one of mean, min, sum")
         self.checkpoint, self.base, self.system = checkpoint, base, instructions.system
         self.fusion: Fusion = fusion
         self.instructions = instructions.read()
-        self.dtype: Dtype = dtype
+        self.dtype: qwen2_vl.Dtype = dtype
         weights = fingerprint_of(checkpoint), fingerprint_of(base)
         asked = hashlib.sha256("".join([*self.instructions, self.system]).encode()).hexdigest()[:16]
         settings = fusion, asked, dtype
@@ -131,9 +119,9 @@ class EditReward(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read backbone and heads from one checkpoint."""
-        config, self.tokenizer = read_base(self.base, [TOKEN], "qwen2_5_vl")
+        config, self.tokenizer = qwen2_vl.read_base(self.base, [TOKEN], "qwen2_5_vl")
         tensors = _weights(self.checkpoint)
-        return build_network(config, _Heads, tensors, self.checkpoint, dtype=self.dtype)
+        return qwen2_vl.build_network(config, _Heads, tensors, self.checkpoint, dtype=self.dtype)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every edit, from one forward pass per head."""
@@ -141,7 +129,7 @@ class EditReward(NetworkReward):
         failed: dict[int, str] = {}
         rows: list[int] = []
         for head, instruction in enumerate(self.instructions):
-            chats, failed = collect_chats(len(batch), self._chat(batch, instruction))
+            chats, failed = qwen2_vl.collect_chats(len(batch), self._chat(batch, instruction))
             if not chats:
                 nothing = torch.full((len(batch), len(DIMS)), torch.nan)
                 return BatchScores(nothing, nothing, failed)
@@ -155,15 +143,15 @@ class EditReward(NetworkReward):
         )
         return BatchScores(values, spreads.exp(), failed)
 
-    def _chat(self, batch: MediaBatch, instruction: str) -> Callable[[int], Chat]:
-        def chat(i: int) -> Chat:
+    def _chat(self, batch: MediaBatch, instruction: str) -> Callable[[int], qwen2_vl.Chat]:
+        def chat(i: int) -> qwen2_vl.Chat:
             images = batch.references[i][0][None], batch.media[i]
-            parts = [cut_patches(_fit(image.to(self.device).float())) for image in images]
+            parts = [qwen2_vl.cut_patches(_fit(image.to(self.device).float())) for image in images]
             patches, grids = [part[0] for part in parts], [part[1] for part in parts]
-            text = fill_instruction(self.tokenizer, instruction, batch.prompts[i])
-            counts = [count_tokens(grid) for grid in grids]
-            ids = tokenize_chat(self.tokenizer, text, "image", *counts, system=self.system)
-            return Chat(ids, torch.cat(patches), grids[0], (grids[1],))
+            text = qwen2_vl.fill_instruction(self.tokenizer, instruction, batch.prompts[i])
+            counts = [qwen2_vl.count_tokens(grid) for grid in grids]
+            ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", *counts, system=self.system)
+            return qwen2_vl.Chat(ids, torch.cat(patches), grids[0], (grids[1],))
 
         return chat
 
@@ -181,7 +169,7 @@ class _Heads(nn.Module):
 
 
 def _fit(image: Float[Tensor, "1 3 H W"]) -> Float[Tensor, "1 3 h w"]:
-    height, width = fit_size(image.shape[-2], image.shape[-1], PIXELS, PIXELS)
+    height, width = qwen2_vl.fit_size(image.shape[-2], image.shape[-1], PIXELS, PIXELS)
     return resize(image, height, width, quantised=True)
 
 

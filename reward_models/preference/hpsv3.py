@@ -11,23 +11,10 @@ from torch import nn
 from transformers import Qwen2Tokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import find_file, fingerprint_of, read_tensors
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.qwen2_vl import (
-    Chat,
-    Dtype,
-    PositionMode,
-    build_network,
-    check_options,
-    collect_chats,
-    count_tokens,
-    cut_patches,
-    fill_instruction,
-    fit_size,
-    read_base,
-    tokenize_chat,
-)
 
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text()
 TOKEN = "<|Reward|>"
@@ -48,16 +35,16 @@ class HPSv3(NetworkReward):
         self,
         checkpoint: str = "MizzenAI/HPSv3",
         base: str = "Qwen/Qwen2-VL-7B-Instruct",
-        position_mode: PositionMode = "sequential",
-        dtype: Dtype = "bfloat16",
+        position_mode: qwen2_vl.PositionMode = "sequential",
+        dtype: qwen2_vl.Dtype = "bfloat16",
         device: str = "auto",
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        check_options(position_mode, dtype)
+        qwen2_vl.check_options(position_mode, dtype)
         self.checkpoint, self.base = checkpoint, base
-        self.position_mode: PositionMode = position_mode
-        self.dtype: Dtype = dtype
+        self.position_mode: qwen2_vl.PositionMode = position_mode
+        self.dtype: qwen2_vl.Dtype = dtype
         settings = (
             fingerprint_of(checkpoint),
             fingerprint_of(base),
@@ -78,15 +65,15 @@ class HPSv3(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read backbone and head from one file."""
-        config, self.tokenizer = read_base(self.base, [TOKEN])
+        config, self.tokenizer = qwen2_vl.read_base(self.base, [TOKEN])
         path = find_file(self.checkpoint, "HPSv3.safetensors")
-        return build_network(
+        return qwen2_vl.build_network(
             config, preference_head, read_tensors(path), path, self.position_mode, self.dtype
         )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every image."""
-        chats, failed = collect_chats(len(batch), lambda i: self._chat(batch, i))
+        chats, failed = qwen2_vl.collect_chats(len(batch), lambda i: self._chat(batch, i))
         if not chats:
             nothing = torch.full((len(batch), 1), torch.nan)
             return BatchScores(nothing, nothing, failed)
@@ -96,12 +83,16 @@ class HPSv3(NetworkReward):
         )
         return BatchScores(out[:, :1], out[:, 1:].exp(), failed)
 
-    def _chat(self, batch: MediaBatch, i: int) -> Chat:
+    def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
         picture = batch.media[i].to(self.device).float()
-        size = fit_size(picture.shape[-2], picture.shape[-1], PIXELS, PIXELS)
-        patches, grid = cut_patches(resize(picture, size[0], size[1], quantised=True))
-        text = fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
-        return Chat(tokenize_chat(self.tokenizer, text, "image", count_tokens(grid)), patches, grid)
+        size = qwen2_vl.fit_size(picture.shape[-2], picture.shape[-1], PIXELS, PIXELS)
+        patches, grid = qwen2_vl.cut_patches(resize(picture, size[0], size[1], quantised=True))
+        text = qwen2_vl.fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
+        return qwen2_vl.Chat(
+            qwen2_vl.tokenize_chat(self.tokenizer, text, "image", qwen2_vl.count_tokens(grid)),
+            patches,
+            grid,
+        )
 
 
 def preference_head(width: int) -> nn.Module:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
+from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_file,
     fingerprint_of,
@@ -24,19 +25,6 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.qwen2_vl import (
-    Chat,
-    Dtype,
-    build_network,
-    check_options,
-    collect_chats,
-    count_tokens,
-    cut_patches,
-    fill_instruction,
-    fit_size,
-    read_base,
-    tokenize_chat,
-)
 from reward_models.preference.hpsv3 import INSTRUCTION as HPSV3_INSTRUCTION
 from reward_models.preference.hpsv3 import PIXELS, TOKEN, preference_head
 
@@ -119,12 +107,12 @@ class HPSv3PlusPlus(NetworkReward):
         base: str = "Qwen/Qwen3-VL-8B-Instruct",
         capability: Grouping = "image",
         iteration: Annotated[float, Range(least=0, most=1)] = 0.0,
-        dtype: Dtype = "bfloat16",
+        dtype: qwen2_vl.Dtype = "bfloat16",
         device: str = "auto",
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        check_options("mrope", dtype)
+        qwen2_vl.check_options("mrope", dtype)
         if capability not in get_args(Grouping) or not 0 <= iteration <= 1:
             raise ValueError(
                 f"capability is {capability!r} and iteration {iteration:g}; they must be image or "
@@ -133,7 +121,7 @@ class HPSv3PlusPlus(NetworkReward):
         self.checkpoint, self.base, self.at_once = checkpoint, base, batch_size
         self.capability: Grouping = capability
         self.iteration = iteration
-        self.dtype: Dtype = dtype
+        self.dtype: qwen2_vl.Dtype = dtype
         weights = fingerprint_of(checkpoint), fingerprint_of(base)
         spec = RewardSpec(
             name="hpsv3_plus_plus",
@@ -152,10 +140,10 @@ class HPSv3PlusPlus(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read backbone and head from one file."""
-        config, self.tokenizer = read_base(self.base, [TOKEN], "qwen3_vl")
+        config, self.tokenizer = qwen2_vl.read_base(self.base, [TOKEN], "qwen3_vl")
         path = find_file(self.checkpoint, _FILE)
         tensors = rename_tensors(read_tensors(path), _PARTS)
-        return build_network(config, ConditionedHead, tensors, path, "mrope", self.dtype)
+        return qwen2_vl.build_network(config, ConditionedHead, tensors, path, "mrope", self.dtype)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every image."""
@@ -165,7 +153,9 @@ class HPSv3PlusPlus(NetworkReward):
         mark = self.tokenizer.convert_tokens_to_ids(TOKEN)
         for start in range(0, len(batch), self.at_once):
             part = batch.take(range(start, min(start + self.at_once, len(batch))))
-            chats, wrong = collect_chats(len(part), lambda i, part=part: self._chat(part, i))
+            chats, wrong = qwen2_vl.collect_chats(
+                len(part), lambda i, part=part: self._chat(part, i)
+            )
             failed |= {start + i: why for i, why in wrong.items()}
             rows += [start + i for i in chats]
             if chats:
@@ -179,16 +169,18 @@ class HPSv3PlusPlus(NetworkReward):
         out = place_rows(out, rows, len(batch))
         return BatchScores(out[:, :1], out[:, 1:].exp(), failed)
 
-    def _chat(self, batch: MediaBatch, i: int) -> Chat:
+    def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
         picture = batch.media[i].to(self.device).float()
-        patches, grid = cut_patches(resize_twice(picture), PATCH, MEAN, STD)
-        text = fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
-        ids = tokenize_chat(self.tokenizer, text, "image", count_tokens(grid), system="")
-        return Chat(ids, patches, grid)
+        patches, grid = qwen2_vl.cut_patches(resize_twice(picture), PATCH, MEAN, STD)
+        text = qwen2_vl.fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
+        ids = qwen2_vl.tokenize_chat(
+            self.tokenizer, text, "image", qwen2_vl.count_tokens(grid), system=""
+        )
+        return qwen2_vl.Chat(ids, patches, grid)
 
 
 def resize_twice(image: Float[Tensor, "1 3 H W"]) -> Float[Tensor, "1 3 h w"]:
     """Resize as the authors do: to HPSv3's size in multiples of 28, then to multiples of 32."""
-    size = fit_size(image.shape[-2], image.shape[-1], PIXELS, PIXELS)
+    size = qwen2_vl.fit_size(image.shape[-2], image.shape[-1], PIXELS, PIXELS)
     image = resize(image, *size, quantised=True)
-    return resize(image, *fit_size(*size, *BOUNDS, side=SIDE), quantised=True)
+    return resize(image, *qwen2_vl.fit_size(*size, *BOUNDS, side=SIDE), quantised=True)

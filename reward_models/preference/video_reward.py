@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_folder,
     fingerprint_of,
@@ -34,20 +35,6 @@ from reward_models.backbones.prefix import (
     group_by_size,
     hash_clip,
     read_clips,
-)
-from reward_models.backbones.qwen2_vl import (
-    Chat,
-    Dtype,
-    PositionMode,
-    build_network,
-    check_options,
-    collect_chats,
-    count_tokens,
-    cut_patches,
-    fill_instruction,
-    fit_size,
-    read_base,
-    tokenize_chat,
 )
 
 Normalisation = Literal["checkpoint", "published", "none"]
@@ -97,22 +84,22 @@ class VideoReward(NetworkReward):
         self,
         checkpoint: str = "KwaiVGI/VideoReward",
         base: str | None = None,
-        position_mode: PositionMode = "sequential",
+        position_mode: qwen2_vl.PositionMode = "sequential",
         normalisation: Normalisation = "checkpoint",
-        dtype: Dtype = "bfloat16",
+        dtype: qwen2_vl.Dtype = "bfloat16",
         device: str = "auto",
         batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
-        check_options(position_mode, dtype)
+        qwen2_vl.check_options(position_mode, dtype)
         if normalisation not in get_args(Normalisation):
             raise ValueError(
                 f"normalisation is {normalisation!r}; it must be one of "
                 f"{', '.join(get_args(Normalisation))}"
             )
         self.checkpoint, self.base, self.normalisation = checkpoint, base, normalisation
-        self.position_mode: PositionMode = position_mode
-        self.dtype: Dtype = dtype
+        self.position_mode: qwen2_vl.PositionMode = position_mode
+        self.dtype: qwen2_vl.Dtype = dtype
         settings = (
             fingerprint_of(checkpoint),
             fingerprint_of(base) if base else "its own base",
@@ -139,13 +126,15 @@ class VideoReward(NetworkReward):
         self.config = read_model_config(folder / "model_config.json")
         self.constants = self._constants()
         base = self.base or self.config["model_config"]["model_name_or_path"]
-        architecture, self.tokenizer = read_base(base, TOKENS)
+        architecture, self.tokenizer = qwen2_vl.read_base(base, TOKENS)
         step, tensors = read_step(folder, base, self.config["peft_lora_config"])
-        return build_network(architecture, _head, tensors, step, self.position_mode, self.dtype)
+        return qwen2_vl.build_network(
+            architecture, _head, tensors, step, self.position_mode, self.dtype
+        )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return the three scores of every video, and their sum."""
-        chats, failed = collect_chats(len(batch), lambda i: self._chat(batch, i))
+        chats, failed = qwen2_vl.collect_chats(len(batch), lambda i: self._chat(batch, i))
         if not chats:
             return BatchScores(torch.full((len(batch), 4), torch.nan), None, failed)
         raw = self._raw(chats, shared=not batch.media.requires_grad).cpu()
@@ -153,7 +142,7 @@ class VideoReward(NetworkReward):
         scores = torch.cat([scores, scores.sum(1, keepdim=True)], 1)
         return BatchScores(place_rows(scores, [*chats], len(batch)), None, failed)
 
-    def _raw(self, chats: Mapping[int, Chat], shared: bool) -> Float[Tensor, "n 3"]:
+    def _raw(self, chats: Mapping[int, qwen2_vl.Chat], shared: bool) -> Float[Tensor, "n 3"]:
         """Return VQ and MQ of each clip, computed once if `shared`, and TA of each prompt."""
         marks = self.tokenizer.get_added_vocab()
         *quality, alignment = [marks[token] for token in TOKENS]
@@ -201,15 +190,19 @@ class VideoReward(NetworkReward):
             )
         return torch.tensor([[given[f"{dim}_{key}"] for dim in DIMS] for key in ("mean", "std")])
 
-    def _chat(self, batch: MediaBatch, i: int) -> Chat:
-        text = fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
+    def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
+        text = qwen2_vl.fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
         data = self.config["data_config"]
         kept = at_rate(batch.media.shape[1], batch.fps[i], float(data["fps"]))
         height, width = batch.media.shape[-2:]
-        size = fit_size(height, width, FEWEST_PIXELS, data["max_frame_pixels"])
+        size = qwen2_vl.fit_size(height, width, FEWEST_PIXELS, data["max_frame_pixels"])
         frames = batch.media[i, kept].to(self.device).float()
-        patches, grid = cut_patches(resize_rounding_once(frames, *size))
-        return Chat(tokenize_chat(self.tokenizer, text, "video", count_tokens(grid)), patches, grid)
+        patches, grid = qwen2_vl.cut_patches(resize_rounding_once(frames, *size))
+        return qwen2_vl.Chat(
+            qwen2_vl.tokenize_chat(self.tokenizer, text, "video", qwen2_vl.count_tokens(grid)),
+            patches,
+            grid,
+        )
 
 
 def _head(width: int) -> nn.Module:

@@ -33,14 +33,7 @@ from flowalign.training.recipe import (
     samples_row,
 )
 from flowalign.training.rollouts.settings import SEVERAL
-from flowalign.types import (
-    Examples,
-    Label,
-    ModelPlan,
-    Request,
-    Trajectory,
-    plain_requests,
-)
+from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
 from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 

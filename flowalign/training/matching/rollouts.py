@@ -16,12 +16,7 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
-from flowalign.training.matching.source import (
-    Batch,
-    BatchStream,
-    DataSource,
-    StreamContext,
-)
+from flowalign.training.matching.source import Batch, BatchStream, DataSource, StreamContext
 from flowalign.training.recipe import (
     RecipePlan,
     RunContext,
@@ -36,14 +31,7 @@ from flowalign.training.rollouts.advantages import (
     mask_unused_rewards,
     outcome_credit,
 )
-from flowalign.types import (
-    Examples,
-    Label,
-    ModelPlan,
-    Policy,
-    Request,
-    encode_requests,
-)
+from flowalign.types import Examples, Label, ModelPlan, Policy, Request, encode_requests
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
