@@ -116,10 +116,9 @@ def components(package: str) -> dict[str, Definition]:
             yield from ancestors(base)
 
     def unfinished(name: str) -> frozenset[str]:
-        if name not in known:
-            return frozenset()
-        inherited = frozenset().union(*map(unfinished, known[name].bases))
-        return (inherited | known[name].abstract) - known[name].members
+        lineage = [known[one] for one in ancestors(name) if one in known]
+        members = frozenset().union(*(one.members for one in lineage))
+        return frozenset().union(*(one.abstract for one in lineage)) - members
 
     return {
         name: one

@@ -12,13 +12,31 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from flowalign.types import Request
+from flowalign.types import Cond, InputSpec, Request
 from pipelines.parts.folder import Config
 from pipelines.parts.references import crop_first_frames
 from pipelines.policy import DiffusersPolicy
 
 _TEXT = 512
 """Number of text tokens next to the image tokens, hard-coded in diffusers' Wan network."""
+
+
+class FixedFirstFrame(DiffusersPolicy):
+    """Base class, before that of the family, of policies that fix the first latent frame.
+
+    `cond` also holds "first", the latents of the frame.
+    """
+
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        return {**super().encode(requests), "first": encode_first_frames(self, requests)}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        first = cond["first"]
+        return lead_to_first_frame(
+            super().velocity(insert_first_frame(x, first), sigma, cond), x, sigma, first
+        )
 
 
 @torch.no_grad()

@@ -1,20 +1,18 @@
 """Wraps HunyuanVideo (text to video) as a flowalign policy."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.families.hunyuan_parts import count_hunyuan_tokens, even_sigmas, hunyuan_shape
+from flowalign.types import Cond, Guidance, PositiveInt
+from pipelines.families.hunyuan_base import HunyuanPolicy
 from pipelines.network.weights import DTYPES, Lora
 from pipelines.parts.denoiser_inputs import check_embedded_guidance
 from pipelines.parts.folder import Config
 from pipelines.parts.framewise import decode_windows
-from pipelines.parts.guidance import guide, read_with_negatives
-from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.policy import Precision
 from pipelines.video import Memory, Video, VideoCodec
 
 
@@ -32,7 +30,7 @@ class HunyuanCodec(VideoCodec):
         )
 
 
-class HunyuanVideo(DiffusersPolicy):
+class HunyuanVideo(HunyuanPolicy):
     """Wraps a `HunyuanVideoPipeline` folder or hub identifier as a text-to-video policy.
 
     `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
@@ -46,7 +44,6 @@ class HunyuanVideo(DiffusersPolicy):
 
     pipeline_class = HunyuanVideoPipeline
     transformer_class = HunyuanVideoTransformer3DModel
-    unit_noise = True
 
     def __init__(
         self,
@@ -68,23 +65,9 @@ class HunyuanVideo(DiffusersPolicy):
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         check_embedded_guidance(self.embedded_guidance, transformer, self.path)
-        return hunyuan_shape(self, transformer, vae)
+        return super().shape_of_latents(transformer, vae)
 
-    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        return count_hunyuan_tokens(self, latent_shape, transformer)
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return even_sigmas(scheduler, num_steps)
-
-    @torch.no_grad()
-    def encode(self, requests: Sequence[Request]) -> Cond:
-        with self.text_encoder.on_device():
-            return read_with_negatives(self._read, prompts_of(requests), "", self.guidance > 1)
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        return guide(self._unguided, x, sigma.expand(len(x)), cond, self.guidance)
-
-    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
+    def read(self, prompts: list[str]) -> dict[str, Tensor]:
         text, pooled, mask = self.pipe.encode_prompt(
             prompts,
             device=self.denoiser.device,
@@ -92,7 +75,7 @@ class HunyuanVideo(DiffusersPolicy):
         )
         return {"text": text, "pooled": pooled, "mask": mask}
 
-    def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+    def unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         guidance, dtype = self.embedded_guidance, DTYPES[self.precision]
         if guidance is not None:  # rounded as in the pipeline, like the time
             guidance = 1000 * torch.full((len(x),), guidance, dtype=dtype, device=x.device)

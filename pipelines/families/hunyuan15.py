@@ -1,25 +1,23 @@
 """Wraps HunyuanVideo 1.5 (text to video) as a flowalign policy."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.families.hunyuan_parts import count_hunyuan_tokens, even_sigmas, hunyuan_shape
+from flowalign.types import Cond, Guidance, PositiveInt
+from pipelines.families.hunyuan_base import HunyuanPolicy
 from pipelines.network.weights import DTYPES, Lora
 from pipelines.parts.folder import Config, read_json
-from pipelines.parts.guidance import guide, read_with_negatives
-from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.policy import Precision
 from pipelines.video import Memory, Video, VideoCodec, refuse_decode_frames
 
 _FIXED = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Guidance settings of a folder with the only values that this policy supports."""
 
 
-class HunyuanVideo15(DiffusersPolicy):
+class HunyuanVideo15(HunyuanPolicy):
     """Wraps a `HunyuanVideo15Pipeline` folder or hub identifier as a text-to-video policy.
 
     `guidance` replaces the scale in the folder's guider. Above 1 it makes the guided velocity the
@@ -35,7 +33,6 @@ class HunyuanVideo15(DiffusersPolicy):
 
     pipeline_class: Any = HunyuanVideo15Pipeline
     transformer_class = HunyuanVideo15Transformer3DModel
-    unit_noise = True
 
     def __init__(
         self,
@@ -82,23 +79,9 @@ class HunyuanVideo15(DiffusersPolicy):
                 f"the network of {self.path} also takes the next timestep (use_meanflow), which is "
                 "not supported: use a folder without it"
             )
-        return hunyuan_shape(self, transformer, vae)
+        return super().shape_of_latents(transformer, vae)
 
-    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        return count_hunyuan_tokens(self, latent_shape, transformer)
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return even_sigmas(scheduler, num_steps)
-
-    @torch.no_grad()
-    def encode(self, requests: Sequence[Request]) -> Cond:
-        with self.text_encoder.on_device():
-            return read_with_negatives(self._read, prompts_of(requests), "", self.guidance > 1)
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        return guide(self._unguided, x, sigma.expand(len(x)), cond, self.guidance)
-
-    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
+    def read(self, prompts: list[str]) -> dict[str, Tensor]:
         self.pipe.tokenizer_max_length = self.max_sequence_length
         found = self.pipe.encode_prompt(
             prompts,
@@ -108,7 +91,7 @@ class HunyuanVideo15(DiffusersPolicy):
         )
         return dict(zip(("text", "mask", "glyphs", "glyph_mask"), found, strict=True))
 
-    def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+    def unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         frame, features = self.first_frame(x, cond)
         return self.call_denoiser(
             torch.cat([x, frame], 1),

@@ -1,21 +1,13 @@
 """Wraps LTX-Video image-to-video as a flowalign policy: a request has its first frame."""
 
-from collections.abc import Sequence
-
 from diffusers import LTXImageToVideoPipeline
 from torch import Tensor
 
-from flowalign.types import Cond, InputSpec, Request
-from pipelines.families.first_frame import (
-    encode_first_frames,
-    insert_first_frame,
-    lead_to_first_frame,
-    mask_first_times,
-)
+from pipelines.families.first_frame import FixedFirstFrame, mask_first_times
 from pipelines.families.ltx import LTX
 
 
-class LTXI2V(LTX):
+class LTXI2V(FixedFirstFrame, LTX):
     """Wraps an `LTXImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
 
     The single reference of a request is the first frame. It replaces the first latent frame, at
@@ -24,16 +16,6 @@ class LTXI2V(LTX):
     """
 
     pipeline_class = LTXImageToVideoPipeline
-    input_spec = InputSpec(references=(1, 1), kind="first_frame")
-
-    def encode(self, requests: Sequence[Request]) -> Cond:
-        return {**super().encode(requests), "first": encode_first_frames(self, requests)}
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        first = cond["first"]
-        return lead_to_first_frame(
-            super().velocity(insert_first_frame(x, first), sigma, cond), x, sigma, first
-        )
 
     def times(self, x: Tensor, sigma: Tensor) -> Tensor:
         tokens = x[0, 0].numel()

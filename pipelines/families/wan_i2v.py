@@ -1,17 +1,10 @@
 """Wraps Wan image-to-video with one network: every request has its first frame."""
 
-from collections.abc import Sequence
-
 from diffusers import WanImageToVideoPipeline
 from torch import Tensor
 
-from flowalign.types import Cond, InputSpec, Request
-from pipelines.families.first_frame import (
-    encode_first_frames,
-    insert_first_frame,
-    lead_to_first_frame,
-    mask_first_times,
-)
+from flowalign.types import InputSpec
+from pipelines.families.first_frame import FixedFirstFrame, mask_first_times
 from pipelines.families.wan import Wan
 from pipelines.parts.folder import Config
 
@@ -32,7 +25,7 @@ class WanI2V(Wan):
     sees_first_frame = True
 
 
-class WanTI2V(Wan):
+class WanTI2V(FixedFirstFrame, Wan):
     """Wraps a folder of Wan 2.2 5B, which also supports text-to-video, for image-to-video.
 
     The single reference of a request is the first frame. It replaces the first latent frame, and
@@ -40,7 +33,6 @@ class WanTI2V(Wan):
     """
 
     pipeline_class = WanImageToVideoPipeline
-    input_spec = InputSpec(references=(1, 1), kind="first_frame")
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if not self.folder.setting("expand_timesteps"):
@@ -50,15 +42,6 @@ class WanTI2V(Wan):
                 "networks"
             )
         return super().shape_of_latents(transformer, vae)
-
-    def encode(self, requests: Sequence[Request]) -> Cond:
-        return {**super().encode(requests), "first": encode_first_frames(self, requests)}
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        first = cond["first"]
-        return lead_to_first_frame(
-            super().velocity(insert_first_frame(x, first), sigma, cond), x, sigma, first
-        )
 
     def times(self, x: Tensor, sigma: Tensor) -> Tensor:
         time = super().times(x, sigma)
