@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from flowalign.credit.critic import Critic
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
@@ -19,7 +18,6 @@ from flowalign.training.learner import Learner
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RecipePlan, RunContext, evaluations_row
-from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,
@@ -27,14 +25,13 @@ from flowalign.training.rollouts.rollout_plan import (
     sample_rows,
     value_rows,
 )
-from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings
+from flowalign.training.rollouts.settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.types import CreditEstimator, Label, ModelPlan
-from flowalign.types.completion import Completion
-from flowalign.types.ranges import PositiveInt, require_ranges
+from flowalign.types.ranges import require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredGroups(DataSource):
+class ScoredGroups(RolloutFields, DataSource):
     """Groups of samples per prompt, with the advantage of each sample within its group.
 
     The default sampler is deterministic. `sampling.tail_ratio: 1.0` makes its steps second order.
@@ -45,24 +42,12 @@ class ScoredGroups(DataSource):
     prompts: str
     """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
     `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
-    prompts_per_step: PositiveInt = 8
-    """Number P of prompts per step, over all processes."""
-    rollout_batch_prompts: PositiveInt | None = None
-    """Number of prompts that a process samples together. Rewards of one batch are computed while
-    the next one is sampled. It changes time and memory, not the update. Null: all prompts."""
     sampling: Sampling = field(default_factory=lambda: Sampling(sde_window=NoSteps()))
     """Sampling of the groups. Default: deterministic."""
     credit: CreditEstimator | None = None
     """Credit method from `flowalign.credit`, which needs a stochastic sampler. An example then has
     the advantage of the denoising step at its noise level, and noise levels of untrained steps are
     skipped. Null: the advantage of the outcome at every noise level."""
-    completion: Completion = field(default_factory=Completion)
-    """Completion of the intermediate states that the credit method values."""
-    critic: Critic | None = None
-    """Regression of outcomes on the denoiser's features, for credit methods that need a critic.
-    Null: none."""
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """Comparison of credit: normalisation, weighting of rewards, clipping and selection."""
     clean: Literal["sample", "completion"] = "sample"
     """Clean latent to be noised. sample: the finished sample. completion: the completed state that
     the credit of the step was computed from."""
@@ -94,16 +79,7 @@ class ScoredGroups(DataSource):
     @property
     def rollouts(self) -> RolloutSettings:
         """Return the rollout settings of a step."""
-        return RolloutSettings(
-            sampling=self.sampling,
-            credit=self.credit,
-            completion=self.completion,
-            critic=self.critic,
-            advantages=self.advantages,
-            prompts_per_step=self.prompts_per_step,
-            rollout_batch_prompts=self.rollout_batch_prompts,
-            key=self.key,
-        )
+        return RolloutSettings(**self.rollout_fields(), key=self.key)
 
     @property
     @override

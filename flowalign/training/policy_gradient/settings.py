@@ -3,26 +3,27 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowalign.credit.critic import Critic
 from flowalign.credit.outcome import Outcome
 from flowalign.functional.weight import StepWeight
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.calibration import Calibration
-from flowalign.sampling.settings import Sampling
 from flowalign.training import update_checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import Recipe
-from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings, refuse_process
+from flowalign.training.rollouts.settings import (
+    SEVERAL,
+    RolloutFields,
+    RolloutSettings,
+    refuse_process,
+)
 from flowalign.types import CreditEstimator, PolicyLoss
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradientSettings:
+class PolicyGradientSettings(RolloutFields):
     """Settings of the rollouts, their credit, and the updates.
 
     `flowalign bench` times the stages of a recipe with these settings, and `flowalign probe`
@@ -32,25 +33,11 @@ class PolicyGradientSettings:
     prompts: str
     """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
     `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
-    prompts_per_step: PositiveInt = 8
-    """Number P of prompts per step, over all processes."""
-    rollout_batch_prompts: PositiveInt | None = None
-    """Number of prompts that a process samples together. Rewards of one batch are computed while
-    the next one is sampled. It changes time and memory, not the update. Null: all prompts."""
-    sampling: Sampling
-    """Sampling of the trajectories of a prompt."""
     calibration: Calibration | None = None
     """Search for the noise level of each denoising step before training (DenseGRPO). It starts at
     `sampling.eta` of the kernel FlowSDE. Null: none."""
     credit: CreditEstimator = field(default_factory=Outcome)
     """Method that assigns credit to denoising steps, a class from `flowalign.credit`."""
-    completion: Completion = field(default_factory=Completion)
-    """Completion of the intermediate states that the credit method values."""
-    critic: Critic | None = None
-    """Regression of outcomes on the denoiser's features, for credit methods that need a critic.
-    Null: none."""
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """Comparison of credit: normalisation, weighting of rewards, clipping and selection."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
     updates_per_step: PositiveInt = 1
@@ -130,13 +117,7 @@ class PolicyGradientSettings:
     def rollouts(self) -> RolloutSettings:
         """Return the rollout settings, including the states and means that the loss needs."""
         return RolloutSettings(
-            sampling=self.sampling,
-            credit=self.credit,
-            completion=self.completion,
-            critic=self.critic,
-            advantages=self.advantages,
-            prompts_per_step=self.prompts_per_step,
-            rollout_batch_prompts=self.rollout_batch_prompts,
+            **self.rollout_fields(),
             keeps="all" if self.algorithm.chunks == "latent_change" else "trained",
             needs_means=self.algorithm.needs_mean_old,
             clips_process=True,

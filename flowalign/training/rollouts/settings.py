@@ -1,8 +1,8 @@
 """Define the settings of rollouts: sampling, values, credit and advantages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -18,29 +18,43 @@ from flowalign.sampling.settings import Sampling
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import CreditEstimator, Trajectory, plain_requests
 from flowalign.types.completion import Completion
+from flowalign.types.ranges import PositiveInt
 
 SEVERAL = 10**6
 """Index of a late training step; its window is checked in addition to the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
-    """Rollout settings, which a recipe or a data source composes."""
+class RolloutFields:
+    """Rollout settings of run files, which recipes and data sources share."""
 
+    prompts_per_step: PositiveInt = 8
+    """Number P of prompts per step, over all processes."""
+    rollout_batch_prompts: PositiveInt | None = None
+    """Number of prompts that a process samples together. Rewards of one batch are computed while
+    the next one is sampled. It changes time and memory, not the update. Null: all prompts."""
     sampling: Sampling
     """Sampling of the trajectories of a prompt."""
     credit: CreditEstimator | None = None
-    """Method that assigns credit to denoising steps. None: the outcome is the credit."""
+    """Method that assigns credit to denoising steps, a class from `flowalign.credit`. Null: the
+    outcome is the credit."""
     completion: Completion = field(default_factory=Completion)
     """Completion of the intermediate states that the credit method values."""
     critic: Critic | None = None
-    """Regression that predicts outcomes, for credit methods that need a critic."""
+    """Regression of outcomes on the denoiser's features, for credit methods that need a critic.
+    Null: none."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """Comparison of credit."""
-    prompts_per_step: int = 8
-    """Number of prompts per step, over all processes."""
-    rollout_batch_prompts: int | None = None
-    """Number of prompts that a process samples together. None: all prompts."""
+    """Comparison of credit: normalisation, weighting of rewards, clipping and selection."""
+
+    def rollout_fields(self) -> dict[str, Any]:
+        """Return the shared settings by name."""
+        return {one.name: getattr(self, one.name) for one in fields(RolloutFields)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings(RolloutFields):
+    """Rollout settings with the requirements of the loss that trains on them."""
+
     key: str = "recipe"
     """Key of the settings in run files, for messages."""
     keeps: Literal["credited", "trained", "all"] = "credited"
