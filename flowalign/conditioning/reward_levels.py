@@ -7,23 +7,15 @@ encoder.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 from typing import Literal
 
 from typing_extensions import override
 
-from flowalign.types import (
-    ConditionedPrompt,
-    Policy,
-    PromptConditioning,
-    PromptGuidance,
-    Request,
-    check_form,
-    check_words,
-    insert_words,
-)
+from flowalign.types import Policy, PromptConditioning, PromptGuidance, Request
+from flowalign.types.prompt_conditioning import add_words, check_caption
 from flowalign.types.ranges import FiniteFloat, NonNegativeInt
 
 
@@ -66,8 +58,7 @@ class RewardLevels(PromptConditioning):
             if not steps or any(low >= high for low, high in pairwise(steps)):
                 raise ValueError(f"{key}.{dim} is {steps}; levels need increasing numbers")
         self._check_levels()
-        check_words("conditioning.words", [word for some in self.words.values() for word in some])
-        check_form("conditioning.form", self.form)
+        check_caption(self.form, [word for some in self.words.values() for word in some])
 
     def _check_levels(self) -> None:
         """Raise ValueError for words or requested levels without a dimension or threshold."""
@@ -123,8 +114,7 @@ class RewardLevels(PromptConditioning):
 
     def _condition(self, request: Request, levels: Mapping[str, int]) -> Request:
         words = [self._word(dim, level) for dim, level in levels.items()]
-        prompt = insert_words(self.form, request.prompt, [w for w in words if w], self.between)
-        return replace(request, conditioned=ConditionedPrompt(prompt, request.user))
+        return add_words(request, self.form, [word for word in words if word], self.between)
 
     def _word(self, dim: str, level: int) -> str:
         if dim in self.words:

@@ -4,20 +4,12 @@ Source: Parrot, arXiv:2401.05675.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from flowalign.types import (
-    ConditionedPrompt,
-    Policy,
-    PromptConditioning,
-    PromptGuidance,
-    Request,
-    check_form,
-    check_words,
-    insert_words,
-)
+from flowalign.types import Policy, PromptConditioning, PromptGuidance, Request
+from flowalign.types.prompt_conditioning import add_words, check_caption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +38,7 @@ class RewardWords(PromptConditioning):
             raise ValueError(
                 f"conditioning.words is {dict(self.words)}; give each reward dimension a word"
             )
-        check_words("conditioning.words", [*self.words.values()])
-        check_form("conditioning.form", self.form)
+        check_caption(self.form, [*self.words.values()])
 
     @property
     @override
@@ -78,5 +69,4 @@ class RewardWords(PromptConditioning):
         return self.for_inference(request) if request.conditioned is None else request
 
     def _condition(self, request: Request, dims: list[str]) -> Request:
-        prompt = insert_words(self.form, request.prompt, [self.words[dim] for dim in dims])
-        return replace(request, conditioned=ConditionedPrompt(prompt, request.user, tuple(dims)))
+        return add_words(request, self.form, [self.words[dim] for dim in dims], dims=dims)

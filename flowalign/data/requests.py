@@ -79,20 +79,11 @@ def read_located_requests(path: str) -> list[tuple[str, Request]]:
     return _parse_requests(lines, path, file.parent, is_jsonl=file.suffix == ".jsonl")
 
 
-def read_requests_once(source: str) -> list[Request]:
-    """Read requests like `read_requests`, also from a pipe, or from stdin if `source` is `-`.
+def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
+    """Read requests like `read_located_requests`, also from a pipe, or stdin if `-`.
 
     A stream is read as JSONL if its first line is a JSON row. Its paths are relative to the working
     directory.
-
-    Raises:
-        ValueError: For the same reasons as `read_requests`.
-    """
-    return [request for _, request in read_located_requests_once(source)]
-
-
-def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
-    """Read requests like `read_requests_once`, each with its source and line.
 
     Raises:
         ValueError: For the same reasons as `read_requests`.

@@ -43,8 +43,6 @@ from flowalign.types.policy import (
 from flowalign.types.prompt_conditioning import (
     PromptConditioning,
     PromptGuidance,
-    check_form,
-    check_words,
     describe_conditioning,
     encode_requests,
     insert_words,

@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowalign.types.policy import Policy
 from flowalign.types.ranges import FiniteFloat
-from flowalign.types.request import Request
+from flowalign.types.request import ConditionedPrompt, Request
 from flowalign.types.trajectory import Cond
 
 
@@ -73,18 +73,29 @@ def insert_words(form: str, prompt: str, words: Sequence[str], between: str = " 
     return form.replace("{words}", between.join(words)).replace("{prompt}", prompt)
 
 
-def check_form(key: str, form: str) -> None:
-    """Raise ValueError unless a form contains {prompt} and {words} once each."""
-    if not all(form.count(place) == 1 for place in ("{prompt}", "{words}")):
-        raise ValueError(f"{key} is {form!r}; it needs {{prompt}} and {{words}}, once each")
+def add_words(
+    request: Request, form: str, words: Sequence[str], between: str = " ", dims: Sequence[str] = ()
+) -> Request:
+    """Return `request` with `words`, which describe the rewards `dims`, in its policy prompt."""
+    prompt = insert_words(form, request.prompt, words, between)
+    return replace(request, conditioned=ConditionedPrompt(prompt, request.user, tuple(dims)))
 
 
-def check_words(key: str, words: Sequence[str]) -> None:
-    """Raise ValueError if two words are equal, ignoring case and spacing; one may be empty."""
+def check_caption(form: str, words: Sequence[str]) -> None:
+    """Raise ValueError unless `form` has {prompt} and {words} once each, and all `words` differ.
+
+    Case and spacing do not count as differences. One word may be empty.
+    """
     normalised = [" ".join(word.split()).casefold() for word in words]
-    for word in words:
-        if normalised.count(" ".join(word.split()).casefold()) > 1:
-            raise ValueError(f"{key} has the word {word!r} twice: give each meaning its own word")
+    for word, plain in zip(words, normalised, strict=True):
+        if normalised.count(plain) > 1:
+            raise ValueError(
+                f"conditioning.words has the word {word!r} twice: give each meaning its own word"
+            )
+    if not all(form.count(place) == 1 for place in ("{prompt}", "{words}")):
+        raise ValueError(
+            f"conditioning.form is {form!r}; it needs {{prompt}} and {{words}}, once each"
+        )
 
 
 def describe_conditioning(conditioning: PromptConditioning | None) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 from flowalign.data.media.media import Media
 from flowalign.data.media_references import read_reference
 from flowalign.data.readers import open_dataset
-from flowalign.data.requests import read_requests, read_requests_once
+from flowalign.data.requests import read_located_requests_once, read_requests
 from flowalign.runs.sample.job import Medium, _format_rows
 from flowalign.types import Request, prompts_of
 
@@ -24,26 +24,30 @@ def typed(monkeypatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
 
 
+def read_once(source: str) -> list[str]:
+    return prompts_of([request for _, request in read_located_requests_once(source)])
+
+
 @pytest.mark.parametrize("text", [TEXT, ROWS], ids=["text", "jsonl"])
 def test_standard_input_is_read_as_a_file_of_its_kind_would_be(monkeypatch, text):
     typed(monkeypatch, text.encode())
-    assert prompts_of(read_requests_once("-")) == ["a cat", "two dogs"]
+    assert read_once("-") == ["a cat", "two dogs"]
 
 
 def test_standard_input_is_utf_8_wherever_it_comes_from(monkeypatch):
     typed(monkeypatch, "ein Bär\n".encode())
-    assert prompts_of(read_requests_once("-")) == ["ein Bär"]
+    assert read_once("-") == ["ein Bär"]
     typed(monkeypatch, b"\xe4\n")
     with pytest.raises(ValueError, match="'-' is not text in UTF-8"):
-        read_requests_once("-")
+        read_once("-")
 
 
 def test_braces_that_are_no_row_are_a_prompt_and_a_bad_row_after_good_ones_is_named(monkeypatch):
     typed(monkeypatch, b"{red|blue} cat\nb\n")
-    assert prompts_of(read_requests_once("-")) == ["{red|blue} cat", "b"]
+    assert read_once("-") == ["{red|blue} cat", "b"]
     typed(monkeypatch, ROWS.encode() + b"third\n")
     with pytest.raises(ValueError, match=r"-:3: not JSON"):
-        read_requests_once("-")
+        read_once("-")
 
 
 @pytest.mark.parametrize("where", ["/dev/fd/{}", "fifo"])
@@ -54,20 +58,20 @@ def test_a_pipe_is_read_once(tmp_path, where):
         os.mkfifo(path)
         writer = threading.Thread(target=Path(path).write_text, args=(TEXT,))
         writer.start()
-        assert prompts_of(read_requests_once(path)) == ["a cat", "two dogs"]
+        assert read_once(path) == ["a cat", "two dogs"]
         writer.join()
         return
     read, write = os.pipe()
     os.write(write, TEXT.encode())
     os.close(write)
-    assert prompts_of(read_requests_once(where.format(read))) == ["a cat", "two dogs"]
+    assert read_once(where.format(read)) == ["a cat", "two dogs"]
     os.close(read)
 
 
 def test_an_empty_stream_holds_no_prompt(monkeypatch):
     typed(monkeypatch, b"\n \n")
     with pytest.raises(ValueError, match="'-' holds no prompt"):
-        read_requests_once("-")
+        read_once("-")
 
 
 def test_files_are_read_alike_and_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
@@ -75,13 +79,9 @@ def test_files_are_read_alike_and_a_byte_order_mark_is_no_part_of_a_prompt(tmp_p
     (tmp_path / "p.jsonl").write_text(ROWS)
     for name in ("p.txt", "p.jsonl"):
         path = str(tmp_path / name)
-        assert (
-            prompts_of(read_requests_once(path))
-            == prompts_of(read_requests(path))
-            == ["a cat", "two dogs"]
-        )
+        assert read_once(path) == prompts_of(read_requests(path)) == ["a cat", "two dogs"]
     with pytest.raises(ValueError, match="does not exist"):
-        read_requests_once(str(tmp_path))
+        read_once(str(tmp_path))
 
 
 def test_what_reads_prompts_again_and_again_takes_no_pipe(tmp_path):

@@ -13,7 +13,6 @@ from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.utils.files import atomic_write
 
 Row = Mapping[str, Any]
-FORMATS = ("parquet", "jsonl")
 FIXED = {
     "record": "string",
     "medium": "int64",

@@ -14,18 +14,13 @@ from flowalign.training.distillation.loop import TDMLoop
 from flowalign.training.distillation.roles import open_roles
 from flowalign.training.distillation.settings import TDMSettings
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import (
-    Log,
-    Loop,
-    MemoryPart,
-    Recipe,
-    RecipePlan,
-    RunContext,
+from flowalign.training.plan_rows import (
     check_prompts_per_step,
     evaluations_row,
     reward_rows,
     samples_row,
 )
+from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import check_guidance, find_scale
 from flowalign.types import ModelPlan, Policy
 

@@ -25,13 +25,8 @@ from flowalign.training.matching.source import (
     DataSource,
     StreamContext,
 )
-from flowalign.training.recipe import (
-    MemoryPart,
-    RecipePlan,
-    RunContext,
-    check_prompts_per_step,
-    samples_row,
-)
+from flowalign.training.plan_rows import check_prompts_per_step, samples_row
+from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
 from flowalign.training.rollouts.settings import SEVERAL
 from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
 from flowalign.types.ranges import PositiveInt, require_ranges

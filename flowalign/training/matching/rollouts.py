@@ -17,13 +17,8 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import Batch, BatchStream, DataSource, StreamContext
-from flowalign.training.recipe import (
-    RecipePlan,
-    RunContext,
-    check_prompts_per_step,
-    reward_rows,
-    samples_row,
-)
+from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
+from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.advantages import (
     AdvantageEstimate,

@@ -17,7 +17,8 @@ from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
-from flowalign.training.recipe import RecipePlan, RunContext, evaluations_row
+from flowalign.training.plan_rows import evaluations_row
+from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,

@@ -10,17 +10,8 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import (
-    Log,
-    Loop,
-    MemoryPart,
-    Recipe,
-    RecipePlan,
-    RunContext,
-    check_prompts_per_step,
-    evaluations_row,
-    samples_row,
-)
+from flowalign.training.plan_rows import check_prompts_per_step, evaluations_row, samples_row
+from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reward_gradient.frame_choice import check_frames
 from flowalign.training.reward_gradient.loop import RewardGradientLoop
 from flowalign.training.reward_gradient.settings import RewardGradientSettings

@@ -5,13 +5,8 @@ from math import ceil, prod
 
 from flowalign.sampling.frame_windows import draw_frame_windows
 from flowalign.sampling.recording import DTYPES
-from flowalign.training.recipe import (
-    MemoryPart,
-    RunContext,
-    check_prompts_per_step,
-    reward_rows,
-    samples_row,
-)
+from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
+from flowalign.training.recipe import MemoryPart, RunContext
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.settings import RolloutSettings
