@@ -14,7 +14,6 @@ PAGES = sorted(
     for page in (DOCS / "models").glob("*.md")
     if page.stem not in ("index", "any_flow", *EMBEDDED)
 )
-NO_RUN_FILE = ("cogvideox",)
 PARTS = ("LoRA", "[Mm]emory", "Traps", "Tests")
 LONGEST = 160
 """Lines of a family: its own conditioning belongs to it since policies are composed."""
@@ -31,13 +30,12 @@ def test_a_page_has_a_command_a_run_file_and_all_parts(page):
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.M)
     assert [p for p in PARTS if not any(re.search(p, one) for one in headings)] == []
     assert re.search(r"^Status: \*checked only\*", text_of(page), re.M)
-    if page not in NO_RUN_FILE:
-        assert re.search(r"^flowalign check configs/\S+\.yaml", text_of(page), re.M)
-        assert re.search(r"^flowalign train configs/\S+\.yaml", text_of(page), re.M)
+    assert re.search(r"^flowalign check configs/\S+\.yaml", text_of(page), re.M)
+    assert re.search(r"^flowalign train configs/\S+\.yaml", text_of(page), re.M)
     assert re.search(r"`(tests/contracts/pipelines/)?test_\w+\.py`", text_of(page))
 
 
-@pytest.mark.parametrize("page", [one for one in PAGES if one not in NO_RUN_FILE])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_the_memory_of_a_run_file_by_setting(page):
     """The table of a plan: the file as it is, and two settings that change it."""
     tables = text_of(page).split("| memory, about")[1:]

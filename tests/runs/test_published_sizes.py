@@ -16,6 +16,7 @@ PARAMETERS = {
     "qwen_image_edit": 20.4e9,
     "sd35_medium": 2.24e9,
     "sd15": 0.86e9,
+    "cogvideox": 1.69e9,
     "hunyuan_video": 12.8e9,
     "hunyuan_video15": 8.33e9,
     "hunyuan_video15_i2v": 8.33e9,

@@ -29,6 +29,7 @@ SINCE = (
     *("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit", "qwen_image_2512"),
     *("z_image", "flux2_klein", "flux2_dev", "krea2", "qwen_image21", "sana"),
     *(
+        "cogvideox",
         "hunyuan_video15",
         "hunyuan_video15_i2v",
         "ltx2",
