@@ -57,6 +57,8 @@ def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]
     ):
         return "it keeps the first frame outside of its state"
     scheduler = folder.config("scheduler")
+    if scheduler["_class_name"].startswith("FlowMap"):
+        return "its network predicts the mean velocity between two times, and a policy has one time"
     flows = scheduler.get("prediction_type") == "flow_prediction"
     if not (flows or scheduler["_class_name"].startswith("FlowMatch")):
         return f"its scheduler, {scheduler['_class_name']}, is not a flow-matching scheduler"

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from diffusers import QwenImageEditPlusPipeline
+from diffusers import FlowMapEulerDiscreteScheduler, QwenImageEditPlusPipeline
 
 from flowalign.training.reference import conditional
 from pipelines.any_pipeline.any_flow import AnyFlow, Call
@@ -24,7 +24,7 @@ from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_ltx2 import build_ltx2
 from tests.fixtures.tiny_qwen_image import EDITED
 from tests.fixtures.tiny_unet import build_sd15
-from tests.fixtures.tiny_video import build_wan22, build_wan_i2v
+from tests.fixtures.tiny_video import build_wan, build_wan22, build_wan_i2v
 from tests.fixtures.twins import BUILD, asked, new_any, twins
 
 PROMPTS = "a red circle left of a blue square", "three white triangles"
@@ -180,6 +180,11 @@ def test_a_velocity_without_its_guidance_is_refused_and_not_guided():
     assert policy.velocity(x, torch.tensor(0.5), cond).shape == x.shape
 
 
+def _build_flow_map(folder):
+    """Write a Wan with the scheduler of diffusers' AnyFlowPipeline, without its network."""
+    return build_wan(folder, FlowMapEulerDiscreteScheduler(shift=5.0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "reason"),
@@ -188,6 +193,7 @@ def test_a_velocity_without_its_guidance_is_refused_and_not_guided():
         (build_wan_i2v, r"it needs image in addition to a prompt \(call.pictures\)"),
         (build_ltx2, "it makes two states, video and audio"),
         (lambda folder: build_sd15(folder), "it has no transformer"),
+        (_build_flow_map, "its network predicts the mean velocity between two times"),
     ],
 )
 def test_a_pipeline_that_cannot_be_replayed_is_refused_in_one_line(tmp_path, build, reason):
