@@ -36,7 +36,7 @@ class Wan22(Wan):
         self.divide(experts)
 
 
-class Wan22I2V(Wan):
+class Wan22I2V(Wan22):
     """Wraps a `WanImageToVideoPipeline` folder with two networks (Wan 2.2 A14B) as a policy.
 
     As in `WanI2V`, the first frame is a condition in addition to the state. As in `Wan22`, there
@@ -58,5 +58,5 @@ class Wan22I2V(Wan):
         max_sequence_length: PositiveInt = 512,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
-        self.divide(experts)
+        settings = lora, precision, max_sequence_length, memory
+        super().__init__(path, video, guidance, experts, *settings)

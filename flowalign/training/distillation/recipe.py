@@ -1,6 +1,5 @@
 """Define the recipe that distils a policy into a few-step sampler: TDM, or TDM-R1 with a reward."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from pathlib import Path
@@ -22,6 +21,7 @@ from flowalign.training.plan_rows import (
 )
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import check_guidance, find_scale
+from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import ModelPlan, Policy
 
 _TRAINED = 4
@@ -29,7 +29,7 @@ _TRAINED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class TDM(TDMSettings, Recipe):
+class TDM(TrainingPrompts, TDMSettings, Recipe):
     """Recipe for few-step distillation by matching distributions along trajectories.
 
     Up to three sets of trained weights share one network. The policy becomes the generator. The
@@ -39,19 +39,11 @@ class TDM(TDMSettings, Recipe):
     Source: TDM, arXiv:2503.06674, and TDM-R1, arXiv:2603.07700, as implemented in Flow-Factory.
     """
 
-    prompts: str
-    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
-    `prompt`."""
     start: str | None = None
     """Folder of a checkpoint with the generator's initial weights, such as one trained by TDM.
     Null: the initial model."""
     on_failed_reward: OnFailure = field(default="raise", init=False)
     """Fixed to raise: the surrogate has a separate setting."""
-
-    @property
-    @override
-    def prompt_files(self) -> Sequence[str]:
-        return [self.prompts]
 
     @property
     @override

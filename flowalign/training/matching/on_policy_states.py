@@ -28,13 +28,14 @@ from flowalign.training.matching.source import (
 from flowalign.training.plan_rows import check_prompts_per_step, samples_row
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
 from flowalign.training.rollouts.settings import SEVERAL
+from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
 from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPolicyStates(DataSource):
+class OnPolicyStates(TrainingPrompts, DataSource):
     """Trajectories of the policy; teachers' velocities are the targets at their states.
 
     Source: Flow-OPD, arXiv:2605.08063. Each request goes to the teacher for its reward.
@@ -42,8 +43,6 @@ class OnPolicyStates(DataSource):
 
     key: ClassVar[str] = "recipe.data"
 
-    prompts: str
-    """Path of the training prompts: a text file, one per line, or JSONL with a field `prompt`."""
     teacher_field: str | None = None
     """Field of the JSONL file `prompts` with the name of each prompt's teacher. Null: there is one
     teacher."""
@@ -87,11 +86,6 @@ class OnPolicyStates(DataSource):
     @override
     def examples_per_step(self) -> int:
         return self.prompts_per_step * self.sampling.samples_per_prompt
-
-    @property
-    @override
-    def prompt_files(self) -> list[str]:
-        return [self.prompts]
 
     @override
     def check_teachers(self, names: Sequence[str]) -> None:

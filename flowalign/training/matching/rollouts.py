@@ -26,6 +26,7 @@ from flowalign.training.rollouts.advantages import (
     mask_unused_rewards,
     outcome_credit,
 )
+from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Examples, Label, ModelPlan, Policy, Request, encode_requests
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
@@ -33,15 +34,12 @@ from flowalign.utils.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts(DataSource):
+class Rollouts(TrainingPrompts, DataSource):
     """Pairs of deterministic samples of the policy, chosen by weighted rewards."""
 
     key: ClassVar[str] = "recipe.data"
     """Key of the settings in run files, for messages."""
 
-    prompts: str
-    """Path of a prompts file: a text file, one prompt per line, or JSONL with a field `prompt`,
-    plus `image`, `images` or `mask` if the policy takes them."""
     prompts_per_step: PositiveInt = 16
     """Number of prompts per step, over all processes."""
     samples_per_prompt: GroupSize = 8
@@ -87,11 +85,6 @@ class Rollouts(DataSource):
     def examples_per_step(self) -> int:
         """Return the largest number of pairs, which is reached if no samples are tied."""
         return self.prompts_per_step * self.rule.most(self.samples_per_prompt)
-
-    @property
-    @override
-    def prompt_files(self) -> list[str]:
-        return [self.prompts]
 
     @override
     def check(self, run: RunContext) -> None:

@@ -27,12 +27,13 @@ from flowalign.training.rollouts.rollout_plan import (
     value_rows,
 )
 from flowalign.training.rollouts.settings import SEVERAL, RolloutFields, RolloutSettings
+from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, Label, ModelPlan
 from flowalign.types.ranges import require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredGroups(RolloutFields, DataSource):
+class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     """Groups of samples per prompt, with the advantage of each sample within its group.
 
     The default sampler is deterministic. `sampling.tail_ratio: 1.0` makes its steps second order.
@@ -40,9 +41,6 @@ class ScoredGroups(RolloutFields, DataSource):
 
     key: ClassVar[str] = "recipe.data"
 
-    prompts: str
-    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
-    `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
     sampling: Sampling = field(default_factory=lambda: Sampling(sde_window=NoSteps()))
     """Sampling of the groups. Default: deterministic."""
     credit: CreditEstimator | None = None
@@ -103,11 +101,6 @@ class ScoredGroups(RolloutFields, DataSource):
     @override
     def examples_per_step(self) -> int:
         return self.prompts_per_step * self.rows_per_group
-
-    @property
-    @override
-    def prompt_files(self) -> list[str]:
-        return [self.prompts]
 
     @property
     @override

@@ -33,11 +33,6 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
     def sampler(self) -> tuple[int, int]:
         return self.sampling.num_steps, self.sampling.micro_batch
 
-    @property
-    @override
-    def prompt_files(self) -> Sequence[str]:
-        return [self.prompts]
-
     @override
     def check(self, run: RunContext) -> None:
         if self.calibration:

@@ -18,21 +18,19 @@ from flowalign.training.rollouts.settings import (
     RolloutSettings,
     refuse_process,
 )
+from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradientSettings(RolloutFields):
+class PolicyGradientSettings(TrainingPrompts, RolloutFields):
     """Settings of the rollouts, their credit, and the updates.
 
     `flowalign bench` times the stages of a recipe with these settings, and `flowalign probe`
     compares the gradients of its denoising steps.
     """
 
-    prompts: str
-    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
-    `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
     calibration: Calibration | None = None
     """Search for the noise level of each denoising step before training (DenseGRPO). It starts at
     `sampling.eta` of the kernel FlowSDE. Null: none."""

@@ -1,6 +1,5 @@
 """Train with reward gradients through decoded samples: ReFL, DRaFT, FlowBP, SRPO."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
@@ -15,21 +14,13 @@ from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan,
 from flowalign.training.reward_gradient.frame_choice import check_frames
 from flowalign.training.reward_gradient.loop import RewardGradientLoop
 from flowalign.training.reward_gradient.settings import RewardGradientSettings
+from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import ModelPlan, Policy, Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardGradient(RewardGradientSettings, Recipe):
+class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
     """Recipe for training with differentiable rewards: sample, decode, score, differentiate."""
-
-    prompts: str
-    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
-    `prompt`, plus `image` if the start or the policy takes one."""
-
-    @property
-    @override
-    def prompt_files(self) -> Sequence[str]:
-        return [self.prompts]
 
     @property
     @override
