@@ -1,7 +1,7 @@
 """Configure the sampling of trajectories: noise, window, branching and storage."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeAlias
 
 import torch
@@ -187,3 +187,28 @@ class Sampling:
     def num_starts(self, steps: Sequence[int]) -> int:
         """Return the number of different initial noises per prompt."""
         return len(self.layout(steps).rows.source_row[:, 0].unique())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticSampling(Sampling):
+    """Noise and branches of the trajectories of a data source that has its own counts."""
+
+    num_steps: DenoisingSteps = field(default=10, init=False)
+    """Fixed: `num_steps` of the data source."""
+    samples_per_prompt: GroupSize = field(default=24, init=False)
+    """Fixed: `samples_per_prompt` of the data source."""
+    micro_batch: PositiveInt = field(default=64, init=False)
+    """Fixed: `micro_batch` of the data source."""
+
+    def __post_init__(self) -> None:
+        """Leave the checks to `with_counts`, because they depend on the counts."""
+
+    def with_counts(self, num_steps: int, samples_per_prompt: int, micro_batch: int) -> Sampling:
+        """Return the complete settings; raise ValueError if they do not fit."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return Sampling(
+            num_steps=num_steps,
+            samples_per_prompt=samples_per_prompt,
+            micro_batch=micro_batch,
+            **own,
+        )

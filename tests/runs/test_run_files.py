@@ -89,6 +89,7 @@ NEW = [
     ["configs/shapes_nft.yaml"],
     ["configs/shapes_nft.yaml", "configs/tasks/shapes_step_credit.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/nft_step_credit.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/online_dpo_step_credit.yaml"],
     ["configs/models/hunyuan_video.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/cpo_expert.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/cpo.yaml"],

@@ -34,8 +34,8 @@ class NoiseLevels:
     num_levels: int = 1
     """Number of noise levels drawn per example; some of them may be dropped."""
     steps: StepAdvantages | None = None
-    """Advantages of denoising steps. If set, an example has the advantage of the step at its noise
-    level."""
+    """Advantages or weights of denoising steps. If set, an example has the advantage or weight of
+    the step at its noise level."""
     uniform: Float[Tensor, "m K"] | None = None
     """Random numbers in [0, 1) for the state source at each level; None if it needs none."""
     visited: Trajectory | None = None
@@ -148,8 +148,13 @@ def _of_steps(
     index: Int[Tensor, "k"],
     sigma: Float[Tensor, "k"],
 ) -> Examples:
-    """Return examples with the advantages of the denoising steps at their noise levels."""
+    """Return examples with the advantages or weights of the steps at their noise levels."""
     k = step_at(sigma.cpu(), steps.sigmas)
+    if steps.weight is not None:
+        factor = steps.weight[index, k].repeat(2 if examples.paired else 1)
+        examples = replace(examples, weight=examples.weight * factor.to(examples.weight))
+    if steps.advantage is None:
+        return examples
     advantage, latents = steps.advantage[index, k], examples.latents
     if steps.completed:
         latents = torch.stack(

@@ -1,41 +1,44 @@
-"""Make preference pairs from the policy's samples (online DPO): sample, score, pair, train."""
+"""Make preference pairs from the policy's samples (online DPO): sample, score, pair, train.
 
-from collections.abc import Mapping, Sequence, Set
+With a credit method, samples are paired at each denoising step, see `step_pairs`.
+"""
+
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 from typing_extensions import override
 
+from flowalign.credit.critic import Critic
 from flowalign.data.preference.pair_rules import BestWorst, Rule
 from flowalign.data.requests import Requests, read_requests
-from flowalign.distributed.processes import Processes
 from flowalign.rewards.checked import OnFailure
-from flowalign.rewards.composite import Rewards
-from flowalign.sampling.inference import generate
+from flowalign.sampling.settings import StochasticSampling
 from flowalign.training.learner import Learner
-from flowalign.training.matching.source import Batch, BatchStream, DataSource, StreamContext
+from flowalign.training.matching.outcome_pairs import OutcomePairStream
+from flowalign.training.matching.source import BatchStream, DataSource, StreamContext
+from flowalign.training.matching.step_pairs import StepPairStream, StepWeighting, count_pairs
 from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
 from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.training.rollouts.advantages import (
-    AdvantageEstimate,
-    AdvantageEstimator,
-    mask_unused_rewards,
-    outcome_credit,
-)
+from flowalign.training.rollouts.rollout_plan import plan_credited
+from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
-from flowalign.types import Examples, Label, ModelPlan, Policy, Request, encode_requests
+from flowalign.types import (
+    CreditEstimator,
+    Label,
+    ModelPlan,
+)
+from flowalign.types.completion import Completion
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
-from flowalign.utils.seeds import generator
-from flowalign.utils.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(TrainingPrompts, DataSource):
-    """Pairs of deterministic samples of the policy, chosen by weighted rewards."""
+    """Pairs of samples of the policy, chosen by weighted rewards or by step-level credit.
+
+    Samples are deterministic without credit.
+    """
 
     key: ClassVar[str] = "recipe.data"
     """Key of the settings in run files, for messages."""
@@ -50,8 +53,23 @@ class Rollouts(TrainingPrompts, DataSource):
     """Rule that chooses pairs from the samples of a prompt."""
     micro_batch: PositiveInt = 64
     """Number of samples per network call, decode and reward call."""
+    credit: CreditEstimator | None = None
+    """Credit method from `flowalign.credit`. Samples are then stochastic and paired at each trained
+    step, within the groups of the method: siblings from the same state, or the samples of a prompt.
+    A pair is trained at the noise levels of its steps. Null: pairs at every noise level."""
+    sampling: StochasticSampling | None = None
+    """Noise and branches of the samples, for `credit`. Null: chains with noise at all steps except
+    the last."""
+    completion: Completion = field(default_factory=Completion)
+    """Completion of the intermediate states that the credit method values."""
+    critic: Critic | None = None
+    """Regression of outcomes on the denoiser's features, for credit methods that need a critic.
+    Null: none."""
+    step_weight: StepWeighting = "gap"
+    """Weight of a pair at a step, for `credit`. gap: lead of the winner's advantage, divided by the
+    mean lead of the batch. equal: 1."""
     advantages: AdvantageConfig = field(
-        default_factory=lambda: AdvantageConfig(scale="given", clip=None)
+        default_factory=lambda: AdvantageConfig(scale="none", clip=None)
     )
     """Comparison of the samples of a prompt. By default rewards are not normalised, so a rule's
     `min_gap` has the unit of the weighted reward."""
@@ -69,11 +87,31 @@ class Rollouts(TrainingPrompts, DataSource):
             )
         self.advantages.check_groups(self.key, self.samples_per_prompt)
         self.advantages.refuse_extremes(self.key, f"{self.key}.rule chooses the samples")
+        self._check_credit()
+
+    @property
+    def rollouts(self) -> RolloutSettings:
+        """Return the rollout settings of a step with credit."""
+        noise = self.sampling or StochasticSampling()
+        return RolloutSettings(
+            sampling=noise.with_counts(self.num_steps, self.samples_per_prompt, self.micro_batch),
+            credit=self.credit,
+            completion=self.completion,
+            critic=self.critic,
+            advantages=self.advantages,
+            prompts_per_step=self.prompts_per_step,
+            key=self.key,
+        )
 
     @property
     @override
     def paired(self) -> bool:
         return True
+
+    @property
+    @override
+    def leaves_levels_out(self) -> bool:
+        return self.credit is not None
 
     @property
     @override
@@ -84,7 +122,13 @@ class Rollouts(TrainingPrompts, DataSource):
     @override
     def examples_per_step(self) -> int:
         """Return the largest number of pairs, which is reached if no samples are tied."""
-        return self.prompts_per_step * self.rule.most(self.samples_per_prompt)
+        if self.credit is None:
+            return self.prompts_per_step * self.rule.most(self.samples_per_prompt)
+        rollouts = self.rollouts
+        window = rollouts.window(0)
+        group = rollouts.requirements(window).credit.group
+        trained = rollouts.empty_trajectory(window).trained
+        return self.prompts_per_step * count_pairs(self.rule, group, trained)
 
     @override
     def check(self, run: RunContext) -> None:
@@ -95,9 +139,19 @@ class Rollouts(TrainingPrompts, DataSource):
                 "rewards, and give at least one of their dimensions a weight"
             )
         self.advantages.check(self.key, run, self.prompts)
+        if self.sampling is not None:
+            self.sampling.check_precision(self.key, run.policy)
+
+    @override
+    def check_context(self) -> None:
+        if self.credit is not None:
+            self.rollouts.refuse_features()
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        if self.credit is not None:
+            pairs = {"pairs per step": f"at most {self.examples_per_step}"}
+            return plan_credited(self.rollouts, run, model, world, pairs)
         samples = self.prompts_per_step * self.samples_per_prompt
         evaluations = samples * self.num_steps * run.policy.evaluations_per_velocity
         rows = {
@@ -110,7 +164,7 @@ class Rollouts(TrainingPrompts, DataSource):
         return RecipePlan(rows=rows, prompts_per_step=self.prompts_per_step)
 
     @override
-    def open(self, learner: Learner, context: StreamContext) -> "RolloutStream":
+    def open(self, learner: Learner, context: StreamContext) -> BatchStream:
         """Return the stream, which samples each batch at its step.
 
         Raises:
@@ -118,122 +172,24 @@ class Rollouts(TrainingPrompts, DataSource):
         """
         check_prompts_per_step(self.key, self.prompts_per_step, learner.processes.world)
         rewards = replace(context.rewards, on_failure=self.on_failed_reward)
-        return RolloutStream(
-            self,
-            learner.policy,
-            rewards,
-            Requests(read_requests(self.prompts), context.seed, context.conditioning),
-            learner.processes,
+        requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
+        if self.credit is None:
+            return OutcomePairStream(self.rollouts, learner, rewards, requests, self.rule)
+        return StepPairStream(
+            self.rollouts, learner, rewards, requests, self.rule, self.step_weight
         )
 
-
-class RolloutStream(BatchStream):
-    """Stream of pairs from samples of the current policy."""
-
-    def __init__(
-        self,
-        cfg: Rollouts,
-        policy: Policy,
-        rewards: Rewards,
-        requests: Requests,
-        processes: Processes,
-    ):
-        self.cfg, self.policy, self.rewards, self.requests = cfg, policy, rewards, requests
-        self.seed, self.processes = requests.seed, processes
-        self.estimator = AdvantageEstimator(cfg.advantages, rewards, processes)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        return self.estimator.state()
-
-    @override
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.estimator.restore(state)
-
-    @override
-    def batch(self, step: int) -> Batch:
-        cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
-        local = list(self.processes.share(range(len(requests))))
-        asked = [requests[i] for i in local]
-        latents, scores = self._sample(step, asked, local)
-        estimate = self._estimate(scores, asked)
-        total = estimate.advantage.masked_fill(~estimate.train_mask, torch.nan)
-        weights = self.estimator.weights
-        better = scores[:, weights != 0] * weights[weights != 0].sign()
-        sides = [
-            cfg.rule.pairs(values, value)
-            for values, value in zip(
-                better.split(cfg.samples_per_prompt),
-                total[estimate.gathered.local, 0].split(cfg.samples_per_prompt),
-                strict=True,
-            )
-        ]
-        examples = self._pair(latents, scores, asked, sides)
-        counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
-        first = int(counts[: self.processes.rank].sum())
-        metrics = {**estimate.metrics, "pairs": float(counts.sum())}
-        self.estimator.learn(estimate.gathered.outcome)
-        return Batch(examples, first, int(counts.sum()), metrics)
-
-    def _estimate(
-        self, scores: Float[Tensor, "n R"], requests: Sequence[Request]
-    ) -> AdvantageEstimate:
-        """Return the advantages of the transformed rewards, compared over all processes."""
-        size, transform, value = (
-            self.cfg.samples_per_prompt,
-            self.cfg.advantages.value_transform,
-            scores,
-        )
-        of_each = [request for request in requests for _ in range(size)]
-        if transform:
-            value = transform(scores, self.rewards.dims, of_each)
-        value = mask_unused_rewards(value, self.rewards.dims, of_each)
-        return self.estimator.estimate(outcome_credit(value, size), scores, size)
-
-    def _sample(
-        self, step: int, requests: Sequence[Request], places: Sequence[int]
-    ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
-        """Return K samples of each request, and all their rewards."""
-        cfg, copies = self.cfg, range(self.cfg.samples_per_prompt)
-        repeated = [request for request in requests for _ in copies]
-        seeds = [generator(self.seed, "rollout", step, i, k) for i in places for k in copies]
-        policy = self.policy
-        latents = generate(policy, repeated, cfg.num_steps, seeds, cfg.micro_batch)
-        scoring = self.rewards.scoring()
-        groups = [i for i in places for _ in copies]
-        for start in range(0, len(repeated), cfg.micro_batch):
-            part = slice(start, start + cfg.micro_batch)
-            with stage("decode"):
-                media = policy.decode(latents[part]).cpu()
-            self.rewards.costs.decodes += len(media)
-            scoring.add(self.rewards.batch(media, repeated[part], groups[part], policy.fps))
-        output = scoring.result()
-        if cfg.on_failed_reward == "raise":
-            self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i].prompt!r}")
-        return latents, output.values.float()
-
-    def _pair(
-        self,
-        latents: Float[Tensor, "n *latent"],
-        scores: Float[Tensor, "n R"],
-        requests: Sequence[Request],
-        found: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]],
-    ) -> Examples:
-        """Return the winners of all requests, then their losers."""
-        starts = range(0, len(latents), self.cfg.samples_per_prompt)
-        offset = zip(found, starts, strict=True)
-        winners, losers = (
-            torch.cat([side + start for side, start in zip(sides, starts, strict=True)])
-            for sides in zip(*(pair for pair, _ in offset), strict=True)
-        )
-        rows = torch.cat([winners, losers])
-        owner = (rows // self.cfg.samples_per_prompt).to(latents.device)
-        cond = encode_requests(self.policy, requests)
-        return Examples(
-            latents=latents[rows.to(latents.device)],
-            cond={name: value[owner] for name, value in cond.items()},
-            paired=True,
-            weight=torch.ones(len(rows)),
-            desirable=torch.arange(len(rows)) < len(winners),
-            scores=dict(zip(self.rewards.dims, scores[rows].unbind(1), strict=True)),
-        )
+    def _check_credit(self) -> None:
+        """Raise ValueError if settings for credit are unused, or do not fit the credit method."""
+        if self.credit is None:
+            for name in ("sampling", "critic"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{self.key}.{name} is set, but {self.key}.credit is null, so samples are "
+                        f"deterministic: set {name} to null, or credit to a class of "
+                        "flowalign.credit"
+                    )
+            return
+        rollouts = self.rollouts
+        for iteration in (0, SEVERAL):
+            rollouts.requested(rollouts.credited_window(iteration))

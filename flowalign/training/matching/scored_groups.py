@@ -17,15 +17,8 @@ from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
-from flowalign.training.plan_rows import evaluations_row
 from flowalign.training.recipe import RecipePlan, RunContext
-from flowalign.training.rollouts.rollout_plan import (
-    check_rollouts,
-    rollout_evaluations,
-    rollout_memory,
-    sample_rows,
-    value_rows,
-)
+from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, Label, ModelPlan
@@ -66,14 +59,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         require_ranges(self, self.key)
         self.rollouts.check_groups()
         for iteration in (0, SEVERAL):
-            steps = self.rollouts.window(iteration)
-            if self.credit is not None and not steps:
-                raise ValueError(
-                    f"{self.key}.credit is {type(self.credit).__name__}, which credits stochastic "
-                    f"denoising steps, and {self.key}.sampling.sde_window has none: choose one "
-                    "such as flowalign.sampling.AllButLast, or set credit to null"
-                )
-            self._check_completions(steps)
+            self._check_completions(self.rollouts.credited_window(iteration))
 
     @property
     def rollouts(self) -> RolloutSettings:
@@ -122,28 +108,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        rollouts = self.rollouts
-        check_rollouts(rollouts, run, model, world)
-        window = rollouts.window(0)
-        counts = rollout_evaluations(rollouts, window, run.policy.evaluations_per_velocity)
-        cost = {name: n * self.prompts_per_step for name, n in counts.items()}
-        rows = {
-            **sample_rows(rollouts, window),
-            **evaluations_row(cost, "evaluations of samples per step"),
-            **value_rows(rollouts, run, window),
-            "examples per step": f"{self.examples_per_step}",
-        }
-        if self.credit is not None:
-            sigmas = model.sigmas(self.sampling.num_steps)
-            spans = [f"{float(sigmas[k + 1]):.3g} to {float(sigmas[k]):.3g}" for k in window]
-            rows["noise levels with credit"] = ", ".join(spans)
-            own = int(rollouts.empty_trajectory(window).trained.sum(1).max())
-            if own < len(window):
-                rows["noise levels with credit"] += f"; a sample has those of {own} of these steps"
-        return RecipePlan(
-            rows=rows,
-            prompts_per_step=self.prompts_per_step,
-            parts=rollout_memory(rollouts, model, world, window),
+        rows = {"examples per step": f"{self.examples_per_step}"}
+        return replace(
+            plan_credited(self.rollouts, run, model, world, rows),
             decode_batches={f"{self.key}.sampling.micro_batch": self.sampling.micro_batch},
         )
 

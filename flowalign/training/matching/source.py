@@ -32,16 +32,18 @@ class StreamContext:
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """Advantages of the denoising steps of samples."""
+    """Advantages of the denoising steps of samples, or weights of the steps of pairs."""
 
     sigmas: Float[Tensor, "S"]
     """Noise levels of the sampler; their number is the number of steps plus 1."""
-    advantage: Float[Tensor, "n T"]
-    """Advantage of each step of each sample."""
+    advantage: Float[Tensor, "n T"] | None
+    """Advantage of each step of each sample; None for pairs."""
     trained: Bool[Tensor, "n T"]
-    """Mask of the steps with noise levels at which a sample is trained."""
+    """Mask of the steps with noise levels at which a sample or pair is trained."""
     completed: Mapping[int, Float[Tensor, "n *latent"]] = field(default_factory=dict)
     """Clean latents to match instead of the sample at the noise levels of a step, by step."""
+    weight: Float[Tensor, "n T"] | None = None
+    """Factor on the loss weight of each pair at each step; None for samples."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
 """Plan the rollouts of a step: their counts and memory, before any model is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
 from flowalign.sampling.frame_windows import draw_frame_windows
 from flowalign.sampling.recording import DTYPES
-from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
-from flowalign.training.recipe import MemoryPart, RunContext
+from flowalign.training.plan_rows import (
+    check_prompts_per_step,
+    evaluations_row,
+    reward_rows,
+    samples_row,
+)
+from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.settings import RolloutSettings
@@ -53,6 +58,38 @@ def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> 
         "decodes per step": f"{sum(groups)}",
         **reward_rows(run.rewards.models, groups),
     }
+
+
+def plan_credited(
+    cfg: RolloutSettings, run: RunContext, model: ModelPlan, world: int, examples: Mapping[str, str]
+) -> RecipePlan:
+    """Return the plan of rollouts that matching recipes train on; `examples` are its own rows.
+
+    Raises:
+        ValueError: The settings do not fit the model, the rewards or the number of processes.
+    """
+    check_rollouts(cfg, run, model, world)
+    window = cfg.window(0)
+    counts = rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity)
+    cost = {name: n * cfg.prompts_per_step for name, n in counts.items()}
+    rows = {
+        **sample_rows(cfg, window),
+        **evaluations_row(cost, "evaluations of samples per step"),
+        **value_rows(cfg, run, window),
+        **examples,
+    }
+    if cfg.credit is not None:
+        sigmas = model.sigmas(cfg.sampling.num_steps)
+        spans = [f"{float(sigmas[k + 1]):.3g} to {float(sigmas[k]):.3g}" for k in window]
+        rows["noise levels with credit"] = ", ".join(spans)
+        own = int(cfg.empty_trajectory(window).trained.sum(1).max())
+        if own < len(window):
+            rows["noise levels with credit"] += f"; a sample has those of {own} of these steps"
+    return RecipePlan(
+        rows=rows,
+        prompts_per_step=cfg.prompts_per_step,
+        parts=rollout_memory(cfg, model, world, window),
+    )
 
 
 def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, world: int) -> None:

@@ -79,6 +79,17 @@ class RolloutSettings(RolloutFields):
         drawn = torch.Generator() if generator is None else generator
         return self.sampling.sde_window.steps(self.sampling.num_steps, iteration, drawn)
 
+    def credited_window(self, iteration: int) -> tuple[int, ...]:
+        """Return the window; raise ValueError if there is credit but no stochastic step."""
+        steps = self.window(iteration)
+        if self.credit is not None and not steps:
+            raise ValueError(
+                f"{self.key}.credit is {type(self.credit).__name__}, which credits stochastic "
+                f"denoising steps, and {self.key}.sampling.sde_window has none: choose one "
+                "such as flowalign.sampling.AllButLast, or set credit to null"
+            )
+        return steps
+
     def empty_trajectory(self, steps: Sequence[int]) -> Trajectory:
         """Return the samples of one prompt before they are drawn.
 

@@ -551,24 +551,20 @@ def prompts(tmp_path) -> str:
     return str(path)
 
 
+def source(prompts: str, **changes) -> Rollouts:
+    given = {"prompts": prompts, "prompts_per_step": 3, "samples_per_prompt": 4}
+    return Rollouts(**given | {"num_steps": 3, "micro_batch": 5} | changes)
+
+
 def opened(prompts: str, rewards: Rewards, learner=None, seed: int = 0, **changes):
-    cfg = Rollouts(
-        **{
-            "prompts": prompts,
-            "prompts_per_step": 3,
-            "samples_per_prompt": 4,
-            "num_steps": 3,
-            "micro_batch": 5,
-        }
-        | changes
-    )
+    cfg = source(prompts, **changes)
     return cfg.open(learner or new_learner(), StreamContext(rewards, seed))
 
 
 def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """All samples of a step, made again: latents and pixels, [P, K, 3]."""
     cfg, asked = stream.cfg, stream.requests.batch(step, stream.cfg.prompts_per_step)
-    count = cfg.samples_per_prompt
+    count = cfg.sampling.samples_per_prompt
     seeds = [
         generator(stream.seed, "rollout", step, i, k)
         for i in range(len(asked))
@@ -577,7 +573,7 @@ def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     repeated = [request for request in asked for _ in range(count)]
     policy = stream.policy
     with torch.no_grad():
-        latents = generate(policy, repeated, cfg.num_steps, seeds, 64)
+        latents = generate(policy, repeated, cfg.sampling.num_steps, seeds, 64)
     pixels = policy.decode(latents)[:, 0, :, 0, 0]
     return latents.unflatten(0, (-1, count)), pixels.unflatten(0, (-1, count))
 
@@ -739,7 +735,8 @@ def test_a_run_costs_what_the_plan_says(prompts):
     stream = opened(prompts, rewards, learner, rule=Gap())
     cfg = recipe(updates_per_step=2, epochs_per_step=3)
     train(cfg, learner, stream, steps=2)
-    rows = stream.cfg.plan(told_of(rewards), learner.policy.plan(), 1).rows
+    plan = source(prompts, rule=Gap()).plan(told_of(rewards), learner.policy.plan(), 1)
+    rows = plan.rows
     assert rows["samples per step"] == "12 = 3 prompts x 4"
     assert rows["pairs per step"] == "at most 18"
     sampling, calls = (

@@ -1,0 +1,148 @@
+"""Pair samples at each denoising step by their credit, for online DPO.
+
+requests -> trajectories -> credit -> advantages -> pairs of each step, with weights
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.data.preference.pair_rules import Rule
+from flowalign.data.requests import Requests
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.complete_states import take_rows
+from flowalign.training.learner import Learner
+from flowalign.training.matching.source import Batch, BatchStream, StepAdvantages
+from flowalign.training.rollouts.advantages import AdvantageEstimate
+from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.types import Examples, StepCredit, Trajectory
+
+StepWeighting = Literal["gap", "equal"]
+"""Weights of the pairs of a step. gap: lead of the winner's advantage, divided by the mean lead of
+the batch. equal: 1."""
+
+
+@dataclass(frozen=True)
+class StepPairs:
+    """Pairs of samples, and the denoising steps that each pair is trained at."""
+
+    winner: Int[Tensor, "m"]
+    """Row of the better sample of each pair."""
+    loser: Int[Tensor, "m"]
+    """Row of the worse sample of each pair."""
+    gap: Float[Tensor, "m T"]
+    """Lead of the winner's advantage at each step; 0 where the pair is not trained."""
+
+
+def pair_steps(
+    rule: Rule,
+    credit: Float[Tensor, "n T R"],
+    advantage: Float[Tensor, "n T"],
+    group: Int[Tensor, "n T"],
+    mask: Bool[Tensor, "n T"],
+) -> StepPairs:
+    """Pair the transitions of each step within their groups by `rule`.
+
+    Samples that meet at several steps in the same order are one pair. `credit` holds dimensions
+    in which higher is better. Source: SPO, arXiv:2406.04314, pairs siblings of equal steps; other
+    rules, groups and credit methods are our choice.
+    """
+    gaps: dict[tuple[int, int], Tensor] = {}
+    for k in range(mask.shape[1]):
+        for label in group[mask[:, k], k].unique():
+            rows = (mask[:, k] & (group[:, k] == label)).nonzero()[:, 0]
+            sides = rule.pairs(credit[rows, k], advantage[rows, k])
+            for winner, loser in zip(*(rows[side].tolist() for side in sides), strict=True):
+                gap = gaps.setdefault((winner, loser), advantage.new_zeros(mask.shape[1]))
+                gap[k] = advantage[winner, k] - advantage[loser, k]
+    winners, losers = torch.tensor([*gaps], dtype=torch.long).view(-1, 2).unbind(1)
+    none = advantage.new_zeros(0, mask.shape[1])
+    return StepPairs(winners, losers, torch.stack([*gaps.values()]) if gaps else none)
+
+
+def count_pairs(rule: Rule, group: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> int:
+    """Return the largest number of pairs over all steps and groups."""
+    columns = zip(group.unbind(1), mask.unbind(1), strict=True)
+    sizes = [some[on].unique(return_counts=True)[1].tolist() for some, on in columns]
+    return sum(rule.most(size) for step in sizes for size in step)
+
+
+def weigh_gaps(gap: Float[Tensor, "m T"], mean: float, how: StepWeighting) -> Float[Tensor, "m T"]:
+    """Return the weight of each pair at each step, 0 where the gap is 0.
+
+    `mean` is the mean gap over the pairs and steps of all processes, so gap weights have mean 1.
+    """
+    return (gap > 0).to(gap) if how == "equal" or not mean else gap / mean
+
+
+class StepPairStream(BatchStream):
+    """Stream of pairs from credited rollouts of the current policy."""
+
+    def __init__(
+        self,
+        cfg: RolloutSettings,
+        learner: Learner,
+        rewards: Rewards,
+        requests: Requests,
+        rule: Rule,
+        step_weight: StepWeighting,
+    ):
+        self.cfg, self.learner, self.rewards, self.requests = cfg, learner, rewards, requests
+        self.rule = rule
+        self.step_weight: StepWeighting = step_weight
+        self.rollouts = CreditedRollouts(cfg, learner, rewards, requests.seed)
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return self.rollouts.state()
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rollouts.restore(state)
+
+    @override
+    def batch(self, step: int) -> Batch:
+        requests = self.requests.batch(step, self.cfg.prompts_per_step)
+        values, processes = self.rollouts.sample(requests, step), self.learner.processes
+        credit = compute_credit(self.cfg, values)
+        estimate = self.rollouts.estimate(values, credit)
+        pairs = self._pairs(credit, estimate)
+        metrics = {**estimate.metrics, **estimate.size_metrics}
+        metrics |= self.rollouts.learn(requests, values, estimate)
+        trajectory, gap = values.trajectory, pairs.gap
+        counts = processes.gather(torch.tensor([[len(gap), (gap > 0).sum()]]))
+        first, (total, trained) = int(counts[: processes.rank, 0].sum()), counts.sum(0).tolist()
+        mean = float(processes.gather(gap.sum()[None]).sum()) / max(trained, 1)
+        metrics |= {"pairs": float(total), "pair_steps": float(trained), "pair_gap": mean}
+        scores = values([trajectory.num_steps])[:, 0]
+        examples = self._examples(trajectory, pairs, scores)
+        weight = weigh_gaps(gap, mean, self.step_weight)
+        steps = StepAdvantages(trajectory.sigmas.cpu(), None, gap > 0, weight=weight)
+        return Batch(examples, first, total, metrics, steps)
+
+    def _pairs(self, credit: StepCredit, estimate: AdvantageEstimate) -> StepPairs:
+        """Return the pairs of this process's samples."""
+        weights, local = self.rollouts.estimator.weights, estimate.gathered.local
+        better = credit.value[..., weights != 0] * weights[weights != 0].sign()
+        advantage, mask = estimate.advantage[local], estimate.train_mask[local]
+        return pair_steps(self.rule, better, advantage, credit.group, mask)
+
+    def _examples(
+        self, trajectory: Trajectory, pairs: StepPairs, scores: Float[Tensor, "n R"]
+    ) -> Examples:
+        """Return the winners, then the losers."""
+        rows, dims = torch.cat([pairs.winner, pairs.loser]), self.rewards.dims
+        return Examples(
+            latents=trajectory.state(trajectory.num_steps, rows),
+            cond=take_rows(trajectory.cond, trajectory.prompt[rows].to(trajectory.device)),
+            paired=True,
+            weight=torch.ones(len(rows)),
+            desirable=torch.arange(len(rows)) < len(pairs.winner),
+            scores=dict(zip(dims, scores[rows].float().unbind(1), strict=True)),
+        )
