@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from flowalign.reward_training.pairs import ScoredPairs, ScoredTable
+    from flowalign.reward_training.labelled_pairs import ScoredPairs, ScoredTable
     from flowalign.reward_training.report import Content
 
 MEASURES = {
@@ -120,7 +120,7 @@ def _select_names(wanted: Sequence[str] | None, known: Sequence[str], what: str)
 
 def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) -> dict[str, Any]:
     from flowalign.functional import agreement
-    from flowalign.reward_training.pairs import pair_rows
+    from flowalign.reward_training.labelled_pairs import pair_rows
 
     compared = pair_rows(table, dim, column)
     lead, human, share = compared.lead, compared.human, compared.share
@@ -199,7 +199,7 @@ def _row_measures(
 ) -> dict[str, Measure]:
     """Return Kendall's tau within groups, and for ratings also Spearman's correlation."""
     from flowalign.functional import agreement, resampling
-    from flowalign.reward_training.pairs import number_groups
+    from flowalign.reward_training.labelled_pairs import number_groups
 
     score, human = table.scores[dim], table.humans[column]
     rows = (score.isfinite() & human.isfinite()).nonzero()[:, 0]
@@ -223,7 +223,7 @@ def _row_measures(
 def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
     """Return the share of equal verdicts on two samples in both orders; n is 0 without any."""
     from flowalign.functional import resampling
-    from flowalign.reward_training.pairs import find_both_orders
+    from flowalign.reward_training.labelled_pairs import find_both_orders
 
     forward, backward, cluster = find_both_orders(table, dim)
     same = (forward.sign() == backward.sign()).double()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.reward_training.pairs import ScoredTable, pair_rows
+from flowalign.reward_training.labelled_pairs import ScoredTable, pair_rows
 from flowalign.types import Fit, Fittable, RewardModel
 
 

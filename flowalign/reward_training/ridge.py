@@ -12,7 +12,7 @@ from torch import Tensor
 from flowalign.functional.rating import Features, Rater, ridge
 from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.losses import LabelKind, label_pairs
-from flowalign.reward_training.recipe import Ridge
+from flowalign.reward_training.training_settings import Ridge
 from flowalign.types import HeadNetwork
 
 

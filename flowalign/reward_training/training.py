@@ -15,8 +15,8 @@ from flowalign.reward_training.agreement import measure_agreement
 from flowalign.reward_training.embeddings import Frames, RewardSample, embed_samples
 from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.noised_latents import NoisedFeatures
-from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.ridge import first_stage
+from flowalign.reward_training.training_settings import Dimension, Schedule
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.types import Backbone, Head
 from flowalign.utils.seeds import generator

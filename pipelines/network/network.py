@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flowalign.types import ExportDtype, ExportTarget, Policy, Reduced, TrainedNetwork
 from pipelines.network.context import divide_context
 from pipelines.network.denoisers import Denoisers
-from pipelines.network.export import check_export, export
+from pipelines.network.export_formats import check_export, export
 from pipelines.network.speed import blocks_of, reduce_precision
 from pipelines.network.weights import DTYPES
 

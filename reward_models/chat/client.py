@@ -13,7 +13,7 @@ from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveI
 from flowalign.utils.optional import import_optional
 from reward_models.chat.cache import AnswerCache
 from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
-from reward_models.chat.loop import LoopThread
+from reward_models.chat.loop_thread import LoopThread
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]

@@ -15,7 +15,7 @@ from flowalign.cli import main as cli
 from flowalign.curation.clip_pairs import job
 from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
-from flowalign.curation.clip_pairs.run import ClipPairs, load
+from flowalign.curation.clip_pairs.run_file import ClipPairs, load
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media

@@ -5,9 +5,9 @@ from dataclasses import fields
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.curation.clip_pairs.run import ClipPairs
+from flowalign.curation.clip_pairs.run_file import ClipPairs
 from flowalign.reward_training.run import RewardRun
-from flowalign.reward_training.users import UserEmbeddings
+from flowalign.reward_training.user_embeddings import UserEmbeddings
 from flowalign.rewards.config import RewardFile
 from flowalign.runs.config import Run
 from flowalign.sampling.search import Search

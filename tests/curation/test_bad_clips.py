@@ -12,7 +12,7 @@ import torch
 from flowalign.curation.clip_pairs.job import finish as pairs_made
 from flowalign.curation.clip_pairs.job import run as make_pairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
-from flowalign.curation.clip_pairs.run import ClipPairs
+from flowalign.curation.clip_pairs.run_file import ClipPairs
 from flowalign.curation.scoring.job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import Throughput, TooManyFailures
 from flowalign.data.latents.encode_once import LatentCache

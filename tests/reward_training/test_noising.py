@@ -11,8 +11,8 @@ from flowalign.reward_training.embeddings import RewardSample
 from flowalign.reward_training.labels import Preferences
 from flowalign.reward_training.losses import BradleyTerry
 from flowalign.reward_training.noised_latents import NoisedFeatures
-from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.training import RewardTrainer
+from flowalign.reward_training.training_settings import Dimension, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import Uniform
 from flowalign.types import NoisyBackbone

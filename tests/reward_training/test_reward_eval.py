@@ -13,7 +13,7 @@ from flowalign.cli.main import parse
 from flowalign.functional.agreement import list_pairs
 from flowalign.reward_training import eval as reward_eval
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
-from flowalign.reward_training.pairs import find_both_orders, pair_rows, read_scores
+from flowalign.reward_training.labelled_pairs import find_both_orders, pair_rows, read_scores
 from flowalign.utils.errors import ConfigError
 
 

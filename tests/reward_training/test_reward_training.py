@@ -25,8 +25,8 @@ from flowalign.reward_training.losses import (
     label_pairs,
 )
 from flowalign.reward_training.model_folder import restore_state, save_state
-from flowalign.reward_training.recipe import Dimension, Ridge, Schedule
 from flowalign.reward_training.training import RewardTrainer, weigh_losses
+from flowalign.reward_training.training_settings import Dimension, Ridge, Schedule
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.types import Backbone
 from reward_models.backbones.heads import MLP, Linear, PromptGated

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from flowalign.cli.main import main
 from flowalign.functional.rating import Features
-from flowalign.reward_training.users import UserEmbeddings, choice_tokens
+from flowalign.reward_training.user_embeddings import UserEmbeddings, choice_tokens
 from flowalign.types import Backbone
 
 COLOURS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowalign.curation.clip_pairs import job
-from flowalign.curation.clip_pairs.run import ClipPairs, load, settings_of
+from flowalign.curation.clip_pairs.run_file import ClipPairs, load, settings_of
 from flowalign.distributed.processes import join
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from flowalign.cli.commands.common import get_log
-from flowalign.runs.export.export import Form, export, find_trained, prepare
+from flowalign.runs.export.export_weights import Form, export, find_trained, prepare
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.hub import check_publishing, publish
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
 from flowalign.reward_training.fit import find_fittable, fit_to_table
-from flowalign.reward_training.pairs import find_table, read_scores
+from flowalign.reward_training.labelled_pairs import find_table, read_scores
 from flowalign.reward_training.report import page
 from flowalign.reward_training.run import MODEL, load_run, train
 from flowalign.rewards.config import load_rewards

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.curation.clip_pairs.method import ClipPair
-from flowalign.curation.clip_pairs.run import ClipPairs
+from flowalign.curation.clip_pairs.run_file import ClipPairs
 from flowalign.data.latents.latent_files import save_latent
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.encode import write_clip
