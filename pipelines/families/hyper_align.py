@@ -1,6 +1,6 @@
-"""Wraps Stable Diffusion 3 with a hypernetwork that writes its LoRA weights: HyperAlign."""
+"""Wraps Stable Diffusion 3 or FLUX.1 with a hypernetwork that writes LoRA weights: HyperAlign."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt
 from pipelines.families.extended import ExtendedPolicy
+from pipelines.families.flux1 import Flux1
 from pipelines.families.hypernetwork import Hyper, HyperLinear, Hypernetwork
 from pipelines.families.sd3 import SD3
 from pipelines.network.weights import DTYPES, JOINT_ATTENTION
-from pipelines.policy import Precision
+from pipelines.policy import DiffusersPolicy, Precision
 
 
 class HyperAlign(ExtendedPolicy):
@@ -40,7 +41,11 @@ class HyperAlign(ExtendedPolicy):
         hyper: Hyper = Hyper(),  # noqa: B008 (frozen)
     ):
         settings = path, height, width, guidance, None, precision, max_sequence_length
-        super().__init__(partial(SD3, *settings))
+        self.extend(partial(SD3, *settings), hyper)
+
+    def extend(self, make_base: Callable[[], DiffusersPolicy], hyper: Hyper) -> None:
+        """Initialize with a base model and the settings of its hypernetwork."""
+        super().__init__(make_base)
         self.hyper, self.renderer = hyper, self.base.renderer
 
     def plan(self) -> ModelPlan:
@@ -81,6 +86,31 @@ class HyperAlign(ExtendedPolicy):
         return self.denoiser.hypernetwork.state_dict()
 
 
+class HyperAlignFlux1(HyperAlign):
+    """Extends `Flux1` with low-rank weights that a hypernetwork writes for each sample.
+
+    The layers are the attention projections of both kinds of blocks. Activations cannot be
+    recomputed, because the written weights are gone by the backward pass.
+
+    Source: HyperAlign, arXiv:2601.15968, reconstructed as in `HyperAlign`.
+    """
+
+    has_guidance = False
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        embedded_guidance: Guidance | None = 3.5,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        hyper: Hyper = Hyper(),  # noqa: B008 (frozen)
+    ):
+        settings = path, height, width, embedded_guidance, None, precision, max_sequence_length
+        self.extend(partial(Flux1, *settings), hyper)
+
+
 def attach(
     network: nn.Module, prompt_width: int, latent_shape: Sequence[int], hyper: Hyper
 ) -> Hypernetwork:
@@ -88,7 +118,7 @@ def attach(
     suffixes, sizes = JOINT_ATTENTION, []
     linear = {n: m for n, m in network.named_modules() if n.endswith(suffixes)}
     for name, layer in linear.items():
-        assert isinstance(layer, nn.Linear), "SD3's projections are linear"
+        assert isinstance(layer, nn.Linear), "attention projections are linear"
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, HyperLinear(layer))
         sizes.append((layer.in_features, layer.out_features))

@@ -1,6 +1,6 @@
 """Wraps Stable Diffusion with user conditioning, for preferences that differ between users."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from flowalign.types import (
 from flowalign.utils.files import bundled
 from pipelines.families.extended import ExtendedPolicy
 from pipelines.families.sd15 import SD15
+from pipelines.families.sdxl import SDXL
+from pipelines.families.unet import UNetPolicy
 from pipelines.network.weights import DTYPES
 from pipelines.parts.tensors import read_tensors, require_file
 from pipelines.policy import Precision
@@ -109,12 +111,12 @@ class PersonalSD15(ExtendedPolicy):
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
     ):
-        super().__init__(
-            partial(
-                *(SD15, path, height, width, guidance, None),
-                *(precision, gradient_checkpointing),
-            )
-        )
+        settings = path, height, width, guidance, None, precision, gradient_checkpointing
+        self.extend(partial(SD15, *settings), users, strength)
+
+    def extend(self, make_base: Callable[[], UNetPolicy], users: str, strength: float) -> None:
+        """Initialize with a base model, the file of users and the strength of their attention."""
+        super().__init__(make_base)
         self.user_conditioning = UserEmbeddings(  # pyright: ignore[reportIncompatibleVariableOverride]
             bundled(users)
         )
@@ -156,6 +158,29 @@ class PersonalSD15(ExtendedPolicy):
         return self.user_conditioning.add_users(
             super().probe_conditioning(), ["", self.user_conditioning.known[0]]
         )
+
+
+class PersonalSDXL(PersonalSD15):
+    """Extends `SDXL` with attention to the user, and trains only this part.
+
+    Settings and files are those of `PersonalSD15`.
+
+    Source: PPD, arXiv:2501.06655, known from secondary sources.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        users: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 5.0,
+        strength: NonNegativeFloat = 1.0,
+        precision: Precision = "bf16",
+        gradient_checkpointing: bool = False,
+    ):
+        settings = path, height, width, guidance, None, precision, gradient_checkpointing
+        self.extend(partial(SDXL, *settings), users, strength)
 
 
 class _Users(nn.Module):

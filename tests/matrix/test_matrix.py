@@ -73,6 +73,10 @@ RUNS = {
     "curriculum": ("sd35_medium", "preference/sd35_dpo", "tasks/curriculum"),
     "flow dpo of wan": ("wan21_1_3b", "preference/wan_flow_dpo"),
     "ppd": ("sd15", "preference/sd15_ppd"),
+    "ppd of sdxl": ("sdxl", "preference/sdxl_ppd"),
+    "hyper_align of flux": (
+        *("flux1_dev", "methods/draft_lv", "tasks/hpsv2", "tasks/hyper_align_flux1"),
+    ),
     "flow rwr of wan": ("wan21_1_3b", "preference/wan_flow_rwr"),
 }
 """Run files of components that no other run file names, with a model for each. The file of the

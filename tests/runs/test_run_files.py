@@ -141,6 +141,12 @@ NEW = [
     ["configs/reward_gradient/flux1_dev.yaml"],
     ["configs/reward_gradient/flux1_dev_srpo.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/methods/srpo.yaml"],
+    [
+        "configs/models/flux1_dev.yaml",
+        "configs/methods/draft_lv.yaml",
+        "configs/tasks/hyper_align_flux1.yaml",
+    ],
+    ["configs/preference/sdxl_ppd.yaml"],
     *(
         ["configs/models/sd35_medium.yaml", f"configs/methods/{name}.yaml"]
         for name in ("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "align_prop")

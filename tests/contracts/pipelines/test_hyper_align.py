@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.training.reference import FrozenCopy, reference_for
-from pipelines.families.hyper_align import HyperAlign
+from pipelines.families.flux1 import Flux1
+from pipelines.families.hyper_align import HyperAlign, HyperAlignFlux1
 from pipelines.families.hypernetwork import Hyper, HyperLinear, LowRank
 from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.families import noise, requests_for
+from tests.fixtures.tiny_flux import build_flux
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,35 @@ def test_before_training_it_is_the_base_model_and_a_sample_never_depends_on_othe
     alone = [added(policy, x[i : i + 1], sigma[i], PROMPTS[i : i + 1]) for i in range(3)]
     assert together.flatten(1).abs().amax(1).min() > 1e-3
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-3)
+
+
+def test_on_flux_it_is_the_base_model_before_training_and_only_the_hypernetwork_trains(tmp_path):
+    path = build_flux(tmp_path)
+    policy = HyperAlignFlux1(path, 32, 32, precision="fp32", max_sequence_length=24, hyper=small())
+    base = Flux1(path, 32, 32, lora=None, precision="fp32", max_sequence_length=24)
+    for one in (policy, base):
+        one.load(torch.device("cpu"))
+    x, sigma = noise(policy, 3), torch.tensor([0.2, 0.5, 0.9])
+    cond = policy.encode(requests_for(policy, PROMPTS))
+    wanted = base.velocity(x, sigma, cond).detach()
+    torch.testing.assert_close(policy.velocity(x, sigma, cond), wanted)
+    move(policy, 0.3)
+    moved = policy.velocity(x, sigma, cond)
+    assert (moved - wanted).flatten(1).abs().amax(1).min() > 1e-3
+    moved.square().mean().backward()
+    trained = {n: p.grad for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+    assert {name.split(".")[0] for name in trained} == {"hypernetwork"}
+    assert [n for n, grad in trained.items() if grad is None or not grad.abs().sum()] == []
+    layers = policy.denoiser.hypernetwork.sizes
+    assert (
+        len(layers)
+        == sum("single" not in n for n in _attentions(policy)) * 8
+        + sum("single" in n for n in _attentions(policy)) * 3
+    )
+
+
+def _attentions(policy: HyperAlign) -> list[str]:
+    return [n for n, _ in policy.denoiser.named_modules() if n.endswith(".attn")]
 
 
 def test_levels_at_which_weights_are_written():

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from flowalign.training.reference import FrozenCopy, conditional, reference_for
-from pipelines.families.personal import PersonalSD15
+from pipelines.families.personal import PersonalSD15, PersonalSDXL
 from tests.fixtures.embedded import move
 from tests.fixtures.families import noise, requests_for
-from tests.fixtures.tiny_unet import build_sd15, new_sd15
+from tests.fixtures.tiny_unet import build_sd15, build_sdxl, new_sd15, new_sdxl
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +74,21 @@ def test_after_training_users_differ_and_strangers_get_the_base_model(folder):
     assert (ann - nobody).abs().max() > 1e-3
     torch.testing.assert_close(nobody, base[2])
     assert torch.equal(answers(policy, ["", "who", ""])[1], nobody)
+
+
+def test_on_sdxl_users_get_the_base_model_before_training_and_differ_after(folder, tmp_path):
+    path, users = build_sdxl(tmp_path), str(folder / "users.safetensors")
+    policy = PersonalSDXL(path, users, 48, 64, guidance=3.0, precision="fp32")
+    policy.load(torch.device("cpu"))
+    base = new_sdxl(path, lora=None, guidance=3.0)
+    x, sigma = noise(base, 1).repeat(3, 1, 1, 1), torch.tensor(0.6)
+    with torch.no_grad():
+        wanted = base.velocity(x, sigma, base.encode(requests_for(base, [PROMPTS[0]] * 3)))
+    torch.testing.assert_close(answers(policy), wanted, atol=1e-5, rtol=1e-5)
+    move(policy, 0.3)
+    ann, bob, nobody = answers(policy)
+    assert min((ann - bob).abs().max(), (ann - nobody).abs().max()) > 1e-3
+    torch.testing.assert_close(nobody, wanted[2], atol=1e-5, rtol=1e-5)
 
 
 def test_strength_goes_from_the_base_model_to_the_user_s(folder):
