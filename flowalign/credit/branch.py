@@ -82,11 +82,6 @@ class Branch(CreditEstimator):
     depths: Sequence[NonNegativeInt] | None = None
     """Indices of the trained denoising steps (depth pruning). Null: all."""
 
-    def __post_init__(self) -> None:
-        """Reject a width below 1."""
-        if self.width is not None and self.width < 1:
-            raise ValueError(f"credit.width is {self.width}; it must be at least 1, or null")
-
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Fuse the outcomes; raise ValueError if no samples share states."""
         group, mask = sibling_ids(trajectory), trajectory.trained

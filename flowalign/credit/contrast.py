@@ -66,11 +66,6 @@ class Contrast(CreditEstimator):
     """Number of earlier training steps that contribute outcomes of the same prompt to the mean and
     standard deviation. B2-DiffuRL: 8 stages."""
 
-    def __post_init__(self) -> None:
-        """Reject a negative threshold."""
-        if not self.threshold >= 0:
-            raise ValueError(f"credit.threshold is {self.threshold}; it must be at least 0")
-
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Compare the outcomes and keep the extremes; raise ValueError if there are no siblings."""
         family, prompt = trajectory.rows.source_row[:, 0], prompt_step_ids(trajectory)

@@ -6,6 +6,7 @@ advantages by these sums is not implemented.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.types.ranges import UnitInterval
+from flowalign.types.ranges import Range
 
 
 def discounted_sums(next_values: Float[Tensor, "B n R"], gamma: float) -> Float[Tensor, "B n R"]:
@@ -34,14 +35,9 @@ class Discounted(CreditEstimator):
     sums, so do not combine this method with advantages.scale: joint, which compares unequal steps.
     """
 
-    gamma: UnitInterval
+    gamma: Annotated[float, Range(above=0, most=1)]
     """Discount in (0, 1]. It has no default because we do not know the published value. A gamma
     of 0 would equal NextValue."""
-
-    def __post_init__(self) -> None:
-        """Reject a gamma outside (0, 1]."""
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"credit.gamma is {self.gamma}; it must lie in (0, 1]")
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the state before each stochastic step but the first, and the outcome."""

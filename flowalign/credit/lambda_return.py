@@ -14,7 +14,7 @@ from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.credit.discounted import discounted_sums
 from flowalign.credit.gain import gains
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.types.ranges import UnitInterval, require_ranges
+from flowalign.types.ranges import UnitInterval
 
 
 def lambda_returns(values: Float[Tensor, "B S R"], decay: float) -> Float[Tensor, "B S-1 R"]:
@@ -36,10 +36,6 @@ class LambdaReturn(CreditEstimator):
     """Lambda of generalised advantage estimation. 1: the outcome minus the critic's prediction
     before the step, unbiased for any critic. Lower values replace later steps by the critic's
     prediction, which reduces noise but adds the critic's bias."""
-
-    def __post_init__(self) -> None:
-        """Reject a lambda outside [0, 1]."""
-        require_ranges(self, "credit")
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Predict the value before each stochastic step, and append the outcome."""

@@ -94,11 +94,6 @@ class TurningPoint(CreditEstimator):
     """Largest change of value that counts as no change, in units of the reward. 0 suits rewards
     without noise."""
 
-    def __post_init__(self) -> None:
-        """Reject a negative dead zone."""
-        if not self.dead_zone >= 0:
-            raise ValueError(f"credit.dead_zone is {self.dead_zone}; it must be at least 0")
-
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the state before each stochastic step, and the outcome."""
         steps = stochastic_steps(trajectory)

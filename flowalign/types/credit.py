@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowalign.types.completion import Completion
 from flowalign.types.latent_reward import LatentReward
+from flowalign.types.ranges import require_ranges
 from flowalign.types.trajectory import Trajectory
 
 
@@ -75,6 +76,10 @@ class ValueFunction(ABC):
 
 class CreditEstimator(ABC):
     """Credit method: turns state values into credit per transition. See `flowalign/credit/`."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside the ranges of their types, if the method is a dataclass."""
+        require_ranges(self, "credit")
 
     @abstractmethod
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:

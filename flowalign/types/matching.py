@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowalign.functional.transition import Kernel
 from flowalign.types.loss import Loss
+from flowalign.types.ranges import require_ranges
 
 Label = Literal["labels", "segments", "masks", "advantages", "transitions"]
 """Labels that a dataset may hold in addition to media and prompts.
@@ -199,6 +200,10 @@ class Requirements:
 
 class MatchingLoss(ABC):
     """Loss on the residuals of a minibatch. Implementations: `flowalign/losses/`."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside the ranges of their types, if the loss is a dataclass."""
+        require_ranges(self, type(self).__name__)
 
     @property
     @abstractmethod

@@ -11,13 +11,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional import pairing
-from flowalign.types.ranges import NonNegativeFloat, PositiveInt
+from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 Indices = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
 
 
 class Rule(ABC):
     """Rule that pairs the samples of one prompt by their scores."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside the ranges of their types, if the rule is a dataclass."""
+        require_ranges(self, "rule")
 
     @abstractmethod
     def most(self, num_samples: int) -> int:
@@ -40,12 +44,6 @@ class BestWorst(Rule):
     min_gap: NonNegativeFloat = 0.0
     """Smallest difference between the weighted reward sums of a pair."""
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for settings that allow no pair."""
-        pairing.check_margin("rule.min_gap", self.min_gap)
-        if self.count < 1:
-            raise ValueError(f"rule.count is {self.count}; it must be at least 1")
-
     @override
     def most(self, num_samples: int) -> int:
         return min(self.count, num_samples // 2)
@@ -60,10 +58,6 @@ class Gap(Rule):
     """All pairs of samples with a difference of at least `min_gap` in weighted reward sum."""
 
     min_gap: NonNegativeFloat = 0.0
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a gap that no pair can have."""
-        pairing.check_margin("rule.min_gap", self.min_gap)
 
     @override
     def most(self, num_samples: int) -> int:
@@ -85,11 +79,6 @@ class Dominance(Rule):
     """Smallest difference between the weighted reward sums of a pair."""
     tolerance: NonNegativeFloat = 0.0
     """Largest amount by which a winner may be worse in a dimension, in units of its score."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for settings that allow no pair."""
-        pairing.check_margin("rule.min_gap", self.min_gap)
-        pairing.check_margin("rule.tolerance", self.tolerance)
 
     @override
     def most(self, num_samples: int) -> int:

@@ -16,7 +16,6 @@ from typing_extensions import override
 from flowalign.functional.forward_process import Weighting, negative_elbo
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.surrogate import ppo_clip
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
@@ -44,14 +43,6 @@ class AWM(MatchingLoss):
     anchor_weight: NonNegativeFloat = 1.0
     """Weight of the mean squared difference between the velocities of the policy and
     `recipe.anchor`, a fast average with decay min(0.3, 0.001 n). 0: none."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that are not positive, and an anchor weight below 0."""
-        require_positive(advantage_scale=self.advantage_scale)
-        if self.clip is not None:
-            require_positive(clip=self.clip)
-        if not self.anchor_weight >= 0:
-            raise ValueError(f"anchor_weight is {self.anchor_weight}; it must be at least 0")
 
     @property
     @override

@@ -20,7 +20,6 @@ from flowalign.functional.forward_process import (
 )
 from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.groups import GROUP_ADVANTAGES, gather_groups
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
@@ -49,11 +48,11 @@ class CRD(MatchingLoss):
     the reward."""
 
     def __post_init__(self) -> None:
-        """Reject settings that are not positive, and a least_kl above kl."""
-        require_positive(beta=self.beta, advantage_max=self.advantage_max)
-        if not (self.kl == 0 or 0 <= self.least_kl <= self.kl):
+        """Reject a least_kl above kl."""
+        super().__post_init__()
+        if self.kl and self.least_kl > self.kl:
             raise ValueError(
-                f"kl is {self.kl} and least_kl {self.least_kl}; need 0 <= least_kl <= kl, or kl 0"
+                f"kl is {self.kl} and least_kl {self.least_kl}; need least_kl <= kl, or kl 0"
             )
 
     @property

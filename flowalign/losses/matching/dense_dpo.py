@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import frame_error, sample_error
 from flowalign.functional.preference_loss import relative_gap, segment_margin, sigmoid_link
-from flowalign.losses.matching.links import pair_stats, require_positive
+from flowalign.losses.matching.links import pair_stats
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -26,10 +26,6 @@ class DenseDPO(MatchingLoss):
 
     beta: PositiveFloat = 2000.0
     """DPO's beta. If one video is better in all segments, the loss equals DPO's."""
-
-    def __post_init__(self) -> None:
-        """Reject a beta that is not positive."""
-        require_positive(beta=self.beta)
 
     @property
     @override

@@ -16,7 +16,6 @@ from flowalign.functional.forward_process import dgpo, group_preference, mask_ou
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
 from flowalign.losses.matching.groups import gather_groups
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
@@ -45,13 +44,6 @@ class DGPO(MatchingLoss):
     runaway: PositiveFloat | None = None
     """Largest (l - l_ref)^2 of a row that has moved in the direction of its advantage. Rows beyond
     it have no gradient. TDM-R1: 0.05. Null: none."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that are not positive."""
-        require_positive(beta=self.beta)
-        for name in ("clip", "runaway"):
-            if getattr(self, name) is not None:
-                require_positive(**{name: getattr(self, name)})
 
     @property
     @override

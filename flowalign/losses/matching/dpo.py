@@ -24,7 +24,6 @@ from flowalign.losses.matching.links import (
     Link,
     Sigmoid,
     pair_stats,
-    require_positive,
     sample_errors,
 )
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
@@ -76,10 +75,8 @@ class DPO(MatchingLoss):
     """MODPO: weight of the dimension that the preference refers to."""
 
     def __post_init__(self) -> None:
-        """Reject settings that are not positive, and a margin_weight without margin."""
-        if not isinstance(self.beta, AutoBeta):
-            require_positive(beta=self.beta)
-        require_positive(margin_weight=self.margin_weight)
+        """Reject a margin_weight without margin."""
+        super().__post_init__()
         if self.margin_weight != 1 and not self.margin:
             raise ValueError(
                 f"margin_weight is {self.margin_weight} and margin is empty: name the other "

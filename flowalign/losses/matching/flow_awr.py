@@ -10,7 +10,6 @@ from typing_extensions import override
 from flowalign.functional.forward_process import advantage_weighted_regression, softmax_advantage
 from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.groups import GROUP_ADVANTAGES, gather_groups
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -28,10 +27,6 @@ class FlowAWR(MatchingLoss):
     temperature: PositiveFloat = 1.0
     """Temperature in units of the advantage. At low temperatures the best sample's weight
     approaches G - 1."""
-
-    def __post_init__(self) -> None:
-        """Reject a temperature that is not positive."""
-        require_positive(temperature=self.temperature)
 
     @property
     @override

@@ -10,7 +10,7 @@ from typing_extensions import override
 from flowalign.functional.focus import focus_weights
 from flowalign.functional.noise_matching import masked_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap
-from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
+from flowalign.losses.matching.links import Link, Sigmoid, pair_stats
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval
@@ -38,8 +38,8 @@ class FocusDPO(MatchingLoss):
     """Loss of the margin. Default: DPO's sigmoid."""
 
     def __post_init__(self) -> None:
-        """Reject a beta that is not positive, and an even window."""
-        require_positive(beta=self.beta)
+        """Reject an even window."""
+        super().__post_init__()
         if self.window % 2 == 0:
             raise ValueError(f"window is {self.window}; it must be odd, to have a centre")
 

@@ -12,10 +12,9 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
-from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
+from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +24,8 @@ class KTO(MatchingLoss):
     beta: PositiveFloat = 1000.0
     """Scale of the full error difference; equals DPO's beta / 2."""
     utility: Utility = "sigmoid"
-    desirable_weight: NonNegativeFloat = 1.0
-    undesirable_weight: NonNegativeFloat = 1.0
-
-    def __post_init__(self) -> None:
-        """Reject settings that are not positive."""
-        require_positive(
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+    desirable_weight: PositiveFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
 
     @property
     @override

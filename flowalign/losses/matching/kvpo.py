@@ -16,7 +16,6 @@ from flowalign.functional.forward_process import group_log_softmax
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
 from flowalign.losses.matching.groups import GROUP_ADVANTAGES, require_groups_here
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range
@@ -39,12 +38,6 @@ class KVPO(MatchingLoss):
     kl: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference's softmax. 0: none. The released code uses 10,
     with reference weights that we could not determine."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that are not positive."""
-        require_positive(scale=self.scale, clip_low=self.clip_low, clip_high=self.clip_high)
-        if not self.kl >= 0:
-            raise ValueError(f"kl is {self.kl}; it must be at least 0")
 
     @property
     @override

@@ -9,7 +9,7 @@ from typing import Annotated
 from typing_extensions import override
 
 from flowalign.functional.preference_loss import linear_dpo, linear_weight, relative_gap
-from flowalign.losses.matching.links import pair_stats, require_positive, sample_errors
+from flowalign.losses.matching.links import pair_stats, sample_errors
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat, Range
@@ -26,12 +26,6 @@ class LinearDPO(MatchingLoss):
     """Slope of the pair weight in the gap. Published: 100 (SD1.5), 500 (SDXL)."""
     floor: Annotated[float, Range(least=0, below=0.5)] = 1e-3
     """Smallest weight of a pair. The largest is 1 - floor. Published: 0.001 (SD1.5), 0 (SDXL)."""
-
-    def __post_init__(self) -> None:
-        """Reject a beta that is not positive and a floor outside [0, 0.5)."""
-        require_positive(beta=self.beta)
-        if not 0 <= self.floor < 0.5:
-            raise ValueError(f"floor is {self.floor}; it must lie in [0, 0.5)")
 
     @property
     @override

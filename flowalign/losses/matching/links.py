@@ -19,7 +19,7 @@ from flowalign.functional.preference_loss import (
     sigmoid_link,
 )
 from flowalign.types import Residuals
-from flowalign.types.ranges import Range
+from flowalign.types.ranges import Range, require_ranges
 
 
 class Link(ABC):
@@ -47,8 +47,7 @@ class Sigmoid(Link):
 
     def __post_init__(self) -> None:
         """Reject a smoothing outside [0, 0.5); 0.5 or more would prefer the loser."""
-        if not 0 <= self.smoothing < 0.5:
-            raise ValueError(f"link.smoothing is {self.smoothing}; it must lie in [0, 0.5)")
+        require_ranges(self, "link")
 
     @property
     @override
@@ -122,10 +121,3 @@ def error_stats(policy: Float[Tensor, "n"]) -> dict[str, Tensor]:
     """Return the mean errors of the winners and of the losers, for the log."""
     chosen, rejected = policy.chunk(2)
     return {"error_chosen": chosen.mean(), "error_rejected": rejected.mean()}
-
-
-def require_positive(**values: float) -> None:
-    """Raise ValueError for the first setting that is not above 0."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import masked_error, sample_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap, sigmoid_link
-from flowalign.losses.matching.links import pair_stats, require_positive
+from flowalign.losses.matching.links import pair_stats
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
@@ -28,12 +28,6 @@ class LocalDPO(MatchingLoss):
     beta: PositiveFloat = 5000.0
     sft: NonNegativeFloat = 0.1
     """Weight of the winner's error. 0: none."""
-
-    def __post_init__(self) -> None:
-        """Reject a beta that is not positive and an sft below 0."""
-        require_positive(beta=self.beta)
-        if not self.sft >= 0:
-            raise ValueError(f"sft is {self.sft}; it must be at least 0")
 
     @property
     @override

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import mapo, mapo_margin
-from flowalign.losses.matching.links import error_stats, require_positive
+from flowalign.losses.matching.links import error_stats
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -31,10 +31,6 @@ class MaPO(MatchingLoss):
     differences. Published: 1000."""
     s: PositiveFloat = 0.5
     """Rate at which the likelihood falls with the error, see `mapo_likelihood`."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that are not positive."""
-        require_positive(beta=self.beta, scale=self.scale, s=self.s)
 
     @property
     @override

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -28,10 +27,6 @@ class NFT(MatchingLoss):
     Published: 1, and 0.1 for text rendering and for several rewards."""
     advantage_max: PositiveFloat = 5.0
     """Advantage above which a sample counts as optimal; also the scale of the loss."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that are not positive."""
-        require_positive(beta=self.beta, advantage_max=self.advantage_max)
 
     @property
     @override

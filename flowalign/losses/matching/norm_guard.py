@@ -10,7 +10,6 @@ from typing import Literal
 from typing_extensions import override
 
 from flowalign.functional.forward_process import norm_hinge, norm_ratio
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -29,10 +28,6 @@ class NormGuard(MatchingLoss):
     """Weight of the hinge. The default is our choice."""
     power: Literal[1, 2] = 2
     """Power of the hinge. The default is our choice."""
-
-    def __post_init__(self) -> None:
-        """Reject a weight that is not positive."""
-        require_positive(weight=self.weight)
 
     @property
     @override

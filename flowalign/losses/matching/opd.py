@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, ppo_clip
 from flowalign.functional.transition import Gaussian, log_density, per_row
-from flowalign.losses.matching.links import require_positive
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import (
     ALONE,
@@ -49,12 +48,6 @@ class OPD(MatchingLoss):
     quality, in the code's default it is the initial model. 0: none."""
     clip: PositiveFloat = 1e-3
     """Clip range of the ratio in the forms policy_gradient and sampled."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_positive(clip=self.clip)
-        if not self.anchor >= 0:
-            raise ValueError(f"anchor is {self.anchor}; it must be at least 0")
 
     @property
     @override

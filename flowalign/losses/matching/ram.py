@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import reward_adjusted_matching
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -23,10 +22,6 @@ class RAM(MatchingLoss):
     eta: PositiveFloat = 1.0
     """Strength of the reward, the inverse of a KL weight. The default is our choice, because we do
     not know the published value."""
-
-    def __post_init__(self) -> None:
-        """Reject an eta that is not positive."""
-        require_positive(eta=self.eta)
 
     @property
     @override

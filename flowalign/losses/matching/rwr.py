@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import FiniteFloat, PositiveFloat
@@ -33,8 +32,8 @@ class RWR(MatchingLoss):
     choice."""
 
     def __post_init__(self) -> None:
-        """Reject settings that are not positive, and empty rewards."""
-        require_positive(temperature=self.temperature, cap=self.cap)
+        """Reject empty rewards."""
+        super().__post_init__()
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one score dimension and its weight")
 

@@ -37,9 +37,8 @@ class Safeguard(MatchingLoss):
     in the released code."""
 
     def __post_init__(self) -> None:
-        """Reject a mu outside [0, 1], and an inner loss that does not compare pairs."""
-        if not 0 <= self.mu <= 1:
-            raise ValueError(f"mu is {self.mu}; it must lie in [0, 1]")
+        """Reject an inner loss that does not compare pairs."""
+        super().__post_init__()
         require_pairs(self.inner)
 
     @property

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import negative_elbo, soft_clip
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -26,10 +25,6 @@ class VGRPO(MatchingLoss):
 
     eta: PositiveFloat = 3.0
     """Bound of the advantage, which tanh approaches."""
-
-    def __post_init__(self) -> None:
-        """Reject an eta that is not positive."""
-        require_positive(eta=self.eta)
 
     @property
     @override
