@@ -223,6 +223,8 @@ def _add_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
         mask=columns.get("mask"),
         mask_rejected=columns.get("mask_rejected"),
         mask_strength=strength,
+        values_chosen=columns.get("values_chosen") or (),
+        values_rejected=columns.get("values_rejected") or (),
         chosen=replace(pair.chosen, weight_map=columns.get("weight_map_chosen")),
         rejected=replace(pair.rejected, weight_map=columns.get("weight_map_rejected")),
     )

@@ -61,8 +61,8 @@ class PreferenceDataset:
         report = DropReport()
         return self._read(self.open(), labelled, keep, report), report
 
-    def check_rows(self, input_spec: InputSpec, num_frames: int | None = None) -> None:
-        """Read the first rows, and raise ValueError if none of them can be used.
+    def check_rows(self, input_spec: InputSpec, num_frames: int | None = None) -> list[Example]:
+        """Return the examples of the first rows, and raise ValueError if none of them can be used.
 
         No image or video is decoded, but the headers of their files are read. `input_spec` is the
         one of the policy, whose references the rows must have. Clips shorter than `num_frames`
@@ -72,7 +72,8 @@ class PreferenceDataset:
         first = _FirstRows(rows.files, rows.root, rows.schema, rows.path)
         examples = self._read(first, False, lambda medium: medium, report)
         fitting = drop_misfits(examples, input_spec, report)
-        if not (drop_short(fitting, num_frames, report) if num_frames else fitting):
+        usable = drop_short(fitting, num_frames, report) if num_frames else fitting
+        if not usable:
             reasons = [line[:_LONGEST] for line in report.lines()[:3]]
             raise ValueError(
                 "\n".join(
@@ -83,6 +84,7 @@ class PreferenceDataset:
                     ]
                 )
             )
+        return usable
 
     def _read(self, rows: Dataset, labelled: bool, keep: Keep, report: DropReport) -> list[Example]:
         """Return the examples of rows; add those that are dropped to `report`."""

@@ -69,6 +69,10 @@ class Pair:
     targets: tuple[str, str] | None = None
     """Prompts under which an expert predicts the targets of winner and loser; null: the targets are
     the data."""
+    values_chosen: Sequence[float] = ()
+    """Values of the denoising states 0 to T of the chosen item; empty: unknown."""
+    values_rejected: Sequence[float] = ()
+    """Values of the denoising states 0 to T of the rejected item; empty: unknown."""
     user: str = ""
     """Id of the annotator; empty: unknown."""
     where: str = ""

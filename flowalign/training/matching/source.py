@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.rewards.composite import Rewards
@@ -44,6 +44,11 @@ class StepAdvantages:
     """Clean latents to match instead of the sample at the noise levels of a step, by step."""
     weight: Float[Tensor, "n T"] | None = None
     """Factor on the loss weight of each pair at each step; None for samples."""
+
+    def take(self, indices: Int[Tensor, "k"]) -> "StepAdvantages":
+        """Return the weights of the pairs with these indices."""
+        assert self.weight is not None, "only pairs are taken"
+        return replace(self, trained=self.trained[indices], weight=self.weight[indices])
 
 
 @dataclass(frozen=True)

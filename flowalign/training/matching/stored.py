@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from typing_extensions import override
@@ -20,7 +19,6 @@ from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import (
     Example,
-    Kind,
     Pair,
     Sample,
     collect_requests,
@@ -29,7 +27,6 @@ from flowalign.data.preference.pairs import (
 )
 from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
-from flowalign.data.preference.weighting import GapWeights
 from flowalign.distributed.processes import Processes
 from flowalign.sampling.recording import DTYPES
 from flowalign.training.learner import Learner
@@ -37,13 +34,15 @@ from flowalign.training.matching.source import (
     Batch,
     BatchStream,
     DataSource,
+    StepAdvantages,
     StreamContext,
     refuse_teachers,
 )
+from flowalign.training.matching.stored_credit import stored_values, weigh_stored_steps
+from flowalign.training.matching.stored_settings import StoredSettings
 from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Label, ModelPlan, Policy
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
 _AHEAD = 2
@@ -51,86 +50,13 @@ _LONGEST_LINE = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredDataset(DataSource):
+class StoredDataset(StoredSettings, DataSource):
     """Pairs or labelled samples from a dataset on disk."""
-
-    path: str
-    """Path of the dataset: a file, or a folder of parquet files."""
-    kind: Kind = "pairs"
-    """Kind of the examples. pairs: preference pairs. samples: samples with binary labels.
-    attributes: samples with the texts `positive` and `negative`, which need a teacher. captions:
-    labelled samples with both texts, for the same teacher."""
-    held_out: str | None = None
-    """Path of held-out pairs, which are only used to evaluate the agreement of the policy. They are
-    pairs even if `kind` is samples. Null: none."""
-    schema: str = "auto"
-    """Name of the dataset reader. auto: detected from the columns."""
-    root: str | None = None
-    """Base folder of relative paths. Null: the folder of the dataset."""
-    dimensions: Sequence[str] = ()
-    """Preference dimensions to use. Empty: all."""
-    batch_size: PositiveInt = 64
-    """Number of pairs or samples per step, over all processes."""
-    cache: str | None = None
-    """Folder of cached latents and prompt embeddings, shared by runs. Null: kept in memory."""
-    cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the cached latents."""
-    max_frames: PositiveInt | None = None
-    """Largest number of video frames, evenly spaced and independent of the frame rate. Null: the
-    policy's number of frames at its frame rate, from the start."""
-    mixed_shapes: bool = False
-    """Whether to use pairs with different sizes or numbers of frames, by cropping both."""
-    flip: UnitInterval = 0.0
-    """Probability in [0, 1] that both samples of a pair are mirrored. Leave it at 0 for prompts
-    with left or right."""
-    prompt_dropout: UnitInterval = 0.0
-    """Probability in [0, 1] that a pair is trained without its prompt. It preserves the
-    unconditional branch for guidance."""
-    user_dropout: UnitInterval = 0.0
-    """Probability in [0, 1] that a personalised policy is trained without the user (PPD)."""
-    weighting: GapWeights | None = None
-    """Weights of pairs as a function of the gap between their scores. Null: equal weights."""
-    stage_steps: NonNegativeInt = 0
-    """Number of steps per curriculum stage: pairs of stage k are used after k stages. 0: no
-    curriculum."""
-    held_out_pairs: PositiveInt = 256
-    """Largest number of held-out pairs to evaluate."""
-    max_dropped_fraction: UnitInterval = 0.05
-    """Largest allowed share of unusable pairs or samples; above it the run does not start. Expected
-    rows, such as ties and repeated pairs, are reported but not counted."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges, and pair settings for samples."""
-        require_ranges(self, "recipe.data")
-        if not self.paired and (self.weighting or self.stage_steps):
-            raise ValueError(
-                "recipe.data.weighting and stage_steps need kind: pairs; recipe.data.kind is "
-                f"{self.kind}"
-            )
-
-    @property
-    def dataset(self) -> PreferenceDataset:
-        """Return the training dataset."""
-        return PreferenceDataset(
-            path=self.path,
-            kind=self.kind,
-            schema=self.schema,
-            root=self.root,
-            dimensions=self.dimensions,
-            mixed_shapes=self.mixed_shapes,
-        )
-
-    @property
-    def held_out_dataset(self) -> PreferenceDataset | None:
-        """Return the dataset of held-out pairs, or None."""
-        kind = self.kind if self.paired else "pairs"
-        return replace(self.dataset, path=self.held_out, kind=kind) if self.held_out else None
 
     @property
     @override
-    def paired(self) -> bool:
-        """Return False for samples; a sample with attributes is compared with itself."""
-        return self.kind in ("pairs", "attributes")
+    def leaves_levels_out(self) -> bool:
+        return self.credit is not None
 
     @property
     @override
@@ -187,7 +113,9 @@ class StoredDataset(DataSource):
     @override
     def check_data(self, policy: Policy) -> None:
         frames = None if self.max_frames else policy.num_frames
-        self.dataset.check_rows(policy.input_spec, frames)
+        examples = self.dataset.check_rows(policy.input_spec, frames)
+        if self.credit is not None:
+            stored_values([example for example in examples if isinstance(example, Pair)])
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -219,6 +147,8 @@ class StoredStream(BatchStream):
         assert isinstance(unguided, Policy)
         self.texts = PromptEmbeddingCache(unguided, folder, processes=processes)
         self.examples = self._training_examples(context.requires)
+        self.steps = self._step_weights(policy)
+        """Weights of the denoising steps of every pair, if there is credit; else None."""
         self.order = EpochSampler(self.seed, [self._available_from(e) for e in self.examples])
         held_out = cfg.held_out_dataset
         shown = self._encode(held_out, context.requires) if held_out else []
@@ -264,7 +194,15 @@ class StoredStream(BatchStream):
         augmented = draws < torch.tensor(chances)[:, None]
         flips, drop_prompt, drop_user = augmented[:, local[0] : local[0] + len(local)].tolist()
         batch = self.collator.build(examples, flips, drop_prompt, drop_user)
-        return Batch(batch, local[0], len(places))
+        steps = self.steps and self.steps.take(torch.tensor([places[i] for i in local]))
+        return Batch(batch, local[0], len(places), steps=steps)
+
+    def _step_weights(self, policy: Policy) -> StepAdvantages | None:
+        """Return the weights of the denoising steps of the pairs; None without credit."""
+        if self.cfg.credit is None:
+            return None
+        pairs = [example for example in self.examples if isinstance(example, Pair)]
+        return weigh_stored_steps(self.cfg.credit, pairs, policy, self.log)
 
     def _available_from(self, example: Example) -> int:
         """Return the step from which a pair of a curriculum is used."""
