@@ -7,8 +7,8 @@ STAMP := .venv/.stamp
 # With tiny models on few cores, more threads per process only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-# A process per core, each with whole files; more than a few only take memory.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# A process per core; more than a few only take memory. A process that is done takes tests of another.
+SPREAD := -n auto --maxprocesses 4 --dist worksteal
 
 # Other kernels round differently: these tests must pass with those of an older CPU as well.
 OLDER_CPU := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2

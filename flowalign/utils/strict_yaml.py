@@ -1,6 +1,8 @@
 """Read user-written YAML files; ambiguous or excessively large content is rejected."""
 
 import re
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,11 @@ def read_yaml(path: Path, name: str | None = None) -> Any:
 
 def parse_yaml(text: str) -> Any:
     """Return the parsed content of a text; raise yaml.YAMLError for rejected content."""
+    return deepcopy(_parse_once(text))
+
+
+@lru_cache(maxsize=512)
+def _parse_once(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 

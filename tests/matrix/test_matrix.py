@@ -1,27 +1,16 @@
 """A run that `check` accepts trains: a sample of methods and models that changes with the code."""
 
-import hashlib
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures.matrix import METHODS, MODELS, ROOT, Matrix
+from tests.fixtures.matrix import METHODS, MODELS, Matrix, content_hash
 from tests.fixtures.run_files import CONFIGS
 
 pytestmark = pytest.mark.slow
 SAMPLES = 4
 """Combinations of one run of the tests; `make matrix` trains all."""
-
-
-def content_hash() -> str:
-    """Return a hash of all code and run files."""
-    found = hashlib.sha256()
-    for folder in ("configs", "flowalign", "pipelines"):
-        for file in sorted((ROOT / folder).rglob("*.[py]*")):
-            if file.suffix in (".py", ".yaml"):
-                found.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
-    return found.hexdigest()
 
 
 def drawn() -> list[tuple[str, str]]:

@@ -74,7 +74,7 @@ def finished(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(saved / "state/training.safetensors")
 
 
-@pytest.mark.parametrize("name", ["torchrun", "two machines", "accelerate"])
+@pytest.mark.parametrize("name", ["two machines", "accelerate"])
 def test_processes_of_other_launchers_train_together_as_one_trains(name, tmp_path, alone):
     found = finished(name, tmp_path / "run")
     moved = [n for n in found if n.startswith("parameter") and "lora_B" in n]

@@ -18,6 +18,7 @@ from tests.fixtures.stopped_runs import (
     finish,
     start,
     steps_logged,
+    train_here,
     wait_for,
     wait_for_steps,
 )
@@ -35,6 +36,10 @@ LONG = (
     *("--evaluation.num_steps", 2),
     *("--evaluation.prompts", '{"held": "assets/shapes/prompts/train.txt"}'),
 )
+PATIENT = (
+    "--rewards",
+    '[{"class_path": "tests.fixtures.stopped_runs.PatientReward", "weight": 1.0}]',
+)
 ONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2])
 
 
@@ -45,7 +50,7 @@ def straight(tmp_path_factory) -> Callable[[int], Path]:
 
     def run(processes: int) -> Path:
         if processes not in done:
-            finish(start(root / str(processes), *LONG, "--processes", processes))
+            train_here(root / str(processes), *LONG, "--processes", processes)
             done.add(processes)
         return root / str(processes)
 
@@ -64,13 +69,13 @@ def workers(launcher: subprocess.Popen) -> list[int]:
 
 def test_a_killed_process_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    finish(start(straight))
+    train_here(straight)
     process = start(killed)
     wait_for(killed / "checkpoints" / "step-000003", process)
     process.send_signal(signal.SIGKILL)
     finish(process, -signal.SIGKILL)
     assert not (killed / "summary.json").exists()
-    finish(start(killed, "--resume"))
+    train_here(killed, "--resume")
     assert_same_run(straight, killed, 8)
     assert summary(killed)["steps"] == 8
 
@@ -119,15 +124,15 @@ def test_sigterm_sent_twice_by_launcher_and_scheduler_still_saves(tmp_path):
 
 @ONE_OR_TWO
 def test_a_second_run_in_the_same_directory_is_refused_by_the_name_of_the_first(
-    tmp_path, processes
+    tmp_path, processes, capsys
 ):
     folder = tmp_path / "run"
-    first = start(folder, "--num_steps", 1000, "--processes", processes)
+    first = start(folder, *PATIENT, "--num_steps", 1000, "--processes", processes)
     wait_for(folder / "checkpoints" / "step-000001", first)
     settings = (folder / "config.yaml").read_bytes()
     for option in ("--resume", "--overwrite"):
-        output = finish(start(folder, option), 2)
-        named = re.search(r"is in use by process (\d+) on \S+ since ", output)
+        train_here(folder, option, code=2)
+        named = re.search(r"is in use by process (\d+) on \S+ since ", capsys.readouterr().err)
         assert int(named[1]) in workers(first)
     assert (folder / "config.yaml").read_bytes() == settings
     first.send_signal(signal.SIGTERM)
@@ -135,14 +140,15 @@ def test_a_second_run_in_the_same_directory_is_refused_by_the_name_of_the_first(
     assert not (folder / "run.lock").exists()
 
 
-def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(tmp_path, capsys):
     folder = tmp_path / "run"
-    finish(start(folder, "--num_steps", 2))
+    train_here(folder, "--num_steps", 2)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    output = finish(start(folder, "--resume", "--policy.lora.rank", 4), 2)
-    assert "policy.lora.rank: 2 -> 4" in output
+    train_here(folder, "--resume", "--policy.lora.rank", 4, code=2)
+    assert "policy.lora.rank: 2 -> 4" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    output = finish(start(folder, "--resume", "--num_steps", 3, "--optimizer.learning_rate", 1e-3))
+    train_here(folder, "--resume", "--num_steps", 3, "--optimizer.learning_rate", 1e-3)
+    output = capsys.readouterr().err
     assert "changed num_steps: 2 -> 3" in output
     assert "changed optimizer.learning_rate: 0.0003 -> 0.001" in output
     assert summary(folder)["steps"] == 3
@@ -167,7 +173,7 @@ def test_stops_at_random_moments_leave_no_trace(tmp_path, straight, number, proc
             print(f"{where}: exit code {code}")  # noqa: T201
             left -= code != 0
         if code:
-            finish(start(folder, *options, *_how(folder)))
+            train_here(folder, *options, *_how(folder))
         assert_same_run(expected, folder, STEPS)
         assert summary(folder)["after"].keys() == summary(expected)["after"].keys()
 
