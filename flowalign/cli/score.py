@@ -36,6 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.05,
         help="share of failed rows above which the job stops (default: 0.05)",
     )
+    add(
+        "--summarize",
+        metavar="PREFIX",
+        help="also write prompts.jsonl: each prompt with its mean scores, in columns that begin "
+        "with PREFIX",
+    )
+    _add_process_options(parser)
+
+
+def _add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that divide a job between processes."""
+    add = parser.add_argument
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
         "--processes",

@@ -16,6 +16,7 @@ from flowalign.cli.commands import score as score_command
 from flowalign.cli.commands import score_shards
 from flowalign.cli.main import main, parse
 from flowalign.curation.scoring import job as scoring
+from flowalign.curation.scoring.prompt_means import average_prompts
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.scoring_rewards import Brightness, picture
 
@@ -168,6 +169,32 @@ def test_shards_run_by_hand_are_merged_by_a_run_without_one(tmp_path):
     assert score(data, "--rewards", rewards, "--out", out) == 0
     assert [row["prompt"] for row in rows(out)] == [f"prompt {k}" for k in range(40)]
     assert len(log.read_text().splitlines()) == 40
+
+
+def test_a_summary_of_prompts_has_the_means_of_their_samples(tmp_path):
+    samples = [{"prompt": f"prompt {k % 2}", "image": f"{k}.png"} for k in range(4)]
+    dataset(tmp_path, 4)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    options = ("--rewards", REWARD, "--out", tmp_path / "out", "--summarize", "usual_")
+    assert score(tmp_path / "data.jsonl", *options) == 0
+    lines = (tmp_path / "out/prompts.jsonl").read_text().splitlines()
+    table = rows(tmp_path / "out")
+    assert len({row["brightness"] for row in table}) == 4
+    for k in range(2):
+        dims = "brightness", "contrast"
+        means = {f"usual_{dim}": (table[k][dim] + table[k + 2][dim]) / 2 for dim in dims}
+        assert json.loads(lines[k]) == {"prompt": f"prompt {k}"} | means
+    assert len(lines) == 2
+
+
+def test_samples_without_a_prompt_have_no_summary():
+    row = {"record": "7", "prompt": "", "brightness": 1.0, "brightness_valid": True}
+    with pytest.raises(ValueError, match=r"record 7 has no prompt; --summarize averages"):
+        average_prompts([row], "usual_")
+    with pytest.raises(ValueError, match=r"record 7 has references; --summarize averages"):
+        average_prompts([row | {"prompt": "a", "references": ["a.png"]}], "usual_")
+    failed = row | {"prompt": "a", "brightness": None, "brightness_valid": False}
+    assert average_prompts([failed], "usual_") == [{"prompt": "a"}]
 
 
 def test_the_limit_is_of_records(tmp_path):

@@ -58,6 +58,7 @@ RUNS = {
         for name in ("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "ipo", "align_prop")
     },
     "edit score": ("flux1_kontext", "tasks/editing"),
+    "lsc": ("sd35_medium", "methods/lsc"),
     "modpo": ("sd35_medium", "preference/sd35_dpo", "tasks/modpo"),
     "curriculum": ("sd35_medium", "preference/sd35_dpo", "tasks/curriculum"),
     "flow dpo of wan": ("wan21_1_3b", "preference/wan_flow_dpo"),

@@ -17,6 +17,7 @@ from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring import page as score_page
 from flowalign.curation.scoring import ray_data
 from flowalign.curation.scoring.job import ScoringJob, Watch
+from flowalign.curation.scoring.prompt_means import write_prompts
 from flowalign.curation.scoring.rows import join_fingerprints
 from flowalign.curation.scoring.stats import Throughput, TooManyFailures
 from flowalign.curation.scoring.table import PartFiles, hold_lock, needs_pyarrow
@@ -46,6 +47,8 @@ def _check(args: argparse.Namespace) -> None:
     check_folder_path(Path(args.out))
     if not 0 <= args.max_failed_fraction <= 1:
         raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
+    if args.summarize is not None and args.shard:
+        raise ValueError("--summarize needs all shards: set it in the run without --shard")
     if args.format == "parquet":
         needs_pyarrow()
     if args.executor != "ray" and args.address:
@@ -160,7 +163,11 @@ def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str,
     title = f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}"
     models, _ = load_rewards(args.rewards)
     warnings = {f"warning: {one.spec.name}": one.caveat for one in models if one.caveat}
-    table(title, rows | reasons | {"page": str(page)} | warnings)
+    pages = {"page": str(page)}
+    if args.summarize is not None:
+        parts = PartFiles(folder / "parts").rows(blocks)
+        pages["prompts"] = str(write_prompts(folder, parts, args.summarize))
+    table(title, rows | reasons | pages | warnings)
     try:
         stats.check(args.max_failed_fraction)
     except TooManyFailures as error:

@@ -88,15 +88,8 @@ def test_on_flux_it_is_the_base_model_before_training_and_only_the_hypernetwork_
     assert {name.split(".")[0] for name in trained} == {"hypernetwork"}
     assert [n for n, grad in trained.items() if grad is None or not grad.abs().sum()] == []
     layers = policy.denoiser.hypernetwork.sizes
-    assert (
-        len(layers)
-        == sum("single" not in n for n in _attentions(policy)) * 8
-        + sum("single" in n for n in _attentions(policy)) * 3
-    )
-
-
-def _attentions(policy: HyperAlign) -> list[str]:
-    return [n for n, _ in policy.denoiser.named_modules() if n.endswith(".attn")]
+    config = policy.base.folder.config("transformer")
+    assert len(layers) == 8 * config["num_layers"] + 3 * config["num_single_layers"]
 
 
 def test_levels_at_which_weights_are_written():
