@@ -49,7 +49,8 @@ def pair_steps(
 ) -> StepPairs:
     """Pair the transitions of each step within their groups by `rule`.
 
-    Samples that meet at several steps in the same order are one pair. `credit` holds dimensions
+    Samples that meet at several steps in the same order are one pair. Pairs are sorted by their
+    winner's row, so the pairs of a prompt are consecutive. `credit` holds dimensions
     in which higher is better. Source: SPO, arXiv:2406.04314, pairs siblings of equal steps; other
     rules, groups and credit methods are our choice.
     """
@@ -61,9 +62,11 @@ def pair_steps(
             for winner, loser in zip(*(rows[side].tolist() for side in sides), strict=True):
                 gap = gaps.setdefault((winner, loser), advantage.new_zeros(mask.shape[1]))
                 gap[k] = advantage[winner, k] - advantage[loser, k]
-    winners, losers = torch.tensor([*gaps], dtype=torch.long).view(-1, 2).unbind(1)
+    # Noise depends on a pair's position, so the order must not depend on the number of processes.
+    pairs = sorted(gaps)
+    winners, losers = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
     none = advantage.new_zeros(0, mask.shape[1])
-    return StepPairs(winners, losers, torch.stack([*gaps.values()]) if gaps else none)
+    return StepPairs(winners, losers, torch.stack([gaps[p] for p in pairs]) if pairs else none)
 
 
 def count_pairs(rule: Rule, group: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> int:

@@ -12,6 +12,7 @@ from torch import tensor
 from torch.nn.functional import adaptive_avg_pool2d
 from torch.testing import assert_close
 
+from flowalign.credit.gain import Gain
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields, Collator, read_map
@@ -30,6 +31,7 @@ from flowalign.training.matching.reference_models import EMAReference
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
+from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import RunContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
 from flowalign.utils.costs import Costs
@@ -845,7 +847,24 @@ def _rollouts_pairs(folder: Path, processes: Processes):
     return _rollouts(folder, processes, **DPO_RECIPE)
 
 
-RUNS = {f.__name__: f for f in (_stored, _samples, _rollouts_pairs, _rollouts_rows)}
+def _step_pairs(folder: Path, processes: Processes):
+    """Pairs of single steps, weighted by their lead over the mean of all processes."""
+    learner = new_learner(processes=processes)
+    cfg = Rollouts(
+        prompts=str(folder / "prompts.txt"),
+        prompts_per_step=3,
+        samples_per_prompt=4,
+        num_steps=3,
+        credit=Gain(),
+    )
+    stream = cfg.open(learner, StreamContext(Rewards([Redness()], {"redness": 1.0}), 0))
+    times = SamplerGrid(num_steps=3, distinct=True)
+    metrics = train(recipe(times=times, times_per_sample=2), learner, stream, 2)
+    assert {m["pair_steps"] for m in metrics} == {6}
+    return learner, metrics, {}, {}
+
+
+RUNS = {f.__name__: f for f in (_stored, _samples, _rollouts_pairs, _rollouts_rows, _step_pairs)}
 
 
 def _made(name: str, folder: Path, processes: Processes):
