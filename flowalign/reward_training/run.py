@@ -21,7 +21,7 @@ from flowalign.reward_training.training_settings import Dimension, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching.times import Times
 from flowalign.types import Backbone, Head, NoisyBackbone
-from flowalign.types.ranges import Decay, PositiveInt, Range, Seed
+from flowalign.types.ranges import Decay, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import Claim, clear, is_unused
 from flowalign.utils.tracking import Tracker
@@ -77,12 +77,12 @@ class RewardRun:
 
     def __post_init__(self) -> None:
         """Check everything that needs neither weights nor data."""
+        require_ranges(self)
         if not self.dimensions or not self.data:
             raise ValueError("dimensions and data must each have at least one entry")
-        if not (0 < self.held_out < 1 and 0 <= self.test < 1 and self.held_out + self.test < 1):
+        if self.held_out + self.test >= 1:
             raise ValueError(
-                f"held_out {self.held_out}, test {self.test}: need 0 < held_out, 0 <= test, "
-                "and their sum below 1"
+                f"held_out is {self.held_out} and test {self.test}; their sum must be below 1"
             )
         if isinstance(self.backbone, NoisyBackbone) != (self.times is not None):
             raise ValueError(
@@ -93,10 +93,6 @@ class RewardRun:
                     else "finished samples: set it to null"
                 )
             )
-        if not 0 <= self.max_failed_fraction < 1:
-            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}, not in [0, 1)")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is cuda, but there is no GPU; set it to auto or cpu")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowalign.reward_training.losses import LabelKind, RewardLoss
-from flowalign.types.ranges import PositiveFloat, PositiveInt
+from flowalign.types.ranges import PositiveFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,13 @@ class Dimension:
     """Weight of the loss in the sum over dimensions, above 0."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for labels that the loss cannot read."""
+        """Reject labels that the loss cannot read, and a weight that is not positive."""
+        require_ranges(self, "dimension")
         if self.labels not in self.loss.reads:
             raise ValueError(
                 f"{type(self.loss).__name__} reads {' or '.join(self.loss.reads)}, "
                 f"not {self.labels}"
             )
-        if not self.weight > 0:
-            raise ValueError(f"the weight of a dimension is {self.weight}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +57,5 @@ class Schedule:
     """Ridge stage before the first epoch. Null: none."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers that train nothing."""
-        if self.epochs < 1 or self.batch_size < 1 or self.patience < 1:
-            raise ValueError(
-                f"schedule.epochs {self.epochs}, batch_size {self.batch_size}, patience "
-                f"{self.patience}: all must be at least 1"
-            )
+        """Reject settings outside their ranges."""
+        require_ranges(self, "schedule")

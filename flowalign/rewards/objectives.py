@@ -19,7 +19,7 @@ from flowalign.functional.combine import (
 from flowalign.rewards.composite import Rewards
 from flowalign.types import LatentReward, PastOutcomes, Request, Trajectory, ValueFunction
 from flowalign.types.completion import Completion
-from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat
+from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat, require_ranges
 
 Pareto = Literal["off", "group", "batch"]
 """Samples that compete in Pareto selection. off: no selection. group: the samples of a prompt.
@@ -47,9 +47,8 @@ class LogSigmoidCentred:
     """Reward units per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a scale of 0 or below, which would reverse preferences."""
-        if not self.scale > 0:
-            raise ValueError(f"value_transform.scale is {self.scale}; it must be above 0")
+        """Reject a scale of 0 or below, which would reverse preferences."""
+        require_ranges(self, "value_transform")
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError unless exactly the weighted dimensions have a reference."""
@@ -156,12 +155,10 @@ class Thresholds:
     """Momentum of the multiplier updates, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for missing thresholds or an invalid rate or momentum."""
-        if not self.at or not self.rate > 0 or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"thresholds at {dict(self.at)}, rate {self.rate}, momentum {self.momentum}: need a"
-                " dimension, rate > 0 and 0 <= momentum < 1"
-            )
+        """Reject missing thresholds, and settings outside their ranges."""
+        require_ranges(self, "thresholds")
+        if not self.at:
+            raise ValueError("thresholds.at is empty; give the threshold of at least one dimension")
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError for a dimension that is unknown or has no weight."""

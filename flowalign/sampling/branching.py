@@ -11,7 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import SharedRows
-from flowalign.types.ranges import GroupSize, NonNegativeFloat, NonNegativeInt, Range
+from flowalign.types.ranges import NonNegativeInt, PositiveFloat, Range, require_ranges
+
+Children = Annotated[int, Range(least=2, most=100_000)]
+"""Number of states that one state splits into."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +68,18 @@ class Tree(Branching):
 
     splits: Sequence[NonNegativeInt] | None = None
     """Indices of the steps at which to split. Null: every step of the window."""
-    children: GroupSize = 2
+    children: Children = 2
     """Number of states that each state splits into, at least 2."""
     growth: Annotated[float, Range(above=-1)] = 0.0
     """Relative increase of the noise level from the first to the deepest split, above -1."""
-    sibling_noise_scale: NonNegativeFloat | None = None
+    sibling_noise_scale: PositiveFloat | None = None
     """Scale s of a sibling's individual noise: siblings draw (shared + s * individual) /
     sqrt(1 + s^2). This keeps each draw a standard normal, while the released code rescales the
     noise. BranchGRPO: 4. Null: no shared noise."""
 
     def __post_init__(self) -> None:
         """Reject fewer than 2 children, and noise settings out of range."""
-        if self.sibling_noise_scale is not None and not self.sibling_noise_scale > 0:
-            raise ValueError(
-                f"branching.sibling_noise_scale is {self.sibling_noise_scale}; "
-                "it must be above 0, or null"
-            )
-        if self.children < 2 or not self.growth > -1:
-            raise ValueError(
-                f"branching with children {self.children}, growth {self.growth}: "
-                "a tree needs at least 2 children, and growth above -1"
-            )
+        require_ranges(self, "branching")
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
@@ -124,13 +118,12 @@ class Comb(Branching):
     Source: TempFlow-GRPO, arXiv:2508.04324, 6 children.
     """
 
-    children: GroupSize = 6
+    children: Children = 6
     """Number of samples that branch off at each window step, at least 2."""
 
     def __post_init__(self) -> None:
         """Reject fewer than 2 children."""
-        if self.children < 2:
-            raise ValueError(f"branching.children is {self.children}; a comb needs at least 2")
+        require_ranges(self, "branching")
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:

@@ -6,7 +6,6 @@ Source: DenseGRPO, arXiv:2601.20218v2, Alg. 1.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from flowalign.functional.noise_calibration import (
     initial_levels,
     paper_rule,
 )
-from flowalign.types.ranges import PositiveFloat, PositiveInt
+from flowalign.types.ranges import PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.files import write_text
 
 Rule = Literal["damped", "paper"]
@@ -70,18 +69,10 @@ class Calibration:
         if self.rule not in get_args(Rule):
             known = ", ".join(get_args(Rule))
             raise ValueError(f"calibration.rule is {self.rule!r}; choose from {known}")
-        for name in ("num_samples", "iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"calibration.{name} is {getattr(self, name)}; it must be at least 1"
-                )
-        numbers = {k: v for k, v in self.settings().items() if k != "rule" and v is not None}
-        for name, value in numbers.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"calibration.{name} is {value}; it must be finite and above 0")
-        if self.rule == "damped" and not numbers["threshold"] < 1:
+        require_ranges(self, "calibration")
+        if self.rule == "damped" and self.threshold is not None and self.threshold >= 1:
             raise ValueError(
-                f"calibration.threshold is {numbers['threshold']}; "
+                f"calibration.threshold is {self.threshold}; "
                 "the damped rule takes a share, above 0 and below 1"
             )
 

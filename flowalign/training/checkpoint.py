@@ -38,7 +38,7 @@ from flowalign.training.checkpoint_files import (
 from flowalign.training.learner import Learner
 from flowalign.training.optimizers import check_moments, put_back, state_tensors
 from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
-from flowalign.types.ranges import NonNegativeInt, PositiveInt
+from flowalign.types.ranges import NonNegativeInt, PositiveInt, require_ranges
 from flowalign.utils.files import sync_file, sync_tree
 
 __all__ = [
@@ -68,11 +68,8 @@ class Checkpoints:
     which must be equal. first_and_last: the first and the final one of the run."""
 
     def __post_init__(self) -> None:
-        """Reject an `every` below 1 and a negative `keep`."""
-        if self.every < 1 or self.keep < 0:
-            raise ValueError(
-                f"checkpoints.every {self.every}, keep {self.keep}: need every >= 1, keep >= 0"
-            )
+        """Reject settings outside their ranges."""
+        require_ranges(self, "checkpoints")
 
 
 def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:

@@ -14,6 +14,7 @@ from flowalign.types.ranges import (
     NonNegativeInt,
     PositiveInt,
     UnitInterval,
+    require_ranges,
 )
 
 
@@ -27,11 +28,8 @@ class Ema:
     """Number of optimizer updates between two averagings. Flow-GRPO's code: 8."""
 
     def __post_init__(self) -> None:
-        """Reject a decay outside [0, 1), and an `every` below 1."""
-        if not 0 <= self.decay < 1 or self.every < 1:
-            raise ValueError(
-                f"ema.decay {self.decay}, every {self.every}: need 0 <= decay < 1, every >= 1"
-            )
+        """Reject settings outside their ranges."""
+        require_ranges(self, "ema")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +51,8 @@ class Ramp:
     """Upper bound of the decay on the ramp, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        """Reject decays outside [0, 1], and a negative slope."""
-        if not (0 <= self.start <= 1 and 0 <= self.highest < 1 and self.slope >= 0):
-            raise ValueError(
-                f"decay: start {self.start}, slope {self.slope}, highest {self.highest}; "
-                "need start in [0, 1], slope at least 0, highest in [0, 1)"
-            )
+        """Reject settings outside their ranges."""
+        require_ranges(self, "decay")
 
     def at(self, n: int) -> float:
         """Return the decay of averaging n, counted from 1."""

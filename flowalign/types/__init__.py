@@ -59,6 +59,7 @@ from flowalign.types.ranges import (
     Range,
     Seed,
     UnitInterval,
+    require_ranges,
 )
 from flowalign.types.request import (
     ConditionedPrompt,

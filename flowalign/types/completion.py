@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flowalign.types.ranges import PositiveInt
+from flowalign.types.ranges import PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,8 @@ class Completion:
     which saves one evaluation per state."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `stride` or `max_steps` is below 1."""
-        if self.stride < 1 or (self.max_steps is not None and self.max_steps < 1):
-            raise ValueError(
-                f"completion with max_steps {self.max_steps}, stride {self.stride}: "
-                "both need at least 1"
-            )
+        """Reject settings outside their ranges."""
+        require_ranges(self, "completion")
 
     @property
     def follows_rollout(self) -> bool:

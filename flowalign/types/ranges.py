@@ -83,14 +83,14 @@ def find_errors(settings: object, kind: type) -> Iterator[tuple[str, str]]:
     yield from _wrong_in(_settings(settings) or {}, kind, "")
 
 
-def require_ranges(settings: object, name: str) -> None:
-    """Check the numbers of a settings object, which run files call `name`.
+def require_ranges(settings: object, name: str = "") -> None:
+    """Check the numbers of a settings object, which run files call `name`; "": the whole file.
 
     Raises:
         ValueError: A number is out of range; names the key of the first one.
     """
     for key, what in find_errors(vars(settings), type(settings)):
-        raise ValueError(f"{name}.{key} is {what}")
+        raise ValueError(f"{name}.{key} is {what}".removeprefix("."))
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.functional.rating import Features
-from flowalign.types import Backbone, MediaBatch, PositiveInt
+from flowalign.types import Backbone, MediaBatch, PositiveInt, require_ranges
 from reward_models.backbones.checkpoints import find_file, fingerprint_of
 from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
 from reward_models.backbones.efficientnet import EfficientNetLite0
@@ -127,10 +127,7 @@ class Lora:
 
     def __post_init__(self) -> None:
         """Raise ValueError for adapters that change nothing."""
-        if self.rank < 1 or not self.alpha > 0:
-            raise ValueError(
-                f"lora rank {self.rank}, alpha {self.alpha}: need rank >= 1, alpha > 0"
-            )
+        require_ranges(self, "lora")
 
 
 class PooledFrames(Backbone):

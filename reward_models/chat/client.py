@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt
+from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.optional import import_optional
 from reward_models.chat.cache import AnswerCache
 from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
@@ -53,14 +53,7 @@ class Server:
             raise ValueError(f"server url {self.url!r} must begin with http:// or https://")
         if not self.model:
             raise ValueError("server model is empty; set the name under which the server offers it")
-        for name in ("concurrency", "attempts", "max_failures"):
-            if asdict(self)[name] < 1:
-                raise ValueError(f"server {name} is {asdict(self)[name]}; it must be at least 1")
-        if not 0 < self.timeout < float("inf") or min(self.backoff, self.rest) < 0:
-            raise ValueError(
-                f"server timeout {self.timeout} must be above 0, backoff {self.backoff} and rest "
-                f"{self.rest} not below 0"
-            )
+        require_ranges(self, "server")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import JudgeCalls, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
+from flowalign.types import (
+    JudgeCalls,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    require_ranges,
+)
 from reward_models.chat.circuit_breaker import ChatError
 from reward_models.chat.client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.parsers import Unparsable
@@ -34,11 +41,7 @@ class Sampling:
     """
 
     def __post_init__(self) -> None:
-        if self.passes < 1 or self.max_tokens < 1 or self.retries < 0 or self.temperature < 0:
-            raise ValueError(
-                f"sampling: passes {self.passes} and max_tokens {self.max_tokens} must be at least "
-                f"1, retries {self.retries} and temperature {self.temperature} at least 0"
-            )
+        require_ranges(self, "sampling")
 
 
 @dataclass(frozen=True)

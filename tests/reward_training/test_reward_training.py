@@ -449,9 +449,9 @@ def test_nonsense_is_refused_where_it_is_said():
         Dimension(loss=Regression())
     with pytest.raises(ValueError, match="BradleyTerryTies reads ranks or ratings, not votes"):
         Dimension(loss=BradleyTerryTies(), labels="votes")
-    with pytest.raises(ValueError, match="weight of a dimension is 0"):
+    with pytest.raises(ValueError, match=r"dimension\.weight is 0"):
         Dimension(loss=BradleyTerry(), weight=0.0)
-    with pytest.raises(ValueError, match=r"schedule\.epochs 0"):
+    with pytest.raises(ValueError, match=r"schedule\.epochs is 0"):
         Schedule(epochs=0)
     with pytest.raises(ValueError, match="at least two, in increasing order"):
         Ordinal([2, 1])

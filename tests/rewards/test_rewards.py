@@ -322,7 +322,7 @@ def test_thresholds_refuse_unweighted_dimensions():
         new_recipe(
             advantages={"thresholds": Thresholds(at={"green": 1.0})}
         ).advantages.check_rewards(new_rewards())
-    with pytest.raises(ValueError, match="need a dimension"):
+    with pytest.raises(ValueError, match="threshold of at least one dimension"):
         Thresholds(at={})
 
 

@@ -114,8 +114,14 @@ def test_seeds_must_divide_the_samples():
 
 
 @pytest.mark.parametrize(
-    "bad", [lambda: Tree(children=1), lambda: Tree(growth=-1.0), lambda: Comb(children=1)]
+    ("kind", "settings", "message"),
+    [
+        (Tree, {"children": 1}, "children is 1; it must be at least 2"),
+        (Tree, {"growth": -1.0}, "growth is -1.0; it must be above -1"),
+        (Tree, {"sibling_noise_scale": 0.0}, "sibling_noise_scale is 0.0; it must be above 0"),
+        (Comb, {"children": 1}, "children is 1; it must be at least 2"),
+    ],
 )
-def test_what_is_no_branching_is_refused(bad):
-    with pytest.raises(ValueError, match="at least 2"):
-        bad()
+def test_what_is_no_branching_is_refused(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**settings)

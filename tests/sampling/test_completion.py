@@ -142,10 +142,10 @@ def test_paths_by_hand(how, k, path):
     assert how.path(k, 8) == path
 
 
-@pytest.mark.parametrize("bad", [{"stride": 0}, {"max_steps": 0}])
-def test_a_completion_of_no_step_is_refused(bad):
-    with pytest.raises(ValueError, match="both need at least 1"):
-        Completion(**bad)
+@pytest.mark.parametrize("name", ["stride", "max_steps"])
+def test_a_completion_of_no_step_is_refused(name):
+    with pytest.raises(ValueError, match=rf"completion\.{name} is 0; it must be at least 1"):
+        Completion(**{name: 0})
 
 
 class Asking(CreditEstimator):

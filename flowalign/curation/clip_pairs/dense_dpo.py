@@ -25,7 +25,13 @@ from flowalign.functional.segments import (
     temporal_stride,
 )
 from flowalign.rewards.composite import Rewards
-from flowalign.types.ranges import Decay, NonNegativeFloat, PositiveFloat, UnitInterval
+from flowalign.types.ranges import (
+    Decay,
+    NonNegativeFloat,
+    PositiveFloat,
+    UnitInterval,
+    require_ranges,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +50,10 @@ class DensePairs(PairGenerator):
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that label no segment."""
+        require_ranges(self, "method")
         low, high = self.level
         if not 0 < low <= high < 1:
             raise ValueError(f"method.level is {self.level}; it must be increasing, within (0, 1)")
-        if not self.seconds > 0 or not self.margin >= 0 or not 0 <= self.min_decided < 1:
-            raise ValueError(
-                f"method.seconds {self.seconds}, margin {self.margin}, min_decided "
-                f"{self.min_decided}: need seconds above 0, margin of at least 0, and min_decided "
-                "in [0, 1)"
-            )
 
     @override
     def check(self, rewards: Rewards) -> None:

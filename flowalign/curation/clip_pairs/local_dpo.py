@@ -16,7 +16,7 @@ from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.curation.clip_pairs.method import ClipPair, PairGenerator, Results, Side
 from flowalign.functional.corruption import moving_mask, step_at_share
 from flowalign.rewards.composite import Rewards
-from flowalign.types.ranges import PositiveInt, UnitInterval
+from flowalign.types.ranges import PositiveInt, UnitInterval, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,12 @@ class LocalPairs(PairGenerator):
 
     def __post_init__(self) -> None:
         """Raise ValueError for masks that change nothing, or strengths that training rejects."""
+        require_ranges(self, "method")
         if not self.strengths or not all(0.6 < s <= 1 for s in self.strengths):
             raise ValueError(f"method.strengths are {[*self.strengths]}; each must be in (0.6, 1]")
         low, high = self.share
-        if not 0 < low <= high < 1 or self.max_shapes < 1:
-            raise ValueError(
-                f"method.share {self.share}, max_shapes {self.max_shapes}: need share to "
-                "increase within (0, 1), and at least one shape"
-            )
+        if not 0 < low <= high < 1:
+            raise ValueError(f"method.share is {self.share}; it must increase within (0, 1)")
 
     @override
     def check(self, rewards: Rewards) -> None:

@@ -13,7 +13,7 @@ from flowalign.data.readers import Dataset, open_dataset
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.weighted_reward import WeightedReward, join_weights
 from flowalign.types import Policy
-from flowalign.types.ranges import Decay, DenoisingSteps, PositiveInt, Seed
+from flowalign.types.ranges import Decay, DenoisingSteps, PositiveInt, Seed, require_ranges
 from flowalign.utils.typed_settings import load_typed
 
 
@@ -56,18 +56,9 @@ class ClipPairs:
 
     def __post_init__(self) -> None:
         """Check everything that needs neither weights nor videos."""
-        for name, least in (("num_steps", 2), ("batch_size", 1), ("micro_batch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("limit", "num_frames"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1, or null")
-        if not 0 <= self.held_out < 1 or not 0 <= self.max_dropped_fraction <= 1:
-            raise ValueError(
-                f"held_out {self.held_out}, max_dropped_fraction {self.max_dropped_fraction}: "
-                "need max_dropped_fraction in [0, 1], and held_out in [0, 1)"
-            )
+        require_ranges(self)
+        if self.num_steps < 2:
+            raise ValueError(f"num_steps is {self.num_steps}; it must be at least 2")
         self._check_policy()
         rewards = self._build_rewards()
         rewards.check_policy(self.policy)

@@ -20,12 +20,7 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     weighted_score,
 )
-from flowalign.losses.matching.links import (
-    Link,
-    Sigmoid,
-    pair_stats,
-    sample_errors,
-)
+from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, sample_errors
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range

@@ -6,7 +6,7 @@ for noisy states. Here they are ranked by their advantage, from any credit metho
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 from flowalign.types.loss import Loss
-from flowalign.types.ranges import PositiveFloat
+from flowalign.types.ranges import PositiveFloat, Range, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +29,13 @@ class StepDPO(PolicyLoss):
     reference: Literal["reference", "old"] = "reference"
     """Policy that likelihoods are relative to. reference: the frozen model, as in SPO. old: the
     policy that sampled the rollout, which needs no further evaluation."""
-    ratio_clip: PositiveFloat = 0.1
+    ratio_clip: Annotated[float, Range(above=0, below=1)] = 0.1
     """Largest distance of the likelihood ratio from 1. Transitions beyond it have no gradient.
     SPO: 0.1."""
 
     def __post_init__(self) -> None:
-        """Reject a beta that is not positive and a ratio_clip outside (0, 1)."""
-        if not self.beta > 0:
-            raise ValueError(f"algorithm.beta is {self.beta}; it must be above 0")
-        if not 0 < self.ratio_clip < 1:
-            raise ValueError(f"algorithm.ratio_clip is {self.ratio_clip}; it must lie in (0, 1)")
+        """Reject settings outside their ranges."""
+        require_ranges(self, "algorithm")
 
     @property
     @override

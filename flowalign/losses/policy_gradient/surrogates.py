@@ -18,7 +18,7 @@ from flowalign.functional.surrogate import (
 )
 from flowalign.functional.transition import Gaussian, travelled_velocity
 from flowalign.types import Minibatch
-from flowalign.types.ranges import PositiveFloat
+from flowalign.types.ranges import PositiveFloat, require_ranges
 
 SurrogateLoss: TypeAlias = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
 """Loss per sample, and the log-ratio that the trust region is applied to."""
@@ -167,8 +167,7 @@ class LayerTuning(Surrogate):
                 f"surrogate.surrogate is {type(self.surrogate).__name__}; "
                 "choose PPOClip, LogHinge or RewardClip"
             )
-        if not self.coef > 0:
-            raise ValueError(f"surrogate.coef is {self.coef}; it must be above 0")
+        require_ranges(self, "surrogate")
         object.__setattr__(self, "clip", self.surrogate.clip)
 
     @override

@@ -25,7 +25,7 @@ from flowalign.types import (
     Sharding,
     Speed,
 )
-from flowalign.types.ranges import PositiveInt, Seed
+from flowalign.types.ranges import PositiveInt, Seed, require_ranges
 from flowalign.utils.costs import Costs
 
 
@@ -84,14 +84,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Check everything that needs no weights."""
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
-        if self.decode_micro_batch is not None and self.decode_micro_batch < 1:
-            raise ValueError(
-                f"decode_micro_batch is {self.decode_micro_batch}; it must be at least 1, or null"
-            )
+        require_ranges(self)
         if self.guidance == "off":
             self.policy.turn_off_guidance()
         if self.device == "cpu" and self.policy.precision == "fp16":

@@ -15,7 +15,7 @@ from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import Learner
 from flowalign.training.reference import WeightOverride, check_guidance, find_scale, guide
 from flowalign.types import Policy, VelocityField
-from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt
+from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt, require_ranges
 
 AverageName = Literal["reference", "old", "anchor", "behaviour"]
 """Name of an average of the policy's weights in `Learner.averages`. old: the old policy of a loss.
@@ -34,8 +34,7 @@ class Average:
 
     def __post_init__(self) -> None:
         """Reject a decay outside [0, 1)."""
-        if not isinstance(self.decay, Ramp) and not 0 <= self.decay < 1:
-            raise ValueError(f"{type(self).__name__}.decay is {self.decay}; it must be in [0, 1)")
+        require_ranges(self, type(self).__name__)
 
     def follow(self, learner: Learner, name: AverageName) -> VelocityField:
         """Average the parameters from now on, and return the average's velocity field.
@@ -130,8 +129,7 @@ class PeriodicCopy(ReferenceModel):
 
     def __post_init__(self) -> None:
         """Reject an `every` below 1."""
-        if self.every < 1:
-            raise ValueError(f"reference.every is {self.every}; it must be at least 1")
+        require_ranges(self, "reference")
 
     @property
     def equals_policy(self) -> bool:

@@ -24,11 +24,7 @@ from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
-from flowalign.types import (
-    CreditEstimator,
-    Label,
-    ModelPlan,
-)
+from flowalign.types import CreditEstimator, Label, ModelPlan
 from flowalign.types.completion import Completion
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 

@@ -18,7 +18,7 @@ from flowalign.training.matching.state_source import ForwardNoise, StateSource
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.update_checks import OnFailure
 from flowalign.types import MatchingLoss, Policy
-from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, require_ranges
 
 STEP_FIELD = "step"
 """Name of the learner's velocity field for the step to the matched states."""
@@ -76,12 +76,7 @@ class MatchingSettings:
 
     def __post_init__(self) -> None:
         """Reject invalid settings before any model is loaded."""
-        for name in ("updates_per_step", "epochs_per_step", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("sft", "kl", "displacement_patience"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 0")
+        require_ranges(self, "recipe")
         if self.loss.requirements.velocity and self.space != "velocity":
             raise ValueError(
                 f"recipe.space is {self.space}, but {type(self.loss).__name__} is defined on "

@@ -17,6 +17,7 @@ from flowalign.types.ranges import (
     PositiveFloat,
     PositiveInt,
     UnitInterval,
+    require_ranges,
 )
 
 Schedule = Callable[[int], Float[Tensor, "S"]]
@@ -100,8 +101,7 @@ class LogitNormal(Times):
 
     def __post_init__(self) -> None:
         """Reject a std or shift that is not positive."""
-        if not (self.std > 0 and self.shift > 0):
-            raise ValueError(f"times: std {self.std}, shift {self.shift}; both must be above 0")
+        require_ranges(self, "times")
 
     @override
     def highest(self, schedule: Schedule) -> float:

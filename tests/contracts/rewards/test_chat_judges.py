@@ -529,7 +529,7 @@ WRONG = {
     "levels": (lambda s: Levels(s, {"Good": 1.0, "bad": 0.0}), "lower-case words"),
     "no such template": (lambda s: YesNo(s, template="yesno"), "'yesno'.*yes_no"),
     "slots": (lambda s: YesNo(s, template="one_reward"), "must have .*question"),
-    "passes": (lambda s: Sampling(passes=0), "passes 0"),
+    "passes": (lambda s: Sampling(passes=0), "passes is 0"),
 }
 
 

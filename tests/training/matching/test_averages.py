@@ -77,12 +77,12 @@ def test_an_average_that_starts_at_one_is_held_and_then_let_go():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"highest": 1.0}, {"highest": 0.5, "start": 1.2}, {"highest": 0.5, "slope": -0.1}],
+    ("name", "value", "allowed"),
+    [("highest", 1.0, "below 1"), ("start", 1.2, "at most 1"), ("slope", -0.1, "at least 0")],
 )
-def test_a_schedule_that_averages_nothing_is_refused(settings):
-    with pytest.raises(ValueError, match=r"need start in \[0, 1\]"):
-        Ramp(**settings)
+def test_a_schedule_that_averages_nothing_is_refused(name, value, allowed):
+    with pytest.raises(ValueError, match=rf"decay\.{name} is {value}; it must be .*{allowed}"):
+        Ramp(**{"highest": 0.5, name: value})
 
 
 def test_a_ramp_by_hand():

@@ -160,7 +160,7 @@ def test_what_follows_the_policy_begins_as_its_copy(reference):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: EMAReference(decay=1.0), r"EMAReference\.decay is 1\.0; it must be in \[0, 1\)"),
+        (lambda: EMAReference(decay=1.0), "EMAReference.decay is 1.0; .* below 1"),
         (lambda: EMAReference(decay=-0.1), r"EMAReference\.decay is -0\.1"),
         (lambda: PeriodicCopy(every=0), r"reference\.every is 0; it must be at least 1"),
     ],
