@@ -67,15 +67,30 @@ RUNS = {
     "hyper_align of flux": (
         *("flux1_dev", "methods/draft_lv", "tasks/hpsv2", "tasks/hyper_align_flux1"),
     ),
+    "euphonium": ("sd35_medium", "credit/sd35_medium/euphonium"),
+    "latent gain": ("sd35_medium", "credit/sd35_medium/latent_gain"),
+    "flow nrg": ("sd35_medium", "tasks/flow_nrg_sd35"),
+    "euphonium of wan": ("wan21_1_3b", "tasks/euphonium_wan21_1_3b"),
+    "latent gain of wan": ("wan21_1_3b", "tasks/latent_gain_wan21_1_3b"),
+    "flow nrg of wan": ("wan21_1_3b", "tasks/flow_nrg_wan21_1_3b"),
     "flow rwr of wan": ("wan21_1_3b", "preference/wan_flow_rwr"),
 }
 """Run files of components that no other run file names, with a model for each. The file of the
 model comes first, unless the first file is complete."""
+LATENT = {"sd35_medium": "sd35_latent", "wan21_1_3b": "wan21_1_3b_latent"}
+"""Latent reward of models whose run files use one."""
 COMPLETE = ("credit/", "preference/")
 
 
+@pytest.fixture(scope="module")
+def latent_rewards(matrix):
+    """Latent rewards, trained on the first blocks of the tiny models."""
+    for model, name in LATENT.items():
+        matrix.train_reward(name, model)
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_file_of_a_component_trains_one_step(matrix, name):
+def test_a_run_file_of_a_component_trains_one_step(matrix, latent_rewards, name):
     model, *parts = RUNS[name]
     parts = parts if parts[0].startswith(COMPLETE) else [f"models/{model}", *parts]
     files = [f"configs/{part}.yaml" for part in parts]

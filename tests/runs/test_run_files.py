@@ -147,6 +147,12 @@ NEW = [
         "configs/tasks/hyper_align_flux1.yaml",
     ],
     ["configs/preference/sdxl_ppd.yaml"],
+    *([f"configs/credit/sd35_medium/{name}.yaml"] for name in ("euphonium", "latent_gain")),
+    ["configs/models/sd35_medium.yaml", "configs/tasks/flow_nrg_sd35.yaml"],
+    *(
+        ["configs/models/wan21_1_3b.yaml", f"configs/tasks/{name}_wan21_1_3b.yaml"]
+        for name in ("euphonium", "latent_gain", "flow_nrg")
+    ),
     *(
         ["configs/models/sd35_medium.yaml", f"configs/methods/{name}.yaml"]
         for name in ("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "align_prop")
