@@ -91,13 +91,9 @@ class Rater(nn.Module):
         for name, value in (("factor", 1.0), ("shift", 0.0), ("mean", 0.0), ("std", 1.0)):
             self.register_buffer(name, torch.full((num_dims,), value))
 
-    def standardise(self, features: Features) -> Features:
-        """Return the standardised features that the head receives."""
-        return Features(self.joint(features.joint), self.prompt(features.prompt))
-
     def forward(self, features: Features) -> Ratings:
-        """Return the uncalibrated scores of the head, which its losses use."""
-        return self.head(self.standardise(features))
+        """Return the uncalibrated scores of the head from standardised features."""
+        return self.head(Features(self.joint(features.joint), self.prompt(features.prompt)))
 
     def in_units(self, ratings: Ratings, z_score: bool) -> tuple[Tensor, Tensor | None]:
         """Return scores [n, R], calibrated or as z-scores, with their standard deviations."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.corruption import restore_unmasked
@@ -91,7 +91,7 @@ class ClipRegenerator:
             x[here] = x[here] + (sigmas[k + 1] - sigmas[k]) * v
             if mask is not None:
                 kept = restore_unmasked(x, clean, noise, sigmas[k + 1], mask)
-                x = torch.where(_expand_rows(here, x), kept, x)
+                x = torch.where(here.view(-1, 1, 1, 1, 1), kept, x)
         return x
 
     def decode(self, latents: Float[Tensor, "n C F H W"]) -> Float[Tensor, "n T 3 h w"]:
@@ -111,7 +111,3 @@ class ClipRegenerator:
             {dim: values for dim, values, counts in dims if counts},
             {i: output.reasons.get(i, "no reason given") for i in unknown.nonzero()[:, 0].tolist()},
         )
-
-
-def _expand_rows(which: Bool[Tensor, "n"], like: Tensor) -> Tensor:
-    return which.view(-1, *[1] * (like.ndim - 1))

@@ -112,17 +112,12 @@ def merge(parts: PartFiles, blocks: Sequence[int], table: Path) -> None:
 def _column_types(rows: Iterator[Row]) -> dict[str, str]:
     """Return names and types of all columns; labels that only some rows have are included."""
     names = dict.fromkeys(name for row in rows for name in row)
-    labels = {
-        name: _LABELS[kind] for name in sorted(names) if (kind := _label_kind(name)) in _LABELS
-    }
+    prefixes = {name: name.partition("/")[0] for name in sorted(names) if "/" in name}
+    labels = {name: _LABELS[kind] for name, kind in prefixes.items() if kind in _LABELS}
     asked = {name: kind for name, kind in _REQUEST.items() if name in names}
     known = FIXED | asked | labels
     scored = [name for name in names if name not in known]
     return known | {name: "bool" if name.endswith("_valid") else "double" for name in scored}
-
-
-def _label_kind(name: str) -> str:
-    return name.partition("/")[0] if "/" in name else ""
 
 
 def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) -> None:

@@ -7,8 +7,6 @@ rows of a micro-batch. Here rewards are centred over groups, as the paper define
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxtyping import Float
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.forward_process import (
@@ -77,10 +75,7 @@ class CRD(MatchingLoss):
         }
         if self.kl:
             distance = sample_error(residuals.policy - residuals.required_reference)
-            each = each + self._kl_weight(optimal) * distance
+            each = each + adaptive_weight(optimal, self.kl, self.least_kl) * distance
             stats["reference_distance"] = distance.detach().mean()
         loss = (batch.weight * each).mean()
         return loss, stats | {"policy_loss": loss.detach()}
-
-    def _kl_weight(self, optimal: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-        return adaptive_weight(optimal, self.kl, self.least_kl)

@@ -63,7 +63,8 @@ class DGPO(MatchingLoss):
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        base = residuals.required_old if self._from_old else residuals.required_reference
+        from_old = self.relative_to == "old"
+        base = residuals.required_old if from_old else residuals.required_reference
         advantage, error = batch.required_advantage, sample_error(residuals.policy)
         reference = sample_error(base)
         change = error.detach() - reference
@@ -96,7 +97,3 @@ class DGPO(MatchingLoss):
         if self.runaway is not None:
             stopped = stopped | mask_runaways(error, reference, advantage, self.runaway)
         return stopped
-
-    @property
-    def _from_old(self) -> bool:
-        return self.relative_to == "old"

@@ -87,7 +87,9 @@ class DPO(MatchingLoss):
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         policy, reference = sample_errors(residuals)
-        beta = self.beta_at(context.typical_margin)
+        beta = self.beta
+        if isinstance(beta, AutoBeta):
+            beta = beta.at(context.typical_margin)
         z = implicit_margin(relative_gap(policy, reference), beta)
         weight = batch.weight.chunk(2)[0]
         stats = pair_stats(policy, reference, beta)
@@ -97,10 +99,6 @@ class DPO(MatchingLoss):
             stats["margin_unknown"] = (~known).float().mean()
         loss = (weight * self.link.loss(z)).mean()
         return loss, stats | {"policy_loss": loss.detach(), "beta": loss.new_tensor(beta)}
-
-    def beta_at(self, typical_margin: float) -> float:
-        """Return the beta for a running mean of |relative_gap|."""
-        return self.beta.at(typical_margin) if isinstance(self.beta, AutoBeta) else self.beta
 
 
 def score_margin(

@@ -40,7 +40,8 @@ def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
         if part.stage != "main" and part.num_bytes:
             table[f"memory of {part.name}"] = _describe_part(part).removeprefix(f"{part.name} ")
     if total := sum(part.num_bytes for part in main):
-        table["main memory, about"] = f"{size(total)} per process: {_list_parts(main)}"
+        described = ", ".join(_describe_part(part) for part in main if part.num_bytes)
+        table["main memory, about"] = f"{size(total)} per process: {described}"
     if available is not None:
         verdict = "enough" if whole <= available else f"too little by {size(whole - available)}"
         table["memory of the device"] = f"{size(available)}, {verdict}"
@@ -185,11 +186,6 @@ def size(num_bytes: int | float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} GB"
-
-
-def _list_parts(parts: Sequence[MemoryPart]) -> str:
-    """List the parts that take memory, each with its stage if it is temporary."""
-    return ", ".join(_describe_part(part) for part in parts if part.num_bytes)
 
 
 def _describe_part(part: MemoryPart) -> str:

@@ -71,7 +71,9 @@ class ScoredStream(BatchStream):
         first, total = int(chosen[: local.start].any(1).sum()), int(chosen.any(1).sum())
         advantage, trained = estimate.advantage[local][kept], chosen[local][kept]
         if self.cfg.credit is None:
-            return Batch(_with_advantages(examples, advantage[:, 0]), first, total, metrics)
+            outcome = advantage[:, 0]
+            examples = replace(examples, advantage=outcome, desirable=outcome > 0)
+            return Batch(examples, first, total, metrics)
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         return Batch(examples, first, total, metrics, steps)
 
@@ -143,7 +145,3 @@ def _completion(trajectory: Trajectory, k: int, cfg: RolloutSettings) -> Float[T
     if k == trajectory.num_steps:
         return trajectory.state(k).cpu()
     return trajectory.rows.expand(trajectory.finished[k, cfg.completion].cpu(), k)
-
-
-def _with_advantages(examples: Examples, advantage: Float[Tensor, "n"]) -> Examples:
-    return replace(examples, advantage=advantage, desirable=advantage > 0)

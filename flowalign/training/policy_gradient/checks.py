@@ -67,7 +67,7 @@ class PolicyGradientChecks:
     def _kl_gradient(self, batch: Minibatch | None) -> None:
         loss = None
         if batch is not None:
-            neutral = _without_advantage(batch)
+            neutral = replace(batch, advantage=torch.zeros_like(batch.advantage))
             loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, neutral)
         size = self.learner.gradient_size(loss)
         if batch is None:
@@ -88,7 +88,3 @@ def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[in
         worst = ((logp - batch.logp_old).exp() - 1).abs().nan_to_num(torch.inf).max()
         drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)
     return {k: float(worst) for k, worst in drift.items()}
-
-
-def _without_advantage(batch: Minibatch) -> Minibatch:
-    return replace(batch, advantage=torch.zeros_like(batch.advantage))

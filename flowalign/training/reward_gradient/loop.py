@@ -95,7 +95,9 @@ class RewardGradientLoop(Loop):
         """
         rows = []
         for samples in torch.arange(len(trajectory.requests)).split(self.cfg.micro_batch):
-            replay = self._replay(step, trajectory, samples, first)
+            keys = [(self.seed, step, first + int(i)) for i in samples]
+            policy = self.learner.policy
+            replay = CachedReplay(policy, trajectory, samples, keys, self.conditional)
             # The string is part of the seed. Changing it would change every recorded run.
             drawn = generator(self.seed, "connection", step)
             for view in self.cfg.gradient_path(replay, drawn):
@@ -121,12 +123,6 @@ class RewardGradientLoop(Loop):
             "reward_std": float(usable[:, 0].std(correction=0)) if len(usable) else float("nan"),
             "reward_invalid": 1 - len(usable) / len(rows),
         }
-
-    def _replay(
-        self, step: int, trajectory: Trajectory, samples: Tensor, first: int
-    ) -> CachedReplay:
-        keys = [(self.seed, step, first + int(i)) for i in samples]
-        return CachedReplay(self.learner.policy, trajectory, samples, keys, self.conditional)
 
     def _backward(self, step: int, replay: CachedReplay, view: SampleView) -> Float[Tensor, "n _"]:
         """Backpropagate the gradient of a view to the policy, and return its rows for the log."""
