@@ -67,6 +67,34 @@ class RapidOCR(TextReader):
         return [text for _, text, _ in lines or ()]
 
 
+class RapidOCRLine(TextReader):
+    """Recognizer of PP-OCRv4 without its text detector: it reads an image as one line of text.
+
+    Use it for images that contain a single line and little else. It needs about 6 ms of one core
+    for an image of 64x32 pixels. `threads` 0 leaves the number to onnxruntime.
+    """
+
+    version = "rapidocr-onnxruntime 1.x PP-OCRv4 recognizer, unpadded"
+
+    def __init__(self, threads: NonNegativeInt = 1):
+        self.threads = threads
+        self._recognizer: Any = None
+
+    def load(self) -> None:
+        """Open the network once."""
+        if self._recognizer is None:
+            engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
+            self._recognizer = engine(intra_op_num_threads=self.threads or -1).text_rec
+            # It pads every image to this aspect ratio, by default 320:48: five times the work here.
+            self._recognizer.rec_image_shape = [3, 48, 48]
+
+    def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
+        """Return the line; an image without text gives an empty string."""
+        self.load()
+        lines, _ = self._recognizer([picture[..., ::-1].copy()])  # BGR, as in `RapidOCR`
+        return [lines[0][0]]
+
+
 class OCR(RuleReward, Loadable):
     """Scores how much of the requested text is shown, in [0, 1]; `mode` names the only dimension.
 

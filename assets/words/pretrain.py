@@ -1,0 +1,309 @@
+"""Train Words, the text-rendering toy model, from scratch and write it to `sd3/`.
+
+    PYTHONPATH=assets/shapes python assets/words/pretrain.py    # about half an hour on one core
+
+The first stage trains a small AutoencoderKL on rendered words. The second stage trains an
+SD3Transformer2DModel and both CLIP text encoders by conditional flow matching on its latents. The
+tokenizer splits words in capitals into letters. The pairs of letters in `lexicon.HIDDEN` never
+occur. Training stops after `--minutes`, or earlier if the share of exact words reaches
+`--headroom`, to leave room for alignment. Averaged weights are written every few minutes.
+"""
+
+import argparse
+import copy
+import random
+import shutil
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from build import embed, follow, log, save, silent_t5
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from lexicon import render, sample_label
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+
+from flowalign.types import MediaBatch
+from reward_models.verifiers.words import FONTS, HEIGHT, INKS, LETTERS, PAPERS, WordsVerifier
+
+HERE = Path(__file__).parent
+PROMPT_TOKENS = 13
+"""Tokens of a prompt with four letters, with begin and end."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per capital letter and per lower-case word."""
+    words = [*LETTERS, "the", "word", "in", "on", *INKS, *PAPERS, *FONTS]
+    vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *words])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("[A-Z]|[a-z]+"), "removed", invert=True)
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        model_max_length=PROMPT_TOKENS,
+    )
+
+
+def text_encoder(vocab: int) -> CLIPTextModelWithProjection:
+    """Return a CLIP text tower with one layer.
+
+    SD3 uses the states before the last layer, so its tokens are embeddings with positions.
+    """
+    model = CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=vocab,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=PROMPT_TOKENS,
+            projection_dim=48,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=3,
+        )
+    )
+    for name, weight in model.named_parameters():
+        if "embedding" in name:
+            nn.init.normal_(weight)
+    return model
+
+
+def new_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
+    """Build the untrained pipeline, with a zero-output T5 stub."""
+    words = tokenizer()
+    t5, t5_words = silent_t5()
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32, 48),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=args.channels,
+        sample_size=HEIGHT,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=args.channels,
+        out_channels=args.channels,
+        num_layers=args.layers,
+        attention_head_dim=32,
+        num_attention_heads=args.width // 32,
+        joint_attention_dim=96,
+        caption_projection_dim=args.width,
+        pooled_projection_dim=96,
+        pos_embed_max_size=8,
+    )
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=args.shift),
+        vae=vae,
+        text_encoder=text_encoder(len(words)),
+        tokenizer=words,
+        text_encoder_2=text_encoder(len(words)),
+        tokenizer_2=words,
+        text_encoder_3=t5,
+        tokenizer_3=t5_words,
+    )
+
+
+def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
+    """Render images in [-1, 1] of words without hidden pairs; return them with their prompts."""
+    rng = random.Random(seed)
+    labels = [sample_label(rng, hidden=False) for _ in range(num_images)]
+    images = np.stack([render(label, rng) for label in labels])
+    return torch.from_numpy(images) * 2 - 1, [label.prompt for label in labels]
+
+
+def train_vae(vae: AutoencoderKL, images: Tensor, steps: int) -> None:
+    """Train reconstruction with a light KL and a one-cycle learning rate."""
+    generator = torch.Generator().manual_seed(1)
+    vae.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.05)
+    start = time.time()
+    for step in range(steps):
+        x = images[torch.randint(len(images), (16,), generator=generator)]
+        x = x.contiguous(memory_format=torch.channels_last)
+        latent = vae.encode(x).latent_dist
+        noise = torch.randn(latent.mean.shape, generator=generator)
+        out = vae.decode(latent.mean + latent.std * noise).sample
+        error = F.l1_loss(out, x) + F.mse_loss(out, x)
+        (error + 3e-4 * latent.kl().mean() / latent.mean[0].numel()).backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 200 == 0:
+            log("vae", step, steps, start, error.item())
+
+
+@torch.no_grad()
+def encode_all(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    """Return the dataset's latents; set the scaling and shift that standardise them."""
+    latents = torch.cat([vae.encode(x).latent_dist.mean for x in images.split(256)])
+    vae.register_to_config(
+        scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
+    )
+    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+
+
+def encode_text(pipe: StableDiffusion3Pipeline, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the text tokens, with the one zero token of the T5 stub, and the pooled vector."""
+    text, pooled = embed(pipe, ids)
+    return torch.cat([text, text.new_zeros(len(text), 1, text.shape[2])], 1), pooled
+
+
+def train_flow(
+    pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
+) -> None:
+    """Train transformer and text encoders by flow matching, and write the EMA weights."""
+    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
+    average = copy.deepcopy(trained)
+    generator = torch.Generator().manual_seed(2)
+    optimizer = torch.optim.AdamW(
+        trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98)
+    )
+    ids = pipe.tokenizer([*prompts, ""], padding="max_length", return_tensors="pt").input_ids
+    start, step, average_loss, saved, share = time.time(), 0, 1.0, 0.0, 0.0
+    while share < 1:
+        share = (time.time() - start) / (60 * args.minutes)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / 100) * max(1 - 0.95 * share, 0.05)
+        pick = torch.randint(len(latents), (args.batch,), generator=generator)
+        dropped = torch.rand(args.batch, generator=generator) < 0.1
+        text, pooled = encode_text(pipe, ids[pick.masked_fill(dropped, len(prompts))])
+        data, noise = latents[pick], torch.randn(latents[pick].shape, generator=generator)
+        sigma = (torch.randn(args.batch, generator=generator) + 0.3).sigmoid()
+        level = sigma[:, None, None, None]
+        # bfloat16 makes the matrix products several times faster on CPUs that support it, but the
+        # backward pass of fused attention in bfloat16 is slow there: use plain attention.
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            velocity = pipe.transformer(
+                hidden_states=(1 - level) * data + level * noise,
+                timestep=sigma * 1000,
+                encoder_hidden_states=text,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+        loss = F.mse_loss(velocity.float(), noise - data)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        follow(average, trained, step)
+        average_loss += 0.01 * (loss.item() - average_loss)
+        step += 1
+        if step % 200 == 0:
+            log("flow", step, 0, start, average_loss)
+        if time.time() - start - saved > 60 * args.save_minutes:
+            saved = time.time() - start
+            if checkpoint(pipe, average, args) >= args.headroom:
+                break
+    checkpoint(pipe, average, args)
+
+
+def checkpoint(
+    pipe: StableDiffusion3Pipeline, average: nn.ModuleList, args: argparse.Namespace
+) -> float:
+    """Replace the output folder by the averaged weights; return the share of exact words."""
+    frozen = copy.deepcopy(average).eval()
+    components = dict(zip(("transformer", "text_encoder", "text_encoder_2"), frozen, strict=True))
+    vae = copy.deepcopy(pipe.vae)
+    written = StableDiffusion3Pipeline(**{**pipe.components, **components, "vae": vae})
+    scores = evaluate(written)
+    print({name: round(score, 3) for name, score in scores.items()}, flush=True)  # noqa: T201
+    fresh, old = (args.out.with_name(args.out.name + end) for end in (".new", ".old"))
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    save(written, fresh)
+    if args.out.exists():
+        args.out.rename(old)
+    fresh.rename(args.out)
+    shutil.rmtree(old, ignore_errors=True)
+    return scores["exact_word"]
+
+
+@torch.no_grad()
+def evaluate(
+    pipe: StableDiffusion3Pipeline, number: int = 128, num_steps: int = 16
+) -> dict[str, float]:
+    """Return the mean scores of random words with a hidden pair, sampled without guidance."""
+    rng = random.Random(3)
+    prompts = [sample_label(rng, hidden=True).prompt for _ in range(number)]
+    ids = pipe.tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
+    text, pooled = encode_text(pipe, ids)
+    shape = (number, pipe.transformer.config.in_channels, 8, 16)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    pipe.scheduler.set_timesteps(num_steps)
+    for sigma, following in pairwise(pipe.scheduler.sigmas):
+        velocity = pipe.transformer(
+            hidden_states=x,
+            timestep=(sigma * 1000).expand(number),
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+        x = x + (following - sigma) * velocity
+    config = pipe.vae.config
+    images = pipe.vae.decode(x / config.scaling_factor + config.shift_factor).sample
+    media = (images / 2 + 0.5).clamp(0, 1)[:, None]
+    verifier = WordsVerifier()
+    means = verifier.score(MediaBatch(media, prompts)).values.mean(0).tolist()
+    return dict(zip(verifier.spec.dims, means, strict=True))
+
+
+def main() -> None:
+    """Parse the options, train and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "sd3")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--images", type=int, default=60_000)
+    parser.add_argument("--vae-steps", type=int, default=1500)
+    parser.add_argument("--vae", type=Path, help="take the autoencoder from this pipeline")
+    parser.add_argument("--minutes", type=float, default=45.0, help="duration of the second stage")
+    parser.add_argument("--save-minutes", type=float, default=4.0)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--lr", type=float, default=1.2e-3)
+    parser.add_argument("--channels", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shift", type=float, default=3.0)
+    parser.add_argument(
+        "--headroom", type=float, default=0.3, help="stop once this share of words is exact"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    pipe = new_pipeline(args)
+    images, prompts = dataset(args.images, seed=0)
+    if args.vae:
+        pipe.vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
+    else:
+        train_vae(pipe.vae, images, args.vae_steps)
+    latents = encode_all(pipe.vae, images)
+    train_flow(pipe, latents, prompts, args)
+
+
+if __name__ == "__main__":
+    main()
