@@ -82,6 +82,10 @@ class Policy(ABC):
     no_media: str = ""
     """Reason why `embed` takes no stored media, as text after the class name; empty if it does."""
 
+    no_features: str = ""
+    """Reason why a critic cannot read the denoiser's features, as text after the class name; empty
+    if it can."""
+
     fps: float | None = None
     """Frames per second of decoded clips; None for images."""
 

@@ -49,6 +49,7 @@ class QwenImage21(QwenImage):
     pipeline_class: Any = QwenImage21Pipeline
     transformer_class: Any = QwenImage21Transformer2DModel
     default_lora = LORA
+    no_features = "evaluates prompts of different lengths separately"
     codec_class = AlphaCodec
 
     def __init__(

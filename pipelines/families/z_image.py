@@ -38,6 +38,7 @@ class ZImage(DiffusersPolicy):
     pipeline_class = ZImagePipeline
     transformer_class = ZImageTransformer2DModel
     default_lora = LORA
+    no_features = "has a last layer per patch size"
     latents_argument = "x"
 
     def __init__(

@@ -98,6 +98,11 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
     if cfg.sampling.frame_window:
         seed = generator(run.seed, "clip")
         draw_frame_windows(cfg.sampling.frame_window, model.latent_shape, [seed])
+    if cfg.observed_states(cfg.window(0)) and run.policy.no_features:
+        raise ValueError(
+            f"{cfg.key}.credit needs a critic, which reads features of the denoiser, but "
+            f"{type(run.policy).__name__} {run.policy.no_features}: choose credit without a critic"
+        )
     for reward, _ in cfg.requirements(cfg.window(0)).scored:
         check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
     if cfg.completion.guidance == "off":
