@@ -42,7 +42,7 @@ def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> Tie
     """Return the smallest threshold with the highest accuracy, by an exact search over all leads.
 
     The accuracy is optimistic, because the threshold is fitted on the same pairs. For an unbiased
-    estimate see `held_out_accuracy`. The search is O(n log n).
+    estimate see `resampling.held_out_accuracy`. The search is O(n log n).
 
     Source: tie calibration of "Ties Matter", arXiv:2305.14324.
     """
@@ -66,22 +66,6 @@ def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "
     """
     size, right = _right_if_first_are_ties(lead, human)
     return float(right[1:].max()) / len(size) if len(size) else math.nan
-
-
-def held_out_accuracy(
-    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], fold: Int[Tensor, "n"]
-) -> float:
-    """Return the cross-validated accuracy with ties; thresholds come from the other folds."""
-    parts = fold.unique().tolist()
-    if len(parts) < 2:
-        return math.nan
-    right = torch.zeros(len(lead), dtype=torch.float64)
-    for part in parts:
-        in_fold = fold == part
-        threshold = best_tie_threshold(lead[~in_fold], human[~in_fold]).threshold
-        prediction = torch.where(lead[in_fold].abs() <= threshold, 0.0, lead[in_fold].sign())
-        right[in_fold] = (prediction == human[in_fold]).double()
-    return _mean(right)
 
 
 def score_whole_sets(

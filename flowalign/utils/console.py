@@ -142,16 +142,14 @@ def say(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(
-    title: str, rows: Mapping[str, str], *, enabled: bool = True, console: Console | None = None
-) -> None:
+def table(title: str, rows: Mapping[str, str], *, console: Console | None = None) -> None:
     """Print names and values in two columns, such as the plan of a run."""
     grid = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows.items():
         grid.add_row(Text(name), Text(value))
-    ((console or Console()) if enabled else Console(quiet=True)).print(grid)
+    (console or Console()).print(grid)
 
 
 def describe(metrics: Mapping[str, float | int]) -> str:

@@ -39,13 +39,5 @@ class Journal:
 
 def commands(folder: Path) -> list[str]:
     """Return the commands that worked on a folder, oldest first."""
-    return _lines(folder / COMMANDS)
-
-
-def failure(folder: Path) -> str:
-    """Return the reason why the last command failed; "" if it did not fail or left no reason."""
-    return "\n".join(_lines(folder / FAILURE))
-
-
-def _lines(file: Path) -> list[str]:
+    file = folder / COMMANDS
     return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

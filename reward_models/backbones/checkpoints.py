@@ -184,13 +184,11 @@ def load_exactly(
     tensors: Mapping[str, Tensor],
     source: str | Path,
     unused: Sequence[str] = (),
-    absent: Sequence[str] = (),
 ) -> None:
     """Load weights and account for every key: none missing, unexpected or misshapen.
 
-    `unused` are regular expressions of checkpoint keys that may be ignored. `absent` are regular
-    expressions of parameters that the checkpoint may lack. A module on the meta device takes the
-    checkpoint's tensors themselves, in their dtype.
+    `unused` are regular expressions of checkpoint keys that may be ignored. A module on the meta
+    device takes the checkpoint's tensors themselves, in their dtype.
 
     Raises:
         ValueError: Some keys do not fit. The message names the first few.
@@ -199,7 +197,7 @@ def load_exactly(
     given = {k: v for k, v in tensors.items() if k in wanted or not _any(unused, k)}
     fits = {k: v for k, v in given.items() if k in wanted and v.shape == wanted[k].shape}
     problems = {
-        "missing": [k for k in wanted if k not in given and not _any(absent, k)],
+        "missing": [k for k in wanted if k not in given],
         "unexpected": [k for k in given if k not in wanted],
         "of another shape": [k for k in given if k in wanted and k not in fits],
         "not finite": [k for k, v in fits.items() if not v.isfinite().all()],

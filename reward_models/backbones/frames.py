@@ -3,11 +3,6 @@
 import torch
 
 
-def first(num_frames: int, n: int = 1) -> list[int]:
-    """Return the first n frames, or all frames if there are fewer."""
-    return list(range(min(n, num_frames)))
-
-
 def evenly(num_frames: int, n: int) -> list[int]:
     """Return n evenly spaced frames including first and last; if n is larger, some repeat."""
     return torch.linspace(0, num_frames - 1, n).round().long().tolist()

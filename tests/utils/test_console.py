@@ -128,7 +128,6 @@ def test_a_disabled_rank_writes_nothing(capsys):
     with Progress(3, enabled=False) as progress:
         progress.update(0, METRICS)
         progress.note("nothing")
-    table("plan", {"a": "b"}, enabled=False)
     screen = terminal(True)
     with Progress(3, enabled=False, console=screen) as progress:
         progress.update(0, METRICS)

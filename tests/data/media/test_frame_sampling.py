@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reward_models.backbones.frames import at_rate, each_second, evenly, first, starts
+from reward_models.backbones.frames import at_rate, each_second, evenly, starts
 
 
 def test_two_frames_per_second_are_spread_from_the_first_to_the_last():
@@ -62,12 +62,6 @@ def test_each_second_gives_the_nearest_frame_and_the_earlier_of_two():
     assert each_second(4, 1.5) == [0, 1, 3]  # 2/3 and 4/3 are as near to 1
     assert each_second(400, 10.0) == list(range(0, 240, 10))
     assert each_second(400, 10.0, most=2) == [0, 10]
-
-
-def test_first_frames_are_not_more_than_there_are():
-    assert first(5) == [0]
-    assert first(5, 3) == [0, 1, 2]
-    assert first(2, 3) == [0, 1]
 
 
 def test_starts_of_equal_parts_are_those_of_numpy():
