@@ -139,8 +139,8 @@ class InternVL2(Reader):
 
     `base` has the config in the released form. `tokenizer` has the `tokenizer.json` of InternLM2's
     tokenizer; null takes it from `base`. InternLM2 was released with a sentencepiece file instead,
-    so convert it or name a repository that has. A tokenizer that encodes the end of a turn with
-    other ids than the released one raises ValueError.
+    which `python -m reward_models.backbones.internlm2_tokenizer` converts. A tokenizer that encodes
+    the end of a turn with other ids than the released one raises ValueError.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class InternVL2(Reader):
 
     @override
     def read(self, tensors: Mapping[str, Tensor]) -> nn.Module:
-        self.tokenizer = _read_tokenizer(self.source)
+        self.tokenizer = read_tokenizer(self.source)
         path = find_file(self.base, "config.json")
         image = self.tokenizer.convert_tokens_to_ids(_IMAGE)
         config = convert_config(read_json(path), path, image)  # pyright: ignore[reportArgumentType]
@@ -203,7 +203,8 @@ class _Network(nn.Module):
         return torch.tensor([self.tokenizer.bos_token_id, *ids])
 
 
-def _read_tokenizer(source: str) -> PreTrainedTokenizerFast:
+def read_tokenizer(source: str) -> PreTrainedTokenizerFast:
+    """Read a tokenizer; raise ValueError if it encodes the end of a turn with other ids."""
     paths = [find_file(source, name) for name in ("tokenizer.json", "tokenizer_config.json")]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(paths[0].parent)
     found = tokenizer.encode(_END, add_special_tokens=False)
