@@ -55,6 +55,12 @@ def test_demo_hands_its_processes_one_directory(launched, tmp_path, asked, proce
     ]
 
 
+def test_the_world_of_the_demo_selects_its_run_file(launched, tmp_path):
+    folder = str(tmp_path / "x")
+    ((_, argv),) = launched("demo", "--world", "words", "--output_dir", folder)
+    assert argv[:2] == ["train", "configs/words.yaml"]
+
+
 def test_demo_on_one_core_stays_one_process(launched, monkeypatch, tmp_path):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert launched("demo", "--output_dir", str(tmp_path)) == []

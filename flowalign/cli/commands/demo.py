@@ -1,21 +1,22 @@
-"""Align Shapes, the bundled toy model, on the CPU."""
+"""Align a bundled toy model on the CPU."""
 
 import argparse
 import os
 from pathlib import Path
 
 from flowalign.cli.commands import train
-from flowalign.cli.demo import CONFIG
+from flowalign.cli.demo import CONFIGS
 
 
 def run(args: argparse.Namespace) -> int:
     """Train the demo's run file, and return the exit code of `flowalign train`."""
     args.processes = args.processes or min(2, os.cpu_count() or 1)
-    args.config, args.resume, args.overwrite = [CONFIG], None, False
+    config = CONFIGS[args.world]
+    args.config, args.resume, args.overwrite = [config], None, False
     args.overrides = ["--seed", str(args.seed)]
     args.overrides += ["--output_dir", args.output_dir or _find_free("runs/demo")]
     args.overrides += ["--num_steps", str(args.steps)] if args.steps else []
-    args.words = ["train", CONFIG, *args.overrides, "--processes", str(args.processes)]
+    args.words = ["train", config, *args.overrides, "--processes", str(args.processes)]
     return train.run(args)
 
 
