@@ -1,6 +1,6 @@
 """Implements VQAScore: P(yes) to the question whether an image shows the prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from reward_models.backbones.checkpoints import (
     read_weights,
     rename_tensors,
 )
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network import NetworkReward, place_rows
 from reward_models.backbones.pixels import CLIP_MEAN, normalise, resize
 from reward_models.backbones.yes_no import Dtype, YesNoJudge
 
@@ -58,6 +58,25 @@ def fill_questions(questions: Sequence[str], prompt: str) -> list[str]:
     return [question.replace("[[prompt]]", prompt) for question in questions]
 
 
+def score_answers(
+    spec: RewardSpec,
+    batch: MediaBatch,
+    questions: Sequence[str],
+    ask: Callable[[MediaBatch, Sequence[Sequence[str]]], Float[Tensor, "m Q"]],
+) -> RewardOutput:
+    """Return one score per question from the answers of `ask` about each valid sample."""
+    failed = spec.screen(batch)
+    good = [i for i in range(len(batch)) if i not in failed]
+    if not good:
+        nothing = torch.full((len(batch), len(questions)), torch.nan)
+        return RewardOutput.build(spec, nothing, failed)
+    part = batch.take(good)
+    answers = ask(part, [fill_questions(questions, prompt) for prompt in part.prompts])
+    silent = answers.isnan().any(1).tolist()
+    failed |= {i: "the judge gave no answer" for i, none in zip(good, silent, strict=True) if none}
+    return RewardOutput.build(spec, place_rows(answers, good, len(batch)), failed)
+
+
 class VQAScore(RewardModel, Loadable):
     """Scores a judge's P(yes) that the image or video shows the prompt."""
 
@@ -82,18 +101,7 @@ class VQAScore(RewardModel, Loadable):
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Ask one question about each sample."""
-        failed = self.spec.screen(batch)
-        good = [i for i in range(len(batch)) if i not in failed]
-        values = torch.full((len(batch), 1), torch.nan)
-        if good:
-            part = batch.take(good)
-            yes = self.judge.ask(part, [fill_questions([self.question], p) for p in part.prompts])
-            values[good] = yes.float().cpu()
-            silent = yes.isnan().any(1).tolist()
-            failed |= {
-                i: "the judge gave no answer" for i, none in zip(good, silent, strict=True) if none
-            }
-        return RewardOutput.build(self.spec, values, failed)
+        return score_answers(self.spec, batch, [self.question], self.judge.ask)
 
 
 class ClipFlanT5(NetworkReward):

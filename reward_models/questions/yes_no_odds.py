@@ -8,12 +8,9 @@ or the weights of the two rewards; the geometric question here is our choice.
 import math
 from collections.abc import Mapping
 
-import torch
-
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.network import place_rows
 from reward_models.backbones.yes_no import QwenYesNo
-from reward_models.questions.vqa_score import QUESTION, fill_questions
+from reward_models.questions.vqa_score import QUESTION, score_answers
 
 QUESTIONS = {
     "semantic": QUESTION,
@@ -55,19 +52,4 @@ class YesNoOdds(RewardModel, Loadable):
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Ask every question about each sample."""
-        failed = self.spec.screen(batch)
-        good = [i for i in range(len(batch)) if i not in failed]
-        if not good:
-            return RewardOutput.build(
-                self.spec, torch.full((len(batch), len(self.questions)), torch.nan), failed
-            )
-        part = batch.take(good)
-        questions = [
-            fill_questions(list(self.questions.values()), prompt) for prompt in part.prompts
-        ]
-        odds = self.judge.log_odds(part, questions)
-        silent = odds.isnan().any(1).tolist()
-        failed |= {
-            i: "the judge gave no answer" for i, none in zip(good, silent, strict=True) if none
-        }
-        return RewardOutput.build(self.spec, place_rows(odds, good, len(batch)), failed)
+        return score_answers(self.spec, batch, [*self.questions.values()], self.judge.log_odds)
