@@ -13,6 +13,15 @@ from flowalign.types import Reduced, Speed
 
 _WITHOUT_BACKWARD = "sage", "sage_hub"
 """Backends that compute no gradient. Source: attention_dispatch of diffusers 0.42.1."""
+_OWN_KERNEL = ("QwenImage21Transformer2DModel",)
+"""Networks that use a backend of their own whenever they see a whole sequence."""
+_BOOLEAN_MASKS = (
+    "HunyuanVideo15Transformer3DModel",
+    "Krea2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "ZImageTransformer2DModel",
+)
+"""Networks with boolean masks, which diffusers 0.42.1 adds as 0 and 1 with the backend xformers."""
 
 _REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
 """Precision of velocities if it is below the policy's; copies of the policy also use it."""
@@ -50,9 +59,13 @@ def check_attention(name: str, build: Callable[[], nn.Module]) -> None:
     if why := _missing(name):
         raise ValueError(f"{asked} {why}\nallowed here: {_usable()}")
     network = build()
-    if not list(_processors(network)):
+    kind = type(network).__name__
+    if kind in _OWN_KERNEL or not list(_processors(network)):
+        raise ValueError(f"{asked} diffusers' {kind} does not support it; allowed here: native")
+    if name == "xformers" and kind in _BOOLEAN_MASKS:
         raise ValueError(
-            f"{asked} diffusers' {type(network).__name__} does not support it; allowed here: native"
+            f"{asked} diffusers adds the boolean mask of {kind} to its attention scores instead "
+            "of masking them: choose native or another backend"
         )
 
 

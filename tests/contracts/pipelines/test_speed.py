@@ -1,14 +1,24 @@
 """Attention backends and compiled blocks: errors, and unchanged results."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
+import torch.nn.functional as F
+from diffusers.models import attention_dispatch
 
 from flowalign.runs.config import load
 from flowalign.types import Request, Setup, Speed
 from flowalign.utils.errors import ConfigError
-from pipelines.network.speed import blocks_of, speed_up
+from pipelines.network.speed import blocks_of, check_attention, set_attention, speed_up
 from tests.fixtures.embedded import new_sd3
+from tests.fixtures.families import noise, requests_for
+from tests.fixtures.tiny_families import TINY
 from tests.fixtures.tiny_flux import build_flux, new_flux1
+
+REFUSED = ("cogvideox", "hunyuan15", "krea2", "qwen", "sana", "sd", "z_image")
+"""Beginnings of the names of families that cannot use xformers in diffusers 0.42.1."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +80,45 @@ def test_another_backend_computes_the_same_in_every_layer_and_in_no_other_model(
         for module in other.denoiser.modules()
         if hasattr(module, "processor")
     )
+
+
+def xformers_kernel(query, key, value, attn_bias=None, p=0.0, scale=None):
+    """What xformers computes for [n, tokens, heads, D] and an additive mask."""
+    heads = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(*heads, attn_bias, p, scale=scale).transpose(1, 2)
+
+
+@pytest.fixture
+def xformers(monkeypatch) -> Mock:
+    """A kernel in place of the one of the package, which needs a GPU; it counts its calls."""
+    kernel = Mock(side_effect=xformers_kernel)
+    package = SimpleNamespace(memory_efficient_attention=kernel)
+    monkeypatch.setattr(attention_dispatch, "xops", package, raising=False)
+    monkeypatch.setattr(attention_dispatch, "_CAN_USE_XFORMERS_ATTN", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_xformers_computes_the_same_or_is_refused(name, xformers, tmp_path):
+    build, new = TINY[name]
+    policy = new(build(tmp_path / "model"))
+    x, sigma = noise(policy), torch.tensor([0.9, 0.3])
+    prompts = ["a red ball", "two cats on a sofa by the window"]  # unequal, so one is masked
+    cond = policy.encode(requests_for(policy, prompts))
+    with torch.no_grad():
+        before = policy.velocity(x, sigma, cond)
+        refused = name.startswith(REFUSED)
+        if refused:
+            with pytest.raises(ValueError, match=r"boolean mask|does not support it"):
+                check_attention("xformers", lambda: policy.denoiser)
+        else:
+            check_attention("xformers", lambda: policy.denoiser)
+        set_attention("xformers", policy.denoiser)
+        after = policy.velocity(x, sigma, cond)
+    same = torch.allclose(after, before, atol=1e-5, rtol=1e-4)
+    assert (same and xformers.called) != refused
 
 
 def test_blocks_are_those_that_the_network_repeats(folder):
