@@ -27,7 +27,6 @@ class GradientBalance(MatchingLoss):
 
     def __post_init__(self) -> None:
         """Reject an inner loss that does not compare pairs."""
-        super().__post_init__()
         require_pairs(self.inner)
 
     @property

@@ -106,11 +106,6 @@ class Rollouts(TrainingPrompts, DataSource):
 
     @property
     @override
-    def leaves_levels_out(self) -> bool:
-        return self.credit is not None
-
-    @property
-    @override
     def provides(self) -> Set[Label]:
         return {"labels"}
 

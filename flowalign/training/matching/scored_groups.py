@@ -88,11 +88,6 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     def examples_per_step(self) -> int:
         return self.prompts_per_step * self.rows_per_group
 
-    @property
-    @override
-    def leaves_levels_out(self) -> bool:
-        return self.credit is not None
-
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if there is no weighted reward, or the sampling weights are missing."""

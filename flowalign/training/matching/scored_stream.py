@@ -2,22 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.data.requests import Requests
 from flowalign.functional.maps import average_on_grid, normalise_mean
-from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
-from flowalign.training.learner import Learner
-from flowalign.training.matching.source import Batch, BatchStream, StepAdvantages
-from flowalign.training.rollouts.credited import CreditedRollouts
+from flowalign.training.matching.credited_stream import CreditedStream
+from flowalign.training.matching.source import Batch, StepAdvantages
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Cond, Examples, Trajectory
@@ -26,35 +22,20 @@ CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Function from trained steps to the completed states that their credit is computed from."""
 
 
-class ScoredStream(BatchStream):
+@dataclass(eq=False)
+class ScoredStream(CreditedStream):
     """Stream of scored groups, sampled at each step with the policy's or an average's weights.
 
     Samples that are masked out of training, because a reward failed or other samples were selected,
     are dropped.
     """
 
-    def __init__(
-        self,
-        cfg: RolloutSettings,
-        learner: Learner,
-        rewards: Rewards,
-        requests: Requests,
-        weights: str,
-        completed: CompletedStates | None = None,
-        weight_map: str | None = None,
-    ):
-        self.cfg, self.learner, self.rewards = cfg, learner, rewards
-        self.requests, self.weights, self.completed = requests, weights, completed
-        self.weight_map = weight_map
-        self.rollouts = CreditedRollouts(cfg, learner, rewards, requests.seed)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        return self.rollouts.state()
-
-    @override
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.rollouts.restore(state)
+    weights: str
+    """Weights for sampling: policy, or the name of an average."""
+    completed: CompletedStates | None = None
+    """Completed state of each trained step, noised instead of the sample. None: the sample."""
+    weight_map: str | None = None
+    """Name of a reward model with a map that weights each sample's error. None: equal weights."""
 
     @override
     def batch(self, step: int) -> Batch:

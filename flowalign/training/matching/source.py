@@ -11,7 +11,15 @@ from torch import Tensor
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RecipePlan, RunContext
-from flowalign.types import Examples, Label, ModelPlan, Policy, PromptConditioning, Trajectory
+from flowalign.types import (
+    CreditEstimator,
+    Examples,
+    Label,
+    ModelPlan,
+    Policy,
+    PromptConditioning,
+    Trajectory,
+)
 
 NO_LABELS: Set[Label] = frozenset()
 """Empty set of labels, for losses that require only samples and prompts."""
@@ -99,6 +107,9 @@ class BatchStream(ABC):
 class DataSource(ABC):
     """Source of the examples: the component `recipe.data` of a run file."""
 
+    credit: CreditEstimator | None = None
+    """Method of step-level credit. Null: none, or the source has no denoising steps."""
+
     @property
     def paired(self) -> bool:
         """Return True for pairs, False for samples."""
@@ -141,7 +152,7 @@ class DataSource(ABC):
     @property
     def leaves_levels_out(self) -> bool:
         """Return whether noise levels of an example may be skipped because they have no credit."""
-        return False
+        return self.credit is not None
 
     @property
     @abstractmethod

@@ -3,9 +3,8 @@
 requests -> trajectories -> credit -> advantages -> pairs of each step, with weights
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,14 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.preference.pair_rules import Rule
-from flowalign.data.requests import Requests
-from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import take_rows
-from flowalign.training.learner import Learner
-from flowalign.training.matching.source import Batch, BatchStream, StepAdvantages
+from flowalign.training.matching.credited_stream import CreditedStream
+from flowalign.training.matching.source import Batch, StepAdvantages
 from flowalign.training.rollouts.advantages import AdvantageEstimate
-from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.credited import compute_credit
 from flowalign.types import Examples, StepCredit, Trajectory
 
 StepWeighting = Literal["gap", "equal"]
@@ -84,30 +80,12 @@ def weigh_gaps(gap: Float[Tensor, "m T"], mean: float, how: StepWeighting) -> Fl
     return (gap > 0).to(gap) if how == "equal" or not mean else gap / mean
 
 
-class StepPairStream(BatchStream):
+@dataclass(eq=False)
+class StepPairStream(CreditedStream):
     """Stream of pairs from credited rollouts of the current policy."""
 
-    def __init__(
-        self,
-        cfg: RolloutSettings,
-        learner: Learner,
-        rewards: Rewards,
-        requests: Requests,
-        rule: Rule,
-        step_weight: StepWeighting,
-    ):
-        self.cfg, self.learner, self.rewards, self.requests = cfg, learner, rewards, requests
-        self.rule = rule
-        self.step_weight: StepWeighting = step_weight
-        self.rollouts = CreditedRollouts(cfg, learner, rewards, requests.seed)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        return self.rollouts.state()
-
-    @override
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.rollouts.restore(state)
+    rule: Rule
+    step_weight: StepWeighting
 
     @override
     def batch(self, step: int) -> Batch:

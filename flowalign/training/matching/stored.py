@@ -55,11 +55,6 @@ class StoredDataset(StoredSettings, DataSource):
 
     @property
     @override
-    def leaves_levels_out(self) -> bool:
-        return self.credit is not None
-
-    @property
-    @override
     def sampled_weights(self) -> None:
         return None
 
