@@ -384,8 +384,8 @@ WRONG = {
     "concurrency": ({"concurrency": 0}, "concurrency is 0"),
     "attempts": ({"attempts": 0}, "attempts is 0"),
     "max_failures": ({"max_failures": -1}, "max_failures is -1"),
-    "timeout": ({"timeout": 0.0}, "timeout 0.0"),
-    "rest": ({"rest": -1.0}, "rest -1.0"),
+    "timeout": ({"timeout": 0.0}, "timeout is 0.0"),
+    "rest": ({"rest": -1.0}, "rest is -1.0"),
 }
 
 
