@@ -37,7 +37,7 @@ test: lint ## lint, unit tests, then the end-to-end runs, 25 minutes
 
 matrix: $(STAMP) ## check and train every method on every model at toy size, hours
 	mkdir -p build
-	$(BIN)/python -m tests.matrix.run --out build/matrix.jsonl
+	$(BIN)/python -m tests.matrix.run --out build/matrix.jsonl --table assets/matrix.csv
 
 lint: $(STAMP) ## ruff, pyright and the import contracts, a minute
 	$(BIN)/ruff check .

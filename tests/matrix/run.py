@@ -1,14 +1,18 @@
 """Check and train every method on every model, or a part of them, and write the results.
 
 `python -m tests.matrix.run --out matrix.jsonl [--checks] [--models a,b] [--methods c,d] [--shard
-0/4]` writes one line per combination. `--checks` trains none. A file that exists is continued.
+0/4] [--table FILE]` writes one line per combination. `--checks` trains none. A file that exists is
+continued. `--table` writes the states as CSV, a row per method and a column per model.
 """
 
 import argparse
+import csv
 import json
 import os
+import random
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,22 +28,34 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--table", type=lambda name: Path(name).absolute())
     args = parser.parse_args()
     out, (shard, shards) = args.out.absolute(), map(int, args.shard.split("/"))
     lines = out.read_text().splitlines() if out.exists() else []
     done = {(row["model"], row["method"]): row["state"] for row in map(json.loads, lines)}
-    pairs = [(a, b) for b in args.methods.split(",") for a in args.models.split(",")][shard::shards]
+    pairs = [(a, b) for b in args.methods.split(",") for a in args.models.split(",")]
+    random.Random(0).shuffle(pairs)  # so that a part of a long run covers all models and methods
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         matrix = Matrix(Path(folder))
-        for model, method in pairs:
-            if (model, method) not in done:
+        for model, method in pairs[shard::shards]:
+            state = done.get((model, method))
+            if state is None or (state in ("accepted", "failed") and not args.checks):
                 result = matrix.result(model, method, not args.checks)
                 done[model, method] = result.state
                 with out.open("a") as file:
                     file.write(json.dumps(vars(result)) + "\n")
     print(dict(Counter(done.values())))  # noqa: T201
+    if args.table:
+        write_table(args.table, done)
+
+
+def write_table(file: Path, states: Mapping[tuple[str, str], str]) -> None:
+    """Write the state of each combination of (model, method) as CSV."""
+    rows = [["method", *MODELS], *([a, *(states[b, a] for b in MODELS)] for a in METHODS)]
+    with file.open("w", newline="") as table:
+        csv.writer(table, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":

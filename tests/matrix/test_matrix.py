@@ -1,11 +1,12 @@
 """A run that `check` accepts trains: a sample of methods and models that changes with the code."""
 
+import csv
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures.matrix import METHODS, MODELS, Matrix, content_hash
+from tests.fixtures.matrix import METHODS, MODELS, ROOT, Matrix, content_hash
 from tests.fixtures.run_files import CONFIGS
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,15 @@ def matrix(tmp_path_factory):
 
 def test_every_model_file_has_a_tiny_pipeline():
     assert sorted(file.stem for file in (CONFIGS / "models").glob("*.yaml")) == sorted(MODELS)
+
+
+def test_the_recorded_table_has_every_combination_and_no_failure():
+    """Combinations that are accepted and were not trained yet are marked so."""
+    with (ROOT / "assets/matrix.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["method", *MODELS]
+    assert [row[0] for row in rows] == METHODS
+    assert {state for row in rows for state in row[1:]} == {"trained", "accepted", "refused"}
 
 
 @pytest.mark.parametrize(("model", "method"), drawn())
@@ -96,3 +106,10 @@ def test_a_run_file_of_a_component_trains_one_step(matrix, latent_rewards, name)
     files = [f"configs/{part}.yaml" for part in parts]
     matrix.check_files(model, files)
     assert matrix.train_files(model, files, Path("out") / name.replace(" ", "_"))["steps"] == 1
+
+
+@pytest.mark.parametrize("model", ["z_image", "qwen_image21"])
+def test_a_critic_is_refused_where_it_cannot_read_features(matrix, model):
+    result = matrix.result(model, "critic", trains=False)
+    assert result.state == "refused"
+    assert "choose credit without a critic" in result.why
