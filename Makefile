@@ -30,7 +30,7 @@ quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
 unit: $(STAMP) ## the unit tests, under 2 minutes
 	$(BIN)/pytest $(SPREAD)
 
-test: lint ## lint, unit tests, then the end-to-end runs, 25 minutes
+test: lint ## lint, unit tests, then the end-to-end runs, 28 minutes
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
 	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q $(ROUNDING_TESTS)
 	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q -m slow tests/contracts/pipelines/test_krea2.py

@@ -127,7 +127,7 @@ def test_folders_of_editing_models_are_known_by_their_pipeline(
 def test_a_hub_id_needs_its_family(tmp_path, capsys):
     flags = ["--model", "me/mine", "--prompts", "own", "--reward", "own"]
     flags += ["--out", tmp_path / "run.yaml"]
-    assert "give the --family of me/mine: flux1_dev, flux1_fill, flux1_kontext" in refusal(
+    assert "give the --family of me/mine: cogvideox, flux1_dev, flux1_fill" in refusal(
         capsys, *flags
     )
     assert flowalign(capsys, "init", *flags, "--family", "flux1_dev")[0] == 0
@@ -144,7 +144,7 @@ def test_what_is_missing_is_asked_for_until_it_can_be_used(tmp_path, capsys, typ
     code, said = flowalign(capsys, "init", "--out", tmp_path / "run.yaml")
     assert code == 0
     for part in (
-        "Model, a folder, a hub id or one of flux1_dev,",
+        "Model, a folder, a hub id or one of cogvideox, flux1_dev,",
         "did you mean shapes?",
         "prompts file 'nowhere.txt' does not exist",
         "reward 'jpeg' is neither a dotted path",
