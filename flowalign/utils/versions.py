@@ -22,6 +22,7 @@ LIBRARIES = (
     "uvicorn",
     "httpx",
     "rapidocr-onnxruntime",
+    "ddddocr",
     "nudenet",
     "opencv-python-headless",
     "tensorboard",
