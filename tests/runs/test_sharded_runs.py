@@ -1,13 +1,15 @@
 """Whole runs with sharded weights equal runs of one process, for every kind."""
 
 import json
+import re
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flowalign.runs import load, start, train
 from flowalign.runs.policy_setup import check_world
@@ -15,6 +17,7 @@ from flowalign.types import Sharding
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.stopped_runs import SMALL
 
+TRANSFORMER, WEIGHTS = "transformer", "diffusion_pytorch_model.safetensors"
 PROMPTS = "assets/shapes/prompts/train.txt"
 SAMPLING = {"num_steps": 4, "samples_per_prompt": 4, "eta": 1.0, "micro_batch": 7}
 FIXED = {"class_path": "flowalign.sampling.Fixed", "init_args": {"start": 0, "stop": 2}}
@@ -122,13 +125,37 @@ EVERY = RECIPES | AVERAGED | WIDE
 SMOOTH = {"class_path": "tests.fixtures.pixel.SmoothRedness", "weight": {"redness": 1.0}}
 
 
-def settings(recipe, **changes):
+@pytest.fixture(scope="module", autouse=True)
+def two_blocks(tmp_path_factory):
+    """Train the toy model without three of its five blocks: each one that is sharded takes time."""
+    folder = tmp_path_factory.mktemp("model") / "sd3"
+    shutil.copytree(SMALL["policy"]["init_args"]["path"], folder)
+    config, weights = folder / TRANSFORMER / "config.json", folder / TRANSFORMER / WEIGHTS
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 2}))
+    kept = {}
+    for name, value in load_file(weights).items():
+        block = re.match(r"transformer_blocks\.(\d)\.", name)
+        if block is None or block[1] == "0":
+            kept[name] = value
+        elif block[1] == "4":  # the last block of SD3 has other layers
+            kept[name.replace("blocks.4.", "blocks.1.")] = value
+    save_file(kept, weights)
+    policy = SMALL["policy"] | {"init_args": SMALL["policy"]["init_args"] | {"path": str(folder)}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SMALL, "policy", policy)
+        yield
+
+
+def settings(recipe, whole=False, **changes):
     """Three updates of a small adapter, by rewards that drop no group."""
     gradient = "RewardGradient" in recipe["class_path"]
     rewards = [SMOOTH] if gradient else SMALL["rewards"]
     own = {"rewards": rewards, "num_steps": 3, "recipe": recipe}
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.02}
     checkpoints = {"every": 2, "verify": "always" if recipe is RECIPES["branches"] else "never"}
+    own["policy"] = SMALL["policy"]
+    if whole:
+        own["policy"] = own["policy"] | {"init_args": own["policy"]["init_args"] | {"lora": None}}
     return SMALL | own | {"optimizer": optimizer, "checkpoints": checkpoints} | changes
 
 
@@ -168,15 +195,11 @@ def saved(folder, step=3):
     return {
         f"{kind}{name}": value
         for kind in ("", "ema/")
-        for name, value in load_file(
-            place / kind / "transformer/diffusion_pytorch_model.safetensors"
-        ).items()
+        for name, value in load_file(place / kind / TRANSFORMER / WEIGHTS).items()
     }
 
 
 BLOCKS = {"weights": "blocks"}
-WHOLE = SMALL["policy"]["init_args"] | {"lora": None}
-ALL = {"policy": SMALL["policy"] | {"init_args": WHOLE}}
 slow = pytest.mark.slow
 
 
@@ -187,7 +210,7 @@ def made(tmp_path_factory):
 
     @cache
     def folder(name, world, weights="replicated", trained="adapter"):
-        changes = {"sharding": {"weights": weights}} | (ALL if trained == "all" else {})
+        changes = {"sharding": {"weights": weights}, "whole": trained == "all"}
         return run(root / f"{name}{world}{weights}{trained}", [name], world, **changes) / name
 
     return folder
@@ -238,15 +261,15 @@ def test_all_weights_are_trained_in_parts_as_in_one_piece(name, made):
 def test_four_processes_with_two_copies_of_all_weights_make_the_updates_of_one(tmp_path, made):
     """Hybrid sharding: each half of the processes shares a copy, and gradients add over both."""
     hybrid = {"weights": "blocks", "shard_degree": 2}
-    four = run(tmp_path / "four", ["wide"], 4, sharding=hybrid, **ALL) / "wide"
+    four = run(tmp_path / "four", ["wide"], 4, sharding=hybrid, whole=True) / "wide"
     assert_close(saved(four), saved(made("wide", 1, trained="all")))
 
 
 @slow
 def test_a_run_with_an_old_policy_in_parts_goes_on_as_it_would_have(tmp_path, made):
-    folder = run(tmp_path / "first", ["NFT"], 2, sharding=BLOCKS, num_steps=2, **ALL)
+    folder = run(tmp_path / "first", ["NFT"], 2, sharding=BLOCKS, num_steps=2, whole=True)
     resumed = folder / "NFT/checkpoints/step-000002"
-    run(folder, ["NFT"], 2, sharding=BLOCKS, resume=resumed, **ALL)
+    run(folder, ["NFT"], 2, sharding=BLOCKS, resume=resumed, whole=True)
     assert_close(saved(folder / "NFT"), saved(made("NFT", 2, "blocks", "all")), tolerance=0.0)
 
 
@@ -256,7 +279,7 @@ def test_a_teacher_of_all_weights_is_the_same_in_parts(tmp_path, made, monkeypat
     own = {"class_path": "flowalign.training.matching.Teacher", "init_args": {"path": path}}
     monkeypatch.setitem(EVERY, "taught", matching(ONLINE_PAIRS, "DPO", reference=own))
     one, two = (
-        run(tmp_path / str(world), ["taught"], world, sharding=sharding, **ALL) / "taught"
+        run(tmp_path / str(world), ["taught"], world, sharding=sharding, whole=True) / "taught"
         for world, sharding in ((1, {}), (2, BLOCKS))
     )
     plain, found = saved(made("DPO", 1, trained="all")), saved(one)
@@ -268,9 +291,11 @@ def test_a_teacher_of_all_weights_is_the_same_in_parts(tmp_path, made, monkeypat
 def test_a_run_that_trains_all_in_parts_goes_on_as_two_processes_and_as_one(tmp_path, made):
     straight = saved(made("outcome", 2, "blocks", "all"))
     for world in (2, 1):
-        folder = run(tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2, **ALL)
+        folder = run(
+            tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2, whole=True
+        )
         resumed = folder / "outcome/checkpoints/step-000002"
-        run(folder, ["outcome"], world, sharding=BLOCKS, resume=resumed, **ALL)
+        run(folder, ["outcome"], world, sharding=BLOCKS, resume=resumed, whole=True)
         assert_close(saved(folder / "outcome"), straight, tolerance=0.0 if world == 2 else 1e-6)
 
 
