@@ -7,7 +7,7 @@ Each stage is a library function, called in the same way as in flowalign/trainin
 
     requests -> trajectory -> values -> credit -> advantages -> loss -> update
 
-This file leaves out these parts of `flowalign train configs/models/shapes.yaml`:
+This file leaves out these parts of `flowalign train configs/models/toy_shapes.yaml`:
 
 - Run files, checkpoints, resuming and reports. They do not change the numbers.
 - Several processes. One process holds all samples of a step, so nothing has to be gathered.

@@ -57,18 +57,18 @@ def marked(method):
 @pytest.mark.parametrize("method", map(marked, METHODS))
 def test_check_accepts_the_embedded_model_with_each_method(tmp_path, capsys, method):
     out = tmp_path / "mine.yaml"
-    flags = ["--model", "shapes", "--prompts", "own", "--reward", "own", "--method", method]
+    flags = ["--model", "toy_shapes", "--prompts", "own", "--reward", "own", "--method", method]
     code, said = flowalign(capsys, "init", *flags, "--out", out)
     assert (code, said.splitlines()[-1]) == (0, f"flowalign check {out}")
     assert flowalign(capsys, "check", out)[0] == 0
-    expected = loaded(*files_of("shapes", method))[1]
+    expected = loaded(*files_of("toy_shapes", method))[1]
     assert settings(load(str(out))[1]) == settings(expected)
 
 
 def test_prompts_and_a_reward_of_ones_own_take_the_place_of_the_model_s(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "run.yaml"
     prompts.write_text("".join(f"prompt {k}\n" for k in range(9)))
-    flags = ["--model", "shapes", "--prompts", prompts, "--reward", JPEG, "--out", out]
+    flags = ["--model", "toy_shapes", "--prompts", prompts, "--reward", JPEG, "--out", out]
     assert flowalign(capsys, "init", *flags)[0] == 0
     assert flowalign(capsys, "check", out)[0] == 0
     run, _ = load(str(out))
@@ -140,12 +140,12 @@ def test_a_hub_id_needs_its_family(tmp_path, capsys):
 def test_what_is_missing_is_asked_for_until_it_can_be_used(tmp_path, capsys, typed):
     prompts = tmp_path / "p.txt"
     prompts.write_text("a cat\n")
-    typed("shape", "shapes", "nowhere.txt", str(prompts), "jpeg", JPEG)
+    typed("toy_shape", "toy_shapes", "nowhere.txt", str(prompts), "jpeg", JPEG)
     code, said = flowalign(capsys, "init", "--out", tmp_path / "run.yaml")
     assert code == 0
     for part in (
         "Model, a folder, a hub id or one of cogvideox, flux1_dev,",
-        "did you mean shapes?",
+        "did you mean toy_shapes?",
         "prompts file 'nowhere.txt' does not exist",
         "reward 'jpeg' is neither a dotted path",
     ):
@@ -160,7 +160,7 @@ def test_what_is_missing_is_asked_for_until_it_can_be_used(tmp_path, capsys, typ
 def test_an_empty_answer_takes_what_stands_in_brackets(tmp_path, capsys, typed):
     typed("", "", "")
     assert flowalign(capsys, "init", "--out", tmp_path / "run.yaml")[0] == 0
-    expected = draft_run_file.draft(draft_run_file.Model("shapes"), "flow_grpo", "own", "own")
+    expected = draft_run_file.draft(draft_run_file.Model("toy_shapes"), "flow_grpo", "own", "own")
     found = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert found == expected | {"output_dir": "runs/run"}
 
@@ -174,13 +174,13 @@ def test_the_family_is_asked_for_too(tmp_path, capsys, typed):
 
 
 def test_answers_that_end_early_write_nothing(tmp_path, capsys, typed):
-    typed("shapes")
+    typed("toy_shapes")
     assert "no answer to: Prompts" in refusal(capsys, "--out", tmp_path / "run.yaml")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("shapes\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("toy_shapes\n"))
     said = refusal(capsys, "--prompts", "own", "--out", tmp_path / "run.yaml")
     assert "without a terminal, --model, --reward must be given" in said
 
@@ -193,7 +193,7 @@ def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys,
     [
         (["--model", "sd35"], "did you mean sd35_medium?"),
         (["--model", "assets/prompts"], "model_index.json is missing"),
-        (["--model", "shapes", "--family", "flux1_dev"], "shapes is a family itself"),
+        (["--model", "toy_shapes", "--family", "flux1_dev"], "toy_shapes is a family itself"),
         (["--model", PIPELINE, "--family", "flux1_dev"], "choose from sd35_medium"),
         (["--method", "dpo"], "method is 'dpo'; it must be one of b2_diffurl, branch_grpo"),
         (["--prompts", "nowhere.txt"], "'nowhere.txt' does not exist"),
@@ -204,7 +204,7 @@ def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys,
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_answers_that_cannot_be_used_are_refused_by_name(tmp_path, capsys, changed, message):
-    flags = {"--model": "shapes", "--prompts": "own", "--reward": "own"}
+    flags = {"--model": "toy_shapes", "--prompts": "own", "--reward": "own"}
     flags |= dict(zip(changed[::2], changed[1::2], strict=True))
     given = [word for flag in flags.items() for word in flag]
     assert message in refusal(capsys, *given, "--out", tmp_path / "run.yaml")
@@ -214,7 +214,7 @@ def test_answers_that_cannot_be_used_are_refused_by_name(tmp_path, capsys, chang
 def test_a_run_that_cannot_be_made_leaves_no_file_and_names_the_one_asked_for(tmp_path, capsys):
     """Verifiers of moving Shapes do not score images."""
     out = tmp_path / "run.yaml"
-    flags = ["--model", "shapes", "--prompts", "own", "--reward", "shapes_video", "--out", out]
+    flags = ["--model", "toy_shapes", "--prompts", "own", "--reward", "shapes_video", "--out", out]
     said = refusal(capsys, *flags)
     assert (".tmp" in said, list(tmp_path.iterdir())) == (False, [])
 

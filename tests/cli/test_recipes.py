@@ -58,17 +58,17 @@ def test_the_list_has_label_source_and_what_it_is(capsys):
     assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on Shapes, the bundled toy" in text
     assert "shapes_edit [run on CPU]" in text
     assert "arXiv:2508.04324" in text
-    assert NAMES["credit/shapes/mixgrpo"].papers[0] == "2507.21802v7"
-    assert "credit/shapes/mixgrpo" not in text
+    assert NAMES["credit/toy_shapes/mixgrpo"].papers[0] == "2507.21802v7"
+    assert "credit/toy_shapes/mixgrpo" not in text
 
 
 def test_a_copy_is_the_file_with_its_comments_and_replaces_nothing(capsys, tmp_path):
     out = tmp_path / "mine" / "run.yaml"
-    code, _, said = told(capsys, "credit/shapes/mixgrpo", "--out", str(out))
+    code, _, said = told(capsys, "credit/toy_shapes/mixgrpo", "--out", str(out))
     assert code == 0
     assert f"flowalign check {out}" in said
-    assert out.read_text() == Path("configs/credit/shapes/mixgrpo.yaml").read_text()
-    code, _, said = told(capsys, "credit/shapes/mixgrpo", "--out", str(out))
+    assert out.read_text() == Path("configs/credit/toy_shapes/mixgrpo.yaml").read_text()
+    code, _, said = told(capsys, "credit/toy_shapes/mixgrpo", "--out", str(out))
     assert code == 2
     assert "exists and is not overwritten" in said
 
@@ -77,7 +77,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_near(capsys):
     code, _, said = told(capsys, "mixgrpo", "--out", "x.yaml")
     assert code == 2
     assert "no run file 'mixgrpo'" in said
-    assert "credit/shapes/mixgrpo" in " ".join(said.split())
+    assert "credit/toy_shapes/mixgrpo" in " ".join(said.split())
     assert len(said.splitlines()) <= 5
 
 
@@ -130,11 +130,11 @@ def test_a_method_with_prompts_of_its_own_gets_those_that_the_model_s_file_train
 @pytest.mark.slow
 def test_the_methods_of_a_model_are_listed_as_commands_have_them(capsys, monkeypatch):
     keep_methods(monkeypatch, "dense_grpo", "mixgrpo")
-    code, out, _ = told(capsys, "models/shapes", "--methods")
+    code, out, _ = told(capsys, "models/toy_shapes", "--methods")
     assert code == 0
     text = " ".join(out.replace("│", " ").split())
-    assert "models/shapes methods/dense_grpo [run on CPU] DenseGRPO" in text
-    assert "credit/shapes/mixgrpo [run on CPU] MixGRPO" in text
+    assert "models/toy_shapes methods/dense_grpo [run on CPU] DenseGRPO" in text
+    assert "credit/toy_shapes/mixgrpo [run on CPU] MixGRPO" in text
 
 
 @pytest.mark.parametrize("words", [("shapes", "--methods"), ("--methods",)])

@@ -28,7 +28,7 @@ def test_the_example_takes_the_same_steps_as_the_full_loop(tmp_path):
     assert "held-out exact_match" in done.stdout
     same = ["num_steps=2", "optimizer.decay=linear", "evaluation=null", "ema=null"]
     with pytest.raises(SystemExit):
-        main(["train", "configs/models/shapes.yaml", *same, f"output_dir={tmp_path}/run"])
+        main(["train", "configs/models/toy_shapes.yaml", *same, f"output_dir={tmp_path}/run"])
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     full = [[row["reward_mean"], row["ratio_mean"], row["optim/grad_norm"]] for row in rows]
     for ours, theirs in zip(example, full, strict=True):

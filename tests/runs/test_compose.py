@@ -194,7 +194,7 @@ def test_numbers_and_dates_are_read_as_on_the_command_line():
 
 def test_files_of_the_package_are_found_from_any_folder():
     assert compose(["configs/shapes.yaml"]).values["output_dir"] == "runs/shapes"
-    pair = compose(["configs/models/shapes.yaml", "configs/methods/dense_grpo.yaml"])
+    pair = compose(["configs/models/toy_shapes.yaml", "configs/methods/dense_grpo.yaml"])
     assert pair.origins["recipe.init_args.credit.class_path"] == "configs/methods/dense_grpo.yaml"
 
 

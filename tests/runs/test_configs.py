@@ -110,7 +110,7 @@ def pairs_of_model_and_method():
         marks = [pytest.mark.slow] if model == "flux1_dev" else []
         for method in METHODS:
             yield pytest.param(model, method, id=f"{model}-{method}", marks=marks)
-    yield pytest.param("shapes", "flow_grpo_all_steps", id="shapes-flow_grpo_all_steps")
+    yield pytest.param("toy_shapes", "flow_grpo_all_steps", id="shapes-flow_grpo_all_steps")
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def pairs_of_model_and_method():
 def test_every_method_has_a_usable_run_for_all_three_models(model, method):
     run, _ = loaded(*files_of(model, method))
     assert run.policy.__class__ is loaded(FOLDER / "models" / f"{model}.yaml")[0].policy.__class__
-    if model == "shapes":
+    if model == "toy_shapes":
         assert plan(run)["reward calls per step"]
 
 

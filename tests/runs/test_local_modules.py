@@ -171,7 +171,16 @@ def test_files_that_cannot_be_used_are_refused_by_name(folder, monkeypatch, name
 @pytest.mark.parametrize("reward", ["my_reward.Warmth", "my_reward.py:redness"])
 def test_the_command_that_init_prints_runs_as_printed(folder, capsys, monkeypatch, reward):
     monkeypatch.chdir(folder)
-    options = ["--model", "shapes", "--prompts", "own", "--reward", reward, "--out", "my run.yaml"]
+    options = [
+        "--model",
+        "toy_shapes",
+        "--prompts",
+        "own",
+        "--reward",
+        reward,
+        "--out",
+        "my run.yaml",
+    ]
     with pytest.raises(SystemExit) as ended:
         main(["init", *options])
     assert ended.value.code == 0

@@ -48,9 +48,9 @@ NOISE = {"sampling.sde_window": WINDOW, "prompts_per_step": 1, "advantages.scale
 SMALL = NOISE | {"sampling.num_steps": 3, "sampling.samples_per_prompt": 4}
 LEVELS = {"times": GRID, "times_per_sample": 2, "micro_batch": 1}
 RUNS = {
-    "flow_grpo": (["models/shapes.yaml"], SMALL | {"micro_batch": 1}),
+    "flow_grpo": (["models/toy_shapes.yaml"], SMALL | {"micro_batch": 1}),
     "step_dpo": (
-        ["credit/shapes/step_dpo.yaml"],
+        ["credit/toy_shapes/step_dpo.yaml"],
         SMALL | {"micro_batch": 1, "sampling.branching": CHAIN},
     ),
     "online_dpo": (

@@ -178,7 +178,7 @@ def test_an_overlay_that_changes_nothing_is_refused(tmp_path):
 def test_a_probe_of_several_settings_writes_figures_a_page_and_an_overlay(tmp_path, capsys):
     out, file = tmp_path / "out", tmp_path / "overlay.yaml"
     small = ["--recipe.sampling.num_steps=3", "--recipe.sampling.sde_window.stop=2"]
-    command = ["probe", "configs/models/shapes.yaml", *small, "--batches", "6"]
+    command = ["probe", "configs/models/toy_shapes.yaml", *small, "--batches", "6"]
     command += ["--methods", FLOW, VARIATE, "--layouts", "2x4", "--metric", "update"]
     with pytest.raises(SystemExit) as stop:
         main([*command, "--out", str(out), "--overlay", str(file)])
@@ -190,7 +190,7 @@ def test_a_probe_of_several_settings_writes_figures_a_page_and_an_overlay(tmp_pa
     assert prices["control_variate 2x4"] > prices["flow_grpo 2x4"] == 2 * 4 * 5
     assert "signal to noise per 1000 evaluations" in told.out
     assert "control_variate 2x4" in (out / "index.html").read_text()
-    run, _ = load(["configs/models/shapes.yaml", str(file)])
+    run, _ = load(["configs/models/toy_shapes.yaml", str(file)])
     assert run.recipe.prompts_per_step == 2
     assert run.recipe.step_weight == (found["recommended"]["step_weight"] or "uniform")
 
@@ -201,7 +201,7 @@ def test_two_processes_find_what_one_finds(tmp_path):
     def figures(folder, processes):
         small = ["--recipe.sampling.num_steps=3", "--recipe.sampling.sde_window.stop=2"]
         options = ["--layouts", "3x4", "--batches", "6", "--processes", processes]
-        command = [sys.executable, "-m", "flowalign", "probe", "configs/models/shapes.yaml"]
+        command = [sys.executable, "-m", "flowalign", "probe", "configs/models/toy_shapes.yaml"]
         command += [*small, *options, "--out", str(tmp_path / folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -63,11 +63,11 @@ NEW = [
     ["configs/credit/sd35_medium/flow_grpo_unguided.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/pcpo.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/precise.yaml"],
-    ["configs/models/shapes.yaml", "configs/methods/measured_weights.yaml"],
-    ["configs/models/shapes.yaml", "configs/methods/control_variate_late.yaml"],
-    ["configs/models/shapes.yaml", "configs/methods/critic.yaml"],
-    ["configs/models/shapes.yaml", "configs/methods/critic_lambda.yaml"],
-    ["configs/models/shapes.yaml", "configs/methods/rloo.yaml"],
+    ["configs/models/toy_shapes.yaml", "configs/methods/measured_weights.yaml"],
+    ["configs/models/toy_shapes.yaml", "configs/methods/control_variate_late.yaml"],
+    ["configs/models/toy_shapes.yaml", "configs/methods/critic.yaml"],
+    ["configs/models/toy_shapes.yaml", "configs/methods/critic_lambda.yaml"],
+    ["configs/models/toy_shapes.yaml", "configs/methods/rloo.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/nft.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/awm.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/dgpo.yaml"],
@@ -114,7 +114,7 @@ NEW = [
     ["configs/shapes.yaml", "configs/tasks/shapes_scorer.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
-    ["configs/credit/shapes/cogni_edit.yaml"],
+    ["configs/credit/toy_shapes/cogni_edit.yaml"],
     ["configs/shapes_edit_cogni.yaml"],
     ["configs/shapes_edit_nft.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
@@ -126,8 +126,8 @@ NEW = [
     ["configs/models/sd35_medium.yaml", "configs/methods/tdm_r1.yaml"],
     ["configs/shapes_online_reward.yaml"],
     ["configs/shapes_flow_nrg.yaml"],
-    ["configs/credit/shapes/latent_gain.yaml"],
-    ["configs/credit/shapes/euphonium.yaml"],
+    ["configs/credit/toy_shapes/latent_gain.yaml"],
+    ["configs/credit/toy_shapes/euphonium.yaml"],
     ["configs/shapes_draft.yaml", "configs/tasks/shapes_hyper_align.yaml"],
     *(
         [
@@ -226,10 +226,10 @@ ELSEWHERE = {
     "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
     "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
     # on the embedded model, but for the runs of the study of credit
-    "configs/credit/shapes/b2_diffurl.yaml": B2,
-    "configs/credit/shapes/dynamic_treerpo.yaml": FOUR,
-    "configs/credit/shapes/flow_grpo_cps.yaml": FLOW_GRPO,
-    "configs/credit/shapes/gcpo.yaml": FOUR,
+    "configs/credit/toy_shapes/b2_diffurl.yaml": B2,
+    "configs/credit/toy_shapes/dynamic_treerpo.yaml": FOUR,
+    "configs/credit/toy_shapes/flow_grpo_cps.yaml": FLOW_GRPO,
+    "configs/credit/toy_shapes/gcpo.yaml": FOUR,
     # DanceGRPO trains the best and the worst of 24 videos, and adds noise at all steps
     "configs/hunyuan_video.yaml": {
         "advantages.std_correction": 1,
@@ -240,7 +240,7 @@ ELSEWHERE = {
 }
 """What differs in single files. DenseGRPO's 144 samples x accumulation 8 are one update of 1152."""
 STUDY = [
-    "configs/credit/shapes/" + name
+    "configs/credit/toy_shapes/" + name
     for name in (
         "flow_grpo.yaml",
         "flow_grpo_all_steps.yaml",
@@ -268,7 +268,7 @@ DEFAULTS = {
 }
 """Meaning of a missing key in a file."""
 
-MODELS = ("shapes", "sd35_medium", "flux1_dev")
+MODELS = ("toy_shapes", "sd35_medium", "flux1_dev")
 
 
 @pytest.fixture(autouse=True)
@@ -414,7 +414,7 @@ def test_every_method_names_its_source():
 def test_embedded_runs_of_one_update_per_rollout_say_so():
     """No clip acts there, which nobody should take for the published method."""
     for file in run_files():
-        if file.startswith("configs/credit/shapes/"):
+        if file.startswith("configs/credit/toy_shapes/"):
             updates = settings(compose([file]).values)
             once = updates["updates_per_step"] * updates["epochs_per_step"] == 1
             assert once == ("one update per rollout" in " ".join(header(file))), file

@@ -7,7 +7,7 @@ from tests.fixtures.simulated_gpu import on_simulated_gpu
 from tests.fixtures.simulated_runs import train
 
 pytestmark = pytest.mark.slow
-MODEL = "configs/models/shapes.yaml"
+MODEL = "configs/models/toy_shapes.yaml"
 FEW = ["evaluation=null", "recipe.prompts_per_step=2"]
 FEW_SOURCES = ["evaluation=null", "recipe.data.prompts_per_step=2"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}

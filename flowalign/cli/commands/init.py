@@ -46,7 +46,7 @@ def _find_model(args: argparse.Namespace) -> draft_run_file.Model:
     """Return the model; ask for its family if several suit and a terminal is attached."""
     question = f"Model, a folder, a hub id or one of {', '.join(draft_run_file.models())}"
     name, known = _answer(
-        args.model, question, "shapes", lambda name: (name, draft_run_file.families(name))
+        args.model, question, "toy_shapes", lambda name: (name, draft_run_file.families(name))
     )
     if len(known) == 1 or args.family or not sys.stdin.isatty():
         return draft_run_file.find_model(name, args.family)

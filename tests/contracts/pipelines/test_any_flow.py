@@ -231,7 +231,7 @@ def test_the_encoders_are_named_by_weights_and_arguments():
 @pytest.mark.parametrize(
     ("file", "path", "arguments", "fps"),
     [
-        ("configs/models/shapes.yaml", FOLDER, EMBEDDED, None),
+        ("configs/models/toy_shapes.yaml", FOLDER, EMBEDDED, None),
         (
             "configs/models/shapes_video.yaml",
             "assets/shapes_video/wan",

@@ -21,7 +21,7 @@ from tests.fixtures.training import credited, flat, new_learner, new_rewards, tr
 
 pytestmark = pytest.mark.slow
 
-METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
+METHODS = sorted((CONFIGS / "credit" / "toy_shapes").glob("*.yaml"))
 OF_BLOCKS = [path for path in METHODS if path.stem in ("euphonium", "latent_gain")]
 """Methods with a reward on the policy's first blocks, which the one-pixel policy lacks."""
 OF_PIXELS = [path for path in METHODS if path not in OF_BLOCKS]
