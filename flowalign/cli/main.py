@@ -1,6 +1,7 @@
 """Parse the command line: each command is a module here, and help imports nothing heavy."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from flowalign.cli import (
 )
 from flowalign.cli.options import Parser
 from flowalign.distributed.failures import leave_crashes
+from flowalign.utils.imports import pause_garbage_collection
 from flowalign.utils.parent_watchdog import end_with_parent
 
 EXAMPLES = """examples:
@@ -81,7 +83,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     leave_crashes()
     args = parse(list(sys.argv[1:] if argv is None else argv))
     # The second stage imports torch, which takes seconds; help and wrong options need none of it.
-    sys.exit(import_module("flowalign.cli.dispatch").run_verb(args))
+    with pause_garbage_collection():
+        dispatch = import_module("flowalign.cli.dispatch")
+    code = dispatch.run_verb(args)
+    if args.verb == "check" and argv is None:
+        # Python would first free the modules of torch and diffusers, which takes 1.7 s of CPU time.
+        # This command leaves no open file, thread or process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

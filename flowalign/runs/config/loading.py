@@ -8,6 +8,7 @@ from pathlib import Path
 from flowalign.runs.config.compose import compose, find_origin
 from flowalign.runs.config.run import Run
 from flowalign.utils.files import bundled
+from flowalign.utils.imports import pause_garbage_collection
 from flowalign.utils.typed_settings import build, join_values
 
 
@@ -63,5 +64,6 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     def locate(key: str) -> str:
         return find_origin(origins, key) or shown
 
-    run, text = build(Run, composed.values, locate, options, folders)
+    with pause_garbage_collection():  # the settings name classes, whose modules are imported here
+        run, text = build(Run, composed.values, locate, options, folders)
     return LoadedRun(run, text, origins)
