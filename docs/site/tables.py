@@ -322,7 +322,10 @@ TABLES: dict[str, tuple[Sequence[str], Callable[[], Iterator[list[str]]]]] = {
     **{s: (_header(s), lambda s=s: paper_rows(s)) for s in _entries()["papers"]},
     "other_losses": (OTHER, lambda: other_rows("flowalign.losses")),
     "other_rewards": (OTHER, lambda: other_rows("reward_models")),
-    "equal_small": (EQUAL, lambda: equal_cost_rows(0)),
+    "equal_small": (
+        EQUAL[:1] + EQUAL[2:],  # the colours of the figure show the kinds
+        lambda: ([name, *rest] for name, _, *rest in equal_cost_rows(0)),
+    ),
     "equal_large": (EQUAL, lambda: equal_cost_rows(1)),
 }
 """Header and rows of each table."""
