@@ -58,7 +58,8 @@ _MARKED = re.compile(r"^( *)<!-- table: (\w+) -->\n(.*?)^ *<!-- end -->$", re.MU
 _DOTTED = re.compile(r"`((?:flowalign|pipelines|reward_models)\.[\w.]+)`")
 _ARXIV = re.compile(r"arXiv:\d{4}\.\d{5}(?:v\d+)?")
 _SOURCE = re.compile("Sources?:")
-_STATUS = re.compile(r"# \[(run on CPU|run on GPU|checked only)\]")
+RANKS = ("run on a GPU", "run on CPU", "step tested", "checked only")
+"""Status of run files, the best first."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,8 @@ def _class_paths(content: Any) -> Iterator[str]:
 
 def status_of(files: Sequence[str]) -> str:
     """Return the status in the first lines of run files, the best one if they differ."""
-    firsts = [_STATUS.match((ROOT / file).read_text()) for file in files]
-    known = {found[1] for found in firsts if found}
-    return next((s for s in ("run on GPU", "run on CPU") if s in known), "checked only")
+    texts = [(ROOT / file).read_text() for file in files]
+    return next((s for s in RANKS for text in texts if text.startswith(f"# [{s}]")), RANKS[-1])
 
 
 @cache

@@ -1,13 +1,16 @@
 """Every run file states its results; `flowalign recipes` lists and copies run files."""
 
+import csv
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from flowalign.cli.main import main
 from flowalign.runs.library import run_files
 from flowalign.runs.library.run_files import (
+    Label,
     combination,
     combinations,
     memory_of,
@@ -29,7 +32,7 @@ def told(capsys, *words: str) -> tuple[object, str, str]:
 def test_every_run_file_has_a_label_and_says_what_it_is():
     for file in RUN_FILES:
         recipe = NAMES[file.relative_to("configs").with_suffix("").as_posix()]
-        assert recipe.label in ("run on a GPU", "run on CPU", "checked only"), file
+        assert recipe.label in get_args(Label), file
         assert len(recipe.about) > 10, file
         assert not recipe.about.startswith("["), file
         assert file.read_text().count(f"[{recipe.label}]") == 1, file
@@ -37,11 +40,28 @@ def test_every_run_file_has_a_label_and_says_what_it_is():
 
 def test_nothing_that_needs_a_gpu_is_said_to_have_run():
     """No run on a GPU was made yet; whoever makes one changes label and README together."""
-    ran = [one for one in recipes() if one.label != "checked only"]
+    ran = [one for one in recipes() if one.label.startswith("run on")]
     assert {one.label for one in ran} == {"run on CPU"}
     assert not [one.name for one in ran if re.search("on GPUs|sd35|flux1|wan2|qwen", one.name)]
     assert [one.name for one in ran if "on GPUs" in one.file.read_text()] == []
     assert "No row has run on a GPU" in Path("README.md").read_text()
+
+
+def test_methods_and_models_that_trained_in_the_matrix_are_labelled_so():
+    """`python -m tests.matrix.run --table assets/matrix.csv` writes table and labels."""
+    with Path("assets/matrix.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    columns = zip(*(row[1:] for row in rows), strict=True)
+    states = {f"models/{a}": set(one) for a, one in zip(header[1:], columns, strict=True)}
+    states |= {f"methods/{row[0]}": set(row[1:]) for row in rows}
+    labels = {name: NAMES[name].label for name in states}
+    expected = {
+        name: "step tested" if "trained" in found else "checked only"
+        for name, found in states.items()
+        if not labels[name].startswith("run on")
+    }
+    assert {name: labels[name] for name in expected} == expected
+    assert {*expected.values()} == {"step tested", "checked only"}
 
 
 @pytest.mark.parametrize("line", ["# A run.", "# [run on TPU] A run.", "policy: 1"])
@@ -106,7 +126,7 @@ def test_methods_behind_a_model_are_those_that_are_valid_runs_there(monkeypatch)
     assert {"nft", "awm", "refl"} <= behind
     assert behind.isdisjoint({"cpo", "vader"})  # data that are absent, videos
     dense = found["models/flux2_dev methods/dense_grpo"]
-    assert (dense.label, dense.papers[0]) == ("checked only", "2601.20218v2")
+    assert (dense.label, dense.papers[0]) == ("step tested", "2601.20218v2")
     assert "2505.05470v5" in dense.papers
     assert dense.about == NAMES["methods/dense_grpo"].about
 

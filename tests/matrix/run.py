@@ -2,7 +2,8 @@
 
 `python -m tests.matrix.run --out matrix.jsonl [--checks] [--models a,b] [--methods c,d] [--shard
 0/4] [--table FILE]` writes one line per combination. `--checks` trains none. A file that exists is
-continued. `--table` writes the states as CSV, a row per method and a column per model.
+continued. `--table` writes the states as CSV, a row per method and a column per model, and labels
+the run files of methods and models by them.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import csv
 import json
 import os
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 
 from tests.fixtures.matrix import METHODS, MODELS, Matrix
+from tests.fixtures.run_files import CONFIGS
 
 
 def main() -> None:
@@ -49,6 +52,7 @@ def main() -> None:
     print(dict(Counter(done.values())))  # noqa: T201
     if args.table:
         write_table(args.table, done)
+        write_labels(done)
 
 
 def write_table(file: Path, states: Mapping[tuple[str, str], str]) -> None:
@@ -56,6 +60,17 @@ def write_table(file: Path, states: Mapping[tuple[str, str], str]) -> None:
     rows = [["method", *MODELS], *([a, *(states[b, a] for b in MODELS)] for a in METHODS)]
     with file.open("w", newline="") as table:
         csv.writer(table, lineterminator="\n").writerows(rows)
+
+
+def write_labels(states: Mapping[tuple[str, str], str]) -> None:
+    """Label methods and models as step tested if a combination trained; runs keep their label."""
+    trained = {pair for pair, state in states.items() if state == "trained"}
+    tested = {f"models/{a}" for a, _ in trained} | {f"methods/{b}" for _, b in trained}
+    for name in [*(f"models/{a}" for a in MODELS), *(f"methods/{b}" for b in METHODS)]:
+        file = CONFIGS / f"{name}.yaml"
+        label = "step tested" if name in tested else "checked only"
+        text = file.read_text()
+        file.write_text(re.sub(r"\A# \[(step tested|checked only)\]", f"# [{label}]", text))
 
 
 if __name__ == "__main__":

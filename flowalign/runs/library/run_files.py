@@ -13,8 +13,9 @@ from flowalign.runs.planning.plan import plan
 from flowalign.utils.files import atomic_write, bundled
 from flowalign.utils.strict_yaml import read_mapping
 
-Label = Literal["run on a GPU", "run on CPU", "checked only"]
-"""Test of a run file: trained to the end on a GPU or a CPU, or validated and planned only."""
+Label = Literal["run on a GPU", "run on CPU", "step tested", "checked only"]
+"""Test of a run file: trained to the end on a GPU or a CPU, trained for one step on a tiny random
+model (`assets/matrix.csv`), or validated and planned only."""
 _NO_RUNS = ("rewards",)
 """Folders of configs/ that hold no run files."""
 _BEHIND = ("methods", "tasks")
