@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
-from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
+from flowalign.data.prefetch import prefetch
 from flowalign.types import Request, plain_requests
 from tests.fixtures.pixel import PixelPolicy
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
-from flowalign.data.media.image_grid import PADDING
 from flowalign.reports.charts import data_address
 from flowalign.reports.records import read_json
 from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
+from flowalign.utils.files import GRID_PADDING
 
 _SMALL, _LARGEST = 128, 320
 """Limits of an image's longer side, in pixels: kept as PNG up to the first, reduced above the
@@ -92,16 +92,18 @@ def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] |
 
 
 def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Image.Image]:
-    """Cut a grid into its images, row by row; each has PADDING pixels around it."""
+    """Cut a grid into its images, row by row; each has GRID_PADDING pixels around it."""
     num_columns = min(num_columns, num_pictures)
     num_rows = -(-num_pictures // num_columns)
-    width = (grid.width - PADDING) // num_columns
-    height = (grid.height - PADDING) // num_rows
+    width = (grid.width - GRID_PADDING) // num_columns
+    height = (grid.height - GRID_PADDING) // num_rows
     corners = [
-        (PADDING + i % num_columns * width, PADDING + i // num_columns * height)
+        (GRID_PADDING + i % num_columns * width, GRID_PADDING + i // num_columns * height)
         for i in range(num_pictures)
     ]
-    return [grid.crop((x, y, x + width - PADDING, y + height - PADDING)) for x, y in corners]
+    return [
+        grid.crop((x, y, x + width - GRID_PADDING, y + height - GRID_PADDING)) for x, y in corners
+    ]
 
 
 def encode_images(pictures: Sequence[Image.Image], strips: bool = False) -> list[str]:

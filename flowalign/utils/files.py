@@ -11,6 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+GRID_PADDING = 2
+"""Pixels around every image of a grid file, at which reports cut the grid into its images again."""
+
 
 def bundled(path: str) -> str:
     """Return the path if it exists, else the package's copy of `assets/...` or `configs/...`."""

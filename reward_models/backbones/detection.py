@@ -1,4 +1,4 @@
-"""Defines the interface of object detectors, a real detector, and one for Shapes images."""
+"""Defines the interface of object detectors, and a detector from transformers."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
 from flowalign.types import Loadable, UnitInterval
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
-from reward_models.verifiers.shapes import COLOURS, SHAPES, find_objects
 
 
 @dataclass(frozen=True)
@@ -42,40 +41,6 @@ class Detector(Loadable):
     @abstractmethod
     def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
         """Return the objects of an image in [0, 1] in any order, including uncertain ones."""
-
-
-class ShapesDetector(Detector):
-    """Detector of regions in images of Shapes, the bundled toy model.
-
-    The score measures how flat and well-formed a region is. Well-drawn objects score 0.75 or more,
-    so a threshold of 0.9 is too high.
-    """
-
-    version = "shapes"
-    names_colours = True
-
-    def load(self) -> None:
-        """Do nothing, because there are no weights."""
-
-    def classes(self) -> frozenset[str]:
-        """Return circle, square and triangle."""
-        return frozenset(SHAPES)
-
-    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
-        """Segment the image and return its regions with their colours."""
-        objects = find_objects(picture[None].float().cpu())
-        centre, half = objects.centre[0], objects.half[0]
-        boxes = torch.cat([centre - half, centre + half], 1) + 0.5  # edges, not pixel centres
-        scores = objects.fit * objects.purity
-        return [
-            Detection(
-                SHAPES[int(objects.shape[0, k])],
-                float(scores[0, k]),
-                tuple(boxes[k].tolist()),
-                list(COLOURS)[int(objects.colour[0, k])],
-            )
-            for k in objects.present[0].nonzero().flatten().tolist()
-        ]
 
 
 class TransformersDetector(Detector):

@@ -19,8 +19,8 @@ from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptE
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
-from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
+from flowalign.data.prefetch import prefetch
 from flowalign.types import plain_requests, prompts_of
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.ranks import start_ranks

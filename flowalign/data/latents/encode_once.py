@@ -17,7 +17,7 @@ from flowalign.data.latents.latent_files import is_latent, read_latent
 from flowalign.data.latents.tensor_store import Key, Keys, TensorCache
 from flowalign.data.media.decode import MediaProblem, decode, digest_media
 from flowalign.data.media.media import Media
-from flowalign.data.preference.prefetch import prefetch
+from flowalign.data.prefetch import prefetch
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.types import Cond, Policy, Request, encode_requests
 

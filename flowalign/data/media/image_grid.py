@@ -10,14 +10,12 @@ from torch.nn.functional import interpolate, pad
 
 from flowalign.data.media.encode import CLIPS, write_clip
 from flowalign.data.media.thumbnails import spread_frames, to_bytes
-from flowalign.utils.files import atomic_write
+from flowalign.utils.files import GRID_PADDING, atomic_write
 
 PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp")
 """File name extensions that `write_picture` supports."""
 _KINDS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _OPTIONS = {"PNG": {}, "JPEG": {"quality": 95}, "WEBP": {"lossless": True}}
-PADDING = 2
-"""Pixels around every image of a grid, and around every frame of a film strip."""
 STRIP = 6
 """Largest number of frames in a film strip."""
 
@@ -46,12 +44,12 @@ def write_grid(
 
 
 def arrange_grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h w"]:
-    """Arrange images in rows of `columns`, with `PADDING` black pixels around each."""
+    """Arrange images in rows of `columns`, with `GRID_PADDING` black pixels around each."""
     from torchvision.utils import make_grid
 
     if len(pictures) == 1:  # make_grid adds no padding to a single image
-        return pad(pictures[0], [PADDING] * 4)
-    return make_grid(pictures, nrow=columns, padding=PADDING)
+        return pad(pictures[0], [GRID_PADDING] * 4)
+    return make_grid(pictures, nrow=columns, padding=GRID_PADDING)
 
 
 def fit_into(

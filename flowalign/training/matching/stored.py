@@ -25,8 +25,8 @@ from flowalign.data.preference.pairs import (
     condition_example,
     media_of,
 )
-from flowalign.data.preference.prefetch import prefetch
 from flowalign.data.preference.sampler import EpochSampler
+from flowalign.data.prefetch import prefetch
 from flowalign.distributed.processes import Processes
 from flowalign.sampling.recording import DTYPES
 from flowalign.training.learner import Learner

@@ -10,7 +10,7 @@ import yaml
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardSpec
-from reward_models.backbones.detection import Detection, ShapesDetector
+from reward_models.backbones.detection import Detection
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.images import encode_image, pad_to_square
@@ -33,6 +33,7 @@ from reward_models.chat.yes_no import YesNo
 from reward_models.detection.artefact_map import ArtefactMap, paint_artefacts
 from reward_models.signals.drift import Drift
 from reward_models.verifiers.shapes import BACKGROUND
+from reward_models.verifiers.shapes_detector import ShapesDetector
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

@@ -7,12 +7,7 @@ import torch
 from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.detection import (
-    Detection,
-    Detector,
-    ShapesDetector,
-    TransformersDetector,
-)
+from reward_models.backbones.detection import Detection, Detector, TransformersDetector
 from reward_models.backbones.rule import Unscorable
 from reward_models.detection.counting import Counting
 from reward_models.detection.geneval import (
@@ -25,6 +20,7 @@ from reward_models.detection.geneval import (
     select_detections,
 )
 from reward_models.verifiers.shapes import parse_prompt
+from reward_models.verifiers.shapes_detector import ShapesDetector
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints
 

@@ -5,9 +5,9 @@ import struct
 
 import pytest
 
-from reward_models.backbones.internlm2_tokenizer import convert_tokenizer, list_merges, read_model
-from reward_models.backbones.internvl2 import read_tokenizer
 from reward_models.preference import mj_video
+from reward_models.preference.internlm2_tokenizer import convert_tokenizer, list_merges, read_model
+from reward_models.preference.internvl2 import read_tokenizer
 
 PIECES = [
     *(("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)),

@@ -10,8 +10,13 @@ from transformers import InternVLModel
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.checkpoints import read_json
-from reward_models.backbones.internvl2 import InternVL2, convert_config, convert_tensors, split_wqkv
 from reward_models.preference import mj_video
+from reward_models.preference.internvl2 import (
+    InternVL2,
+    convert_config,
+    convert_tensors,
+    split_wqkv,
+)
 from reward_models.preference.mj_video import MJVideo
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch

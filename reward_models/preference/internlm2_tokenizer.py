@@ -1,6 +1,6 @@
 """Convert InternLM2's sentencepiece tokenizer to a `tokenizer.json`, which MJ-VIDEO's reader needs.
 
-    python -m reward_models.backbones.internlm2_tokenizer OpenGVLab/InternVL2-2B FOLDER
+    python -m reward_models.preference.internlm2_tokenizer OpenGVLab/InternVL2-2B FOLDER
 
 The release has `tokenizer.model` and code for transformers 4. The merges of byte-pair encoding
 follow from the scores of the pieces, so neither sentencepiece nor protobuf is needed.
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from reward_models.backbones.checkpoints import find_file, read_json
-from reward_models.backbones.internvl2 import read_tokenizer
+from reward_models.preference.internvl2 import read_tokenizer
 
 _NORMAL = 1
 """Type of the pieces that merges make; the other types are control tokens and single bytes."""

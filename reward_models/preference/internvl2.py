@@ -138,8 +138,8 @@ class InternVL2(Reader):
     """Reader of videos and prompts with the InternVL2-2B in an MJ-VIDEO checkpoint.
 
     `base` has the config in the released form. `tokenizer` has the `tokenizer.json` of InternLM2's
-    tokenizer; null takes it from `base`. InternLM2 was released with a sentencepiece file instead,
-    which `python -m reward_models.backbones.internlm2_tokenizer` converts. A tokenizer that encodes
+    tokenizer; null takes it from `base`. InternLM2 was released with a sentencepiece file, which
+    `python -m reward_models.preference.internlm2_tokenizer` converts. A tokenizer that encodes
     the end of a turn with other ids than the released one raises ValueError.
     """
 
