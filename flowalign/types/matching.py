@@ -17,12 +17,13 @@ from flowalign.functional.transition import Kernel
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import require_ranges
 
-Label = Literal["labels", "segments", "masks", "advantages", "transitions"]
+Label = Literal["labels", "segments", "masks", "advantages", "transitions", "targets"]
 """Labels that a dataset may hold in addition to media and prompts.
 
 labels: binary labels. segments: better row of a pair in each latent frame. masks: regions where
 the rows of a pair differ. advantages: advantages within groups. transitions: stochastic steps that
-the policy took from the states that it visited.
+the policy took from the states that it visited. targets: displacements of the clean latents up and
+down a reward.
 """
 
 
@@ -61,12 +62,23 @@ class Examples:
     step at one noise level, one row per sample. Losses compare the rows of a group."""
     users: Sequence[str] = ()
     """Id of the annotator of each row, for personalised policies; empty if none is known."""
+    ascent: Float[Tensor, "n *latent"] | None = None
+    """Displacement of each clean latent to its target with a higher reward; None if not known."""
+    descent: Float[Tensor, "n *latent"] | None = None
+    """Displacement of each clean latent to its target with a lower reward; None if not known."""
 
     @property
     def required_advantage(self) -> Float[Tensor, "n"]:
         """Return the advantages, for losses that require the label."""
         assert self.advantage is not None, "the loss uses advantages without requiring them"
         return self.advantage
+
+    @property
+    def required_targets(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"]]:
+        """Return the displacements up and down the reward, for losses that require targets."""
+        assert self.ascent is not None, "the loss uses targets without requiring them"
+        assert self.descent is not None, "the loss uses targets without requiring them"
+        return self.ascent, self.descent
 
     @property
     def required_group(self) -> Int[Tensor, "n"]:

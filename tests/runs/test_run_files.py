@@ -87,6 +87,11 @@ NEW = [
     ],
     ["configs/shapes_crd.yaml"],
     ["configs/shapes_nft.yaml"],
+    ["configs/shapes_opsd.yaml"],
+    *(
+        [f"configs/models/{model}.yaml", "configs/methods/diffusion_opsd.yaml"]
+        for model in ("sd35_medium", "z_image", "flux2_klein")
+    ),
     ["configs/shapes_nft.yaml", "configs/tasks/shapes_step_credit.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/nft_step_credit.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/online_dpo_step_credit.yaml"],

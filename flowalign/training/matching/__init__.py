@@ -12,6 +12,7 @@ from flowalign.training.matching.reference_models import (
     ReferenceModel,
     Teacher,
 )
+from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.scored_groups import ScoredGroups
 from flowalign.training.matching.source import Batch, BatchStream, DataSource
@@ -41,6 +42,7 @@ __all__ = [
     "StateSource",
     "Ramp",
     "ReferenceModel",
+    "RewardAscent",
     "Rollouts",
     "SamplerGrid",
     "ScoredGroups",

@@ -174,6 +174,12 @@ class Matching(MatchingSettings, Recipe):
                 "recipe.states is VisitedStates, so recipe.times must be a SamplerGrid of the "
                 f"{num_steps} steps of recipe.data.sampling; it is {times}"
             )
+        query = self.data.query
+        if query is not None and [*times.steps] != [query]:
+            raise ValueError(
+                f"recipe.data.ascent.query is {query}, but recipe.times has the steps "
+                f"{[*times.steps]}: set times.start to {query}, and stop to {query + 1}"
+            )
         if "transitions" not in self.loss.requirements.requires:
             return
         if fixed := sorted({*times.steps} - self.data.random_steps):

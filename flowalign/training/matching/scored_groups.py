@@ -14,7 +14,9 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.sampling.settings import Sampling
+from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
+from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RecipePlan, RunContext
@@ -49,6 +51,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     weight_map: str | None = None
     """Name of a reward model with a spatial map that weights each sample's error (SRUM's local
     part). Null: equal weight at all positions."""
+    ascent: RewardAscent | None = None
+    """Clean predictions at one step, moved along the reward gradient, for `OPSD`. Null: none."""
 
     on_failed_reward: OnFailure = "raise"
     """Action after a failed reward. raise: the run ends. drop_sample: samples with unknown credit
@@ -58,18 +62,31 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, self.key)
         self.rollouts.check_groups()
+        _check_ascent(self)
         for iteration in (0, SEVERAL):
             self._check_completions(self.rollouts.credited_window(iteration))
 
     @property
     def rollouts(self) -> RolloutSettings:
         """Return the rollout settings of a step."""
-        return RolloutSettings(**self.rollout_fields(), key=self.key)
+        kept = () if self.query is None else (self.query,)
+        return RolloutSettings(**self.rollout_fields(), also_kept=kept, key=self.key)
 
     @property
     @override
     def provides(self) -> Set[Label]:
-        return {"labels", "advantages"}
+        return {"labels", "advantages", *(("targets",) if self.ascent else ())}
+
+    @property
+    @override
+    def trajectory_steps(self) -> int | None:
+        """Return the number of denoising steps if `ascent` queries one of them, else None."""
+        return self.sampling.num_steps if self.ascent else None
+
+    @property
+    @override
+    def query(self) -> int | None:
+        return self.ascent.query if self.ascent else None
 
     @property
     @override
@@ -94,6 +111,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         self.advantages.check(self.key, run, self.prompts)
         self.sampling.check_precision(self.key, run.policy)
         _check_map(self, run.rewards)
+        if self.ascent:
+            check_gradients(run.rewards, f"{self.key}.ascent")
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 
@@ -104,6 +123,10 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         rows = {"examples per step": f"{self.examples_per_step}"}
+        if self.ascent:
+            gradients = self.examples_per_step * (2 * self.ascent.steps - 1)
+            rows["clean predictions per step"] = f"{self.examples_per_step} evaluations"
+            rows["reward gradients per step"] = f"{gradients}, each with a decode and reward"
         return replace(
             plan_credited(self.rollouts, run, model, world, rows),
             decode_batches={f"{self.key}.sampling.micro_batch": self.sampling.micro_batch},
@@ -116,7 +139,14 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
         completed = self.completed_states if self.clean == "completion" else None
         return ScoredStream(
-            self.rollouts, learner, rewards, requests, self.weights, completed, self.weight_map
+            self.rollouts,
+            learner,
+            rewards,
+            requests,
+            self.weights,
+            completed,
+            self.weight_map,
+            self.ascent,
         )
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
@@ -144,6 +174,28 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             raise ValueError(
                 f"{self.key}.clean is completion, which needs completions by the weights and the "
                 f"guidance of the rollout: leave out {self.key}.completion.weights and guidance"
+            )
+
+
+def _check_ascent(cfg: ScoredGroups) -> None:
+    """Raise ValueError if the rollout has no state at the query, or options do not combine."""
+    if cfg.ascent is None:
+        return
+    query, sampling = cfg.ascent.query, cfg.sampling
+    if query >= sampling.num_steps or query in sampling.skipped(cfg.rollouts.window(0)):
+        raise ValueError(
+            f"{cfg.key}.ascent.query is {query}, which is not among the denoising steps that "
+            f"{cfg.key}.sampling makes: choose another step, or another num_steps or tail_ratio"
+        )
+    for name, value, plain in (
+        ("credit", cfg.credit, None),
+        ("weight_map", cfg.weight_map, None),
+        ("clean", cfg.clean, "sample"),
+    ):
+        if value != plain:
+            raise ValueError(
+                f"{cfg.key}.{name} is {value}, but {cfg.key}.ascent makes the examples from clean "
+                f"predictions at one step: set {name} to {plain or 'null'}"
             )
 
 

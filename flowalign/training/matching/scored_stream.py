@@ -13,6 +13,7 @@ from flowalign.functional.maps import average_on_grid, normalise_mean
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
 from flowalign.training.matching.credited_stream import CreditedStream
+from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.source import Batch, StepAdvantages
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
@@ -36,6 +37,8 @@ class ScoredStream(CreditedStream):
     """Completed state of each trained step, noised instead of the sample. None: the sample."""
     weight_map: str | None = None
     """Name of a reward model with a map that weights each sample's error. None: equal weights."""
+    ascent: RewardAscent | None = None
+    """Ascent of the reward from clean predictions, which replace the samples. None: none."""
 
     @override
     def batch(self, step: int) -> Batch:
@@ -54,9 +57,19 @@ class ScoredStream(CreditedStream):
         if self.cfg.credit is None:
             outcome = advantage[:, 0]
             examples = replace(examples, advantage=outcome, desirable=outcome > 0)
-            return Batch(examples, first, total, metrics)
+            visited = None
+            if self.ascent:
+                examples, visited = self._ascend(self.ascent, values.trajectory, examples, kept)
+            return Batch(examples, first, total, metrics, visited=visited)
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         return Batch(examples, first, total, metrics, steps)
+
+    def _ascend(
+        self, ascent: RewardAscent, trajectory: Trajectory, examples: Examples, kept: Tensor
+    ) -> tuple[Examples, Trajectory]:
+        """Return the kept samples' clean predictions with targets, and their queried states."""
+        with self._sampling_weights():
+            return ascent.move(self.learner.policy, self.rewards, trajectory, examples, kept)
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the policy has the sampling weights."""

@@ -131,6 +131,11 @@ class DataSource(ABC):
         return None
 
     @property
+    def query(self) -> int | None:
+        """Return the only denoising step with states to match, if the source chooses it."""
+        return None
+
+    @property
     def random_steps(self) -> Set[int]:
         """Return the denoising steps that are always stochastic."""
         return frozenset()

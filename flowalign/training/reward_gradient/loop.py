@@ -21,11 +21,11 @@ from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.path_gradient import reward_gradient_loss
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout_replay import CachedReplay
+from flowalign.training.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import unguided
 from flowalign.training.reward_gradient.frame_choice import chosen_frames
-from flowalign.training.reward_gradient.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.reward_gradient.regulariser import StoredGradient
 from flowalign.training.reward_gradient.settings import RewardGradientSettings
 from flowalign.training.update_checks import WeightChecks

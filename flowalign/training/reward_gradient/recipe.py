@@ -7,7 +7,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_requests
-from flowalign.rewards.composite import Rewards
+from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
 from flowalign.training.plan_rows import check_prompts_per_step, evaluations_row, samples_row
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
@@ -31,7 +31,7 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
     def check(self, run: RunContext) -> None:
         run.rewards.check_weights()
         _check_conditioning(run)
-        check_gradients(run.rewards)
+        check_gradients(run.rewards, "RewardGradient")
         _check_policy(run.policy, self.detach_unconditional)
         check_frames(self.frames, run.policy, run.rewards)
         if self.relative:
@@ -113,25 +113,6 @@ def _check_conditioning(run: RunContext) -> None:
             f"conditioning {type(run.conditioning).__name__} trains each prompt on one reward, "
             "but RewardGradient combines all: use PolicyGradient, or Matching with ScoredGroups"
         )
-
-
-def check_gradients(rewards: Rewards) -> None:
-    """Raise ValueError if a weighted reward has no gradient."""
-    weighted = rewards.weighted().models
-    flat = [model.spec for model in weighted if not model.spec.differentiable]
-    if not flat:
-        return
-    other = [dim for m in rewards.models if m.spec.differentiable for dim in m.spec.dims]
-    advice = (
-        f"weigh {', '.join(other)} instead"
-        if other
-        else "use one that has, such as PickScore, HPSv2, ImageReward or TrainedReward of "
-        "reward_models"
-    )
-    raise ValueError(
-        f"reward {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, which "
-        f"RewardGradient needs: {advice}.\nA reward with weight 0 is only logged."
-    )
 
 
 def _check_policy(policy: Policy, detach_unconditional: bool) -> None:

@@ -60,6 +60,8 @@ class RolloutSettings(RolloutFields):
     keeps: Literal["credited", "trained", "all"] = "credited"
     """States that a rollout keeps. credited: the states that credit reads. trained: also the states
     of trained steps. all: all states."""
+    also_kept: Sequence[int] = ()
+    """Indices of further states that a rollout keeps."""
     needs_means: bool = False
     """Whether a rollout keeps the means of trained transitions."""
     clips_process: bool = False
@@ -106,7 +108,8 @@ class RolloutSettings(RolloutFields):
         trained = {*steps, *(k + 1 for k in steps)} if self.keeps == "trained" else set[int]()
         needs = self.requirements(steps)
         started = {k for k, how in needs.requested if not how.follows_rollout}
-        return tuple(sorted({self.sampling.num_steps, *trained, *started, *needs.read}))
+        also = {self.sampling.num_steps, *self.also_kept}
+        return tuple(sorted({*also, *trained, *started, *needs.read}))
 
     def requested(self, steps: Sequence[int]) -> tuple[CompletionRequest, ...]:
         """Return the states that the credit method values.

@@ -79,3 +79,22 @@ def _with_failures(output: RewardOutput, finite: Bool[Tensor, "n"]) -> RewardOut
         valid=output.valid & ~failed,
         reasons=reasons,
     )
+
+
+def check_gradients(rewards: Rewards, needed_by: str) -> None:
+    """Raise ValueError if a weighted reward has no gradient; `needed_by` is for the message."""
+    weighted = rewards.weighted().models
+    flat = [model.spec for model in weighted if not model.spec.differentiable]
+    if not flat:
+        return
+    other = [dim for m in rewards.models if m.spec.differentiable for dim in m.spec.dims]
+    advice = (
+        f"weigh {', '.join(other)} instead"
+        if other
+        else "use one that has, such as PickScore, HPSv2, ImageReward or TrainedReward of "
+        "reward_models"
+    )
+    raise ValueError(
+        f"reward {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, which "
+        f"{needed_by} needs: {advice}.\nA reward with weight 0 is only logged."
+    )

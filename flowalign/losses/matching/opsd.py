@@ -1,0 +1,72 @@
+"""Fit clean predictions that a reward gradient moved up and down (DiffusionOPSD).
+
+Source: DiffusionOPSD, arXiv:2608.24646, and code of worldbench/DiffusionOPSD.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import optimality, self_normalised_error
+from flowalign.functional.transition import per_row
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types.loss import Loss
+from flowalign.types.ranges import PositiveFloat
+
+
+def opsd(
+    change: Float[Tensor, "n *latent"],
+    up: Float[Tensor, "n *latent"],
+    down: Float[Tensor, "n *latent"],
+    optimal: Float[Tensor, "n"],
+    beta: float,
+) -> Float[Tensor, "n"]:
+    """Return w L(beta c - d+) + (1 - w) L(-beta c - d-) for w = `optimal`.
+
+    c = -sigma (v - v_old) is the change of the clean prediction, d+ and d- (`up`, `down`) are the
+    displacements of the targets, and L is the self-normalised error. Unlike NFT, the loss is not
+    divided by beta. If c = 0 and d- = -d+, the gradient does not depend on w.
+    """
+    positive = self_normalised_error(beta * change - up)
+    negative = self_normalised_error(-beta * change - down)
+    return optimal * positive + (1 - optimal) * negative
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPSD(MatchingLoss):
+    """Mean of weight * advantage_max * opsd over rows, at the states of `RewardAscent`.
+
+    The examples are the old policy's clean predictions, so the residual of the policy is v - v_old
+    and the loss needs no further evaluation of the old policy.
+    """
+
+    beta: PositiveFloat = 1.0
+    """Distance of the implicit policies from the old one, in units of the policy's distance.
+    Published: 1, and 0.1 for three rewards."""
+    advantage_max: PositiveFloat = 5.0
+    """Advantage above which a sample counts as optimal; also the scale of the loss."""
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages and targets; the value depends on the errors."""
+        return Requirements(
+            reference=False, paired=False, velocity=True, requires={"advantages", "targets"}
+        )
+
+    @override
+    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+        optimal = optimality(batch.required_advantage, self.advantage_max)
+        change = -per_row(residuals.required_sigma, residuals.policy) * residuals.policy
+        up, down = batch.required_targets
+        each = self.advantage_max * opsd(change, up, down, optimal, self.beta)
+        loss = (batch.weight * each).mean()
+        moved = change.detach().flatten(1)
+        agreement = (moved * up.flatten(1)).sum(1) / up.flatten(1).square().sum(1).clamp(min=1e-12)
+        return loss, {
+            "policy_loss": loss.detach(),
+            "optimality": optimal.mean(),
+            "progress_to_target": agreement.mean(),
+        }

@@ -1,0 +1,122 @@
+"""Move the old policy's clean predictions at a query state along the reward gradient.
+
+rollout -> state at a low noise level -> clean prediction -> ascent and descent of the reward
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.functional.bounded_ascent import ascend_and_descend
+from flowalign.functional.transition import per_row
+from flowalign.losses.reward_gradient import Maximise
+from flowalign.rewards.composite import Rewards
+from flowalign.training.latent_gradient import latent_gradient
+from flowalign.training.reference import conditional
+from flowalign.types import Examples, Policy, Request, SharedRows, Trajectory
+from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, require_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardAscent:
+    """Ascent and descent of the weighted reward from one clean prediction per sample.
+
+    Source: DiffusionOPSD, arXiv:2608.24646, and its code. Each sample gives one query state of its
+    rollout, at a noise level of about 0.28. It costs one evaluation, one decode and reward, and
+    2 * steps - 1 reward gradients.
+    """
+
+    query: NonNegativeInt
+    """Index of the denoising step that starts at the query state, at least 1."""
+    steps: PositiveInt = 2
+    """Number M of steps in each direction."""
+    radius: PositiveFloat = 0.1
+    """Radius of the ball around a clean prediction, in units of its norm."""
+    share: PositiveFloat = 1.0
+    """Length of all steps together, in units of the radius."""
+    micro_batch: PositiveInt = 8
+    """Number of samples per decode and reward call with gradient."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges, and pure noise as the query."""
+        require_ranges(self, "recipe.data.ascent")
+        if self.query < 1:
+            raise ValueError(
+                "recipe.data.ascent.query is 0, which is pure noise: choose a late denoising step, "
+                "such as the one that starts near noise level 0.28"
+            )
+
+    def move(
+        self,
+        policy: Policy,
+        rewards: Rewards,
+        trajectory: Trajectory,
+        examples: Examples,
+        samples: Int[Tensor, "n"],
+    ) -> tuple[Examples, Trajectory]:
+        """Return the examples of `samples` with their targets, and the queried states.
+
+        The clean latents of the examples become the clean predictions of the current weights.
+        """
+        sigma = trajectory.sigmas[self.query].to(trajectory.device)
+        x = trajectory.state(self.query, samples)
+        parts = []
+        for rows in torch.arange(len(x)).split(self.micro_batch):
+            cond = {name: value[rows.to(value.device)] for name, value in examples.cond.items()}
+            level = sigma.expand(len(rows))
+            with torch.no_grad():
+                v = conditional(policy).velocity(x[rows], level, cond)
+            clean = x[rows] - per_row(level, v) * v
+            asked = [trajectory.requests[int(i)] for i in samples[rows]]
+            parts.append((clean, *self._displacements(policy, rewards, clean, asked)))
+        if not parts:
+            parts = [(x, x, x)]
+        clean, up, down = (torch.cat(column) for column in zip(*parts, strict=True))
+        found = replace(examples, latents=clean, ascent=up, descent=down)
+        return found, _visited(trajectory, self.query, x, clean, samples)
+
+    def _displacements(
+        self,
+        policy: Policy,
+        rewards: Rewards,
+        clean: Float[Tensor, "n *latent"],
+        requests: Sequence[Request],
+    ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"]]:
+        """Return the displacements of clean predictions up and down the weighted reward."""
+        weighted = rewards.weighted()
+        where = "the reward gradient of a clean prediction"
+
+        def gradient(latents: Tensor) -> Tensor:
+            found = latent_gradient(
+                policy, weighted, weighted.score_with_gradient, Maximise(), latents, requests
+            )
+            if rewards.on_failure == "raise":
+                weighted.require(found.output, lambda i: f"prompt {requests[i].prompt!r}, {where}")
+            return -found.gradient
+
+        return ascend_and_descend(clean, gradient, self.steps, self.radius, self.share)
+
+
+def _visited(
+    trajectory: Trajectory,
+    query: int,
+    x: Float[Tensor, "n *latent"],
+    clean: Float[Tensor, "n *latent"],
+    samples: Int[Tensor, "n"],
+) -> Trajectory:
+    """Return the queried states as trajectories that end at the clean predictions."""
+    each = torch.arange(len(samples))[:, None].expand(-1, trajectory.num_steps + 1)
+    return replace(
+        trajectory,
+        logp=trajectory.logp[samples.to(trajectory.logp.device)],
+        eta=trajectory.eta[samples.to(trajectory.eta.device)],
+        states={query: x, trajectory.num_steps: clean},
+        requests=[trajectory.requests[int(i)] for i in samples],
+        rows=SharedRows(each.contiguous()),
+        means={},
+        finished={},
+        hidden={},
+    )
