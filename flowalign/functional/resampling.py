@@ -22,29 +22,54 @@ def bootstrap(
     repeats: int,
     generator: torch.Generator,
     level: float = 0.95,
+    stratum: Int[Tensor, "n"] | None = None,
 ) -> tuple[float, float]:
     """Return the percentile interval of a statistic over resamples of whole clusters.
 
-    Pairs of one prompt share images, so whole prompts are drawn. The interval is NaN if there are
-    fewer than two clusters, or if the statistic is NaN in every resample.
+    Pairs of one prompt share images, so whole prompts are drawn. With a `stratum` per row, clusters
+    are drawn within each stratum: one cluster fewer than it has, which makes the variance of a
+    mean over few clusters unbiased (Rao and Wu, JASA 1988). The interval is NaN if there are fewer
+    than two clusters, or if the statistic is NaN in every resample.
+
+    Raises:
+        ValueError: A cluster has rows in several strata.
     """
     ids, index = cluster.unique(return_inverse=True)
     if len(ids) < 2:
         return math.nan, math.nan
+    parts = _find_members(len(ids), index, stratum)
     values, step = [], max(1, _ENTRIES // len(cluster))
     for start in range(0, repeats, step):
         b = min(step, repeats - start)
-        drawn = torch.randint(len(ids), (b, len(ids)), generator=generator)
         count = torch.zeros(b, len(ids), dtype=torch.float64)
-        count.scatter_add_(1, drawn, torch.ones_like(count))
+        for members in parts:
+            size = len(members) if stratum is None else max(len(members) - 1, 1)
+            drawn = members[torch.randint(len(members), (b, size), generator=generator)]
+            count.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=count.dtype))
         values.append(statistic(count[:, index]))
-    known = torch.cat(values)
-    known = known[~known.isnan()]
+    return percentile_interval(torch.cat(values), level)
+
+
+def percentile_interval(values: Float[Tensor, "b"], level: float = 0.95) -> tuple[float, float]:
+    """Return the central interval that contains a share `level` of the values, without NaN."""
+    known = values[~values.isnan()]
     if len(known) == 0:
         return math.nan, math.nan
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = known.quantile(ends).tolist()
+    low, high = known.double().quantile(ends).tolist()
     return low, high
+
+
+def _find_members(
+    num_clusters: int, index: Int[Tensor, "n"], stratum: Int[Tensor, "n"] | None
+) -> list[Int[Tensor, "m"]]:
+    """Return the clusters of each stratum; all clusters without strata."""
+    if stratum is None:
+        return [torch.arange(num_clusters)]
+    own = torch.full((num_clusters,), -1).scatter(0, index, stratum)
+    if not torch.equal(own[index], stratum):
+        raise ValueError("a cluster has rows in several strata; clusters must lie in one")
+    return [(own == one).nonzero().flatten() for one in own.unique()]
 
 
 def mean(x: Float[Tensor, "n"], weight: Float[Tensor, "b n"]) -> Float[Tensor, "b"]:

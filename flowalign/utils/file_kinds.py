@@ -9,6 +9,7 @@ KINDS = {
     "UserEmbeddings": ({"backbone", "output"}, "flowalign users FILE"),
     "ClipPairs": ({"clips", "method"}, "flowalign clip-pairs FILE"),
     "Search": ({"width"}, "flowalign sample RUN_FILE --prompt TEXT --search FILE"),
+    "Card": ({"metrics", "protocol"}, "flowalign eval RUN_FILE --benchmark FILE"),
     "RewardFile": ({"rewards"}, "flowalign score DATA --rewards FILE --out FOLDER"),
 }
 """Identifying keys and command of each kind of file, by the name of the class it describes. A file

@@ -11,6 +11,7 @@ from flowalign.reward_training.user_embeddings import UserEmbeddings
 from flowalign.rewards.config import RewardFile
 from flowalign.runs.config import Run
 from flowalign.sampling.search import Search
+from flowalign.studies.benchmark.card import Card
 from flowalign.utils.file_kinds import KINDS
 
 RUN, USERS = "configs/shapes.yaml", "configs/reward/pickapic_users.yaml"
@@ -51,7 +52,7 @@ def test_a_file_of_the_wrong_kind_is_told_with_the_matching_command(capsys, word
 
 
 def test_the_marks_of_each_kind_are_settings_of_it_and_of_none_before(capsys):
-    kinds = [Run, RewardRun, UserEmbeddings, ClipPairs, Search, RewardFile]
+    kinds = [Run, RewardRun, UserEmbeddings, ClipPairs, Search, Card, RewardFile]
     assert [kind.__name__ for kind in kinds] == list(KINDS)
     for i, kind in enumerate(kinds):
         own = {field.name for field in fields(kind)}

@@ -18,7 +18,11 @@ from flowalign.runs.library.run_files import (
     recipes,
 )
 
-RUN_FILES = sorted(file for file in Path("configs").rglob("*.yaml") if file.parts[1] != "rewards")
+RUN_FILES = sorted(
+    file
+    for file in Path("configs").rglob("*.yaml")
+    if file.parts[1] not in ("rewards", "benchmarks")
+)
 NAMES = {one.name: one for one in recipes()}
 
 

@@ -283,7 +283,8 @@ def in_the_repository(monkeypatch):
 
 def run_files() -> list[str]:
     """Return the files of training runs and their parts, without files of other commands."""
-    others = tuple(f"configs/{name}/" for name in ("rewards", "reward", "clip_pairs", "search"))
+    names = ("rewards", "reward", "clip_pairs", "search", "benchmarks")
+    others = tuple(f"configs/{name}/" for name in names)
     files = [file.relative_to(ROOT).as_posix() for file in (ROOT / "configs").rglob("*.yaml")]
     return sorted(file for file in files if not file.startswith(others))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from flowalign.cli.commands.benchmark import ONLY_HERE, run_benchmark
 from flowalign.cli.commands.common import read_settings, starts_others
 from flowalign.distributed.launch import relaunch
 from flowalign.distributed.processes import Processes, check_fits, join
@@ -19,27 +20,40 @@ from flowalign.utils.files import to_json
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the metrics as a table and as a line of JSON, and return 0."""
+    """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
+    if args.benchmark:
+        return run_benchmark(args)
+    _check_options(args)
+    weights = args.weights[0] if args.weights else None
     run_file, _ = load(*read_settings(args))
     cfg = run_file.evaluation
     if cfg is None:
         raise ConfigError(
             f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
         )
-    if args.weights:
-        _check_weights(Path(args.weights))
+    if weights:
+        _check_weights(Path(weights))
     if starts_others(args.processes):
         _check_processes(run_file, len(cfg.items()), args.processes)
         relaunch(args.processes, args.words)
     rewards = run_file.build_rewards()
     with convert_value_errors():
-        processes = _load_models(run_file, args.weights, rewards)
+        processes = _load_models(run_file, weights, rewards)
     result = evaluate(run_file.policy, rewards, cfg, processes, run_file.conditioning)
     if processes.is_main:
         rows = {name: f"{value:.4f}" for name, value in result.metrics.items()}
-        table(f"{args.weights or 'before training'}", rows)
+        table(f"{weights or 'before training'}", rows)
         print(to_json(result.metrics))  # noqa: T201
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that only benchmarks have."""
+    given = [f"--{name}" for name in ONLY_HERE if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)} needs --benchmark NAME")
+    if len(args.weights or ()) > 1:
+        raise ConfigError("several --weights need --benchmark NAME")
 
 
 @convert_value_errors()

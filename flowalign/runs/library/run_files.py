@@ -16,7 +16,7 @@ from flowalign.utils.strict_yaml import read_mapping
 Label = Literal["run on a GPU", "run on CPU", "step tested", "checked only"]
 """Test of a run file: trained to the end on a GPU or a CPU, trained for one step on a tiny random
 model (`assets/matrix.csv`), or validated and planned only."""
-_NO_RUNS = ("rewards",)
+_NO_RUNS = ("rewards", "benchmarks")
 """Folders of configs/ that hold no run files."""
 _BEHIND = ("methods", "tasks")
 """Folders of files that are layered on a model's run file."""

@@ -1,0 +1,94 @@
+"""Render the page of a benchmark: the table, and the best, the worst and the changed images."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media
+from flowalign.data.media.thumbnails import UNKNOWN_RATE, encode_loop, to_images
+from flowalign.reports import pages
+from flowalign.reports.charts import data_address
+from flowalign.utils.files import write_text
+
+EXAMPLES = 6
+"""Number of prompts in each row of images."""
+_SIDE, _FRAMES = 160, 24
+
+
+@dataclass(frozen=True)
+class ScoredImages:
+    """Images of the first and of the last model, with the scores that order them."""
+
+    metric: str
+    """Name of the score."""
+    prompts: Sequence[str]
+    """Prompt of each item."""
+    before: Sequence[float]
+    """Scores of the first model."""
+    after: Sequence[float]
+    """Scores of the last model; the same as `before` if there is one model only."""
+    files: Callable[[int], tuple[Path, ...]]
+    """Function that returns the files of an item, the first model's before the last model's."""
+
+
+def write_benchmark(
+    page: Path,
+    title: str,
+    table: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    published: Sequence[Mapping[str, Any]],
+    images: ScoredImages,
+) -> None:
+    """Write the self-contained page."""
+    parts = [
+        {"title": name, "items": [_show(images, i) for i in chosen]}
+        for name, chosen in choose(images.before, images.after).items()
+        if chosen
+    ]
+    text = pages.render(
+        "benchmark.html.j2",
+        title=title,
+        head=table[0],
+        rows=table[1:],
+        notes=notes,
+        published=published,
+        parts=parts,
+        metric=images.metric,
+    )
+    write_text(page, text)
+
+
+def choose(before: Sequence[float], after: Sequence[float]) -> dict[str, list[int]]:
+    """Return the items on the page, by heading; ties keep the order of the prompt file."""
+    start, end = np.asarray(before, float), np.asarray(after, float)
+    change = end - start
+    up, down = np.argsort(-change, kind="stable"), np.argsort(change, kind="stable")
+    return {
+        "Best": [int(i) for i in np.argsort(-end, kind="stable")[:EXAMPLES]],
+        "Worst": [int(i) for i in np.argsort(end, kind="stable")[:EXAMPLES]],
+        "Improved most": [int(i) for i in up[:EXAMPLES] if change[i] > 0],
+        "Fell most": [int(i) for i in down[:EXAMPLES] if change[i] < 0],
+    }
+
+
+def _show(images: ScoredImages, i: int) -> dict[str, Any]:
+    scores = dict.fromkeys([f"{images.before[i]:.4g}", f"{images.after[i]:.4g}"])
+    return {
+        "prompt": images.prompts[i],
+        "score": " to ".join(scores),
+        "pictures": [_make_thumbnail(file) for file in images.files(i)],
+    }
+
+
+def _make_thumbnail(file: Path) -> str:
+    clip = decode(Media(str(file)), _FRAMES)
+    if len(clip.pixels) > 1:
+        return data_address("webp", encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
+    content = io.BytesIO()
+    to_images(clip.pixels, _SIDE)[0].save(content, "WEBP", quality=85)
+    return data_address("webp", content.getvalue())

@@ -1,0 +1,1 @@
+"""Evaluate models on named benchmarks, as their protocol cards describe."""

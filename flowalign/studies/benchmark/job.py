@@ -1,0 +1,153 @@
+"""Sample and score the items of a benchmark, block by block."""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from torch import Tensor
+
+from flowalign.data.media.decode import decode
+from flowalign.data.media.encode import write_clip
+from flowalign.data.media.image_grid import write_picture
+from flowalign.data.media.media import Media
+from flowalign.rewards.composite import Rewards
+from flowalign.runs.sample.job import SamplingJob
+from flowalign.studies.benchmark.items import Item, ModelFolder, Place, split_blocks, summarise
+from flowalign.types import Request
+from flowalign.utils.console import Progress
+from flowalign.utils.manifest import agree
+from flowalign.utils.seeds import generator
+
+MANIFEST, MAKER = "benchmark.json", "`flowalign eval --benchmark`"
+BASE = "base"
+"""Name of the model before training."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights that are evaluated."""
+
+    name: str
+    """Name in tables: `base`, or the folder as the user gave it."""
+    weights: str | None
+    """Folder with trained weights. None: those of the policy."""
+    digest: str
+    """Hash of the trained weights; `base` without any."""
+
+
+@dataclass(frozen=True)
+class BenchmarkJob:
+    """Models, prompts and settings of one benchmark."""
+
+    sampler: SamplingJob
+    """Run file, requests, steps, seed and copies; its weights are not used."""
+    rewards: Rewards | None
+    """Scorers. None: the official tool scores the images."""
+    dims: Sequence[str]
+    """Dimensions that every item needs."""
+    models: Sequence[Model]
+    """Models, the base first."""
+    settings: Mapping[str, Any]
+    """Settings that determine images and scores, equal for all models."""
+    shard: tuple[int, int] = (0, 1)
+    """Index and number of shards. A shard takes every n-th block."""
+
+    @cached_property
+    def blocks(self) -> list[list[Place]]:
+        """Return the items in blocks."""
+        one = self.sampler
+        return split_blocks(len(one.requests), one.count, one.micro_batch)
+
+    def folder(self, model: Model) -> ModelFolder:
+        """Return the files of a model."""
+        text = summarise({**self.settings, "weights": model.digest})
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        suffix = ".mp4" if self.sampler.fps else ".png"
+        return ModelFolder(self.sampler.out / model.digest, digest, suffix)
+
+    def run(self) -> int:
+        """Sample and score the unfinished blocks of this shard; return the number of new images.
+
+        Raises:
+            ValueError: The folder was made with other settings.
+        """
+        self.sampler.out.mkdir(parents=True, exist_ok=True)
+        agree(self.sampler.out / MANIFEST, self.settings, MAKER)
+        todo = {model.name: list(self._find_unfinished(model)) for model in self.models}
+        made, start = 0, time.perf_counter()
+        if not any(todo.values()):
+            return made
+        self.sampler.load()
+        if self.rewards:
+            self.rewards.load()
+        with Progress(sum(map(len, todo.values())), console=Console(stderr=True)) as progress:
+            done = 0
+            for model in self.models:
+                if model.weights and todo[model.name]:
+                    self.sampler.run.policy.load_weights(model.weights)
+                for block in todo[model.name]:
+                    made += self._complete(self.folder(model), block)
+                    seconds = time.perf_counter() - start
+                    progress.update(done, {"throughput": made / seconds})
+                    done += 1
+        return made
+
+    def _find_unfinished(self, model: Model) -> Iterator[int]:
+        """Yield the blocks of this shard that lack images or scores."""
+        i, n = self.shard
+        folder = self.folder(model)
+        for block in range(i, len(self.blocks), n):
+            if not folder.is_done(block, self.blocks[block], self.dims if self.rewards else ()):
+                yield block
+
+    def _complete(self, folder: ModelFolder, block: int) -> int:
+        """Make the missing images of a block, then score its files; return the number made."""
+        places = self.blocks[block]
+        absent = [place for place in places if not folder.media(place).is_file()]
+        if absent:
+            for place, frames in zip(places, self._sample(places), strict=True):
+                if place in absent:
+                    _write(folder.media(place), frames, self.sampler.fps)
+        folder.write(block, self._score(folder, places))
+        return len(absent)
+
+    def _sample(self, places: Sequence[Place]) -> Float[Tensor, "n F 3 H W"]:
+        one = self.sampler
+        seeds = [generator(one.seed, "benchmark", *place) for place in places]
+        return one.media(self._requests(places), seeds)
+
+    def _requests(self, places: Sequence[Place]) -> list[Request]:
+        return [self.sampler.requests[place.row] for place in places]
+
+    def _score(self, folder: ModelFolder, places: Sequence[Place]) -> list[Item]:
+        """Return the items with the scores of their files."""
+        if self.rewards is None:
+            return [Item(*place, {}) for place in places]
+        media = torch.stack([_read(folder.media(place)) for place in places])
+        batch = self.rewards.batch(media, self._requests(places), (), self.sampler.fps)
+        output = self.rewards.score(batch)
+        items = []
+        for i, place in enumerate(places):
+            row = zip(self.rewards.dims, output.values[i].tolist(), output.valid[i], strict=True)
+            scores = {dim: value if valid else None for dim, value, valid in row}
+            items.append(Item(*place, scores, output.reasons.get(i, "")))
+        return items
+
+
+def _write(file: Path, frames: Float[Tensor, "F 3 H W"], fps: float | None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if fps:
+        write_clip(file, frames, fps)
+    else:
+        write_picture(file, frames[0], alone=True)
+
+
+def _read(file: Path) -> Float[Tensor, "F 3 H W"]:
+    return decode(Media(str(file))).pixels.float() / 255

@@ -1,0 +1,148 @@
+"""Write the results of a benchmark as JSON, Markdown, LaTeX and a page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flowalign.studies.benchmark.card import Card
+from flowalign.studies.benchmark.deviations import Deviation
+from flowalign.studies.benchmark.statistics import REPEATS, Estimate, Line
+from flowalign.utils.files import write_json, write_text
+
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
+INTERVAL = (
+    f"Brackets: 95 % interval of {REPEATS} bootstrap resamples of whole prompts; "
+    "differences use the same resamples for both models."
+)
+NOISES = (
+    "Initial noises are drawn by flowalign, so images differ from those of the official script."
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of a benchmark."""
+
+    name: str
+    """Name of the card."""
+    card: Card
+    """Protocol of the benchmark."""
+    models: Sequence[str]
+    """Names of the models, the base first."""
+    lines: Sequence[Line]
+    """Numbers of all models."""
+    deviations: Sequence[Deviation]
+    """Settings that differ from the card."""
+    left_open: Sequence[Deviation]
+    """Settings that the card leaves open."""
+    settings: Mapping[str, Any]
+    """Settings of the evaluation."""
+    images: int
+    """Number of images or videos per model."""
+
+
+def write_results(folder: Path, results: Results) -> None:
+    """Write `results.json`, `results.md` and `results.tex`."""
+    content = {
+        "benchmark": results.name,
+        "title": results.card.title,
+        "source": results.card.source,
+        "models": list(results.models),
+        "images": results.images,
+        "resamples": REPEATS,
+        "lines": [asdict(line) for line in results.lines],
+        "deviations": [asdict(one) for one in results.deviations],
+        "not_fixed": [asdict(one) for one in results.left_open],
+        "published": [asdict(one) for one in results.card.published],
+        "settings": dict(results.settings),
+    }
+    write_json(folder / "results.json", content)
+    write_text(folder / "results.md", to_markdown(results))
+    write_text(folder / "results.tex", to_latex(results))
+
+
+def heads(results: Results) -> list[str]:
+    """Return the column heads of the table."""
+    later = [f"{name} - {results.models[0]}" for name in results.models[1:]]
+    return ["metric", "prompts", *results.models, *later]
+
+
+def rows(results: Results) -> list[list[str]]:
+    """Return the cells of the table as text."""
+    return [
+        [
+            f"{line.metric}: {line.group}" if line.group else line.metric,
+            str(line.prompts),
+            *(show(one) for one in line.scores),
+            *(show(one, signed=True) for one in line.differences),
+        ]
+        for line in results.lines
+    ]
+
+
+def show(one: Estimate, signed: bool = False) -> str:
+    """Return a number with its interval, such as `53.1 [50.2, 56.0]`."""
+    sign = "+" if signed else ""
+    digits = choose_digits(one)
+    value = f"{one.value:{sign}.{digits}f}"
+    if math.isnan(one.low):
+        return f"{value} [no interval]"
+    return f"{value} [{one.low:{sign}.{digits}f}, {one.high:{sign}.{digits}f}]"
+
+
+def choose_digits(one: Estimate) -> int:
+    """Return the number of decimals that shows two digits of the half width of the interval."""
+    half = (one.high - one.low) / 2
+    if not half > 0:
+        return 3
+    return min(max(1 - math.floor(math.log10(half)), 0), 6)
+
+
+def describe(results: Results) -> list[str]:
+    """Return sentences on deviations and open settings."""
+    card = results.card
+    told = [f"{card.title} ({card.source}), {results.images} images per model. {INTERVAL}"]
+    told += [
+        f"Deviation: {one.setting} is {one.here}, the card says {one.card}."
+        for one in results.deviations
+    ] or ["No deviation from the card."]
+    told += [
+        f"Not fixed by the authors: {one.setting}, here {one.here}." for one in results.left_open
+    ]
+    told.append(
+        "Initial noises are those of flowalign, so images differ from those of the official script."
+    )
+    return told
+
+
+def to_markdown(results: Results) -> str:
+    """Return the table with deviations and published numbers."""
+    head = heads(results)
+    cells = [head, ["---"] * len(head), *rows(results)]
+    text = [
+        " | ".join(["", *(cell.replace("|", "\\|") for cell in row), ""]).strip() for row in cells
+    ]
+    text += ["", *(f"- {sentence}" for sentence in describe(results))]
+    if results.card.published:
+        text += ["", "| published | metric | value | settings | source |", "|---|---|---|---|---|"]
+        text += [
+            f"| {one.model} | {one.metric} | {one.value:g} | {one.settings} | {one.source} |"
+            for one in results.card.published
+        ]
+    return "\n".join(text) + "\n"
+
+
+def to_latex(results: Results) -> str:
+    """Return the table for the package booktabs, with the deviations as comments."""
+    head = heads(results)
+    lines = [f"% {sentence}" for sentence in describe(results)]
+    lines += [f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", "\\toprule", _latex_row(head)]
+    lines += ["\\midrule", *map(_latex_row, rows(results)), "\\bottomrule", "\\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    escaped = ["".join(_LATEX.get(letter, letter) for letter in cell) for cell in cells]
+    return " & ".join(escaped) + r" \\"
