@@ -7,9 +7,7 @@ from flowalign.cli.options import shard, whole
 
 HELP = "Score a dataset, or a folder of images or videos."
 EXECUTORS = "local", "ray"
-EXIT_FAILED, EXIT_WRONG = 1, 2
 _THREADS = min(8, os.cpu_count() or 1)
-_MANIFEST, _MAKER = "manifest.json", "a scoring job"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Render the pages from the templates of this folder, self-contained and with escaping."""
+"""Render the templates of this folder: self-contained pages, and the cards of models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ import jinja2
 def render(
     template: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
 ) -> str:
-    """Return a page; text from run files and prompts is escaped, and missing names raise."""
+    """Return a page or a Markdown text; missing names raise, and pages escape their values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
+        autoescape=".html." in template,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

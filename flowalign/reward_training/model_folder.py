@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +31,6 @@ from flowalign.reward_training.training import RewardTrainer
 from flowalign.utils.files import atomic_write, write_json
 
 FORMAT = "flowalign trained reward 1"
-
-
-@dataclass(frozen=True)
-class RunDescription:
-    """Description of a trained reward, without its learned weights."""
-
-    name: str
-    licence: str
-    modality: str
-    backbone: Mapping[str, Any]
-    """Class path and arguments, as in a run file."""
-    head: Mapping[str, Any]
-    """Class path and arguments, as in a run file."""
-    data: Mapping[str, Any]
-    """Sources of the preferences, their fingerprint, and numbers of records."""
-    noise: Mapping[str, Any] | None = None
-    """Noise levels of a reward of noisy latents, and the cost of a score. None: no noise."""
 
 
 def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
@@ -111,26 +93,21 @@ def _restore_tensors(trainer: RewardTrainer, tensors: Mapping[str, Tensor]) -> N
     trainer.best = {name: t.to(trainer.device) for name, t in best.items()}
 
 
-def finish(folder: Path, trainer: RewardTrainer, about: RunDescription) -> dict[str, Any]:
+def finish(folder: Path, trainer: RewardTrainer, about: Mapping[str, Any]) -> dict[str, Any]:
     """Load the best weights, calibrate on the held-out records, and write the folder.
 
-    Returns the content of its config.json.
+    `about` holds the parts of config.json that the run file and the data determine. Returns the
+    content of config.json.
     """
     trainer.use_best()
     temperatures = _calibrate(trainer)
     config = {
         "format": FORMAT,
-        "name": about.name,
+        **about,
         "dims": list(trainer.dimensions),
-        "modality": about.modality,
-        "licence": about.licence,
         "needs_prompt": trainer.backbone.reads_prompts,
         "needs_references": trainer.backbone.reads_references,
-        "backbone": dict(about.backbone),
         "backbone_fingerprint": trainer.backbone.fingerprint,
-        "head": dict(about.head),
-        **({"noise": dict(about.noise)} if about.noise else {}),
-        "data": dict(about.data),
         "labels": {n: d.labels for n, d in trainer.dimensions.items()},
         "losses": {n: type(d.loss).__name__ for n, d in trainer.dimensions.items()},
         "uncertain": [n for n, d in trainer.dimensions.items() if d.loss.needs_variance],

@@ -14,7 +14,7 @@ from flowalign.functional.rating import Features
 from flowalign.reward_training.embeddings import Embeddings
 from flowalign.reward_training.labels import Preferences, gather_preferences
 from flowalign.reward_training.losses import LabelKind
-from flowalign.reward_training.model_folder import RunDescription, finish, restore_state, save_state
+from flowalign.reward_training.model_folder import finish, restore_state, save_state
 from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.training import RewardTrainer, frames_for, seeded_draws
 from flowalign.reward_training.training_settings import Dimension, Schedule
@@ -213,25 +213,33 @@ def embed_preferences(
 
 def _describe_run(
     run: RewardRun, config: str, preferences: Preferences, identity: str
-) -> RunDescription:
+) -> dict[str, Any]:
+    """Return the parts of the trained reward's config.json that the run and its data determine."""
     resolved = yaml.safe_load(config)
-    data = {
-        "sources": [d.path for d in run.data],
-        "fingerprint": identity,
-        "records": {part: len(preferences.rows(part)) for part in ("train", "held_out", "test")},
-        "samples": len(preferences.samples),
-        "unlabelled": preferences.num_unlabelled,
-        "invalid": len(preferences.problems),
+    about = {
+        "name": run.name,
+        "modality": run.modality,
+        "licence": run.licence,
+        "backbone": resolved["backbone"],
+        "head": resolved["head"],
+        "data": {
+            "sources": [d.path for d in run.data],
+            "fingerprint": identity,
+            "records": {
+                part: len(preferences.rows(part)) for part in ("train", "held_out", "test")
+            },
+            "samples": len(preferences.samples),
+            "unlabelled": preferences.num_unlabelled,
+            "invalid": len(preferences.problems),
+        },
     }
-    noise = None
     if isinstance(run.backbone, NoisyBackbone):
-        noise = {
+        about["noise"] = {
             "times": resolved["times"],
             "evaluation_share": run.backbone.evaluation_share,
             "weights_fingerprint": run.backbone.weights_fingerprint,
         }
-    parts = resolved["backbone"], resolved["head"]
-    return RunDescription(run.name, run.licence, run.modality, *parts, data, noise)
+    return about
 
 
 def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:

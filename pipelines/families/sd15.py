@@ -5,11 +5,8 @@ from collections.abc import Sequence
 import torch
 from diffusers import StableDiffusionPipeline
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.codec import Codec
-from pipelines.families.unet import LORA, UNetPolicy
-from pipelines.network.weights import Lora
-from pipelines.policy import Precision
+from flowalign.types import Cond, Request, prompts_of
+from pipelines.families.unet import UNetPolicy
 
 
 class SD15(UNetPolicy):
@@ -23,21 +20,6 @@ class SD15(UNetPolicy):
     skip_components = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder")) | {
         "requires_safety_checker": False
     }
-
-    def __init__(
-        self,
-        path: str,
-        height: PositiveInt = 512,
-        width: PositiveInt = 512,
-        guidance: Guidance = 7.5,
-        lora: Lora | None = LORA,
-        precision: Precision = "bf16",
-        gradient_checkpointing: bool = False,
-    ):
-        super().__init__(
-            *(path, Codec(height, width), lora, precision, guidance),
-            gradient_checkpointing=gradient_checkpointing,
-        )
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:

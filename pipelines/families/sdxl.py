@@ -6,7 +6,6 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.codec import Codec
 from pipelines.families.unet import LORA, UNetPolicy
 from pipelines.network.weights import Lora
 from pipelines.policy import Precision
@@ -36,10 +35,7 @@ class SDXL(UNetPolicy):
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
     ):
-        super().__init__(
-            *(path, Codec(height, width), lora, precision, guidance),
-            gradient_checkpointing=gradient_checkpointing,
-        )
+        super().__init__(path, height, width, guidance, lora, precision, gradient_checkpointing)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:

@@ -6,13 +6,14 @@ from typing import Any
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
+from pipelines.codec import Codec
 from pipelines.network.weights import Lora
 from pipelines.parts.discrete_times import predict_flow, trailing_sigmas
 from pipelines.parts.folder import Config
 from pipelines.parts.guidance import guide
 from pipelines.parts.packing import grid_of
-from pipelines.policy import DiffusersPolicy
+from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
 """Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO."""
@@ -36,6 +37,21 @@ class UNetPolicy(DiffusersPolicy):
     default_lora = LORA
     denoiser_name = "unet"
     latents_argument = "sample"
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        guidance: Guidance = 7.5,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(
+            *(path, Codec(height, width), lora, precision, guidance),
+            gradient_checkpointing=gradient_checkpointing,
+        )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
