@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -116,6 +116,9 @@ def first_of_each(
 class PolicyLoss(ABC):
     """Loss on minibatches of transitions. Implementations: `flowalign/losses/`."""
 
+    pairs: ClassVar[bool] = False
+    """Whether a minibatch holds pairs: all winners, then their losers."""
+
     @property
     def needs_reference(self) -> bool:
         """Return whether `loss` evaluates the reference (default: False).
@@ -132,11 +135,6 @@ class PolicyLoss(ABC):
     @property
     def needs_best(self) -> bool:
         """Return whether a minibatch must contain the transitions of each prompt's best sample."""
-        return False
-
-    @property
-    def pairs(self) -> bool:
-        """Return whether a minibatch holds pairs: all winners, then their losers."""
         return False
 
     @property

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import log
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -28,10 +28,8 @@ class Link(ABC):
     The loss decreases as z rises from 0.
     """
 
-    @property
-    @abstractmethod
-    def at_start(self) -> float:
-        """Return the loss at z = 0."""
+    at_start: ClassVar[float]
+    """Loss at z = 0."""
 
     @abstractmethod
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
@@ -42,18 +40,13 @@ class Link(ABC):
 class Sigmoid(Link):
     """DPO loss, -log sigmoid(z)."""
 
+    at_start = log(2)  # for any smoothing
     smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
     """Probability in [0, 0.5) that a label is wrong. Conservative DPO: 0.1."""
 
     def __post_init__(self) -> None:
         """Reject a smoothing outside [0, 0.5); 0.5 or more would prefer the loser."""
         require_ranges(self, "link")
-
-    @property
-    @override
-    def at_start(self) -> float:
-        """Return log 2, which does not depend on the smoothing."""
-        return log(2)
 
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
@@ -64,10 +57,7 @@ class Sigmoid(Link):
 class Hinge(Link):
     """SLiC's hinge loss, max(0, 1 - z): pairs with a margin above 1 have no gradient."""
 
-    @property
-    @override
-    def at_start(self) -> float:
-        return 1.0
+    at_start = 1.0
 
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
@@ -78,10 +68,7 @@ class Hinge(Link):
 class IPO(Link):
     """IPO loss, (z - 1/2)^2, which pulls all margins towards 1/2."""
 
-    @property
-    @override
-    def at_start(self) -> float:
-        return 0.25
+    at_start = 0.25
 
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:

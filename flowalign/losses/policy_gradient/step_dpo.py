@@ -25,6 +25,7 @@ from flowalign.types.ranges import PositiveFloat, Range, require_ranges
 class StepDPO(PolicyLoss):
     """Mean of weight * step_dpo over pairs; advantages choose the winner but do not weight it."""
 
+    pairs = True
     beta: PositiveFloat = 10.0
     reference: Literal["reference", "old"] = "reference"
     """Policy that likelihoods are relative to. reference: the frozen model, as in SPO. old: the
@@ -42,11 +43,6 @@ class StepDPO(PolicyLoss):
     def needs_reference(self) -> bool:
         """Return False if likelihoods are relative to the policy that sampled."""
         return self.reference == "reference"
-
-    @property
-    @override
-    def pairs(self) -> bool:
-        return True
 
     @property
     @override

@@ -6,7 +6,7 @@ the policy serve as old policies, which can generate samples, and as anchors.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
@@ -51,10 +51,8 @@ class Average:
 class ReferenceModel(ABC):
     """Reference model of a run."""
 
-    @property
-    @abstractmethod
-    def equals_policy(self) -> bool:
-        """Return whether policy and reference are equal before the first update."""
+    equals_policy: ClassVar[bool]
+    """Whether policy and reference are equal before the first update."""
 
     @property
     def weight_copies(self) -> int:
@@ -77,10 +75,7 @@ class ReferenceModel(ABC):
 class FrozenBase(ReferenceModel):
     """Initial model: the policy with its adapter disabled, or a frozen copy without adapters."""
 
-    @property
-    def equals_policy(self) -> bool:
-        """Return True, because a fresh adapter is zero."""
-        return True
+    equals_policy = True  # a fresh adapter is zero
 
     @property
     @override
@@ -103,16 +98,12 @@ class EMAReference(ReferenceModel, Average):
     200.
     """
 
+    equals_policy = True  # the average starts as a copy
     decay: Decay | Ramp = 0.99
     """Decay of the average: a number in [0, 1), or a ramp over the averagings."""
     per: Literal["update", "step"] = "update"
     """Interval of the averaging. update: after every optimizer update. step: after every training
     step."""
-
-    @property
-    def equals_policy(self) -> bool:
-        """Return True, because the average starts as a copy."""
-        return True
 
     @override
     def field(self, learner: Learner) -> VelocityField:
@@ -124,17 +115,13 @@ class EMAReference(ReferenceModel, Average):
 class PeriodicCopy(ReferenceModel):
     """Copy of the policy that is renewed every `every` updates (iterative DPO)."""
 
+    equals_policy = True  # the reference starts as a copy
     every: PositiveInt = 40
     """Number of updates between two copies."""
 
     def __post_init__(self) -> None:
         """Reject an `every` below 1."""
         require_ranges(self, "reference")
-
-    @property
-    def equals_policy(self) -> bool:
-        """Return True, because the reference starts as a copy."""
-        return True
 
     @override
     def field(self, learner: Learner) -> VelocityField:
@@ -148,17 +135,13 @@ class PeriodicCopy(ReferenceModel):
 class Teacher(ReferenceModel):
     """Trained weights of the same architecture, from a checkpoint."""
 
+    equals_policy = False
     path: str
     """Folder of the checkpoint."""
 
     @override
     def check(self, policy: Policy) -> None:
         check_start(self.path, "recipe.teachers")
-
-    @property
-    def equals_policy(self) -> bool:
-        """Return False, because the weights differ."""
-        return False
 
     @override
     def field(self, learner: Learner) -> VelocityField:
@@ -179,6 +162,7 @@ class GuidedReference(ReferenceModel):
     Source: CRD, arXiv:2603.14128, with a KL to the base model with guidance 4.5.
     """
 
+    equals_policy = False  # losses evaluate the policy without guidance
     guidance: GuidanceScale = 4.5
     """Guidance scale of the reference, above 1. model: the scale of the policy's run file; a model
     without guidance stays unguided."""
@@ -193,11 +177,6 @@ class GuidedReference(ReferenceModel):
             raise ValueError(
                 "reference.inner is a GuidedReference; use its inner reference instead"
             )
-
-    @property
-    def equals_policy(self) -> bool:
-        """Return False, because losses evaluate the policy without guidance."""
-        return False
 
     @property
     @override

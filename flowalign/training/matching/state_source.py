@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -71,15 +72,13 @@ class MatchedStates:
 class StateSource(ABC):
     """Choice of the states at which velocities are matched."""
 
+    visited: ClassVar[bool] = False
+    """Whether the states are the visited states of the examples' trajectories."""
+
     @property
     def rows(self) -> int:
         """Return the number of matched states per row and noise level."""
         return 1
-
-    @property
-    def visited(self) -> bool:
-        """Return whether the states are the visited states of the examples' trajectories."""
-        return False
 
     @property
     def draws(self) -> int:
@@ -130,10 +129,7 @@ class VisitedStates(StateSource):
     state equals its final sample plus an individual noise.
     """
 
-    @property
-    @override
-    def visited(self) -> bool:
-        return True
+    visited = True
 
     @override
     def build(
