@@ -5,14 +5,9 @@ from torch.testing import assert_close
 
 from flowalign.functional import aggregation
 from flowalign.functional.resampling import bootstrap, mean, percentile_interval
+from tests.fixtures.recorded_benchmarks import GENEVAL, GENEVAL_TAGS, IMGEDIT
 
 ONES = torch.ones(1, 48, dtype=torch.float64)
-GENEVAL_TAGS = [tag for tag in (0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1) for _ in range(4)]
-GENEVAL = "000000000000100100001001010000001001010011011011"
-"""`correct` of 48 images; summary_scores.py of djghosh13/geneval @ af4902f printed 0.28472."""
-IMGEDIT = "225 411 354 135 315 352 555 341 543 523 222 153 411 221 154 535 225"
-"""Three scores of 17 images of the types 0, 1, 2, 0, ...; step1_get_avgscore.py and
-step2_typescore.py of PKU-YuanGroup/ImgEdit @ 547185d printed 3.44, 2.39, 3.53."""
 
 
 def tensor(*values):
@@ -21,7 +16,7 @@ def tensor(*values):
 
 def test_geneval_averages_tags_not_images():
     correct = tensor(*map(int, GENEVAL))
-    tags = torch.tensor(GENEVAL_TAGS)
+    tags = torch.tensor(list(map(int, GENEVAL_TAGS)))
     assert round(float(aggregation.mean_of_groups(correct, tags, ONES)), 5) == 0.28472
     assert round(float(mean(correct, ONES)), 4) == 0.2917
     by_tag = aggregation.group_means(correct, tags, ONES)[0]

@@ -87,7 +87,7 @@ def _drop_processes(words: Sequence[str]) -> list[str]:
 
 def _read_run(args: argparse.Namespace) -> BenchmarkRun:
     """Read card, prompts and run file; raise ValueError before anything is loaded."""
-    card, _ = load_card(args.benchmark)
+    card = load_card(args.benchmark)
     requests = read_prompts(card, args.data)
     run_file, text = load(*read_settings(args))
     check_requests(run_file.policy, (), [(f"row {i}", r) for i, r in enumerate(requests)])

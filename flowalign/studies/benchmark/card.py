@@ -3,14 +3,15 @@
 A card states what the authors of a benchmark fix. Null means that they leave it open.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flowalign.types.ranges import DenoisingSteps, PositiveInt, Seed, require_ranges
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
-from flowalign.utils.typed_settings import load_typed
+from flowalign.utils.strict_yaml import read_mapping
+from flowalign.utils.typed_settings import build
 
 FOLDER = "configs/benchmarks"
 Over = Literal["items", "groups", "rounded_groups", "spread"]
@@ -167,18 +168,22 @@ def list_cards() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def load_card(name: str) -> tuple[Card, str]:
-    """Return a card of the package, or of a YAML file, and its resolved text.
+def load_card(name: str) -> Card:
+    """Return a card of the package, or of a YAML file.
 
     Raises:
         ConfigError: There is no such card, or one of its settings is wrong.
     """
     known = list_cards()
-    if name in known:
-        return load_typed(Card, str(known[name]))
-    if Path(name).is_file():
-        return load_typed(Card, name)
-    raise ConfigError(
-        f"--benchmark {name!r} is no benchmark; there are {', '.join(known)},\n"
-        "or give the path of a card (YAML)"
-    )
+    path = known.get(name, Path(name))
+    if not path.is_file():
+        raise ConfigError(
+            f"--benchmark {name!r} is no benchmark; there are {', '.join(known)},\n"
+            "or give the path of a card (YAML)"
+        )
+    values = read_mapping(str(path))
+    rewards = values.pop("rewards", [])  # built only when they score
+    if not isinstance(rewards, list):
+        raise ConfigError(f"{path}: rewards must be a list of reward models")
+    card, _ = build(Card, values, lambda _: str(path), ())
+    return replace(card, rewards=rewards)

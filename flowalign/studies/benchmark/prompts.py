@@ -76,7 +76,8 @@ def _read(path: Path, name: str, source: PromptSource) -> list[Request]:
             rows = list(csv.DictReader(stream, delimiter=_TABLES[path.suffix]))
         return [_parse(row, f"{name}:{n}", source.column) for n, row in enumerate(rows, 2)]
     if path.suffix == ".json" and path.is_file():
-        rows = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
+        rows = list(content.values()) if isinstance(content, dict) else content
         if not isinstance(rows, list):
             raise ValueError(f"{name} must hold a list of rows, got {type(rows).__name__}")
         return [_parse(row, f"{name}[{n}]", source.column) for n, row in enumerate(rows)]
