@@ -13,6 +13,8 @@ TOYS = {
     "words": "configs/words_flow_grpo.yaml",
 }
 
+FEW = "--limit", "3", "--count", "1"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
