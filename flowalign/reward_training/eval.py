@@ -8,11 +8,19 @@ the scores. A pair without two valid scores counts as unscored instead of wrong.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-if TYPE_CHECKING:
-    from flowalign.reward_training.labelled_pairs import ScoredPairs, ScoredTable
-    from flowalign.reward_training.report import Content
+import torch
+
+from flowalign.functional import agreement, resampling
+from flowalign.reward_training.labelled_pairs import (
+    ScoredPairs,
+    ScoredTable,
+    find_both_orders,
+    number_groups,
+    pair_rows,
+)
+from flowalign.reward_training.report import Content
 
 MEASURES = {
     "accuracy_without_ties": "accuracy, ties left out",
@@ -77,11 +85,11 @@ class Settings:
 
 
 def evaluate(
-    table: "ScoredTable",
+    table: ScoredTable,
     settings: Settings,
     scores: Sequence[str] | None = None,
     humans: Sequence[str] | None = None,
-) -> "Content":
+) -> Content:
     """Compute all measures of the chosen columns (default: all), in the format of `eval.json`."""
     dims = _select_names(scores, list(table.scores), "scored dimension")
     columns = _select_names(humans, list(table.humans), "human column")
@@ -118,10 +126,7 @@ def _select_names(wanted: Sequence[str] | None, known: Sequence[str], what: str)
     return list(wanted or known)
 
 
-def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) -> dict[str, Any]:
-    from flowalign.functional import agreement
-    from flowalign.reward_training.labelled_pairs import pair_rows
-
+def _agreement(table: ScoredTable, dim: str, column: str, settings: Settings) -> dict[str, Any]:
     compared = pair_rows(table, dim, column)
     lead, human, share = compared.lead, compared.human, compared.share
     measures = _pair_measures(compared, settings) | _row_measures(table, dim, column, settings)
@@ -141,11 +146,7 @@ def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) 
     }
 
 
-def _pair_measures(compared: "ScoredPairs", settings: Settings) -> dict[str, Measure]:
-    import torch
-
-    from flowalign.functional import agreement, resampling
-
+def _pair_measures(compared: ScoredPairs, settings: Settings) -> dict[str, Measure]:
     lead, human, share, cluster = compared.lead, compared.human, compared.share, compared.cluster
     fold = agreement.folds(cluster, settings.num_folds, _generator(settings))
     cool, bins = agreement.calibrate_leads(lead, share, fold), settings.num_bins
@@ -175,14 +176,12 @@ def _pair_measures(compared: "ScoredPairs", settings: Settings) -> dict[str, Mea
     return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}
 
 
-def _set_measure(compared: "ScoredPairs", settings: Settings) -> Measure:
+def _set_measure(compared: ScoredPairs, settings: Settings) -> Measure:
     """Return the share of groups with every pair right; groups with a failed score are left out.
 
     A pair with a human preference is right if its order is right, for any lead. A tie is right up
     to the best threshold.
     """
-    from flowalign.functional import agreement, resampling
-
     threshold = agreement.best_tie_threshold(compared.lead, compared.human).threshold
     right, owner = agreement.score_whole_sets(
         compared.lead[compared.whole],
@@ -195,12 +194,9 @@ def _set_measure(compared: "ScoredPairs", settings: Settings) -> Measure:
 
 
 def _row_measures(
-    table: "ScoredTable", dim: str, column: str, settings: Settings
+    table: ScoredTable, dim: str, column: str, settings: Settings
 ) -> dict[str, Measure]:
     """Return Kendall's tau within groups, and for ratings also Spearman's correlation."""
-    from flowalign.functional import agreement, resampling
-    from flowalign.reward_training.labelled_pairs import number_groups
-
     score, human = table.scores[dim], table.humans[column]
     rows = (score.isfinite() & human.isfinite()).nonzero()[:, 0]
     x, y, group, prompt = (
@@ -220,11 +216,8 @@ def _row_measures(
     return {"kendall": tau, "spearman": rho}
 
 
-def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
+def _swaps(table: ScoredTable, dim: str, settings: Settings) -> Measure:
     """Return the share of equal verdicts on two samples in both orders; n is 0 without any."""
-    from flowalign.functional import resampling
-    from flowalign.reward_training.labelled_pairs import find_both_orders
-
     forward, backward, cluster = find_both_orders(table, dim)
     same = (forward.sign() == backward.sign()).double()
     return _measure(lambda w: resampling.mean(same, w), cluster, settings, len(same))
@@ -232,22 +225,18 @@ def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
 
 def _measure(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:
     """Return the statistic of all rows, with its interval."""
-    import torch
-
-    from flowalign.functional.resampling import bootstrap
-
     value = math.nan
     if len(cluster):
         value = float(statistic(torch.ones(1, len(cluster), dtype=torch.float64)))
     if math.isnan(value) or not settings.repeats:
         return Measure(value, n=n)
-    return Measure(value, *bootstrap(statistic, cluster, settings.repeats, _generator(settings)), n)
+    return Measure(
+        value, *resampling.bootstrap(statistic, cluster, settings.repeats, _generator(settings)), n
+    )
 
 
 def _generator(settings: Settings) -> Any:
     """Return a generator with the same seed for every measure, so all see the same resamples."""
-    import torch
-
     return torch.Generator().manual_seed(settings.seed)
 
 

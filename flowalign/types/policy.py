@@ -1,6 +1,6 @@
 """Define the interface of a model for losses, rollouts and plans."""
 
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
@@ -34,7 +34,7 @@ class VelocityField(Protocol):
         ...
 
 
-class Policy(ABC):
+class Policy(metaclass=ABCMeta):
     """Flow model with its text encoder and decoder. Implementations: `pipelines/`.
 
     Optional abilities are separate parts (`network`, `text_encoder`, `renderer`,

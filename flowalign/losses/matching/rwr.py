@@ -45,11 +45,11 @@ class RWR(MatchingLoss):
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        error = sample_error(residuals.policy)
         reward = weighted_score(batch.scores, self.rewards)
         known = reward.isfinite()
         raw = exponential_weight(reward, self.temperature, self.cap)
         weight = torch.where(known, raw, 0.0)
+        error = sample_error(residuals.policy)
         loss = (batch.weight * weight * error).mean()
         return loss, {
             "policy_loss": loss.detach(),
