@@ -28,6 +28,7 @@ from flowalign.reward_training.agreement import (
 from flowalign.reward_training.card import render_card
 from flowalign.reward_training.labels import PARTS
 from flowalign.reward_training.training import RewardTrainer
+from flowalign.training.optimizers import put_back, state_tensors
 from flowalign.utils.files import atomic_write, write_json
 
 FORMAT = "flowalign trained reward 1"
@@ -38,7 +39,7 @@ def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
     tensors = {f"now.{n}": p for n, p in trainer.trained().items()}
     tensors |= {f"best.{n}": t for n, t in trainer.best.items()}
     for name, parameter in trainer.trained().items():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+        for key, value in state_tensors(trainer.optimizer, parameter).items():
             tensors[f"optimizer.{name}:{key}"] = value
     counters = {
         "update": trainer.update,
@@ -87,8 +88,7 @@ def _restore_tensors(trainer: RewardTrainer, tensors: Mapping[str, Tensor]) -> N
         found = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         if found:
             moments[place[id(parameter)]] = found
-    groups = trainer.optimizer.state_dict()["param_groups"]
-    trainer.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    put_back(trainer.optimizer, moments)
     best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
     trainer.best = {name: t.to(trainer.device) for name, t in best.items()}
 
