@@ -25,11 +25,15 @@ def self_normalised_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor,
 
     Source: the adaptive weight of DiffusionNFT, arXiv:2509.16117, and its code.
     """
-    scale = residual.detach().abs().flatten(1).mean(1).clamp(min=_LEAST_SCALE)
-    return sample_error(residual) / scale
+    return sample_error(residual) / residual_scale(residual)
 
 
-def optimality(advantage: Float[Tensor, "n"], largest: float) -> Float[Tensor, "n"]:
+def residual_scale(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n"]:
+    """Return mean|e| of each row without gradient, the scale of a self-normalised error."""
+    return residual.detach().abs().flatten(1).mean(1).clamp(min=_LEAST_SCALE)
+
+
+def optimality(advantage: Float[Tensor, "n *place"], largest: float) -> Float[Tensor, "n *place"]:
     """Return r = clip(A / (2 largest) + 1/2, 0, 1), the probability that a sample is optimal.
 
     Source: DiffusionNFT, arXiv:2509.16117, with the scale of its code.

@@ -62,6 +62,8 @@ class Examples:
     step at one noise level, one row per sample. Losses compare the rows of a group."""
     users: Sequence[str] = ()
     """Id of the annotator of each row, for personalised policies; empty if none is known."""
+    places: Float[Tensor, "n 1 *grid"] | None = None
+    """Advantage of each row at each latent position; None: `advantage` at all positions."""
     ascent: Float[Tensor, "n *latent"] | None = None
     """Displacement of each clean latent to its target with a higher reward; None if not known."""
     descent: Float[Tensor, "n *latent"] | None = None
@@ -201,6 +203,8 @@ class Requirements:
     whole_groups: bool = False
     """Whether all rows of a group must be in the same micro-batch. The loss gathers once per
     micro-batch, so a group may span processes with equal numbers of micro-batches."""
+    uses_places: bool = False
+    """Whether the loss uses advantages of latent positions."""
     shared_noise: bool = False
     """Whether the rows of a group must have the same noise and time."""
     requires: Set[Label] = frozenset()

@@ -61,6 +61,8 @@ class Minibatch:
     """Advantage of each transition's process reward, clipped separately; None if there is none."""
     best: BestTransition | None = None
     """Transitions of the best samples, for losses that declare `needs_best`."""
+    places: Float[Tensor, "n 1 *grid"] | None = None
+    """Advantage of each transition at each latent position; None: `advantage` at all positions."""
     after: tuple["Minibatch", ...] = ()
     """Transitions that follow in the same span, for losses that declare a span; else empty."""
 
@@ -135,6 +137,11 @@ class PolicyLoss(ABC):
     @property
     def needs_best(self) -> bool:
         """Return whether a minibatch must contain the transitions of each prompt's best sample."""
+        return False
+
+    @property
+    def uses_places(self) -> bool:
+        """Return whether the loss uses advantages of latent positions (default: False)."""
         return False
 
     @property

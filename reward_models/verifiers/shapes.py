@@ -36,6 +36,8 @@ _VISIBLE_AREA = 10
 """Minimum area in pixels of a connected region that counts as an object; smaller regions are dirt.
 """
 _MAX_OBJECTS = 6
+WELL_FORMED = 0.6
+"""Least quality, flatness times well-formedness, of a well-formed object."""
 _MIN_OFFSET = 4.0
 """Minimum distance in pixels between two centres for a relation to hold."""
 
@@ -128,7 +130,7 @@ class Objects:
 
     def well_formed(self, i: int) -> bool:
         """Return whether all objects of image i are well-formed and there is almost no dirt."""
-        return bool((self.quality(i) >= 0.6).all()) and float(self.dirt[i]) <= 0.1
+        return bool((self.quality(i) >= WELL_FORMED).all()) and float(self.dirt[i]) <= 0.1
 
 
 def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
@@ -227,7 +229,7 @@ def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
     colour = count_common([c for c, _ in found], [c for c, _ in scene.objects]) / most
     shape = count_common([s for _, s in found], [s for _, s in scene.objects]) / most
     count = 1 - abs(len(found) - len(scene.objects)) / most
-    position = _score_position(scene, found, objects.centre[i, objects.present[i]])
+    position = score_position(scene, found, objects.centre[i, objects.present[i]])
     bound = count_common(found, list(scene.objects)) == most
     exact_match = bound and position == 1 and objects.well_formed(i)
     return colour, shape, count, position, objects.clean(i), float(exact_match)
@@ -238,12 +240,13 @@ def count_common(found: list, asked: list) -> int:
     return sum(min(found.count(x), asked.count(x)) for x in set(asked))
 
 
-def _score_position(
+def score_position(
     scene: Scene, found: list[tuple[str, str]], centre: Float[Tensor, "K 2"]
 ) -> float:
+    """Return 1 if the relation holds or none is requested, and less the further it is from it."""
     if scene.relation is None:
         return 1.0
-    pair = _match(scene.objects, found)
+    pair = match_pair(scene.objects, found)
     if pair is None:
         return 0.0
     dx, dy = (centre[pair[0]] - centre[pair[1]]).tolist()
@@ -264,7 +267,7 @@ def along(relation: str, dx: float, dy: float) -> tuple[float, float]:
     return dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
 
 
-def _match(
+def match_pair(
     asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]
 ) -> tuple[int, int] | None:
     """Return indices of objects with the two requested colours, preferring the requested shapes."""

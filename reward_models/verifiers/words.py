@@ -29,6 +29,8 @@ PAPERS = {"white": (245, 245, 245), "yellow": (240, 220, 110)}
 FONTS = {"sans": "DejaVuSans-Bold.ttf", "serif": "DejaVuSerif-Bold.ttf"}
 """Font files in matplotlib's data folder, in the DejaVu (Bitstream Vera) licence."""
 LETTERS = ascii_uppercase
+Placed = tuple[str, int, int]
+"""Letter with its first column and the column after its last, in pixels."""
 GLYPH_HEIGHT = 18
 """Height of every glyph bitmap in pixels; the baseline is at `_BASELINE`."""
 _BASELINE, _FONT_SIZE = 14, 18
@@ -127,7 +129,15 @@ def find_colours(
 
 
 def read_words(coverage: Float[Tensor, "n h w"], font: str) -> tuple[list[str], Float[Tensor, "n"]]:
-    """Return the most likely word in a font, and how much of the squared error it explains.
+    """Return the most likely word in a font, and how much of the squared error it explains."""
+    found, total = find_letters(coverage, font)
+    return ["".join(letter for letter, _, _ in word) for word in found], total
+
+
+def find_letters(
+    coverage: Float[Tensor, "n h w"], font: str
+) -> tuple[list[list[Placed]], Float[Tensor, "n"]]:
+    """Return the letters of the most likely word in a font, and the squared error it explains.
 
     Glyphs do not overlap and have a common baseline. Dynamic programming over the columns finds
     the sequence, and the baseline is the one with the best sequence.
@@ -167,14 +177,16 @@ def _kernels(font: str) -> tuple[Float[Tensor, "l h w"], Int[Tensor, "l"]]:
     return torch.stack([F.pad(g, (0, widest - g.shape[1])) for g in trimmed]), widths
 
 
-def _trace(path: list[int], widths: list[int]) -> str:
-    """Return the word of the best sequence, given the last letter at each column or -1."""
-    word, end = "", len(path) - 1
+def _trace(path: list[int], widths: list[int]) -> list[Placed]:
+    """Return the letters of the best sequence, given the last letter at each column or -1."""
+    found, end = [], len(path) - 1
     while end > 0:
         index = path[end]
-        word = word if index < 0 else LETTERS[index] + word
-        end -= 1 if index < 0 else widths[index]
-    return word
+        start = end - (1 if index < 0 else widths[index])
+        if index >= 0:
+            found.append((LETTERS[index], start, end))
+        end = start
+    return found[::-1]
 
 
 class WordsVerifier(RewardModel):

@@ -88,6 +88,7 @@ NEW = [
     ["configs/shapes_crd.yaml"],
     ["configs/shapes_nft.yaml"],
     ["configs/shapes_opsd.yaml"],
+    ["configs/shapes.yaml", "configs/tasks/shapes_places.yaml"],
     *(
         [f"configs/models/{model}.yaml", "configs/methods/diffusion_opsd.yaml"]
         for model in ("sd35_medium", "z_image", "flux2_klein")

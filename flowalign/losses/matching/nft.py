@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
 from flowalign.functional.noise_matching import sample_error
+from flowalign.functional.places import nft_of_places
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -33,14 +34,23 @@ class NFT(MatchingLoss):
     def requirements(self) -> Requirements:
         """Require advantages and the old policy; the value depends on the errors."""
         return Requirements(
-            reference=False, old=True, paired=False, velocity=True, requires={"advantages"}
+            reference=False,
+            old=True,
+            paired=False,
+            velocity=True,
+            uses_places=True,
+            requires={"advantages"},
         )
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
         optimal = optimality(batch.required_advantage, self.advantage_max)
         old, sigma = residuals.required_old, residuals.required_sigma
-        each = self.advantage_max * nft(residuals.policy, old, sigma, optimal, self.beta)
+        each = nft(residuals.policy, old, sigma, optimal, self.beta)
+        if batch.places is not None:
+            local = optimality(batch.places, self.advantage_max)
+            each = nft_of_places(residuals.policy, old, sigma, local, self.beta)
+        each = self.advantage_max * each
         loss = (batch.weight * each).mean()
         return loss, {
             "policy_loss": loss.detach(),

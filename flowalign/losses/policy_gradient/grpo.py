@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.chunk import chunk_log_ratio
+from flowalign.functional.places import place_log_ratio, split_places
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, latent_mse
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
@@ -68,6 +69,12 @@ class GRPO(PolicyLoss):
         return self.surrogate.needs_best
 
     @property
+    def uses_places(self) -> bool:
+        """Return whether the surrogate needs only the log-ratio of single steps."""
+        inner = getattr(self.surrogate, "surrogate", self.surrogate)
+        return self.chunk_sizes is None and not inner.needs_mean_old
+
+    @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
         """Return the chunk sizes."""
         return self.chunk_sizes
@@ -80,7 +87,10 @@ class GRPO(PolicyLoss):
     def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
         """Return the mean loss over the minibatch, and detached scalars for the log."""
         current = batch.transition(policy)
-        log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old
+        if batch.places is not None:
+            batch, log_ratio = _by_places(batch, batch.places, current)
+        else:
+            log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old
         if batch.chunk:
             log_ratio = chunk_log_ratio(log_ratio, batch.chunk)
         per_sample, seen = self.surrogate(log_ratio, current, batch)
@@ -119,6 +129,17 @@ class GRPO(PolicyLoss):
         if self.kl == "gaussian_no_dt":
             return gaussian_kl_no_dt(current, frozen, batch.dt).mean()
         return latent_mse(current, frozen).mean()
+
+
+def _by_places(
+    batch: Minibatch, places: Float[Tensor, "n 1 *grid"], current: Gaussian
+) -> tuple[Minibatch, Float[Tensor, "n"]]:
+    """Return the batch with one advantage per sample, and log-ratios weighted over places."""
+    advantage, weight = split_places(places, batch.advantage)
+    x_next, old = batch.x_next.float(), batch.required_mean_old
+    return replace(batch, advantage=advantage), place_log_ratio(
+        batch.kernel, x_next, current, old, weight
+    )
 
 
 def ratio_stats(

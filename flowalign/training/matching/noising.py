@@ -160,9 +160,11 @@ def _of_steps(
         latents = torch.stack(
             [steps.completed[j][i] for i, j in zip(index.tolist(), k.tolist(), strict=True)]
         )
+    places = None if steps.places is None else steps.places[index, k].to(examples.weight)
     return replace(
         examples,
         latents=latents.to(examples.latents),
+        places=places,
         advantage=advantage.to(examples.weight),
         desirable=(advantage > 0).to(examples.desirable.device),
     )

@@ -22,6 +22,7 @@ from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.settings import SEVERAL, RolloutFields, RolloutSettings
+from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, Label, ModelPlan
 from flowalign.types.ranges import require_ranges
@@ -51,6 +52,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     weight_map: str | None = None
     """Name of a reward model with a spatial map that weights each sample's error (SRUM's local
     part). Null: equal weight at all positions."""
+    spatial: SpatialCredit | None = None
+    """Distribution of advantages over latent positions, for `NFT`. Null: equal advantages."""
     ascent: RewardAscent | None = None
     """Clean predictions at one step, moved along the reward gradient, for `OPSD`. Null: none."""
 
@@ -85,6 +88,11 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
 
     @property
     @override
+    def has_places(self) -> bool:
+        return self.spatial is not None
+
+    @property
+    @override
     def query(self) -> int | None:
         return self.ascent.query if self.ascent else None
 
@@ -111,6 +119,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         self.advantages.check(self.key, run, self.prompts)
         self.sampling.check_precision(self.key, run.policy)
         _check_map(self, run.rewards)
+        if self.spatial:
+            self.spatial.check(f"{self.key}.spatial", run.rewards)
         if self.ascent:
             check_gradients(run.rewards, f"{self.key}.ascent")
         if self.weights == "ema" and not run.has_ema:
@@ -147,6 +157,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             completed,
             self.weight_map,
             self.ascent,
+            self.spatial,
         )
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
@@ -190,6 +201,7 @@ def _check_ascent(cfg: ScoredGroups) -> None:
     for name, value, plain in (
         ("credit", cfg.credit, None),
         ("weight_map", cfg.weight_map, None),
+        ("spatial", cfg.spatial, None),
         ("clean", cfg.clean, "sample"),
     ):
         if value != plain:

@@ -16,6 +16,7 @@ from flowalign.training.matching.credited_stream import CreditedStream
 from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.source import Batch, StepAdvantages
 from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Cond, Examples, Trajectory
 
@@ -39,6 +40,8 @@ class ScoredStream(CreditedStream):
     """Name of a reward model with a map that weights each sample's error. None: equal weights."""
     ascent: RewardAscent | None = None
     """Ascent of the reward from clean predictions, which replace the samples. None: none."""
+    spatial: SpatialCredit | None = None
+    """Distribution of advantages over latent positions. None: equal advantages."""
 
     @override
     def batch(self, step: int) -> Batch:
@@ -53,15 +56,21 @@ class ScoredStream(CreditedStream):
         kept = chosen[local].any(1).nonzero()[:, 0]
         examples = self._examples(values, kept, len(requests))
         first, total = int(chosen[: local.start].any(1).sum()), int(chosen.any(1).sum())
-        advantage, trained = estimate.advantage[local][kept], chosen[local][kept]
+        own = estimate.advantage[local]
+        advantage, trained = own[kept], chosen[local][kept]
+        places = self.spatial(own, values) if self.spatial else None
+        places = None if places is None else places[kept]
         if self.cfg.credit is None:
             outcome = advantage[:, 0]
             examples = replace(examples, advantage=outcome, desirable=outcome > 0)
+            if places is not None:
+                examples = replace(examples, places=places[:, 0])
             visited = None
             if self.ascent:
                 examples, visited = self._ascend(self.ascent, values.trajectory, examples, kept)
             return Batch(examples, first, total, metrics, visited=visited)
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
+        steps = replace(steps, places=places)
         return Batch(examples, first, total, metrics, steps)
 
     def _ascend(

@@ -50,6 +50,8 @@ class StepAdvantages:
     """Mask of the steps with noise levels at which a sample or pair is trained."""
     completed: Mapping[int, Float[Tensor, "n *latent"]] = field(default_factory=dict)
     """Clean latents to match instead of the sample at the noise levels of a step, by step."""
+    places: Float[Tensor, "n T 1 *grid"] | None = None
+    """Advantage of each step at each latent position; None without spatial credit."""
     weight: Float[Tensor, "n T"] | None = None
     """Factor on the loss weight of each pair at each step; None for samples."""
 
@@ -129,6 +131,11 @@ class DataSource(ABC):
     def trajectory_steps(self) -> int | None:
         """Return the number of denoising steps if the examples are trajectories, else None."""
         return None
+
+    @property
+    def has_places(self) -> bool:
+        """Return whether examples have advantages of latent positions."""
+        return False
 
     @property
     def query(self) -> int | None:

@@ -33,6 +33,8 @@ class TrainBatch:
     """Global position of this rank's first sample."""
     process: Float[Tensor, "B T"] | None = None
     """Advantage of each transition's process reward; None if there are no process rewards."""
+    places: Float[Tensor, "B T 1 *grid"] | None = None
+    """Advantage of each transition at each latent position; None without spatial credit."""
     rival: Int[Tensor, "B T"] | None = None
     """Index of the sample that lost against this one at a step, or -1; only for pair losses."""
     chunk: Int[Tensor, "T"] | None = None
@@ -140,6 +142,7 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         source=_source(trajectory, k, chosen),
         best=_best(batch, k, chosen),
         after=after,
+        places=None if batch.places is None else batch.places[chosen, k].to(on_device.device),
         process=None if batch.process is None else batch.process[chosen, k].to(on_device.device),
     )
 

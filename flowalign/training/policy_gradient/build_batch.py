@@ -56,9 +56,11 @@ def build_batch(
     """
     trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
     outcome = estimate.gathered.outcome[local]
+    advantage = estimate.advantage[local]
     batch = TrainBatch(
         trajectory=trajectory,
-        advantage=estimate.advantage[local],
+        advantage=advantage,
+        places=None if cfg.spatial is None else cfg.spatial(advantage, values),
         mask=mask[local],
         weight=_weights_of_steps(cfg, trajectory, averages),
         global_mask=mask,

@@ -18,6 +18,7 @@ from flowalign.training.rollouts.settings import (
     RolloutSettings,
     refuse_process,
 )
+from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
@@ -36,6 +37,8 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
     `sampling.eta` of the kernel FlowSDE. Null: none."""
     credit: CreditEstimator = field(default_factory=Outcome)
     """Method that assigns credit to denoising steps, a class from `flowalign.credit`."""
+    spatial: SpatialCredit | None = None
+    """Distribution of advantages over latent positions, for `GRPO`. Null: equal advantages."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
     updates_per_step: PositiveInt = 1
@@ -69,6 +72,12 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
                 f"{self.examples_per_step} samples of a step"
             )
+        if self.spatial is not None and not self.algorithm.uses_places:
+            raise ValueError(
+                f"recipe.spatial is {type(self.spatial).__name__}, but recipe.algorithm has one "
+                "advantage per transition: choose GRPO without chunk_sizes and with PPOClip, "
+                "LogHinge or RewardClip, or set recipe.spatial to null"
+            )
         for iteration in (0, SEVERAL):
             self._check_window(self.rollouts.window(iteration))
         if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
@@ -85,6 +94,7 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
             )
         algorithm, rollouts = self.algorithm, self.rollouts
         alone = algorithm.pairs or algorithm.needs_best or algorithm.span is not None
+        alone = alone or self.spatial is not None
         if rollouts.requirements(steps).credit.process is not None and alone:
             refuse_process("recipe", self.credit)
         if algorithm.chunks is not None or algorithm.span is not None:
@@ -117,7 +127,7 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
         return RolloutSettings(
             **self.rollout_fields(),
             keeps="all" if self.algorithm.chunks == "latent_change" else "trained",
-            needs_means=self.algorithm.needs_mean_old,
+            needs_means=self.algorithm.needs_mean_old or self.spatial is not None,
             clips_process=True,
         )
 

@@ -1,0 +1,106 @@
+"""Maps of the toy models' ground truth: which objects of an image, or letters of a word, are right.
+
+A map is 1 at right objects or letters, 0 at wrong ones, and 0.5 elsewhere.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.maps import paint_boxes
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.verifiers import shapes, words
+
+ELSEWHERE = 0.5
+"""Value of places without an object or letter."""
+
+
+class _TruthMap(RewardModel):
+    """Map of right and wrong places, and the share of right ones among objects or letters."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.spec = RewardSpec(
+            name=f"{self.name}_map",
+            dims=(f"{self.name}_right",),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            maps=True,
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score and map the first frame of every sample."""
+        media = batch.media[:, 0].detach().float().cpu()
+        finite = media.flatten(1).isfinite().all(1)
+        found = self.find(media.nan_to_num(), batch.prompts)
+        places = [paint_boxes(*one, *media.shape[2:], ELSEWHERE) for one in found]
+        right = [values.mean() if len(values) else torch.tensor(0.0) for _, values in found]
+        return RewardOutput.build(
+            self.spec,
+            torch.stack(right)[:, None],
+            failed={int(i): "non-finite pixels" for i in (~finite).nonzero()},
+            places=torch.stack(places),
+        )
+
+    def find(
+        self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
+    ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
+        """Return the boxes of each image (left, top, right, bottom), and 1 for each right one."""
+        raise NotImplementedError
+
+
+class ShapesMap(_TruthMap):
+    """Objects of Shapes: right if requested, well-formed and not in a wrong relation."""
+
+    name = "shapes"
+
+    def find(
+        self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
+    ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
+        """Return the boxes of the objects, largest first; the first of each kind are right."""
+        objects, found = shapes.find_objects(images), []
+        for i, prompt in enumerate(prompts):
+            scene, keep = shapes.parse_prompt(prompt), objects.present[i]
+            kinds, left = objects.kinds(i), Counter(scene.objects)
+            centre, half = objects.centre[i, keep], objects.half[i, keep]
+            pair = scene.relation and shapes.match_pair(scene.objects, kinds)
+            related = not pair or shapes.score_position(scene, kinds, centre) == 1
+            values = []
+            for kind, quality in zip(kinds, objects.quality(i).tolist(), strict=True):
+                asked = left[kind] > 0
+                left[kind] -= asked
+                values.append(float(asked and related and quality >= shapes.WELL_FORMED))
+            found.append((torch.cat([centre - half, centre + half], 1), torch.tensor(values)))
+        return found
+
+
+class WordsMap(_TruthMap):
+    """Letters of Words: right if they are in the longest common parts with the requested word."""
+
+    name = "words"
+
+    def find(
+        self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
+    ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
+        """Return the boxes of the letters from left to right, with the full height."""
+        _, _, coverage = words.find_colours(images)
+        fonts = [words.find_letters(coverage, font) for font in words.FONTS]
+        best = torch.stack([total for _, total in fonts]).argmax(0).tolist()
+        found = []
+        for i, prompt in enumerate(prompts):
+            letters = fonts[best[i]][0][i]
+            shown = "".join(letter for letter, _, _ in letters)
+            matcher = SequenceMatcher(a=words.parse_prompt(prompt).word, b=shown, autojunk=False)
+            right = torch.zeros(len(letters))
+            for block in matcher.get_matching_blocks():
+                right[block.b : block.b + block.size] = 1
+            boxes = [[start, 0, end, words.HEIGHT] for _, start, end in letters]
+            found.append((torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), right))
+        return found
