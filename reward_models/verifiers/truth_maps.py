@@ -40,7 +40,8 @@ class _TruthMap(RewardModel):
         media = batch.media[:, 0].detach().float().cpu()
         finite = media.flatten(1).isfinite().all(1)
         found = self.find(media.nan_to_num(), batch.prompts)
-        places = [paint_boxes(*one, *media.shape[2:], ELSEWHERE) for one in found]
+        height, width = media.shape[2:]
+        places = [paint_boxes(boxes, values, height, width, ELSEWHERE) for boxes, values in found]
         right = [values.mean() if len(values) else torch.tensor(0.0) for _, values in found]
         return RewardOutput.build(
             self.spec,
