@@ -17,13 +17,13 @@ from flowalign.functional.transition import Kernel
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import require_ranges
 
-Label = Literal["labels", "segments", "masks", "advantages", "transitions", "targets"]
+Label = Literal["labels", "segments", "masks", "advantages", "transitions", "targets", "places"]
 """Labels that a dataset may hold in addition to media and prompts.
 
 labels: binary labels. segments: better row of a pair in each latent frame. masks: regions where
 the rows of a pair differ. advantages: advantages within groups. transitions: stochastic steps that
 the policy took from the states that it visited. targets: displacements of the clean latents up and
-down a reward.
+down a reward. places: advantages of latent positions.
 """
 
 

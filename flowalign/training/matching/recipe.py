@@ -118,7 +118,7 @@ class Matching(MatchingSettings, Recipe):
                 f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
                 f"{type(self.data).__name__} does not have: see docs/concepts/matching_losses.md"
             )
-        if self.data.has_places and not requirements.uses_places:
+        if "places" in self.data.provides and not requirements.uses_places:
             raise ValueError(
                 f"recipe.data.spatial gives advantages of latent positions, but recipe.loss {loss} "
                 "has one advantage per sample: choose NFT, or set recipe.data.spatial to null"

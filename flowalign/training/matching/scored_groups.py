@@ -78,18 +78,15 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     @property
     @override
     def provides(self) -> Set[Label]:
-        return {"labels", "advantages", *(("targets",) if self.ascent else ())}
+        given: set[Label] = {"targets"} if self.ascent else set()
+        given |= {"places"} if self.spatial else set()
+        return {"labels", "advantages", *given}
 
     @property
     @override
     def trajectory_steps(self) -> int | None:
         """Return the number of denoising steps if `ascent` queries one of them, else None."""
         return self.sampling.num_steps if self.ascent else None
-
-    @property
-    @override
-    def has_places(self) -> bool:
-        return self.spatial is not None
 
     @property
     @override

@@ -133,11 +133,6 @@ class DataSource(ABC):
         return None
 
     @property
-    def has_places(self) -> bool:
-        """Return whether examples have advantages of latent positions."""
-        return False
-
-    @property
     def query(self) -> int | None:
         """Return the only denoising step with states to match, if the source chooses it."""
         return None
