@@ -22,6 +22,7 @@ LIBRARIES = (
     "uvicorn",
     "httpx",
     "rapidocr-onnxruntime",
+    "onnx",
     "ddddocr",
     "nudenet",
     "opencv-python-headless",

@@ -113,7 +113,10 @@ NEW = [
     ),
     ["configs/shapes_levels.yaml"],
     ["configs/shapes_parrot.yaml"],
-    *([f"configs/words{end}.yaml"] for end in ("", "_flow_grpo", "_nft", "_tempflow")),
+    *(
+        [f"configs/words{end}.yaml"]
+        for end in ("", "_draft", "_dpo", "_leap_align", "_flow_grpo", "_nft", "_tempflow")
+    ),
     ["configs/models/sd15.yaml", "configs/methods/parrot.yaml"],
     ["configs/models/flux1_kontext.yaml", "configs/methods/focus_dpo.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/magic_mirror.yaml"],
