@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flowalign.types import InputSpec, Policy, PromptEncoder, Request
 from pipelines.network.checkpoint_checks import check_finite
@@ -108,7 +108,8 @@ class TextEncoder(PromptEncoder):
             library, kind = folder.components()[name]
             if library != "transformers":
                 continue
-            config = AutoConfig.from_pretrained(folder.file("config.json", name).parent)
+            values = folder.config(name)
+            config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
             with torch.device("meta"):
                 encoder = getattr(transformers, kind)(config)
             is_text = name.startswith("text_encoder")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -16,6 +17,9 @@ from pipelines.parts.memory import peak_bytes
 
 _LARGE = 10**9
 """Peak bytes of decoding above which `extend_plan` searches for cheaper settings (about a second).
+"""
+_PIECES = 3
+"""Number of pieces whose decoding is traced: all later pieces of equal length take as much memory.
 """
 
 
@@ -65,6 +69,8 @@ class VideoCodec(Codec):
     """
 
     settings_key = "policy.memory"
+    traced_frames: int | None = None
+    """Latent frames after which decoding takes no more memory, if the decoder works in pieces."""
 
     def __init__(self, video: Video, memory: Memory, one_by_one: bool = False):
         """Encode and decode one sample at a time if `one_by_one` or `memory.slice` is true."""
@@ -219,8 +225,9 @@ def decode_bytes(codec: VideoCodec, memory: Memory, clip_shape: Sequence[int]) -
         video = 2 * video
         height = min(height, other.vae.tile_sample_min_height * height // codec.height)
         width = min(width, other.vae.tile_sample_min_width * width // codec.width)
+    frames = min(frames, codec.traced_frames or frames)
     z = torch.empty(1, channels, frames, height, width, device="meta")
-    return video + peak_bytes(lambda: [None for _ in other.pieces(z)])
+    return video + peak_bytes(lambda: [None for _ in islice(other.pieces(z), _PIECES)])
 
 
 def _lighter(memory: Memory) -> dict[str, Memory]:

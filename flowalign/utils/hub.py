@@ -1,9 +1,17 @@
 """Download model files from the Hugging Face Hub, publish folders, and explain errors."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    hf_hub_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -14,6 +22,33 @@ from huggingface_hub.errors import (
 
 _HTTP_ERROR: type[Exception] = next(c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
 """HTTP error class of huggingface_hub, which changes its HTTP client between versions."""
+_SECONDS = 3.0
+"""Time that the Hub has to answer the first request of a process."""
+
+
+@dataclass
+class _Connection:
+    """Whether this process has contacted the Hub, and whether the Hub did not answer."""
+
+    is_tried: bool = False
+    is_silent: bool = False
+
+
+_connection = _Connection()
+
+
+def contact() -> None:
+    """Contact the Hub once per process; if it does not answer, use only downloaded files.
+
+    Without this, each missing file would wait for several attempts.
+    """
+    if _connection.is_tried or constants.HF_HUB_OFFLINE:
+        return
+    _connection.is_tried = True
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except (OSError, _HTTP_ERROR):
+        _connection.is_silent = constants.HF_HUB_OFFLINE = True
 
 
 def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
@@ -22,12 +57,19 @@ def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
     Raises:
         ValueError: The download failed; the message has the reason and a remedy.
     """
+    contact()
     try:
         return Path(hf_hub_download(model, name, subfolder=subfolder))
     except (OSError, EntryNotFoundError) as error:
         raise ValueError(
             why_not(model, "/".join(filter(None, (subfolder, name))), error)
         ) from error
+
+
+def cached_file(model: str, name: str, subfolder: str | None = None) -> Path | None:
+    """Return the downloaded copy of a file of a model, or None; the Hub is not contacted."""
+    file = try_to_load_from_cache(model, "/".join(filter(None, (subfolder, name))))
+    return Path(file) if isinstance(file, str) else None
 
 
 def check_publishing(name: str) -> None:
@@ -71,14 +113,14 @@ def _unpublished(name: str, error: Exception) -> str:
     if status is not None:
         reason = " ".join(str(error).split())[:160]
         return f"the Hugging Face Hub refused {name}: {reason}"
-    offline = ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
     return f"the Hugging Face Hub could not be reached{offline}; export without --push-to-hub"
 
 
 def why_not(model: str, what: str, error: Exception) -> str:
     """Return a message of a few lines with the reason of a failed download, and a remedy."""
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
-        offline = ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
         return (
             f"{model} is not a local folder, and the Hugging Face Hub could not be reached"
             f"{offline}.\nDownload it on a machine with a network: hf download {model}\n"
@@ -96,3 +138,8 @@ def why_not(model: str, what: str, error: Exception) -> str:
         f"{model} is not a local folder, and {what} could not be downloaded from the Hugging Face "
         f"Hub: {reason}"
     )
+
+
+def _is_set_offline() -> bool:
+    """Return whether the user, and not `contact`, has chosen to work offline."""
+    return constants.HF_HUB_OFFLINE and not _connection.is_silent

@@ -39,7 +39,7 @@ from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_folder
 from pipelines.network.estimates import kept_per_token, plan_network
 from pipelines.network.schedules import has_whole_times
-from pipelines.network.weights import ATTENTION, Lora
+from pipelines.network.weights import ATTENTION, Lora, prepare_training
 from pipelines.parts.encoding import crop_clips, digest, mirror_references, probe_request
 from pipelines.parts.folder import Config
 from pipelines.parts.references import check_references
@@ -143,6 +143,8 @@ class AnyFlow(DiffusersPolicy):
         check_folder(self.folder, self.denoiser_name, self.network.kind.__name__)
         latent_shape, _ = self.stock.trace(2)
         denoiser, counts = plan_network(self.network)
+        with torch.device("meta"):
+            prepare_training(denoiser, self.network.lora)
         tokens = self.num_tokens(latent_shape, self.folder.config(self.denoiser_name))
         kept = kept_per_token(denoiser, self.network.gradient_checkpointing)
         return ModelPlan(

@@ -30,6 +30,12 @@ WORDS = 226
 """
 
 
+class CogVideoXCodec(VideoCodec):
+    """Decodes three latent frames, and then two at a time."""
+
+    traced_frames = 5
+
+
 class CogVideoX(DiffusersPolicy):
     """Wraps a `CogVideoXPipeline` folder or hub identifier as a text-to-video policy.
 
@@ -58,7 +64,7 @@ class CogVideoX(DiffusersPolicy):
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(
-            *(path, VideoCodec(video, memory), lora, precision, guidance, WORDS),
+            *(path, CogVideoXCodec(video, memory), lora, precision, guidance, WORDS),
             *(memory.gradient_checkpointing, memory.offload_text),
         )
         self.video = video

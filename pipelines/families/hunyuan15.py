@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.families.hunyuan_base import HunyuanPolicy
 from pipelines.network.weights import DTYPES, Lora
-from pipelines.parts.folder import Config, read_json
+from pipelines.parts.folder import Config
 from pipelines.policy import Precision
 from pipelines.video import Memory, Video, VideoCodec, refuse_decode_frames
 
@@ -60,7 +60,7 @@ class HunyuanVideo15(HunyuanPolicy):
         refuse_decode_frames(memory, reason)
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        guider = read_json(self.folder.file("guider_config.json", "guider"))
+        guider = self.folder.config("guider")
         fixed = {"_class_name": "ClassifierFreeGuidance", **_FIXED}
         other = {name: guider.get(name, value) for name, value in fixed.items()}
         if strange := sorted(name for name, value in fixed.items() if other[name] != value):

@@ -27,20 +27,21 @@ _LONGEST = 240
 
 
 def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
-    """Check from configuration files that a local folder belongs to this family.
+    """Check from configs that a local folder or a published model belongs to this family.
 
     Raises:
         ValueError: The component `denoiser` is not of class `kind`, or a component is missing or
             belongs to another family.
     """
-    if not Path(folder.path).exists():
+    is_local = Path(folder.path).exists()
+    if not is_local and not folder.published:
         return
     components = folder.components()
     if reason := _describe_mismatch(folder, denoiser, kind):
         raise ValueError(
             f"{folder.path} belongs to another family than {folder.pipeline.__name__}: " + reason
         )
-    for name in components.keys() - set(folder.skipped):
+    for name in components.keys() - set(folder.skipped) if is_local else ():
         if not (Path(folder.path) / name).is_dir():
             raise ValueError(folder.refuse(f"{name}/ is missing"))
         _check_configurations(Path(folder.path) / name, *components[name])

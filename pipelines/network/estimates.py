@@ -11,12 +11,12 @@ from flowalign.types import Saving
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.network.sharding import count_gathered
-from pipelines.network.weights import prepare_training
+from pipelines.network.weights import count_trained
 from pipelines.parts.memory import activations
 
 
-def plan_network(network: Denoisers) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the prepared denoiser on the meta device, and fields of its `ModelPlan`."""
+def plan_network(network: Denoisers) -> tuple[Any, dict[str, Any]]:
+    """Return the denoiser on the meta device, without adapter, and fields of its `ModelPlan`."""
     dtype, kind = network.dtype, network.setup.quantization.denoiser
     recomputed = network.gradient_checkpointing
     with torch.device("meta"):
@@ -27,7 +27,6 @@ def plan_network(network: Denoisers) -> tuple[nn.Module, dict[str, Any]]:
         recast = recast_bytes(denoiser, kind, dtype, recomputed)
         least = recast_bytes(denoiser, kind, dtype, recomputed=True)
         stored = sizes[kind] if kind in sizes else stored_bytes(denoiser, kind, dtype)
-        prepare_training(denoiser, network.lora)
     smaller = {one: stored - sizes[one] for one in ("int8", "nf4") if network.lora}
     savings = [
         Saving("weights", f"quantization.denoiser: {one}", saved)
@@ -38,7 +37,7 @@ def plan_network(network: Denoisers) -> tuple[nn.Module, dict[str, Any]]:
         savings.append(Saving("recast weights", f"{network.checkpointing}: true", recast - least))
     return denoiser, {
         "parameters": total,
-        "trainable": sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
+        "trainable": count_trained(denoiser, network.lora),
         "bytes_per_parameter": stored / total,
         "gathered_parameters": gathered,
         "recast_bytes": recast,

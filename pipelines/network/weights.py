@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flowalign.types import PositiveInt
+from flowalign.utils.hub import contact
 from pipelines.network.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.network.checkpoint_checks import check_complete, loading_context
 from pipelines.network.sharding import gather_whole, load_whole
@@ -80,6 +81,8 @@ def load_pipeline(
     if quantizers:
         mapping = dict(quantizers)
         settings["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
+    if not Path(folder.path).exists():
+        contact()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), loading_context(folder, settings):
@@ -129,6 +132,29 @@ def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def count_trained(denoiser: torch.nn.Module, lora: Lora | None) -> int:
+    """Count the parameters that `prepare_training` would train, without building the adapter.
+
+    Raises:
+        ValueError: No layer has one of the adapter's names.
+    """
+    if lora is None:
+        return sum(p.numel() for p in denoiser.parameters())
+    targets = tuple(lora.target_modules or JOINT_ATTENTION)
+    endings = tuple(f".{target}" for target in targets)
+    weights: list[Any] = [
+        module.weight
+        for name, module in denoiser.named_modules()
+        if (name in targets or name.endswith(endings)) and hasattr(module, "weight")
+    ]
+    if not weights:
+        raise ValueError(
+            f"no layer of {type(denoiser).__name__} ends with one of policy.lora.target_modules "
+            f"{', '.join(targets)}; leave it out to adapt the layers of the family"
+        )
+    return lora.rank * sum(weight[0].numel() + len(weight) for weight in weights)
 
 
 def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:

@@ -11,16 +11,22 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 
-from flowalign.utils.hub import file_of
+from flowalign.utils.hub import cached_file, file_of
+from pipelines.published import PublishedModel, find
 
 INDEX = "model_index.json"
 Config = Mapping[str, Any]
 """Config of a pipeline component."""
+_FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}
+"""Names of configuration files that are not `config.json`."""
 
 
 @dataclass
 class Folder:
-    """Location of a diffusers pipeline: its class, and its folder or its id on the hub."""
+    """Location of a diffusers pipeline: its class, and its folder or its id on the hub.
+
+    The configs of published models come from the package, so that plans contact no hub.
+    """
 
     pipeline: type[DiffusionPipeline]
     path: str
@@ -41,23 +47,46 @@ class Folder:
             raise ValueError(f"policy.path {self.path!r} is neither a folder nor the id of a model")
         return file_of(self.path, name, component)
 
+    @property
+    def published(self) -> PublishedModel | None:
+        """Return the packaged values of a model on the hub; None for folders and other models."""
+        return None if Path(self.path).exists() else find(self.path)
+
     def config(self, component: str) -> dict[str, Any]:
         """Return the config of one component.
 
         Raises:
             ValueError: The path is neither a folder of this pipeline nor the id of a model on the
-                hub.
+                hub, or a downloaded file differs from the values in the package.
         """
-        name = "scheduler_config.json" if component == "scheduler" else "config.json"
+        name = _FILES.get(component, "config.json")
+        if self.published and (config := self.published.config(component)):
+            self._compare(component, name)
+            return config
         if Path(self.path).exists() and not Path(self.path, component, name).is_file():
             raise ValueError(self.refuse(f"{component}/{name} is missing"))
         return read_json(self.file(name, component))
 
     def index(self) -> dict[str, Any]:
         """Return the content of `model_index.json`."""
+        if self.published:
+            self._compare(None, INDEX)
+            return dict(self.published.index)
         if Path(self.path).exists() and not Path(self.path, INDEX).is_file():
             raise ValueError(self.refuse(f"{INDEX} is missing"))
         return read_json(self.file(INDEX))
+
+    def _compare(self, component: str | None, name: str) -> None:
+        """Compare the values in the package with a downloaded file, if there is one."""
+        file = cached_file(self.path, name, component)
+        if file is None or self.published is None:
+            return
+        if key := self.published.differing_key(component, read_json(file)):
+            folder = file.parent if component is None else file.parent.parent
+            raise ValueError(
+                f"{file} has another {key} than pipelines/published, so the plan would be wrong.\n"
+                f"Set policy.path to the downloaded folder to use its values: {folder}"
+            )
 
     def setting(self, name: str) -> Any:
         """Return a value of `model_index.json`, or None if the key is missing."""

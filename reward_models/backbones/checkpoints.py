@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowalign.utils.files import bundled
-from flowalign.utils.hub import file_of, why_not
+from flowalign.utils.hub import contact, file_of, why_not
 
 Renames = Sequence[tuple[str, str]]
 """Regular expressions with their replacements, applied to every key in this order."""
@@ -54,6 +54,7 @@ def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise ValueError(f"{source}: no such folder")
+    contact()
     try:
         return Path(snapshot_download(source, allow_patterns=list(only) if only else None))
     except OSError as error:

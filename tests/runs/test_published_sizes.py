@@ -1,41 +1,104 @@
-"""Plans of models are those of networks of the published sizes."""
+"""Values of published models in the package: sizes, sources, and comparison with downloads."""
 
+import json
+import re
+
+import diffusers
 import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flowalign.runs.config import load
 from flowalign.runs.planning import memory
-from flowalign.runs.planning.plan import memory_parts, plan
-from tests.fixtures.published_sizes import FOLDERS, write_configurations
+from flowalign.runs.planning.plan import memory_parts
+from pipelines.families.sd3 import SD3
+from pipelines.published import find, names
 from tests.fixtures.run_files import CONFIGS
 
-PARAMETERS = {
-    "flux1_dev": 11.9e9,
-    "flux1_kontext": 11.9e9,
-    "flux1_fill": 11.9e9,
-    "qwen_image": 20.4e9,
-    "qwen_image_edit": 20.4e9,
-    "sd35_medium": 2.24e9,
-    "sd15": 0.86e9,
-    "cogvideox": 1.69e9,
-    "hunyuan_video": 12.8e9,
-    "hunyuan_video15": 8.33e9,
-    "hunyuan_video15_i2v": 8.33e9,
-    "ltx2": 18.9e9,
-    "ltx2_i2v": 18.9e9,
-    "ltx_video_i2v": 1.92e9,
-    "wan22_5b_i2v": 5.0e9,
-    "wan22_14b_i2v": 2 * 14.3e9,
+SD35 = "stabilityai/stable-diffusion-3.5-medium"
+NAMED = {
+    path
+    for file in CONFIGS.rglob("*.yaml")
+    for path in re.findall(r"\bpath: ([\w-]+/[\w.-]+)", file.read_text())
+    if not path.startswith(("assets/", "runs/", "data/", "openai/"))
 }
-"""Of the networks, as their authors round them."""
+"""Models on the hub that a policy in `configs/` names."""
+
+
+def test_every_model_of_a_run_file_is_known():
+    assert sorted(NAMED) == names()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", FOLDERS)
-def test_networks_have_the_published_numbers_of_parameters(tmp_path, model):
-    path = write_configurations(tmp_path, model)
-    run = load([str(CONFIGS / f"models/{model}.yaml")], [f"policy.path={path}"])[0]
-    found = int(plan(run, 8)["denoiser parameters"].replace(",", ""))
-    assert found == pytest.approx(PARAMETERS[model], rel=0.01)
+@pytest.mark.parametrize("model", names())
+def test_networks_have_the_published_number_of_parameters(model):
+    known = find(model)
+    assert known
+    name = "unet" if "unet" in known.components else "transformer"
+    config = known.config(name)
+    assert config
+    with torch.device("meta"):
+        network = getattr(diffusers, config["_class_name"]).from_config(config)
+    found = sum(value.numel() for value in network.state_dict().values())
+    exact = known.parameters["exact"]
+    assert found == pytest.approx(known.parameters["count"], rel=0 if exact else 0.16)
+
+
+ENCODERS = {
+    "clip_l": 123_060_480,
+    "clip_g_projected": 694_659_840,
+    "t5_xxl": 4_762_310_656,
+    "umt5_xxl": 5_680_910_336,
+    "qwen2_5_vl_7b": 8_292_166_656,
+}
+"""Values of text encoders of several models, as in the files of the hub."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENCODERS)
+def test_shared_text_encoders_have_the_published_number_of_parameters(name):
+    file = CONFIGS.parent / "pipelines/published/parts.json"
+    part = json.loads(file.read_text())[name]
+    config = CONFIG_MAPPING[part["config"]["model_type"]].from_dict(part["config"])
+    with torch.device("meta"):
+        encoder = getattr(transformers, part["class"][1])(config)
+    assert sum(p.numel() for p in encoder.parameters()) == ENCODERS[name]
+
+
+def download(monkeypatch, folder, component, values):
+    """Let one configuration file of SD3.5 be in the cache of the hub."""
+    file = folder / (component or "") / "config.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(values))
+    monkeypatch.setattr(
+        "pipelines.parts.folder.cached_file",
+        lambda model, name, part: file if part == component else None,
+    )
+    return file
+
+
+def test_downloaded_values_that_equal_the_package_are_accepted(monkeypatch, tmp_path):
+    download(monkeypatch, tmp_path, "transformer", {"num_layers": 24, "other": 1})
+    assert SD3(SD35).folder.config("transformer")["num_layers"] == 24
+
+
+def test_a_downloaded_value_that_differs_is_named_with_the_folder(monkeypatch, tmp_path):
+    file = download(monkeypatch, tmp_path, "transformer", {"num_layers": 38})
+    with pytest.raises(ValueError, match=rf"{file} has another num_layers .*[\s\S]*{tmp_path}$"):
+        SD3(SD35).folder.config("transformer")
+
+
+def test_nested_values_are_compared():
+    known = find("Qwen/Qwen-Image")
+    assert known
+    local = {"text_config": {"hidden_size": 1}}
+    assert known.differing_key("text_encoder", local) == "text_config.hidden_size"
+
+
+def test_a_published_model_of_another_family_is_refused_without_files():
+    with pytest.raises(ValueError, match="belongs to another family than StableDiffusion3Pipeline"):
+        SD3("black-forest-labs/FLUX.1-dev").plan()
 
 
 SIMULATED = {"sd35_medium": 26.4e9, "flux1_dev": 62.4e9}
@@ -44,9 +107,8 @@ SIMULATED = {"sd35_medium": 26.4e9, "flux1_dev": 62.4e9}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SIMULATED)
-def test_the_peak_of_image_models_counts_encoders_vae_and_decoding(tmp_path, model):
-    path = write_configurations(tmp_path, model)
-    run = load([str(CONFIGS / f"models/{model}.yaml")], [f"policy.path={path}"])[0]
+def test_the_peak_of_image_models_counts_encoders_vae_and_decoding(model):
+    run = load([str(CONFIGS / f"models/{model}.yaml")])[0]
     parts = {part.name: part for part in memory_parts(run, 8)}
     assert memory.peak([*parts.values()]) == pytest.approx(SIMULATED[model], rel=0.15)
     assert "prompt_cache: FOLDER" in parts["text encoders and VAE"].savings
@@ -55,16 +117,10 @@ def test_the_peak_of_image_models_counts_encoders_vae_and_decoding(tmp_path, mod
 
 
 @pytest.mark.slow
-def test_in_fp16_layers_of_t5_are_counted_in_float32(tmp_path):
+def test_in_fp16_layers_of_t5_are_counted_in_float32():
     """The last projections of 24 blocks take 2 more bytes for each of 4096 x 10240 weights."""
-    path = write_configurations(tmp_path, "sd35_medium")
-    found = {
-        precision: load(
-            [str(CONFIGS / "models/sd35_medium.yaml")],
-            [f"policy.path={path}", f"policy.precision={precision}"],
-        )[0]
-        .policy.plan()
-        .encoder_bytes
+    sizes = {
+        precision: SD3(SD35, precision=precision).text_encoder.stored_bytes()
         for precision in ("bf16", "fp16")
     }
-    assert found["fp16"] - found["bf16"] == 2 * 24 * 4096 * 10240
+    assert sizes["fp16"] - sizes["bf16"] == 2 * 24 * 4096 * 10240

@@ -21,6 +21,7 @@ def complaint(monkeypatch, error: Exception) -> str:
         raise error
 
     monkeypatch.setattr(hub, "hf_hub_download", fail)
+    monkeypatch.setattr(hub, "contact", lambda: None)
     with pytest.raises(ValueError, match=MODEL) as raised:
         hub.file_of(MODEL, "config.json", "vae")
     assert len(str(raised.value).splitlines()) <= 5
@@ -56,14 +57,33 @@ def test_any_other_trouble_is_told_in_its_own_words(monkeypatch):
     )
 
 
+def test_a_silent_hub_is_contacted_once_and_named(monkeypatch):
+    """Then the libraries use downloaded files only, without attempts of their own."""
+    attempts = []
+
+    class Session:
+        def head(self, address, timeout):
+            attempts.append(timeout)
+            raise OSError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_connection", hub._Connection())
+    monkeypatch.setattr(hub, "get_session", Session)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"could not be reached\.\n"):
+            hub.file_of("owner/model", "config.json")
+    assert attempts == [3.0]
+    assert constants.HF_HUB_OFFLINE
+
+
 @pytest.mark.slow
 def test_check_of_a_hub_model_says_that_it_is_offline(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
-        main(["check", "configs/sd35_medium.yaml"])
+        main(["check", "configs/sd35_medium.yaml", "--policy.path", "owner/model"])
     told = capsys.readouterr().err
-    assert f"{MODEL} is not a local folder" in told
+    assert "owner/model is not a local folder" in told
     assert "HF_HUB_OFFLINE is set" in told
     assert len(told.splitlines()) <= 5
 
