@@ -16,11 +16,11 @@ from flowalign.data.media.image_grid import write_grid, write_picture
 from flowalign.data.media.thumbnails import LONGEST, MOST_FRAMES, reduce_size, thin_frames
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
-from flowalign.functional.sharpness import variance_of_laplacian
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.inference import generate
 from flowalign.training.sample_bounds import SampleBounds
+from flowalign.training.watch import SIGNALS, Watch, measure_panel
 from flowalign.types import Policy, PromptConditioning, Request, prompts_of
 from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.files import write_text
@@ -58,6 +58,8 @@ class Evaluation:
     """Number of samples in the grid image of each evaluation."""
     bounds: SampleBounds | None = field(default_factory=SampleBounds)
     """Bounds of diversity and sharpness outside which the run warns. Null: no warnings."""
+    watch: Watch | None = None
+    """Metrics that are measured but not optimised, to detect reward hacking. Null: none."""
 
     def __post_init__(self) -> None:
         """Reject an evaluation without prompts, and settings outside their ranges."""
@@ -121,6 +123,8 @@ class EvaluationResult:
     """Frames per second of videos; None for images, which keep their size."""
     scores: SampleScores | None = None
     """Scores of all samples; None without rewards."""
+    panel: Mapping[str, Float[Tensor, "p"]] = field(default_factory=dict)
+    """Value of each prompt by watched metric; empty if nothing is watched."""
 
 
 def evaluate(
@@ -140,33 +144,57 @@ def evaluate(
     local = list(processes.share(range(len(items))))
     requests = [items[i][1] for i in local]
     seeds = [generator(cfg.seed, "evaluation", i) for i in local]
-    given = requests, cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, conditioning
-    latents = generate(policy, *given)
+    sampler = cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, conditioning
+    latents = generate(policy, requests, *sampler)
     order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
-    sharpness = []
+    signals: dict[str, list[Tensor]] = {name: [] for name in _list_signals(cfg)}
     for start in range(0, len(local), cfg.micro_batch):
         some = requests[start : start + cfg.micro_batch]
         media = policy.decode(latents[start : start + len(some)]).cpu()
         scoring.add(rewards.batch(media, some, [order[request] for request in some], policy.fps))
-        sharpness.append(variance_of_laplacian(media))
-        kept |= {
-            i: (reduce_size(frames, LONGEST) if policy.fps else frames).clone()
-            for i, frames in zip(local[start:], media, strict=False)
-            if i in shown
-        }
+        for name, values in signals.items():
+            values.append(SIGNALS[name](media))
+        pairs = zip(local[start:], media, strict=False)
+        grid = {i: reduce_size(x, LONGEST) if policy.fps else x for i, x in pairs if i in shown}
+        kept |= {i: frames.clone() for i, frames in grid.items()}
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
-    kept, sharp = processes.merge(kept), processes.gather(torch.cat(sharpness))
+    kept = processes.merge(kept)
+    measured = {name: processes.gather(torch.cat(values)) for name, values in signals.items()}
     return EvaluationResult(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
         | {"eval/diversity": diversity(latents, [request for _, request in items])}
-        | {"eval/sharpness": float(sharp.mean())},
+        | {"eval/sharpness": float(measured["sharpness"].mean())},
         grid=torch.stack([kept[i] for i in shown]),
         grid_requests=[items[i][1] for i in shown],
         fps=policy.fps,
         scores=SampleScores(rewards.dims, items, scores, shown),
+        panel=_measure_panel(cfg, rewards, items, scores, measured, latents),
     )
+
+
+def _list_signals(cfg: Evaluation) -> list[str]:
+    """Return the image signals to measure: the sharpness, and those that the run watches."""
+    watched = cfg.watch.metrics if cfg.watch else []
+    return list(dict.fromkeys(["sharpness", *(name for name in watched if name in SIGNALS)]))
+
+
+def _measure_panel(
+    cfg: Evaluation,
+    rewards: Rewards,
+    items: list[tuple[str, Request]],
+    scores: Float[Tensor, "n R"],
+    signals: Mapping[str, Float[Tensor, "n"]],
+    latents: Float[Tensor, "n *latent"],
+) -> dict[str, Float[Tensor, "p"]]:
+    """Return the value of each prompt by watched metric; empty if nothing is watched."""
+    if cfg.watch is None:
+        return {}
+    columns = {**dict(zip(rewards.dims, scores.T, strict=True)), **signals}
+    weights = dict(zip(rewards.dims, rewards.weights.tolist(), strict=True))
+    requests = [request for _, request in items]
+    return measure_panel(cfg.watch, requests, columns, weights, latents.flatten(1))
 
 
 def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> float:

@@ -24,6 +24,7 @@ from flowalign.runs.session.run_directory import (
 from flowalign.training import checkpoint
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
+from flowalign.training.watch import HackingMonitor
 from flowalign.utils.console import Messages
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
@@ -65,6 +66,8 @@ class Session:
     """Index of the first step of this process."""
     owes_evaluation: bool = False
     """Whether a stop signal skipped an evaluation that was due."""
+    monitor: HackingMonitor | None = None
+    """Monitor of watched metrics; None if the run watches none."""
     claim: Claim | None = None
     """Claim of the run directory, held by the main process during training; None on other ranks."""
 
@@ -104,6 +107,8 @@ def start(
         session.claim = claimed
         if resume:
             _resume(session, resume)
+        if session.monitor:
+            session.monitor.resume(session.first_step)
         on_failure.pop_all()
     return session
 
@@ -129,6 +134,7 @@ def _open_session(
     before_opening = time.perf_counter()
     with begin_directory(folder, config) if processes.is_main and begins else nullcontext():
         loop = run.recipe.open(run.context(rewards), learner, folder, messages)
+    watch = run.evaluation.watch if run.evaluation else None
     return Session(
         run,
         config,
@@ -141,6 +147,7 @@ def _open_session(
         log,
         messages,
         seconds_before=time.perf_counter() - before_opening,  # includes encoding
+        monitor=HackingMonitor(watch, folder) if watch else None,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from flowalign.reports.run_report import write_report
 from flowalign.runs.config import Run
+from flowalign.runs.session.hacking import get_state, roll_back, watch
 from flowalign.runs.session.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.evaluate import EvaluationResult, evaluate, save_grid
@@ -53,6 +54,10 @@ def _train(session: Session) -> dict[str, Any]:
         if stopped_by:
             return _end(session, tracker, _summary(session, done, None, seconds, stopped_by))
     after = _evaluate(session, tracker, done)
+    if session.monitor and session.monitor.ends_run and (kept := roll_back(session, done)) < done:
+        done = kept
+        _save(session, done, first_save=False)
+        after = _evaluate(session, tracker, done)
     return _end(session, tracker, _summary(session, done, after, seconds, 0))
 
 
@@ -79,8 +84,8 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
             if stopped_by := _read_stop_signal(session, stop):
                 session.owes_evaluation = _is_due(run, done)
                 return done, stopped_by
-            if _is_due(run, done):
-                _evaluate(session, tracker, done)
+            if _evaluate_if_due(session, tracker, done):
+                break
             if done % run.checkpoints.every == 0:
                 _save(session, done, first_save=done == run.checkpoints.every)
             if stopped_by := _read_stop_signal(session, stop):
@@ -91,6 +96,14 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
 def _read_stop_signal(session: Session, stop: Callable[[], int]) -> int:
     """Return the stop signal that any process received, equal on all processes; 0 for none."""
     return int(session.processes.ungrouped.gather(torch.tensor([stop()])).max())
+
+
+def _evaluate_if_due(session: Session, tracker: Tracker | None, done: int) -> bool:
+    """Evaluate if an evaluation is due; return whether reward hacking ends the run."""
+    if not _is_due(session.run, done):
+        return False
+    _evaluate(session, tracker, done)
+    return session.monitor is not None and session.monitor.ends_run
 
 
 def _is_due(run: Run, done: int) -> bool:
@@ -125,6 +138,8 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
+    if session.monitor:
+        watch(session, done, result.panel, get_state(session, _spent(session)))
     if tracker and cfg.bounds:
         for text in cfg.bounds.warnings(session.before or {}, metrics).values():
             session.messages(f"warning: {text}")
@@ -146,13 +161,7 @@ def _save(session: Session, done: int, first_save: bool) -> None:
         session.processes.barrier()
         return
     root, cfg = session.folder / "checkpoints", session.run.checkpoints
-    state = {
-        "costs": asdict(spent),
-        "seconds": session.seconds,
-        "before": session.before,
-        "owes_evaluation": session.owes_evaluation,
-        "loop": session.loop.state(),
-    }
+    state = get_state(session, spent)
     try:
         folder = checkpoint.save(root, done, session.learner, session.config, state)
     except OSError as error:
@@ -199,6 +208,7 @@ def _summary(
         ),
         "seed": session.run.seed,
         "processes": session.processes.ranks,
+        **({"hacking": session.monitor.summary} if session.monitor else {}),
     }
 
 
