@@ -6,30 +6,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
 from flowalign import __version__
-from flowalign.cli import (
-    bench,
-    check,
-    clip_pairs,
-    compare,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    init,
-    pairs,
-    probe,
-    recipes,
-    reward,
-    sample,
-    score,
-    serve,
-    train,
-    users,
-    view,
-)
 from flowalign.cli.options import Parser
 from flowalign.distributed.failures import leave_crashes
 from flowalign.utils.imports import pause_garbage_collection
@@ -48,29 +26,30 @@ EXAMPLES = """examples:
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
 
-VERBS: dict[str, ModuleType] = {
-    "train": train,
-    "demo": demo,
-    "init": init,
-    "recipes": recipes,
-    "eval": evaluate,
-    "sample": sample,
-    "check": check,
-    "compare": compare,
-    "view": view,
-    "bench": bench,
-    "probe": probe,
-    "score": score,
-    "pairs": pairs,
-    "clip-pairs": clip_pairs,
-    "serve-reward": serve,
-    "reward": reward,
-    "users": users,
-    "export": export,
-    "doctor": doctor,
+VERBS = {
+    "train": "train",
+    "demo": "demo",
+    "init": "init",
+    "recipes": "recipes",
+    "eval": "evaluate",
+    "sample": "sample",
+    "check": "check",
+    "compare": "compare",
+    "view": "view",
+    "bench": "bench",
+    "probe": "probe",
+    "score": "score",
+    "pairs": "pairs",
+    "clip-pairs": "clip_pairs",
+    "serve-reward": "serve",
+    "reward": "reward",
+    "users": "users",
+    "export": "export",
+    "doctor": "doctor",
 }
-"""Modules of the commands. Each has HELP and `add_arguments(parser)`. The module of the same name
-in `flowalign.cli.commands` has `run(args)`, which returns the exit code."""
+"""Name of the module of each command. `flowalign.cli.NAME_options` has HELP and
+`add_arguments(parser)`; `flowalign.cli.commands.NAME` has `run(args)`, which returns the exit code.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,9 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flowalign {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in VERBS.items():
-        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        verb.set_defaults(takes_overrides=False, module=module.__name__.rpartition(".")[2])
-        module.add_arguments(verb)
+        options = import_module(f"flowalign.cli.{module}_options")
+        verb = verbs.add_parser(
+            name, help=options.HELP, description=options.HELP, allow_abbrev=False
+        )
+        verb.set_defaults(takes_overrides=False, module=module)
+        options.add_arguments(verb)
     return parser
 
 

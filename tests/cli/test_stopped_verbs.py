@@ -23,7 +23,7 @@ def exit_code(*argv: object) -> int:
 @STOPS
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, capsys):
-    module = cli.VERBS[verb].__name__.rpartition(".")[2]
+    module = cli.VERBS[verb]
     command = import_module(f"flowalign.cli.commands.{module}")
     monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(number))
     assert run_verb(argparse.Namespace(verb=verb, module=module)) == code

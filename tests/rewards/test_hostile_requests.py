@@ -12,7 +12,7 @@ import torch
 
 from flowalign.cli.commands.serve import run
 from flowalign.cli.options import Parser
-from flowalign.cli.serve import add_arguments
+from flowalign.cli.serve_options import add_arguments
 from flowalign.rewards.batching import Limits, Refusal, Room
 from flowalign.rewards.protocol import pack_batch
 from flowalign.rewards.server import listen

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from flowalign.cli.commands import train
-from flowalign.cli.demo import CONFIGS
+from flowalign.cli.demo_options import CONFIGS
 
 
 def run(args: argparse.Namespace) -> int:
