@@ -150,9 +150,13 @@ def arxiv_of(paper: str, dotted: str) -> str:
 
 @cache
 def run_files() -> dict[str, tuple[str, ...]]:
-    """Return the run files that use each class, by its dotted name; those of toy models first."""
+    """Return the run files that use each class, by its dotted name; those of toy models first.
+
+    Benchmark cards are not run files.
+    """
     users: dict[str, list[str]] = {}
-    paths = sorted(ROOT.glob("configs/**/*.yaml"), key=lambda p: ("shapes" not in str(p), str(p)))
+    found = {*ROOT.glob("configs/**/*.yaml")} - {*ROOT.glob("configs/benchmarks/*.yaml")}
+    paths = sorted(found, key=lambda p: ("shapes" not in str(p), str(p)))
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
         for dotted in dict.fromkeys(_class_paths(compose([name]).values)):
