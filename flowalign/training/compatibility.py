@@ -8,16 +8,31 @@ from flowalign.types import InputSpec, Policy, Request, RewardModel, RewardSpec
 
 
 def check_requests(
-    policy: Policy, rewards: Sequence[RewardModel], located: Iterable[tuple[str, Request]]
+    policy: Policy,
+    rewards: Sequence[RewardModel],
+    located: Iterable[tuple[str, Request]],
+    key: str = "",
 ) -> None:
     """Raise ValueError for the first request that is unsuitable for the policy or a reward.
 
-    The message names the file and line of the request.
+    The message names the file and line of the request, and the setting `key` that names the file.
     """
     specs = [model.spec for model in rewards]
     for where, request in located:
         if problem := _problem(policy, specs, request):
-            raise ValueError(f"{where}: {problem}")
+            remedy = _remedy(policy.input_spec, request, key) if key else ""
+            raise ValueError(f"{where}: {problem}{remedy}")
+
+
+def _remedy(input_spec: InputSpec, request: Request, key: str) -> str:
+    """Return what to set if a request lacks references or a mask, with a bundled example."""
+    lacks_mask = input_spec.mask and request.mask is None
+    if len(request.references) >= input_spec.references[0] and not lacks_mask:
+        return ""
+    columns = "an `image` and a `mask`" if input_spec.mask else "an `image`"
+    other = "first_frames" if input_spec.kind == "first_frame" else "edits"
+    example = f"assets/prompts/{'fills' if input_spec.mask else other}.jsonl"
+    return f".\nSet {key} to a file whose rows have {columns}, such as {example}"
 
 
 def _problem(policy: Policy, specs: Sequence[RewardSpec], request: Request) -> str:

@@ -88,13 +88,15 @@ def check_gradients(rewards: Rewards, needed_by: str) -> None:
     if not flat:
         return
     other = [dim for m in rewards.models if m.spec.differentiable for dim in m.spec.dims]
+    zeros = ", ".join(f"{dim}: 0" for dim in flat[0].dims)
     advice = (
-        f"weigh {', '.join(other)} instead"
+        f"Set `weight: {{{zeros}}}` in its entry of rewards, so that it is only logged, and weigh "
+        f"{', '.join(other)}."
         if other
-        else "use one that has, such as PickScore, HPSv2, ImageReward or TrainedReward of "
-        "reward_models"
+        else "Name a reward with a gradient in rewards, such as PickScore, HPSv2, ImageReward or "
+        "TrainedReward of reward_models, or layer configs/tasks/hpsv2.yaml last."
     )
     raise ValueError(
-        f"reward {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, which "
-        f"{needed_by} needs: {advice}.\nA reward with weight 0 is only logged."
+        f"rewards: {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, "
+        f"which {needed_by} needs.\n{advice}"
     )

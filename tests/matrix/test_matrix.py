@@ -53,6 +53,7 @@ def test_a_method_that_needs_guidance_trains_without_it(matrix):
 
 
 RUNS = {
+    "any pipeline": ("toy_shapes", "any_flow"),
     "refl with pre-training": ("sd35_medium", "methods/refl", "tasks/refl_pretraining"),
     "hyper_align": ("sd35_medium", "methods/draft_lv", "tasks/hyper_align_sd35"),
     "visual questions": ("sd35_medium", "methods/draft_lv", "tasks/visual_questions"),
@@ -89,7 +90,7 @@ RUNS = {
 model comes first, unless the first file is complete."""
 LATENT = {"sd35_medium": "sd35_latent", "wan21_1_3b": "wan21_1_3b_latent"}
 """Latent reward of models whose run files use one."""
-COMPLETE = ("credit/", "preference/")
+COMPLETE = ("any_flow", "credit/", "preference/")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from PIL import Image
 from flowalign.data.requests import read_located_requests
 from flowalign.runs.config import load
 from flowalign.training.compatibility import check_requests
-from flowalign.types import InputSpec, Loadable
+from flowalign.types import InputSpec, Loadable, Request
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
@@ -96,6 +96,16 @@ WRONG = {
 def test_what_does_not_fit_is_named_with_its_row(folder, policy, row, said):
     with pytest.raises(ValueError, match=rf"edits.jsonl:2: .*{said}"):
         check(folder, policy(), [OwnSource()] if policy is PixelPolicy else [], **row)
+
+
+def test_a_missing_source_names_the_setting_and_a_bundled_file():
+    with pytest.raises(ValueError, match="has 0") as caught:
+        check_requests(SourcePolicy(), [], [("a.txt:1", Request("a"))], "evaluation.prompts.b")
+    remedy = caught.value.args[0].splitlines()[1]
+    assert remedy == (
+        "Set evaluation.prompts.b to a file whose rows have an `image`, such as "
+        "assets/prompts/edits.jsonl"
+    )
 
 
 def test_a_source_that_only_a_reward_reads_is_no_mistake(folder):

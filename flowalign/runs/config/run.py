@@ -110,8 +110,12 @@ class Run:
             self.policy.network.setup = self.setup
 
     def _check_prompts(self, rewards: Rewards) -> None:
-        for path in self.prompt_files:
-            check_requests(self.policy, rewards.models, read_located_requests(path))
+        data = "" if hasattr(self.recipe, "prompts") else "data."
+        files = [(f"recipe.{data}prompts", path) for path in self.recipe.prompt_files]
+        if self.evaluation:
+            files += [(f"evaluation.prompts.{a}", b) for a, b in self.evaluation.prompts.items()]
+        for key, path in files:
+            check_requests(self.policy, rewards.models, read_located_requests(path), key)
 
     @property
     def setup(self) -> Setup:

@@ -104,7 +104,8 @@ class OnPolicyStates(TrainingPrompts, DataSource):
             if name not in names:
                 raise ValueError(
                     f"{where}: {self.teacher_field} is {name!r}, and recipe.teachers has "
-                    f"{', '.join(names)}"
+                    f"{', '.join(names)}: name one of them as {self.teacher_field} in every row of "
+                    f"{self.key}.prompts"
                 )
         if idle := sorted({*names} - {*found.values()}):
             raise ValueError(

@@ -79,14 +79,15 @@ REFUSED = {
     "a reward without a gradient": (
         {},
         context(None, Redness()),
-        "reward 'redness' (redness, green) has a weight but no gradient",
+        "rewards: 'redness' (redness, green) has a weight but no gradient",
         "PickScore, HPSv2",
     ),
     "a reward without a gradient beside one that has": (
         {},
         context(None, Redness(), Named()),
         "has a weight but no gradient",
-        "weigh warmth, cold instead",
+        "Set `weight: {redness: 0, green: 0}` in its entry of rewards, so that it is only logged, "
+        "and weigh warmth, cold.",
     ),
     "nothing to optimise": (
         {},
