@@ -42,6 +42,7 @@ SINCE = (
 """The models that came later."""
 
 NEW = [
+    ["configs/any_flow.yaml"],
     ["configs/credit/flux1_dev/cogni_edit.yaml"],
     ["configs/credit/flux1_dev/dance_grpo.yaml"],
     ["configs/credit/flux1_dev/grpo_guard.yaml"],
