@@ -3,6 +3,6 @@
 A method receives a trajectory and a function that values its states.
 """
 
-from flowalign.utils.exports import lazy_exports
+from flowalign.types.exports import lazy_exports
 
 __getattr__, __dir__ = lazy_exports(__name__, __path__)

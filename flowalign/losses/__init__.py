@@ -4,6 +4,6 @@
 `reward_gradient` on the gradient of rewards.
 """
 
-from flowalign.utils.exports import lazy_exports
+from flowalign.types.exports import lazy_exports
 
 __getattr__, __dir__ = lazy_exports(__name__, __path__)

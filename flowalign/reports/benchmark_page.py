@@ -1,6 +1,5 @@
 """Render the page of a benchmark: the table, and the best, the worst and the changed images."""
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
-from flowalign.data.media.thumbnails import UNKNOWN_RATE, encode_loop, to_images
 from flowalign.reports import pages
-from flowalign.reports.charts import data_address
 from flowalign.utils.files import write_text
 
 EXAMPLES = 6
 """Number of prompts in each row of images."""
-_SIDE, _FRAMES = 160, 24
 
 
 @dataclass(frozen=True)
@@ -32,8 +26,9 @@ class ScoredImages:
     """Scores of the first model."""
     after: Sequence[float]
     """Scores of the last model; the same as `before` if there is one model only."""
-    files: Callable[[int], tuple[Path, ...]]
-    """Function that returns the files of an item, the first model's before the last model's."""
+    pictures: Callable[[int], list[str]]
+    """Function that returns the images of an item as data URLs, the first model's before the last
+    model's."""
 
 
 def write_benchmark(
@@ -81,14 +76,5 @@ def _show(images: ScoredImages, i: int) -> dict[str, Any]:
     return {
         "prompt": images.prompts[i],
         "score": " to ".join(scores),
-        "pictures": [_make_thumbnail(file) for file in images.files(i)],
+        "pictures": images.pictures(i),
     }
-
-
-def _make_thumbnail(file: Path) -> str:
-    clip = decode(Media(str(file)), _FRAMES)
-    if len(clip.pixels) > 1:
-        return data_address("webp", encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
-    content = io.BytesIO()
-    to_images(clip.pixels, _SIDE)[0].save(content, "WEBP", quality=85)
-    return data_address("webp", content.getvalue())

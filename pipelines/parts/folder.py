@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from flowalign.utils.hub import cached_file, file_of
-from pipelines.published import PublishedModel, find
+from pipelines.parts.published import PublishedModel, find
 
 INDEX = "model_index.json"
 Config = Mapping[str, Any]
@@ -84,7 +84,8 @@ class Folder:
         if key := self.published.differing_key(component, read_json(file)):
             folder = file.parent if component is None else file.parent.parent
             raise ValueError(
-                f"{file} has another {key} than pipelines/published, so the plan would be wrong.\n"
+                f"{file} has another {key} than pipelines/parts/published, so the plan would be "
+                "wrong.\n"
                 f"Set policy.path to the downloaded folder to use its values: {folder}"
             )
 

@@ -509,7 +509,7 @@ def test_the_page_shows_pairs_gaps_stages_and_what_was_dropped(tmp_path):
     made(tmp_path, "--rule", "gap", *BEAUTY, "--stages", 2, prompts=prompts)
     page = (tmp_path / "out" / "pairs.html").read_text()
     assert "2 pairs from 2 prompts" in re.sub(r"\s+", " ", page)
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/webp;base64,") == 4
     assert "a &lt;cat&gt;" in page
     assert "<cat>" not in page
     assert "beauty +1.25, stage 0" in page
@@ -526,5 +526,5 @@ def test_the_page_stays_small_and_names_what_it_cannot_show(tmp_path):
     (tmp_path / "01.png").write_bytes(broken[:-30])
     assert pairs(table, "--out", tmp_path / "out", *GAP, *BEAUTY, *ALL) == 0
     page = (tmp_path / "out" / "pairs.html").read_text()
-    assert page.count("data:image/png;base64,") == 47
+    assert page.count("data:image/webp;base64,") == 47
     assert page.count("not readable") == 1

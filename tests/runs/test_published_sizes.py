@@ -13,7 +13,7 @@ from flowalign.runs.config import load
 from flowalign.runs.planning import memory
 from flowalign.runs.planning.plan import memory_parts
 from pipelines.families.sd3 import SD3
-from pipelines.published import find, names
+from pipelines.parts.published import find, names
 from tests.fixtures.run_files import CONFIGS
 
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
@@ -58,7 +58,7 @@ ENCODERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODERS)
 def test_shared_text_encoders_have_the_published_number_of_parameters(name):
-    file = CONFIGS.parent / "pipelines/published/parts.json"
+    file = CONFIGS.parent / "pipelines/parts/published/parts.json"
     part = json.loads(file.read_text())[name]
     config = CONFIG_MAPPING[part["config"]["model_type"]].from_dict(part["config"])
     with torch.device("meta"):

@@ -1,6 +1,5 @@
 """Render `pairs.html`: numbers of pairs and drops, histograms of gaps, and the first pairs."""
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,15 +7,12 @@ from flowalign.curation.pairing.job import PairingJob, PairSelection, collect_sc
 from flowalign.curation.pairing.rules import PairChoice
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.media import Media
-from flowalign.data.media.thumbnails import UNKNOWN_RATE, encode_loop, to_images
+from flowalign.data.media.thumbnails import THUMBNAIL_FRAMES, encode_thumbnail
 from flowalign.reports import pages
 from flowalign.reports.charts import Chart, data_address, histogram
 
 SHOWN = 24
 """Largest number of pairs on the page."""
-_SIDE = 160
-_FRAMES = 24
-"""Largest number of frames of a looping video."""
 
 
 def render(
@@ -68,11 +64,7 @@ def make_thumbnail(path: str) -> str:
     The URL is empty if the file cannot be decoded.
     """
     try:
-        clip = decode(Media(path), _FRAMES)
+        clip = decode(Media(path), THUMBNAIL_FRAMES)
     except MediaProblem:  # validation has read the header only
         return ""
-    if len(clip.pixels) > 1:
-        return data_address("webp", encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
-    content = io.BytesIO()
-    to_images(clip.pixels, _SIDE)[0].save(content, "PNG")
-    return data_address("png", content.getvalue())
+    return data_address("webp", encode_thumbnail(clip.pixels, clip.fps))

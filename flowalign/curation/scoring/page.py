@@ -1,7 +1,6 @@
 """Render `scores.html`: the results of a scoring job, with the best and worst samples."""
 
 import heapq
-import io
 import itertools
 import math
 from array import array
@@ -14,8 +13,8 @@ import numpy as np
 import torch
 
 from flowalign.curation.scoring.table import Row
-from flowalign.data.media.decode import Clip, MediaProblem, decode
-from flowalign.data.media.thumbnails import UNKNOWN_RATE, encode_loop, to_images
+from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.thumbnails import THUMBNAIL_FRAMES, encode_thumbnail
 from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
@@ -24,9 +23,6 @@ from flowalign.utils.files import write_text
 
 EXAMPLES = 6
 """Number of samples shown at either end of a dimension."""
-_SIDE = 160
-_FRAMES = 24
-"""Largest number of frames of a looping video."""
 _LISTED = 8
 """Largest number of failed rows that are listed."""
 Place = tuple[str, int]
@@ -89,7 +85,9 @@ def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
             for medium, stored in enumerate(record.media):
                 if (record.id, medium) in wanted:
                     try:
-                        found[record.id, medium] = _make_thumbnail(decode(stored, _FRAMES))
+                        clip = decode(stored, THUMBNAIL_FRAMES)
+                        content = encode_thumbnail(clip.pixels, clip.fps)
+                        found[record.id, medium] = data_address("webp", content)
                     except MediaProblem:  # gone or changed since it was scored
                         found[record.id, medium] = ""
         if len(found) == len(wanted):
@@ -199,11 +197,3 @@ def _keep(heap: list, entry: tuple[float, int, Any]) -> None:
         heapq.heappush(heap, (score, -row, what))
     else:
         heapq.heappushpop(heap, (score, -row, what))
-
-
-def _make_thumbnail(clip: Clip) -> str:
-    if len(clip.pixels) > 1:
-        return data_address("webp", encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
-    content = io.BytesIO()
-    to_images(clip.pixels, _SIDE)[0].save(content, "WEBP", quality=85)
-    return data_address("webp", content.getvalue())

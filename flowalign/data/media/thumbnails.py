@@ -13,6 +13,8 @@ LONGEST, MOST_FRAMES = 192, 48
 """Limits of a clip on a web page: pixels of the longer side, and number of frames."""
 UNKNOWN_RATE = 8.0
 """Frames per second at which a web page plays a clip of unknown rate."""
+THUMBNAIL, THUMBNAIL_FRAMES = 160, 24
+"""Longer side of a thumbnail in pixels, and largest number of its frames."""
 EXACT = 64
 """Largest length in pixels of the longer side for lossless storage of a clip."""
 
@@ -52,6 +54,15 @@ def encode_loop(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None =
         lossless=longer <= EXACT,
         quality=70,
     )
+    return content.getvalue()
+
+
+def encode_thumbnail(pixels: UInt8[Tensor, "F 3 H W"], fps: float | None) -> bytes:
+    """Return a WebP with its longer side scaled to `THUMBNAIL` pixels, a loop for a video."""
+    if len(pixels) > 1:
+        return encode_loop(pixels, fps or UNKNOWN_RATE, THUMBNAIL)
+    content = io.BytesIO()
+    to_images(pixels, THUMBNAIL)[0].save(content, "WEBP", quality=85)
     return content.getvalue()
 
 

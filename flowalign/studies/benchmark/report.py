@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media
+from flowalign.data.media.thumbnails import THUMBNAIL_FRAMES, encode_thumbnail
 from flowalign.reports.benchmark_page import ScoredImages, write_benchmark
+from flowalign.reports.charts import data_address
 from flowalign.studies.benchmark import results as tables
 from flowalign.studies.benchmark.card import Card
 from flowalign.studies.benchmark.deviations import Used, find_deviations
@@ -127,5 +132,10 @@ def _scored_images(
         [job.sampler.requests[item.row].prompt for item in items[0]],
         scores[0],
         scores[-1],
-        lambda i: tuple(folder.media(items[0][i].place) for folder in folders),
+        lambda i: [_read_thumbnail(folder.media(items[0][i].place)) for folder in folders],
     )
+
+
+def _read_thumbnail(file: Path) -> str:
+    clip = decode(Media(str(file)), THUMBNAIL_FRAMES)
+    return data_address("webp", encode_thumbnail(clip.pixels, clip.fps))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flowalign.utils.exports import lazy_exports
+from flowalign.types.exports import lazy_exports
 
 PACKAGES = ("conditioning", "credit", "gradient_paths", "losses", "sampling")
 
@@ -18,7 +18,7 @@ def package(tmp_path, monkeypatch):
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "__init__.py").write_text("")
     (folder / "__init__.py").write_text(
-        "from flowalign.utils.exports import lazy_exports\n"
+        "from flowalign.types.exports import lazy_exports\n"
         "__getattr__, __dir__ = lazy_exports(__name__, __path__)\n"
     )
     (folder / "one.py").write_text("class One: ...\nclass Both: ...\ndef two(): ...\n")
