@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.chunk import Chunk
@@ -61,6 +61,8 @@ class Minibatch:
     """Advantage of each transition's process reward, clipped separately; None if there is none."""
     best: BestTransition | None = None
     """Transitions of the best samples, for losses that declare `needs_best`."""
+    has_kl: Bool[Tensor, "n"] | None = None
+    """Mask of the transitions with a KL to the reference; None: all."""
     places: Float[Tensor, "n 1 *grid"] | None = None
     """Advantage of each transition at each latent position; None: `advantage` at all positions."""
     after: tuple["Minibatch", ...] = ()

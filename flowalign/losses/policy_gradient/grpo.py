@@ -86,6 +86,7 @@ class GRPO(PolicyLoss):
 
     def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
         """Return the mean loss over the minibatch, and detached scalars for the log."""
+        frozen = self._frozen(reference, batch)  # first, because it may swap the policy's weights
         current = batch.transition(policy)
         if batch.places is not None:
             batch, log_ratio = _by_places(batch, batch.places, current)
@@ -101,34 +102,39 @@ class GRPO(PolicyLoss):
         stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {
             "policy_loss": loss.detach()
         }
-        auxiliary = self._auxiliary(current, reference, batch)
+        auxiliary = self._auxiliary(current, frozen, batch)
         stats |= {name: term.detach() for name, term in auxiliary.items()}
         stats |= gradient_squares(current.mean, {POLICY: loss, **self._scaled(auxiliary)})
         return loss + sum(self._scaled(auxiliary).values()), stats
 
     def _auxiliary(
-        self, current: Gaussian, reference: VelocityField, batch: Minibatch
+        self, current: Gaussian, frozen: Gaussian | None, batch: Minibatch
     ) -> dict[str, Float[Tensor, ""]]:
         """Return the auxiliary terms of the loss by name; the KL without its coefficient."""
         terms = {}
         penalty = self.surrogate.penalty(current, batch)
         if penalty is not None:
             terms["penalty"] = (batch.weight * penalty).mean()
-        if self.kl_coef > 0:
-            terms["kl"] = self._kl(current, reference, batch)
+        if frozen is not None:
+            divergence = self._kl(current, frozen, batch)
+            gated = divergence if batch.has_kl is None else divergence * batch.has_kl
+            terms["kl"] = gated.mean()
         return terms
 
     def _scaled(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: t * self.kl_coef if name == "kl" else t for name, t in terms.items()}
 
-    def _kl(self, current: Gaussian, reference: VelocityField, batch: Minibatch) -> Tensor:
-        with torch.no_grad():
-            frozen = batch.transition(reference)
+    @torch.no_grad()
+    def _frozen(self, reference: VelocityField, batch: Minibatch) -> Gaussian | None:
+        """Return the transition of the reference, or None without a KL."""
+        return batch.transition(reference) if self.kl_coef > 0 else None
+
+    def _kl(self, current: Gaussian, frozen: Gaussian, batch: Minibatch) -> Float[Tensor, "n"]:
         if self.kl == "gaussian":
-            return gaussian_kl(current, frozen).mean()
+            return gaussian_kl(current, frozen)
         if self.kl == "gaussian_no_dt":
-            return gaussian_kl_no_dt(current, frozen, batch.dt).mean()
-        return latent_mse(current, frozen).mean()
+            return gaussian_kl_no_dt(current, frozen, batch.dt)
+        return latent_mse(current, frozen)
 
 
 def _by_places(

@@ -33,6 +33,8 @@ class TrainBatch:
     """Global position of this rank's first sample."""
     process: Float[Tensor, "B T"] | None = None
     """Advantage of each transition's process reward; None if there are no process rewards."""
+    has_kl: Bool[Tensor, "B"] | None = None
+    """Mask of the samples with a KL to the reference; None: all samples."""
     places: Float[Tensor, "B T 1 *grid"] | None = None
     """Advantage of each transition at each latent position; None without spatial credit."""
     rival: Int[Tensor, "B T"] | None = None
@@ -142,6 +144,7 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         source=_source(trajectory, k, chosen),
         best=_best(batch, k, chosen),
         after=after,
+        has_kl=None if batch.has_kl is None else batch.has_kl[chosen].to(on_device.device),
         places=None if batch.places is None else batch.places[chosen, k].to(on_device.device),
         process=None if batch.process is None else batch.process[chosen, k].to(on_device.device),
     )

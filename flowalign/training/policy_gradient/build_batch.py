@@ -55,11 +55,13 @@ def build_batch(
     `averages` determine measured step weights. If None, the starting weights are used.
     """
     trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
-    outcome = estimate.gathered.outcome[local]
+    everyone = estimate.gathered.outcome
+    outcome, gate = everyone[local], cfg.kl_gate
     advantage = estimate.advantage[local]
     batch = TrainBatch(
         trajectory=trajectory,
         advantage=advantage,
+        has_kl=gate(everyone, values.rewards, values.rewards.weights)[local] if gate else None,
         places=None if cfg.spatial is None else cfg.spatial(advantage, values),
         mask=mask[local],
         weight=_weights_of_steps(cfg, trajectory, averages),

@@ -67,7 +67,8 @@ class PolicyGradientChecks:
     def _kl_gradient(self, batch: Minibatch | None) -> None:
         loss = None
         if batch is not None:
-            neutral = replace(batch, advantage=torch.zeros_like(batch.advantage))
+            still = torch.zeros_like(batch.advantage)
+            neutral = replace(batch, advantage=still, places=None, has_kl=None)
             loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, neutral)
         size = self.learner.gradient_size(loss)
         if batch is None:

@@ -49,6 +49,8 @@ class PolicyGradientLoop(Loop):
         self.cfg, self.learner, self.seed = cfg, learner, seed
         self.requests, self.observer, self.log = requests, observer, log
         self.rollouts = CreditedRollouts(cfg.rollouts, learner, rewards, seed)
+        self.reference = cfg.reference.follow(learner) if cfg.reference else None
+        """Reference of the KL that follows the policy; None if it is fixed."""
         self.steps = step_gradients(cfg, learner)
         """Measurement of the gradients of denoising steps; None if step weights are fixed."""
 
@@ -74,6 +76,8 @@ class PolicyGradientLoop(Loop):
             checked = time.perf_counter()
             metrics |= checks.terms.compare(update(cfg, learner, batch, seed, step, self.steps))
             checks.after_update(_all_minibatches(batch, cfg.micro_batch))
+            if self.reference:
+                metrics |= self.reference.after_step(metrics.get("kl", 0.0))
             done = time.perf_counter()
             metrics |= {
                 "timing/sample": sampled - start,
@@ -90,13 +94,19 @@ class PolicyGradientLoop(Loop):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {**self.rollouts.state(), "step_weight": self.steps and self.steps.state()}
+        return {
+            **self.rollouts.state(),
+            "step_weight": self.steps and self.steps.state(),
+            "reference": self.reference and self.reference.state(),
+        }
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         self.rollouts.restore(state)
         if self.steps and state["step_weight"]:
             self.steps.restore(state["step_weight"])
+        if self.reference and state["reference"]:
+            self.reference.restore(state["reference"])
 
 
 def step_gradients(cfg: PolicyGradientSettings, learner: Learner) -> StepGradients | None:

@@ -45,6 +45,8 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         if self.measured and self.measured.measured == "update":
             self._check_moments(run.optimizer)
         self.advantages.check("recipe", run, self.prompts)
+        if self.kl_gate is not None:
+            self.kl_gate.check(run.rewards)
         if self.spatial is not None:
             self.spatial.check("recipe.spatial", run.rewards)
 

@@ -10,6 +10,7 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.calibration import Calibration
 from flowalign.training import update_checks
 from flowalign.training.policy_gradient.chunks import check_chains
+from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import Recipe
 from flowalign.training.rollouts.settings import (
@@ -37,6 +38,10 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
     `sampling.eta` of the kernel FlowSDE. Null: none."""
     credit: CreditEstimator = field(default_factory=Outcome)
     """Method that assigns credit to denoising steps, a class from `flowalign.credit`."""
+    kl_gate: UncertaintyGate | None = None
+    """Samples with a KL, if `algorithm` is GRPO with `kl_coef` (GARDO). Null: all samples."""
+    reference: ResetReference | None = None
+    """Schedule by which the policy replaces the reference of the KL (GARDO). Null: never."""
     spatial: SpatialCredit | None = None
     """Distribution of advantages over latent positions, for `GRPO`. Null: equal advantages."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
@@ -77,6 +82,12 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
                 f"recipe.spatial is {type(self.spatial).__name__}, but recipe.algorithm has one "
                 "advantage per transition: choose GRPO without chunk_sizes and with PPOClip, "
                 "LogHinge or RewardClip, or set recipe.spatial to null"
+            )
+        gated = self.kl_gate is not None or self.reference is not None
+        if gated and not (isinstance(self.algorithm, GRPO) and self.algorithm.needs_reference):
+            raise ValueError(
+                "recipe.kl_gate and recipe.reference change the KL of flowalign.losses.GRPO, but "
+                "recipe.algorithm has none: set algorithm.kl_coef above 0, or both to null"
             )
         for iteration in (0, SEVERAL):
             self._check_window(self.rollouts.window(iteration))

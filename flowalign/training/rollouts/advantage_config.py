@@ -37,6 +37,9 @@ class AdvantageConfig:
     extremes: PositiveInt | None = None
     """Number of best and of worst samples per group that are trained, by their advantage in the
     whole group. DanceGRPO for videos: 4 of 24. Null: all samples."""
+    diversity: bool = False
+    """Whether positive advantages are multiplied by the cosine distance of the final latent to the
+    nearest one of the group. GARDO, arXiv:2512.24138, measures it in DINOv3's features."""
     value_transform: LogSigmoidCentred | None = None
     """Transform of rewards before credit assignment; metrics show raw rewards. Null: none."""
     pareto: Pareto = "off"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowalign.credit.critic import explained_variance
+from flowalign.functional.gated_kl import favour_diversity, nearest_distance
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import TransformedValues
 from flowalign.training.learner import Learner
@@ -55,7 +56,13 @@ class CreditedRollouts:
         credit = compute_credit(self.cfg, values) if credit is None else credit
         trajectory = values.trajectory
         outcome = values([trajectory.num_steps])[:, 0]
-        return self.estimator.estimate(credit, outcome, trajectory.group_size)
+        found = self.estimator.estimate(credit, outcome, trajectory.group_size)
+        if not self.cfg.advantages.diversity:
+            return found
+        latents = trajectory.state(trajectory.num_steps).flatten(1)
+        distance = nearest_distance(latents, trajectory.group_size).to(outcome.device)
+        everywhere = self.learner.processes.gather(distance)
+        return replace(found, advantage=favour_diversity(found.advantage, everywhere))
 
     def learn(
         self, requests: Sequence[Request], values: CompletionValues, estimate: AdvantageEstimate

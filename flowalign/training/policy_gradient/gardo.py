@@ -1,0 +1,101 @@
+"""Gate the KL of GRPO by the uncertainty of the reward, and reset its reference (GARDO)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowalign.functional.gated_kl import most_uncertain, reward_uncertainty
+from flowalign.rewards.composite import Rewards
+from flowalign.training.ema import EMA
+from flowalign.training.learner import Learner
+from flowalign.training.reference import WeightOverride
+from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncertaintyGate:
+    """KL only for samples that the weighted reward prefers more than auxiliary rewards do.
+
+    The paper also adapts `share` to the batch mean of the uncertainty. This mean is 0 without ties
+    (tested), so the share is fixed here. Source: GARDO, arXiv:2512.24138, Eq. (7).
+    """
+
+    auxiliary: Sequence[str]
+    """Names of reward dimensions without a weight, to compare with. Published: Aesthetic and
+    ImageReward."""
+    share: UnitInterval = 0.1
+    """Share of the samples with a KL; 1: all. Published: 0.1 at the start."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges, and an empty list."""
+        require_ranges(self, "recipe.kl_gate")
+        if not self.auxiliary:
+            raise ValueError("recipe.kl_gate.auxiliary is empty: name at least one dimension")
+
+    def check(self, rewards: Rewards) -> None:
+        """Raise ValueError if an auxiliary dimension is missing or is optimized."""
+        for dim in self.auxiliary:
+            if dim not in rewards.dims or rewards.weight_of.get(dim):
+                free = [d for d in rewards.dims if not rewards.weight_of.get(d)]
+                raise ValueError(
+                    f"recipe.kl_gate.auxiliary names {dim}, which is not a reward without a "
+                    f"weight; there are {', '.join(free) or 'none'}"
+                )
+
+    def __call__(
+        self, outcome: Float[Tensor, "n R"], rewards: Rewards, weights: Float[Tensor, "R"]
+    ) -> Bool[Tensor, "n"]:
+        """Return the samples with a KL, among the outcomes of all processes."""
+        columns = [rewards.dims.index(dim) for dim in self.auxiliary]
+        used = weights != 0
+        main = outcome[:, used] @ weights[used]
+        return most_uncertain(reward_uncertainty(main, outcome[:, columns]), self.share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResetReference:
+    """Reference of the KL that is replaced by the policy when it is too far away or too old.
+
+    Source: GARDO, arXiv:2512.24138, Algorithm 1.
+    """
+
+    largest_kl: PositiveFloat = 1e-4
+    """KL above which the reference is replaced after a step."""
+    every: PositiveInt = 100
+    """Number of updates after which the reference is replaced in any case."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges."""
+        require_ranges(self, "recipe.reference")
+
+    def follow(self, learner: Learner) -> "MovingReference":
+        """Replace the learner's reference by a copy of its weights."""
+        learner.averages["reference"] = EMA(learner.parameters, lambda _: 1.0)
+        moving = WeightOverride(learner.policy, learner.averages["reference"])
+        learner.fields["reference"] = moving
+        return MovingReference(self, learner)
+
+
+class MovingReference:
+    """Reference of a run, and the update of its last reset."""
+
+    def __init__(self, cfg: ResetReference, learner: Learner):
+        self.cfg, self.learner, self.last = cfg, learner, learner.num_updates
+
+    def after_step(self, kl: float) -> dict[str, float]:
+        """Reset the reference if it is due, and return whether it was reset."""
+        due = kl > self.cfg.largest_kl or self.learner.num_updates - self.last >= self.cfg.every
+        if due:
+            self.learner.averages["reference"].restart()
+            self.last = self.learner.num_updates
+        return {"reference_reset": float(due)}
+
+    def state(self) -> dict[str, int]:
+        """Return the state for a checkpoint; the weights are kept with the averages."""
+        return {"last": self.last}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Restore the state of a checkpoint."""
+        self.last = int(state["last"])
