@@ -166,7 +166,10 @@ NEW = [
     ),
     *(
         ["configs/models/sd35_medium.yaml", f"configs/methods/{name}.yaml"]
-        for name in ("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "align_prop")
+        for name in (
+            *("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "align_prop"),
+            "gardo",
+        )
     ),
     ["configs/models/krea2.yaml", "configs/methods/ipo.yaml"],
     [
