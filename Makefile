@@ -7,6 +7,9 @@ STAMP := .venv/.stamp
 # With tiny models on few cores, more threads per process only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
+# Without bytecode on disk every process of the tests compiles the whole package and its tests again.
+export PYTHONDONTWRITEBYTECODE =
+
 # A process per core; more than a few only take memory. A process that is done takes tests of another.
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 

@@ -9,15 +9,27 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
+
+_workers: list[pytest.Config] = []
+
+
+@atexit.register  # before torch is imported, so after its clean-up
+def _leave():
+    """End a worker at once: freeing a million objects one by one takes seconds."""
+    if _workers:
+        os._exit(0)
+
+
+import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.fixtures")
 
-from tests.fixtures import annotations  # noqa: E402
+from tests.fixtures import annotations, parsed_components  # noqa: E402
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` in a shell ignores Ctrl-C
 annotations.install("flowalign", "reward_models", "pipelines")
+parsed_components.install()
 gc.disable()
 
 
@@ -27,6 +39,11 @@ def _refuse_to_fork() -> NoReturn:
 
 os.fork = _refuse_to_fork
 _FILE = pytest.StashKey[Path]()
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        _workers.append(config)
 
 
 def pytest_collection_finish(session):
@@ -40,6 +57,7 @@ def pytest_runtest_setup(item):
     if item.path != item.config.stash.get(_FILE, None):
         item.config.stash[_FILE] = item.path
         annotations.begin_file()
+        parsed_components.forget()
 
 
 def pytest_runtest_teardown(item):
@@ -51,3 +69,4 @@ def pytest_runtest_teardown(item):
         sys.modules.pop(name, None)
         sys.path[:] = [path for path in sys.path if path != str(file.parent)]
     local._files.clear()
+    parsed_components.forget()

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import dump_yaml, load_dumped
 
 INLINE = {"inline": True}
 """Metadata that marks the inline field of a dataclass."""
@@ -47,11 +48,11 @@ def flatten_components(kind: type, text: str, built: Mapping[str, Any]) -> str:
     inline = find_inline_fields(kind)
     if not inline:
         return text
-    values = yaml.safe_load(text)
+    values = load_dumped(text)
     for name, inner in inline.items():
         pairs = zip(values[name] or [], built[name] or [], strict=True)
         values[name] = [_flatten(entry, inner, one) for entry, one in pairs]
-    return yaml.safe_dump(values, sort_keys=False)
+    return dump_yaml(values)
 
 
 def apply_entry_options(

@@ -43,6 +43,19 @@ def parse_yaml(text: str) -> Any:
     return deepcopy(_parse_once(text))
 
 
+def dump_yaml(content: Any) -> str:
+    """Return settings as YAML in the order given, by libyaml where PyYAML has it."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load_dumped(text: str) -> Any:
+    """Parse a text of `dump_yaml`, by libyaml where PyYAML has it."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
 @lru_cache(maxsize=512)
 def _parse_once(text: str) -> Any:
     return yaml.load(text, _Loader)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_dumper
 
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
@@ -22,9 +22,10 @@ from flowalign.utils.inline_components import (
 )
 from flowalign.utils.local_modules import name_files, resolve_components
 from flowalign.utils.setting_errors import explain
-from flowalign.utils.strict_yaml import parse_yaml, read_mapping
+from flowalign.utils.strict_yaml import dump_yaml, parse_yaml, read_mapping
 
 T = TypeVar("T")
+set_dumper("yaml", dump_yaml)  # the arguments of every component pass through a text
 
 
 def load_typed(kind: type[T], config: str, overrides: Sequence[str] = ()) -> tuple[T, str]:
@@ -133,7 +134,7 @@ def _parse(parser: ArgumentParser, values: Mapping[str, Any], options: Sequence[
 
     Otherwise jsonargparse would parse a null group inside a component as the text "None".
     """
-    file = ["--config", yaml.safe_dump(dict(values), sort_keys=False)]
+    file = ["--config", dump_yaml(dict(values))]
     keys = [option.partition("=")[0].lstrip("-") for option in options]
     nulls = {
         option: key
