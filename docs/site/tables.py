@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -320,6 +321,8 @@ def _header(section: str) -> Sequence[str]:
 
 
 OTHER = ("class", "meaning", "run file")
+BEST = 15
+"""Number of methods in the table of the smaller budget; the figure shows all."""
 EQUAL = ("method", "kind", "accuracy, 95 % interval", "seeds", "study")
 TABLES: dict[str, tuple[Sequence[str], Callable[[], Iterator[list[str]]]]] = {
     "models": (("model", "class", "run file", "status", "measured accuracy"), model_rows),
@@ -328,7 +331,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[[], Iterator[list[str]]]]] = {
     "other_rewards": (OTHER, lambda: other_rows("reward_models")),
     "equal_small": (
         EQUAL[:1] + EQUAL[2:],  # the colours of the figure show the kinds
-        lambda: ([name, *rest] for name, _, *rest in equal_cost_rows(0)),
+        lambda: ([name, *rest] for name, _, *rest in islice(equal_cost_rows(0), BEST)),
     ),
     "equal_large": (EQUAL, lambda: equal_cost_rows(1)),
 }
