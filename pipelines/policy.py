@@ -138,15 +138,16 @@ class DiffusersPolicy(Policy):
     def load(self, device: torch.device) -> None:
         _check(self)
         network, skipped = self.network, self.text_encoder.skipped()
-        pipe = load_pipeline(self.folder, network.dtype, network.quantizers(), **skipped)
+        elsewhere = network.names_in_main_memory + self.text_encoder.names_in_main_memory
+        quantizers = network.quantizers()
+        pipe = load_pipeline(self.folder, network.dtype, quantizers, device, elsewhere, **skipped)
         scheduler = shift_schedule(pipe.scheduler.config, self.codec.shift, self.path)
         pipe.scheduler = build_scheduler(scheduler)
         self.pipe = network.pipe = pipe
         self.codec.open(pipe.vae)
         self.text_encoder.open(pipe, device)
-        elsewhere = (*network.names, *self.text_encoder.offloaded)
         for name, component in pipe.components.items():
-            if isinstance(component, nn.Module) and not name.startswith(elsewhere):
+            if isinstance(component, nn.Module) and name not in (*network.names, *elsewhere):
                 component.to(device)
         network.place(device)
         check_finite(self.path, pipe.components)

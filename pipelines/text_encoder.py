@@ -54,6 +54,11 @@ class TextEncoder(PromptEncoder):
         return PREFIXES if self.offload else ()
 
     @property
+    def names_in_main_memory(self) -> list[str]:
+        """Return the names of encoders that are loaded to the CPU."""
+        return self.names if self.offload and not self.cache else []
+
+    @property
     def names(self) -> list[str]:
         """Return the names of the encoders."""
         return self.network.folder.names(*PREFIXES)
@@ -88,7 +93,7 @@ class TextEncoder(PromptEncoder):
             }
             network = self.network
             quantizers = network.quantizers(*names)
-            loaded = load_pipeline(network.folder, network.dtype, quantizers, **given)
+            loaded = load_pipeline(network.folder, network.dtype, quantizers, device, **given)
             encoders = {name: loaded.components[name] for name in names}
             check_finite(network.folder.path, encoders)
             self.pipe.register_modules(**encoders)

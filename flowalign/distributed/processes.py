@@ -6,7 +6,7 @@ the first rank of a group contributes for the whole group.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -141,6 +141,15 @@ class Processes:
         if self.ranks > 1:
             self._wait_for_all("barrier")
             dist.barrier()
+
+    def take_turns(self) -> Iterator[None]:
+        """Yield once, while no other process of this machine is in its turn; all must call this."""
+        place = int(os.environ.get("LOCAL_RANK", 0))
+        last = int(self.ungrouped.gather(torch.tensor([place])).max())
+        for turn in range(last + 1):
+            if turn == place:
+                yield
+            self.barrier()
 
     def _gather_objects(self, call: str, mine: T) -> list[T]:
         """Return the objects of the first rank of every context group, in rank order."""

@@ -44,8 +44,25 @@ class Shards:
         ranks = torch.arange(processes.world).view(replicas, degree).tolist()
         self.scheduler.form_shard_groups(ranks)
 
+    def add_all(self, networks: Sequence[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
+        """Shard the trained networks of a policy, which are paired with their blocks.
+
+        Trained parameters stay whole if the network also has frozen ones. Networks may be in main
+        memory; their blocks are moved one by one to the device of this process.
+        """
+        whole = [
+            network
+            for network, _ in networks
+            if not _adapter_parameters(network) and _trained_parameters(network)
+        ]
+        for network, blocks in networks:
+            self.add(network, blocks)
+        if whole:
+            self.scheduler.evaluations = Evaluations(whole[0])
+            self.scheduler.replicas = self.mesh.get_group("replicate")
+
     def add(self, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Shard the parameters of a network; all ranks must call this while none computes."""
+        """Shard the parameters of a network while no rank computes; all ranks must call this."""
         adapter = _adapter_parameters(network)
         for p in adapter:
             p.data = p.data.to(self.processes.device)  # fully_shard does not move ignored params
@@ -86,31 +103,6 @@ class Shards:
             for own, p in zip(frozen.parameters(), network.parameters(), strict=True):
                 own.copy_(p)
         return frozen
-
-
-def shard(
-    networks: Sequence[tuple[nn.Module, Sequence[nn.Module]]],
-    processes: Processes,
-    degree: int,
-) -> Shards:
-    """Shard the parameters of networks over groups of ranks; `networks` pairs them with blocks.
-
-    Trained parameters stay whole if the network also has frozen ones. `degree` consecutive ranks
-    share one copy. Networks may be in main memory; their blocks are moved one by one to the device
-    of this process.
-    """
-    shards = Shards(processes, degree)
-    whole = [
-        network
-        for network, _ in networks
-        if not _adapter_parameters(network) and _trained_parameters(network)
-    ]
-    for network, blocks in networks:
-        shards.add(network, blocks)
-    if whole:
-        shards.scheduler.evaluations = Evaluations(whole[0])
-        shards.scheduler.replicas = shards.mesh.get_group("replicate")
-    return shards
 
 
 def copy_without_values(network: nn.Module) -> nn.Module:

@@ -69,14 +69,17 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
             assert processes.scheduler is not None, "processes that compute together meet"
             network.divide_context(processes.context.mesh, processes.scheduler.wait_for_group)
         return
-    from flowalign.distributed.shard_weights import copy_without_values, shard
+    from flowalign.distributed.shard_weights import Shards, copy_without_values
 
     check_world(sharding, processes.world)
     network.loads_to_cpu = True
-    _load(policy, processes, costs)
-    everything = all(p.requires_grad for p in policy.denoiser.parameters())
-    empty = copy_without_values(policy.denoiser) if everything else None
-    shards = shard(network.modules(), processes, sharding.shard_degree or processes.world)
+    shards = Shards(processes, sharding.shard_degree or processes.world)
+    empty = None
+    for _ in processes.take_turns():  # whole networks are in main memory until they are sharded
+        _load(policy, processes, costs)
+        if all(p.requires_grad for p in policy.denoiser.parameters()):
+            empty = copy_without_values(policy.denoiser)
+        shards.add_all(network.modules())
     if empty is not None:
         network.frozen_copy = partial(shards.frozen_copy, policy.denoiser, empty, network.blocks)
 

@@ -1,6 +1,5 @@
 """Reports the component of a pipeline folder that is missing, damaged or from another family."""
 
-import importlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -121,12 +120,11 @@ def _find_culprit(folder: Folder, given: Collection[str]) -> tuple[str, BaseExce
     """Return the first component of a local folder that fails to load, and its error."""
     if not Path(folder.path).exists():
         return None
-    for name, (library, kind) in folder.components().items():
+    for name, (library, _) in folder.components().items():
         if name in given or library not in _LIBRARIES:
             continue
         try:
-            cls = getattr(importlib.import_module(library), kind)
-            cls.from_pretrained(folder.path, subfolder=name)
+            folder.read(name)
         except _REFUSALS as error:
             return name, error
     return None

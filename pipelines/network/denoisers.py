@@ -68,6 +68,13 @@ class Denoisers:
         return self.folder.names(self.name)
 
     @property
+    def names_in_main_memory(self) -> list[str]:
+        """Return the names of denoisers that are not moved as a whole to the device."""
+        if self.setup.offload != "none":
+            return self.names
+        return [name for name in self.names if self.loads_to_cpu and name in self.trained]
+
+    @property
     def components(self) -> dict[str, Any]:
         """Return the components of the loaded pipeline."""
         return self.pipe.components

@@ -57,13 +57,13 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
 
 
 def _velocity_of_saved(network: Denoisers, probe: Probe, name: str, folder: str) -> Tensor:
-    saved = _load_saved(network, name, folder)
+    saved = _load_saved(network, name, folder, probe.x.device)
     keep_dtype(saved)
     place(saved, probe.x.device, network.setup.offload)
     return probe.velocity(network.join({name: saved}))
 
 
-def _load_saved(network: Denoisers, name: str, folder: str) -> Any:
+def _load_saved(network: Denoisers, name: str, folder: str, device: torch.device) -> Any:
     """Load only this denoiser from `folder`, as a user of plain diffusers would."""
     if network.lora is None:
         return network.kind.from_pretrained(folder, subfolder=name)
@@ -75,7 +75,9 @@ def _load_saved(network: Denoisers, name: str, folder: str) -> Any:
     given["vae"] = components["vae"]  # some constructors read its sizes
     if name != network.name:  # diffusers infers the kind of model from it
         given[network.name] = components[network.name]
-    pipe = load_pipeline(network.folder, network.dtype, network.quantizers(name), **given)
+    elsewhere = [name] if network.setup.offload != "none" else []
+    settings = network.dtype, network.quantizers(name), device, elsewhere
+    pipe = load_pipeline(network.folder, *settings, **given)
     load_into_pipeline(pipe, name, folder)
     denoiser = pipe.components[name]
     for parameter in denoiser.parameters():

@@ -1,9 +1,9 @@
 """Prepares a denoiser for training, and saves its weights in the format that diffusers loads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from diffusers import PipelineQuantizationConfig
@@ -65,9 +65,15 @@ def load_pipeline(
     folder: Folder,
     dtype: torch.dtype,
     quantizers: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+    in_main_memory: Sequence[str] = (),
     **components: Any,
 ) -> Any:
     """Load a pipeline with all components converted to one dtype.
+
+    On a GPU as `device`, components are built on the meta device, and read tensor by tensor to the
+    GPU, except those named `in_main_memory`, and all if some are quantized. Otherwise the whole
+    pipeline is read to main memory.
 
     Layers that a model keeps in float32 stay in float32. Examples are Wan's time embedding and
     norms in diffusers, and T5's last projections in transformers if the rest is in float16. Given
@@ -86,6 +92,10 @@ def load_pipeline(
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), loading_context(folder, settings):
+        if streams(device, quantizers):
+            names = [name for name in in_main_memory if name not in settings]
+            settings |= {name: folder.read(name, dtype=dtype) for name in names}
+            settings["device_map"] = device.type
         pipe = folder.pipeline.from_pretrained(folder.path, **settings)  # some draw random weights
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in components:
@@ -94,6 +104,13 @@ def load_pipeline(
                 torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
             part.eval().requires_grad_(False)
     return pipe
+
+
+def streams(
+    device: torch.device | None, quantizers: Mapping[str, Any] | None
+) -> TypeGuard[torch.device]:
+    """Return whether `load_pipeline` reads weights directly to this device."""
+    return device is not None and device.type != "cpu" and not quantizers
 
 
 def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 """Reads the configuration files of a pipeline folder before any weights are read."""
 
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -106,6 +107,12 @@ class Folder:
         """Return the names of components with one of these prefixes, except skipped ones."""
         components = self.components()
         return [n for n in components if n.startswith(prefixes) and n not in self.skipped]
+
+    def read(self, component: str, **settings: Any) -> Any:
+        """Load one component to main memory."""
+        library, kind = self.components()[component]
+        cls = getattr(importlib.import_module(library), kind)
+        return cls.from_pretrained(self.path, subfolder=component, **settings)
 
     def vae_on_meta(self) -> Any:
         """Build the VAE on the meta device, without weights."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.shard_weights import shard
+from flowalign.distributed.shard_weights import Shards
 from flowalign.training.reference import AdapterOff
 from flowalign.types import Request
 from tests.fixtures.embedded import move, new_sd3
@@ -25,7 +25,7 @@ def moved_sd3(**changes):
 
 def sharded_sd3(processes, degree=None, **changes):
     policy = moved_sd3(**changes)
-    shard(policy.network.modules(), processes, degree or processes.world)
+    Shards(processes, degree or processes.world).add_all(policy.network.modules())
     return policy
 
 
@@ -147,3 +147,21 @@ def test_a_killed_rank_ends_the_other_within_a_minute(tmp_path):
         process.join(100)
     assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]
     assert torch.load(tmp_path / "seconds", weights_only=True) < 60
+
+
+def _take_turns(processes):
+    os.environ["LOCAL_RANK"] = str(processes.rank % 2)  # two machines of two processes
+    times = []
+    for _ in processes.take_turns():
+        times.append(time.monotonic())
+        time.sleep(0.02)
+        times.append(time.monotonic())
+    return times
+
+
+def test_processes_of_a_machine_load_one_after_another(tmp_path):
+    """So one copy of a whole network is in main memory, whatever the number of processes."""
+    ranks = on_ranks(_take_turns, 4, tmp_path)
+    assert [len(times) for times in ranks] == [2] * 4
+    for first, second in (ranks[:2], ranks[2:]):
+        assert first[1] <= second[0]

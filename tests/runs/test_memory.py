@@ -13,7 +13,7 @@ from flowalign.runs.planning.plan import plan
 from flowalign.sampling import Fixed, FixedFrames, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import MemoryPart, RecipePlan
-from flowalign.types import ModelPlan, Saving, Sharding
+from flowalign.types import ModelPlan, Quantization, Saving, Sharding
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import as_recipe, new_recipe
 
@@ -327,3 +327,24 @@ def test_the_plan_says_how_step_weights_are_measured():
         "measured from updates, over half of 2 prompts each; start std, half-life 30 steps, "
         "floor 0.05"
     )
+
+
+LARGE = replace(MODEL, parameters=10**9, trainable=10**6, bytes_per_parameter=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "world", "told"),
+    [
+        ({}, LARGE, 8, "one tensor at a time"),
+        ({"quantization": Quantization(denoiser="int8")}, LARGE, 8, "2 GB per process"),
+        ({"sharding": Sharding(weights="blocks")}, LARGE, 8, "2 GB per machine"),
+        ({"sharding": Sharding(weights="blocks")}, replace(LARGE, trainable=10**9), 8, "4 GB per"),
+        ({"sharding": Sharding(weights="blocks")}, LARGE, 1, "one tensor at a time"),
+        ({"device": "cpu"}, LARGE, 8, None),
+        ({}, replace(LARGE, parameters=10**8), 8, None),
+    ],
+)
+def test_main_memory_to_load_weights(changes, model, world, told):
+    found = memory.loading(replace(shapes(), **{"device": "auto"} | changes), model, world)
+    row = found.get("main memory to load weights")
+    assert row == told or (told and row and row.startswith(told))

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.processes import gather_whole
-from flowalign.distributed.shard_weights import copy_without_values, shard
+from flowalign.distributed.shard_weights import Shards, copy_without_values
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.reference import WeightOverride
 from flowalign.types import Request
@@ -55,7 +55,8 @@ def outcome(learner, norms):
 def shared(policy, processes):
     if processes.world > 1:
         empty = copy_without_values(policy.denoiser)
-        shards = shard(policy.network.modules(), processes, processes.world)
+        shards = Shards(processes, processes.world)
+        shards.add_all(policy.network.modules())
         policy.network.frozen_copy = partial(
             shards.frozen_copy, policy.denoiser, empty, policy.network.blocks
         )
@@ -94,7 +95,7 @@ def test_two_processes_that_share_all_weights_make_the_updates_of_one(tmp_path, 
 
 def _held(processes):
     policy = new_sd3(lora=None)
-    shard(policy.network.modules(), processes, 2)
+    Shards(processes, 2).add_all(policy.network.modules())
     learner = Learner.__new__(Learner)
     learner.policy, learner.parameters = policy, list(policy.denoiser.parameters())
     assert all(isinstance(p, DTensor) for p in learner.parameters)

@@ -134,6 +134,20 @@ def _optimizer(run: Run, trained: int, others: int) -> list[MemoryPart]:
     return found
 
 
+def loading(run: Run, model: ModelPlan, world: int) -> dict[str, str]:
+    """Return the row about main memory while weights are read to a GPU, if they are large."""
+    whole, quantization = model.trainable == model.parameters, run.quantization
+    weights = round(model.parameters * (4 if whole else model.bytes_per_parameter))
+    if run.device == "cpu" or weights + model.encoder_bytes < _LARGE:
+        return {}
+    described = "one tensor at a time"
+    if {quantization.denoiser, quantization.text_encoders} - {"none", "layerwise"}:
+        described = f"{size(weights + model.encoder_bytes)} per process"
+    elif _is_shared(run, world):
+        described = f"{size(weights)} per machine, as its processes load one after another"
+    return {"main memory to load weights": described}
+
+
 def _is_shared(run: Run, world: int) -> bool:
     return world > 1 and run.sharding.weights == "blocks"
 

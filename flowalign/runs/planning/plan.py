@@ -36,6 +36,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         **memory.rows(parts, memory.available(run.device)),
+        **memory.loading(run, model, world),
         **fits.rows(parts, model.text_bytes > 0),
     }
 
