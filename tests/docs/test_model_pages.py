@@ -29,7 +29,7 @@ def text_of(page: str) -> str:
 def test_a_page_has_a_command_a_run_file_and_all_parts(page):
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.M)
     assert [p for p in PARTS if not any(re.search(p, one) for one in headings)] == []
-    assert re.search(r"^Status: \*step tested\*", text_of(page), re.M)
+    assert re.search(r"^Status: \*simulated\*", text_of(page), re.M)
     assert re.search(r"^flowalign check configs/\S+\.yaml", text_of(page), re.M)
     assert re.search(r"^flowalign train configs/\S+\.yaml", text_of(page), re.M)
     assert re.search(r"`(tests/contracts/pipelines/)?test_\w+\.py`", text_of(page))

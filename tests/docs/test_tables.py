@@ -7,6 +7,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import pytest
 
 from tests.fixtures.doc_pages import DOCS, ROOT, exported_from
+from tests.fixtures.tiny_families import TINY
 
 SPEC = spec_from_file_location("tables", DOCS / "site" / "tables.py")
 tables = module_from_spec(SPEC)
@@ -77,3 +78,9 @@ def test_the_answer_on_the_page_of_equal_cost_has_the_numbers_of_its_tables():
     quoted = re.findall(r"\d+\.\d ± \d+\.\d %", prose)
     assert len(quoted) >= 4
     assert [one for one in quoted if not any(one in table for table in marked)] == []
+
+
+def test_a_model_is_simulated_if_its_families_run_on_the_simulated_gpu():
+    named = [family for row in tables._entries()["models"] for family in row.get("simulated", ())]
+    assert sorted(named) == sorted(TINY)
+    assert {row[3] for row in tables.model_rows()} >= {"*simulated*", "*step tested*"}

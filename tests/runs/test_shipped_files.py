@@ -68,3 +68,18 @@ def test_files_outside_the_rules_are_found():
     assert needed(content) == {"assets/shapes_video/wan", "assets/b/c"}
     assert not is_shipped("assets/shapes_video/wan", ["assets/shapes", "configs"])
     assert is_shipped("assets/shapes_video/wan", ["assets/shapes_video"])
+
+
+GATED = (
+    *("stabilityai/stable-diffusion-3", "black-forest-labs/FLUX.1-dev"),
+    *("black-forest-labs/FLUX.1-Kontext-dev", "black-forest-labs/FLUX.1-Fill-dev"),
+    "black-forest-labs/FLUX.2-dev",
+)
+"""Beginnings of the ids of models for which the hub asks to accept a licence."""
+
+
+def test_run_files_say_that_a_model_is_gated():
+    lines = {line.strip() for file in CONFIGS for line in file.read_text().splitlines()}
+    named = {line for line in lines if line.startswith(tuple(f"path: {one}" for one in GATED))}
+    assert len(named) >= len(GATED)
+    assert {line for line in named if "# gated: accept its licence on the hub" not in line} == set()
