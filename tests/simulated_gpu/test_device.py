@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.fixtures.simulated_gpu import on_simulated_gpu
+from flowalign.distributed.processes import join
+from tests.fixtures.simulated_gpu import on_simulated_gpu, on_simulated_gpus
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +96,26 @@ def large():
     weight = torch.empty(20_000, 20_000, device="cuda")
     y = torch.ones(1, 20_000, device="cuda") @ weight
     assert y.mean().item() == 0.5
+
+
+def exchange():
+    processes = join("cuda")
+    numbers = torch.ones(2, device="cuda") * (processes.rank + 1)
+    dist.all_reduce(numbers)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(2))
+    gathered = processes.gather(torch.tensor([processes.rank]))
+    parameter = torch.nn.Parameter(numbers.clone())
+    parameter.grad = torch.ones(2, device="cuda")
+    processes.sum_gradients([parameter])
+    difference = processes.max_rank_difference([parameter])
+    return numbers.tolist(), gathered.tolist(), parameter.grad.tolist(), difference
+
+
+def test_collectives_between_processes_take_tensors_of_the_device():
+    """NCCL refuses others; gloo carries the values here."""
+    for (numbers, gathered, gradient, difference), _ in on_simulated_gpus(2, exchange):
+        assert numbers == [3.0, 3.0]
+        assert gathered == [0, 1]
+        assert gradient == [2.0, 2.0]
+        assert difference == 0.0

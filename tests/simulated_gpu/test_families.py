@@ -2,7 +2,12 @@
 
 import pytest
 
-from tests.fixtures.simulated_families import decode_peaks, use, use_kernel
+from tests.fixtures.simulated_families import (
+    decode_peaks,
+    modules_from_main_memory,
+    use,
+    use_kernel,
+)
 from tests.fixtures.simulated_gpu import on_simulated_gpu
 from tests.fixtures.tiny_families import TINY
 
@@ -15,17 +20,20 @@ READS = {"wan22": 1}
 """Reads of the host in each evaluation: of Wan 2.2 the timestep chooses the network."""
 
 
-@pytest.mark.parametrize(("precision", "whole"), [("bf16", False), ("fp16", True)])
 @pytest.mark.parametrize("name", TINY)
-def test_a_family_runs_on_a_gpu_with_one_dtype_in_attention(name, precision, whole, tmp_path):
+def test_a_family_runs_on_a_gpu_with_one_dtype_in_attention(name, tmp_path):
     """The device raises for two devices, and for mixed dtypes in attention."""
-    if name == "sana":
-        precision = "bf16"  # it refuses fp16
-    seen, _ = on_simulated_gpu(use, name, tmp_path, precision, whole)
-    assert seen.attention["/".join([NAMES[precision]] * 3)]
-    reads = sum(seen.reads.values())  # of two steps
-    assert reads == 2 * READS.get(name, 0), f"the host waits in each evaluation: {seen.reads}"
-    assert not seen.float64
+    for settings, seen in on_simulated_gpu(use, name, tmp_path)[0].items():
+        assert seen.attention["/".join([NAMES[settings.split()[0]]] * 3)]
+        reads = sum(seen.reads.values())  # of two steps
+        assert reads == 2 * READS.get(name, 0), f"the host waits in evaluations: {seen.reads}"
+        assert not seen.float64
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan22"])
+def test_weights_are_read_to_the_gpu_tensor_by_tensor(name, tmp_path):
+    """Otherwise each process of a machine would hold a whole pipeline in main memory."""
+    assert on_simulated_gpu(modules_from_main_memory, name, tmp_path)[0] == []
 
 
 @pytest.mark.parametrize("name", DISPATCHING)

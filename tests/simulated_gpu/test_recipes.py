@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fixtures.simulated_families import of_ours
-from tests.fixtures.simulated_gpu import on_simulated_gpu
+from tests.fixtures.simulated_gpu import on_simulated_gpu, on_simulated_gpus
 from tests.fixtures.simulated_runs import train
 
 pytestmark = pytest.mark.slow
@@ -52,3 +52,11 @@ def test_measured_step_weights_train(tmp_path, quantity):
     status, usage = on_simulated_gpu(train, files, tmp_path, *changes)
     assert status == "finished"
     assert not of_ours(usage.float64)
+
+
+def test_two_processes_train_on_their_gpus(tmp_path):
+    """Gradients, scores and checks are exchanged as tensors of the device, or by gloo's group."""
+    changes = [*FEW, "policy.precision=bf16"]
+    ranks = on_simulated_gpus(2, train, ["configs/shapes.yaml"], tmp_path, *changes)
+    assert "finished" in [status for status, _ in ranks]
+    assert all(usage.attention for _, usage in ranks)
