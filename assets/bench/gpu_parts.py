@@ -11,7 +11,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from assets.bench.gpu_sizes import SIZES, Size, clips, inputs, network, pictures
+from assets.bench.gpu_stages import curve, gpu_tests, planned, scoring
 from flowalign.runs import Run, load
 from flowalign.runs.bench.stage_times import measure, start_temporarily
 from flowalign.types import Speed
@@ -72,11 +75,12 @@ def trained_on(device: str) -> tuple[Tensor, Tensor]:
 
 
 def ratio(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure the deviation of ratios from 1 before the first update, in each precision."""
-    for precision in size.precisions:
-        few = [f"recipe.sampling.samples_per_prompt={min(size.group, size.micro_batch)}"]
-        found = attempt(lambda p=precision, few=few: _drift(pictures(size, folder, [], p, few)))
-        yield f"Flow-GRPO at SD3.5-M's size in {precision}", found
+    """Measure the deviation of ratios from 1 before the first update, by precision and batch."""
+    few = [f"recipe.sampling.samples_per_prompt={min(size.group, size.micro_batch)}"]
+    for precision, rows in product(size.precisions, (1, size.micro_batch)):
+        run = pictures(replace(size, micro_batch=rows), folder, [], precision, few)
+        found = attempt(partial(_drift, run))
+        yield f"Flow-GRPO at SD3.5-M's size in {precision}, micro-batch {rows}", found
 
 
 def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
@@ -168,10 +172,14 @@ def wan(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
 
 
 PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
+    "tests": gpu_tests,
     "parity": parity,
     "ratio": ratio,
     "attention": attention,
     "compile": compiling,
+    "planned": planned,
+    "curve": curve,
+    "scoring": scoring,
     "activations": activations,
     "flow_grpo": flow_grpo,
     "nft": nft,

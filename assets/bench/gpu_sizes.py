@@ -46,6 +46,10 @@ class Size:
     """Rank of the LoRA."""
     micro_batch: int = 8
     """Images per network call."""
+    curve: int = 30
+    """Training steps of the toy model."""
+    clip: str = "ViT-H-14"
+    """Network of open_clip that scores images. PickScore and HPSv2 have this size."""
     precisions: tuple[str, ...] = ("bf16", "fp16")
     """Precisions for the part `ratio`; all other parts use the first one."""
 
@@ -63,6 +67,8 @@ SMALL = Size(
     comb=(2, 2),
     rank=4,
     micro_batch=4,
+    curve=2,
+    clip="ViT-S-32-alt",
     precisions=("bf16",),
 )
 MEDIUM = Size(
@@ -77,6 +83,7 @@ MEDIUM = Size(
     clips=2,
     comb=(2, 2),
     micro_batch=4,
+    clip="ViT-S-32-alt",
     precisions=("fp32",),
 )
 """Size that takes a processor core several minutes."""

@@ -7,7 +7,7 @@ from functools import partialmethod
 import pytest
 import torch
 
-from assets.bench import gpu, gpu_parts, gpu_sizes
+from assets.bench import gpu, gpu_parts, gpu_sizes, gpu_stages
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("part", gpu_parts.PARTS)
+@pytest.mark.parametrize("part", sorted(gpu_parts.PARTS.keys() - {"tests"}))
 def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
     """Blocks are traced as on a GPU, but no C++ is compiled, which takes most of a minute."""
     traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")
@@ -39,6 +39,16 @@ def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
         assert min(stages) > 0
         assert step["seconds/step"] == pytest.approx(sum(stages))
         assert step["network_evaluations"] == EVALUATIONS[part]
+
+
+def test_tests_that_fail_on_a_gpu_are_named_with_their_message(tmp_path):
+    report = tmp_path / "tests.xml"
+    cases = '<testcase name="good"/><testcase name="absent"><skipped message="no GPU"/></testcase>'
+    cases += '<testcase name="bad"><failure message="two devices">...</failure></testcase>'
+    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    found = dict(gpu_stages.outcomes(report))
+    assert found["bad"] == {"failed": "two devices"}
+    assert found["tests"] == {"passed": 1.0, "skipped": 1.0, "failure": 1.0}
 
 
 SIZE = gpu_sizes.SMALL
