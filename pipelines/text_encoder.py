@@ -86,7 +86,7 @@ class TextEncoder(PromptEncoder):
     def read(self, device: torch.device) -> None:
         components, names = self.pipe.components, self.names
         if all(components[name] is None for name in names):
-            given = {
+            given: dict[str, Any] = {
                 name: None if isinstance(one, nn.Module) else one
                 for name, one in components.items()
                 if name not in names
