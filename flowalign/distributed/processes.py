@@ -142,15 +142,6 @@ class Processes:
             self._wait_for_all("barrier")
             dist.barrier()
 
-    def take_turns(self) -> Iterator[None]:
-        """Yield once, while no other process of this machine is in its turn; all must call this."""
-        place = int(os.environ.get("LOCAL_RANK", 0))
-        last = int(self.ungrouped.gather(torch.tensor([place])).max())
-        for turn in range(last + 1):
-            if turn == place:
-                yield
-            self.barrier()
-
     def _gather_objects(self, call: str, mine: T) -> list[T]:
         """Return the objects of the first rank of every context group, in rank order."""
         if self.ranks == 1:
@@ -163,6 +154,16 @@ class Processes:
     def _wait_for_all(self, call: str) -> None:
         if self.scheduler:
             self.scheduler.wait_for_all(call)
+
+
+def take_turns(processes: Processes) -> Iterator[None]:
+    """Yield once, while no other process of this machine is in its turn; all must call this."""
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    last = int(processes.ungrouped.gather(torch.tensor([place])).max())
+    for turn in range(last + 1):
+        if turn == place:
+            yield
+        processes.barrier()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from flowalign.data.latents.prompt_store import StoredPrompts
 from flowalign.distributed.context_parallel import check_degree
-from flowalign.distributed.processes import Processes
+from flowalign.distributed.processes import Processes, take_turns
 from flowalign.types import Policy, Request, Setup, Sharding
 from flowalign.utils.costs import Costs
 
@@ -75,7 +75,7 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
     network.loads_to_cpu = True
     shards = Shards(processes, sharding.shard_degree or processes.world)
     empty = None
-    for _ in processes.take_turns():  # whole networks are in main memory until they are sharded
+    for _ in take_turns(processes):  # whole networks are in main memory until they are sharded
         _load(policy, processes, costs)
         if all(p.requires_grad for p in policy.denoiser.parameters()):
             empty = copy_without_values(policy.denoiser)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from flowalign.distributed.processes import take_turns
 from flowalign.distributed.shard_weights import Shards
 from flowalign.training.reference import AdapterOff
 from flowalign.types import Request
@@ -152,7 +153,7 @@ def test_a_killed_rank_ends_the_other_within_a_minute(tmp_path):
 def _take_turns(processes):
     os.environ["LOCAL_RANK"] = str(processes.rank % 2)  # two machines of two processes
     times = []
-    for _ in processes.take_turns():
+    for _ in take_turns(processes):
         times.append(time.monotonic())
         time.sleep(0.02)
         times.append(time.monotonic())
