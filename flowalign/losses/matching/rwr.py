@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.types.loss import Loss
+from flowalign.losses.matching.weighted_fit import WeightedFit
+from flowalign.types import Examples
 from flowalign.types.ranges import FiniteFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
-class RWR(MatchingLoss):
+class RWR(WeightedFit):
     """Mean of weight * min(exp(r / temperature), cap) * l over rows, r a weighted sum of scores.
 
     A row with an unknown score has weight 0 and is counted in `reward_unknown`.
@@ -37,23 +38,13 @@ class RWR(MatchingLoss):
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one score dimension and its weight")
 
-    @property
     @override
-    def requirements(self) -> Requirements:
-        """Require neither a reference nor pairs, because each row has its own weight."""
-        return Requirements(reference=False, paired=False)
-
-    @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def weigh(self, batch: Examples) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
         reward = weighted_score(batch.scores, self.rewards)
         known = reward.isfinite()
         raw = exponential_weight(reward, self.temperature, self.cap)
         weight = torch.where(known, raw, 0.0)
-        error = sample_error(residuals.policy)
-        loss = (batch.weight * weight * error).mean()
-        return loss, {
-            "policy_loss": loss.detach(),
-            "error": error.detach().mean(),
+        return weight, {
             "reward_weight": weight.mean(),
             "reward_capped": (weight >= self.cap).float().mean(),
             "reward_unknown": (~known).float().mean(),
