@@ -192,6 +192,7 @@ def test_the_command_that_init_prints_runs_as_printed(folder, capsys, monkeypatc
     assert ended.value.code == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reward_in_its_own_process_finds_the_file(folder, monkeypatch):
     monkeypatch.chdir(folder)
     settings = {

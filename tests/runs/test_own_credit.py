@@ -115,6 +115,7 @@ def test_the_credit_file_is_short():
     assert len(CREDIT.splitlines()) <= 25
 
 
+@pytest.mark.slow
 def test_flow_grpo_weights_each_transition_by_the_advantage_of_its_step(folder, monkeypatch):
     """Alone in its micro-batch, a transition has the loss -advantage, as its ratio is 1."""
     seen, weights = trained(folder, "flow_grpo", [1.0, -2.0, 0.0], monkeypatch)
@@ -125,6 +126,7 @@ def test_flow_grpo_weights_each_transition_by_the_advantage_of_its_step(folder, 
     assert not torch.equal(weights, others)
 
 
+@pytest.mark.slow
 def test_step_dpo_pairs_the_extremes_of_each_step(folder, monkeypatch):
     """At step 1 the slope is negative, so winner and loser change places."""
     seen, weights = trained(folder, "step_dpo", [1.0, -2.0, 0.0], monkeypatch)
@@ -137,6 +139,7 @@ def test_step_dpo_pairs_the_extremes_of_each_step(folder, monkeypatch):
     assert not torch.equal(weights, others)
 
 
+@pytest.mark.slow
 def test_online_dpo_weights_pairs_of_each_step_by_their_gap(folder, monkeypatch):
     """Gaps of 3 and 6 have the mean 4.5; an untrained pair has the loss weight * log 2."""
     seen, weights = trained(folder, "online_dpo", [1.0, -2.0, 0.0], monkeypatch)
@@ -149,6 +152,7 @@ def test_online_dpo_weights_pairs_of_each_step_by_their_gap(folder, monkeypatch)
     assert not torch.equal(weights, others)
 
 
+@pytest.mark.slow
 def test_nft_contrasts_samples_by_the_advantage_of_the_step_at_each_level(folder, monkeypatch):
     seen, weights = trained(folder, "nft", [1.0, -2.0, 0.0], monkeypatch)
     found = sorted(float(batch.advantage) for batch, _ in seen)

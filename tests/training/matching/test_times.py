@@ -15,7 +15,7 @@ def draws(times: SamplerGrid, count: int, repeats: int) -> torch.Tensor:
 @pytest.mark.parametrize(("num_steps", "count"), [(12, 4), (10, 3), (5, 5), (7, 1)])
 def test_stratified_levels_are_one_of_each_segment_and_reach_all_of_it(num_steps, count):
     levels = PixelPolicy().schedule(num_steps)[:-1]
-    got = draws(SamplerGrid(num_steps=num_steps, stratified=True), count, 400)
+    got = draws(SamplerGrid(num_steps=num_steps, stratified=True), count, 100)
     bounds = [num_steps * i // count for i in range(count + 1)]
     for i in range(count):
         segment = set(levels[bounds[i] : bounds[i + 1]].tolist())
