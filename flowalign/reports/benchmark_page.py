@@ -29,6 +29,8 @@ class ScoredImages:
     pictures: Callable[[int], list[str]]
     """Function that returns the images of an item as data URLs, the first model's before the last
     model's."""
+    paired: bool
+    """Whether an item has images of two models."""
 
 
 def write_benchmark(
@@ -42,7 +44,7 @@ def write_benchmark(
     """Write the self-contained page."""
     parts = [
         {"title": name, "items": [_show(images, i) for i in chosen]}
-        for name, chosen in choose(images.before, images.after).items()
+        for name, chosen in choose(images.before, images.after, images.prompts).items()
         if chosen
     ]
     text = pages.render(
@@ -54,20 +56,30 @@ def write_benchmark(
         published=published,
         parts=parts,
         metric=images.metric,
+        paired=images.paired,
     )
     write_text(page, text)
 
 
-def choose(before: Sequence[float], after: Sequence[float]) -> dict[str, list[int]]:
-    """Return the items on the page, by heading; ties keep the order of the prompt file."""
+def choose(
+    before: Sequence[float], after: Sequence[float], prompts: Sequence[str]
+) -> dict[str, list[int]]:
+    """Return the items on the page by heading, one per prompt; ties keep the order of the file."""
     start, end = np.asarray(before, float), np.asarray(after, float)
     change = end - start
+
+    def first(order: np.ndarray) -> list[int]:
+        by_prompt: dict[str, int] = {}
+        for i in map(int, order):
+            by_prompt.setdefault(prompts[i], i)
+        return list(by_prompt.values())[:EXAMPLES]
+
     up, down = np.argsort(-change, kind="stable"), np.argsort(change, kind="stable")
     return {
-        "Best": [int(i) for i in np.argsort(-end, kind="stable")[:EXAMPLES]],
-        "Worst": [int(i) for i in np.argsort(end, kind="stable")[:EXAMPLES]],
-        "Improved most": [int(i) for i in up[:EXAMPLES] if change[i] > 0],
-        "Fell most": [int(i) for i in down[:EXAMPLES] if change[i] < 0],
+        "Best": first(np.argsort(-end, kind="stable")),
+        "Worst": first(np.argsort(end, kind="stable")),
+        "Improved most": first(up[change[up] > 0]),
+        "Fell most": first(down[change[down] < 0]),
     }
 
 

@@ -133,6 +133,7 @@ def _scored_images(
         scores[0],
         scores[-1],
         lambda i: [_read_thumbnail(folder.media(items[0][i].place)) for folder in folders],
+        len(ends) > 1,
     )
 
 

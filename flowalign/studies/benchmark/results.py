@@ -65,7 +65,8 @@ def write_results(folder: Path, results: Results) -> None:
 
 def heads(results: Results) -> list[str]:
     """Return the column heads of the table."""
-    later = [f"{name} - {results.models[0]}" for name in results.models[1:]]
+    trained = results.models[1:]
+    later = ["change"] if len(trained) == 1 else [f"change: {name}" for name in trained]
     return ["metric", "prompts", *results.models, *later]
 
 
