@@ -5,7 +5,7 @@ import argparse
 from flowalign.cli.options import SEED, whole
 
 HELP = "Align a bundled toy model on the CPU."
-CONFIGS = {"shapes": "configs/shapes_crd.yaml", "words": "configs/words.yaml"}
+CONFIGS = {"shapes": "configs/shapes_crd.yaml", "words": "configs/words_nft.yaml"}
 """Run file of each toy task."""
 
 

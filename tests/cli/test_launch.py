@@ -58,7 +58,7 @@ def test_demo_hands_its_processes_one_directory(launched, tmp_path, asked, proce
 def test_the_world_of_the_demo_selects_its_run_file(launched, tmp_path):
     folder = str(tmp_path / "x")
     ((_, argv),) = launched("demo", "--world", "words", "--output_dir", folder)
-    assert argv[:2] == ["train", "configs/words.yaml"]
+    assert argv[:2] == ["train", "configs/words_nft.yaml"]
 
 
 def test_demo_on_one_core_stays_one_process(launched, monkeypatch, tmp_path):
