@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from diffusers.models import attention_dispatch
 
@@ -129,9 +130,13 @@ def test_blocks_are_those_that_the_network_repeats(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # compiling takes minutes on a loaded core
+@torch._inductor.config.patch(compile_threads=1)  # no processes that import torch
 def test_compiled_blocks_give_the_same_velocities_gradients_and_files(tmp_path):
+    """All blocks are traced whole; the C++ of one takes a minute, that of the others is spared."""
     plain, compiled = new_sd3(), new_sd3()
     speed_up(compiled.denoiser, Speed(compile=True))
+    for block in compiled.denoiser.transformer_blocks[:-1]:
+        block.compile(fullgraph=True, backend="aot_eager")
     found = []
     for policy in (plain, compiled):
         v = velocity(policy)
