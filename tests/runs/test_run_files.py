@@ -89,7 +89,7 @@ NEW = [
     ["configs/shapes_crd.yaml"],
     ["configs/shapes_nft.yaml"],
     ["configs/shapes_opsd.yaml"],
-    ["configs/shapes.yaml", "configs/tasks/shapes_places.yaml"],
+    *(["configs/shapes.yaml", f"configs/tasks/shapes_{name}.yaml"] for name in ("places", "star")),
     *(
         [f"configs/models/{model}.yaml", "configs/methods/diffusion_opsd.yaml"]
         for model in ("sd35_medium", "z_image", "flux2_klein")

@@ -61,8 +61,10 @@ def evaluations(
         * cfg.epochs_per_step
         * per_velocity
     )
+    maps = cfg.spatial.evaluations * len(window) if cfg.spatial else 0
     return {
         **rollout_evaluations(cfg.rollouts, window, per_velocity),
+        **({"attention": maps * cfg.sampling.samples_per_prompt} if maps else {}),
         "training": training,
         "reference": training if cfg.algorithm.needs_reference else 0,
         "ratios": 0
