@@ -235,5 +235,5 @@ class HackingMonitor:
         )
         return (
             f"reward hacking after {verdict.done} steps: the optimised reward rises (p "
-            f"{verdict.rise:.1e}) while these fall: {falls};\n{best}"
+            f"{verdict.rise:.1e}) while these get worse: {falls};\n{best}"
         )
