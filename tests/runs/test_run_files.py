@@ -434,6 +434,13 @@ def test_embedded_runs_of_one_update_per_rollout_say_so():
             assert once == ("one update per rollout" in " ".join(header(file))), file
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/models").glob("*.yaml")))
+def test_model_files_of_one_update_per_rollout_say_so(file):
+    updates = settings(compose([str(file)]).values)
+    once = updates["updates_per_step"] * updates["epochs_per_step"] == 1
+    assert once == ("one update" in " ".join(header(str(file)))), file
+
+
 def test_step_credit_of_nft_costs_what_its_file_says():
     """Per prompt 1 + 5 + 9 + 3 x 12 distinct states; four levels of each of the three steps."""
     run, _ = loaded(CONFIGS / "shapes_nft.yaml", CONFIGS / "tasks/shapes_step_credit.yaml")
