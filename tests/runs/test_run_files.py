@@ -189,6 +189,11 @@ NEW = [
         ["configs/models/sd35_medium.yaml", f"configs/tasks/{name}.yaml"]
         for name in ("region_reward", "unified_reward")
     ),
+    [
+        "configs/models/flux1_dev.yaml",
+        "configs/methods/srpo.yaml",
+        "configs/tasks/lora_rate.yaml",
+    ],
     ["configs/models/flux1_kontext.yaml", "configs/tasks/context_consistency.yaml"],
     ["configs/models/wan22_5b_i2v.yaml", "configs/tasks/anime_reward.yaml"],
     [

@@ -16,6 +16,7 @@ from flowalign.reports.run_report import write_report
 from flowalign.runs.config import Run
 from flowalign.runs.session.hacking import get_state, roll_back, watch
 from flowalign.runs.session.session import Session
+from flowalign.runs.session.velocity_check import VelocityCheck
 from flowalign.training import checkpoint
 from flowalign.training.evaluate import EvaluationResult, evaluate, save_grid
 from flowalign.training.learner import TrainingFailure
@@ -67,14 +68,14 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
     A stop signal skips an evaluation that is due; the resumed run makes up for it.
     """
     run, done = session.run, session.first_step
-    steps = range(done, run.num_steps)
+    steps, check = range(done, run.num_steps), VelocityCheck(session)
     with (
         Progress(run.num_steps, done, enabled=session.processes.is_main) as progress,
         session.messages.above(progress),
     ):
         for step, metrics in zip(steps, session.loop.run(steps), strict=True):
             done = step + 1
-            metrics |= _costs_so_far(session)
+            metrics |= check.after_step() | _costs_so_far(session)
             if tracker:
                 tracker.log(step, metrics)
                 progress.update(step, metrics)
