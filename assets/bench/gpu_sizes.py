@@ -50,6 +50,8 @@ class Size:
     """Training steps of the toy model."""
     clip: str = "ViT-H-14"
     """Network of open_clip that scores images. PickScore and HPSv2 have this size."""
+    batches: tuple[int, ...] = (1, 16, 64)
+    """Images that it scores at once."""
     precisions: tuple[str, ...] = ("bf16", "fp16")
     """Precisions for the part `ratio`; all other parts use the first one."""
 
@@ -69,6 +71,7 @@ SMALL = Size(
     micro_batch=4,
     curve=2,
     clip="ViT-S-32-alt",
+    batches=(1, 4),
     precisions=("bf16",),
 )
 MEDIUM = Size(

@@ -23,8 +23,6 @@ Figures = dict[str, float | str]
 ROOT = Path(__file__).parents[2]
 MEASURED = "wan_2_1 or beat_finishing or parity or ratio or attention or compiled or stages"
 """Names of GPU tests that make the measurements of other parts."""
-BATCHES = (1, 16, 64)
-"""Images that a reward model scores at once."""
 
 
 def gpu_tests(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
@@ -100,7 +98,7 @@ def scoring(size: Size, _: Path) -> Iterator[tuple[str, Figures]]:
     model = RandomClip(size.clip, size.device)
     model.load()
     side = model.side[0] if isinstance(model.side, tuple) else model.side
-    for rows in BATCHES:
+    for rows in size.batches:
         media = torch.rand(rows, 1, 3, side, side)
         batch = MediaBatch(media, ["a red circle"] * rows)
         model.score(batch).values.tolist()

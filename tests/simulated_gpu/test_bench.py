@@ -5,11 +5,11 @@ import math
 import pytest
 
 from assets.bench import gpu_sizes
-from tests.fixtures.simulated_bench import rehearse, run_tests
+from tests.fixtures.simulated_bench import rehearse
 from tests.fixtures.simulated_gpu import on_simulated_gpu
 
 pytestmark = pytest.mark.slow
-PARTS = "ratio", "planned", "curve", "scoring"
+PARTS = "ratio", "planned", "curve"
 
 
 def test_parts_of_the_benchmark_run_on_a_gpu(tmp_path):
@@ -24,19 +24,3 @@ def test_parts_of_the_benchmark_run_on_a_gpu(tmp_path):
     assert found["planned"]["a step"]["gib"] > 0
     assert found["planned"]["operations"]["tflop/with_backward"] > 0
     assert len(found["curve"]) == gpu_sizes.SMALL.curve
-
-
-GPU_TESTS = {
-    "tests/gpu/test_rewards_gpu.py": "test",
-    "tests/gpu/test_preference_gpu.py": "DPO or NFT or KTO",
-    "tests/gpu/test_gpu.py": "noise or every_precision",
-}
-"""Tests on a GPU, and which of them run. The others measure what `test_parts_of_the_benchmark` and
-`test_recipes.py` run, or need kernels, a full-size network or two devices in one process."""
-
-
-@pytest.mark.parametrize("file", GPU_TESTS)
-def test_tests_of_a_gpu_pass(file, tmp_path):
-    found, _ = on_simulated_gpu(run_tests, tmp_path, file, "-k", GPU_TESTS[file])
-    assert found.pop("tests").keys() == {"passed"}, found
-    assert found == {}
