@@ -35,8 +35,7 @@ unit: $(STAMP) ## the unit tests, under 2 minutes
 
 test: lint ## lint, unit tests, then the end-to-end runs, 28 minutes
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
-	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q $(ROUNDING_TESTS)
-	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q -m slow tests/contracts/pipelines/test_krea2.py
+	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q -m 'not gpu' -k 'test_krea2 or not slow' $(ROUNDING_TESTS)
 
 matrix: $(STAMP) ## check and train every method on every model at toy size, hours
 	mkdir -p build
