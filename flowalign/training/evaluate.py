@@ -20,7 +20,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.inference import generate
 from flowalign.training.sample_bounds import SampleBounds
-from flowalign.training.watch import SIGNALS, Watch, measure_panel
+from flowalign.training.watch import DIVERSITY, SIGNALS, Watch, measure_panel
 from flowalign.types import Policy, PromptConditioning, Request, prompts_of
 from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.files import write_text
@@ -72,6 +72,18 @@ class Evaluation:
             raise ValueError(
                 f"evaluation.num_prompts is {self.num_prompts}; "
                 f"each of the {len(self.prompts)} splits needs at least one"
+            )
+
+    def check_watch(self, weights: Mapping[str, float]) -> None:
+        """Raise ValueError for watched metrics that this evaluation cannot measure."""
+        if self.watch is None:
+            return
+        self.watch.check(weights, self.every)
+        requests = [request for _, request in self.items()]
+        if DIVERSITY in self.watch.metrics and len(set(requests)) == len(requests):
+            raise ValueError(
+                "evaluation.watch: diversity needs two samples of a prompt, and evaluation has one "
+                f"of each;\nset evaluation.num_prompts to {2 * len(requests)}"
             )
 
     def items(self) -> list[tuple[str, Request]]:

@@ -95,9 +95,9 @@ class Run:
         self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
-        if self.evaluation and self.evaluation.watch:
+        if self.evaluation:
             weights = dict(zip(rewards.dims, rewards.weights.tolist(), strict=True))
-            self.evaluation.watch.check(weights, self.evaluation.every)
+            self.evaluation.check_watch(weights)
         if self.sharding.context_degree > 1:
             self.recipe.check_context()
         self._check_prompts(rewards)
