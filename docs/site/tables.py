@@ -315,6 +315,28 @@ def equal_cost_rows(which: int) -> Iterator[list[str]]:
         yield [one.label, one.words, accuracy, str(one.seeds), study]
 
 
+def size_rows() -> Iterator[list[str]]:
+    """Yield the memory and the cost of the simulated models, from the smallest."""
+    results = json.loads((ROOT / "assets/bench/full_size.json").read_text())
+    measured = {name: one for name, one in results.items() if "measured" in one}
+    for name, one in sorted(measured.items(), key=lambda item: max(item[1]["planned"].values())):
+        planned = one["planned"].values()
+        fits = next((f"{gb} GB" for gb in GPU_SIZES if max(planned) <= gb * 1e9), "none of 80 GB")
+        stages = " / ".join(f"{size / 1e9:.1f}" for size in planned)
+        yield [f"`{name}`", f"{one['parameters'] / 1e9:.2f} B", stages, fits, _simulated(one)]
+
+
+def _simulated(one: Mapping[str, Any]) -> str:
+    """Describe the simulated peak in percent of the plan, and the cost of a step."""
+    ratio = max(one["measured"][stage] for stage in one["planned"]) / max(one["planned"].values())
+    counts = re.findall(r"(\d+) (\w+)", one["evaluations"])
+    passes = sum(int(n) * (3 + one["recomputes"] if of == "training" else 1) for n, of in counts)
+    if not passes:
+        return f"{100 * ratio:.0f} %"
+    flops = passes * one["flops"]
+    return f"{100 * ratio:.0f} %, {flops / 1e15:.0f} PFLOP, {flops / UTILIZED:,.0f} s"
+
+
 @cache
 def _entries() -> dict[str, Any]:
     return yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
@@ -328,12 +350,17 @@ def _header(section: str) -> Sequence[str]:
 OTHER = ("class", "meaning", "run file")
 BEST = 15
 """Number of methods in the table of the smaller budget; the figure shows all."""
+GPU_SIZES = 16, 24, 48, 80
+UTILIZED = 0.4 * 989e12
+"""FLOPs per second of an H100 in bf16 at a utilization of 40 %."""
+SIZES = ("model", "parameters", "GB by stage", "fits", "simulated")
 EQUAL = ("method", "kind", "accuracy, 95 % interval", "seeds", "study")
 TABLES: dict[str, tuple[Sequence[str], Callable[[], Iterator[list[str]]]]] = {
     "models": (("model", "class", "run file", "status", "measured accuracy"), model_rows),
     **{s: (_header(s), lambda s=s: paper_rows(s)) for s in _entries()["papers"]},
     "other_losses": (OTHER, lambda: other_rows("flowalign.losses")),
     "other_rewards": (OTHER, lambda: other_rows("reward_models")),
+    "sizes": (SIZES, size_rows),
     "equal_small": (
         EQUAL[:1] + EQUAL[2:],  # the colours of the figure show the kinds
         lambda: ([name, *rest] for name, _, *rest in islice(equal_cost_rows(0), BEST)),

@@ -11,10 +11,11 @@ import diffusers
 import torch
 from torch import Tensor
 
+from pipelines.network.schedules import build_scheduler
 from pipelines.parts.folder import Folder
 
-_WITHOUT_WEIGHTS = "scheduler", "guider", "processor"
-"""Names of pipeline components that have no weights."""
+_WITHOUT_WEIGHTS = "guider", "processor"
+"""Names of pipeline components that have no weights, besides the scheduler."""
 
 
 def build_on_meta(folder: Folder, denoiser: str) -> Any:
@@ -33,6 +34,8 @@ def build_on_meta(folder: Folder, denoiser: str) -> Any:
             with torch.device("meta"):
                 made = getattr(diffusers, class_name).from_config(folder.config(name))
             components[name] = _encode_to_zeros(made.eval()) if name == "vae" else made.eval()
+        elif name == "scheduler":
+            components[name] = build_scheduler(folder.config(name))
         elif name in _WITHOUT_WEIGHTS:
             known = getattr(importlib.import_module(library), class_name)
             components[name] = known.from_pretrained(folder.path, subfolder=name)

@@ -16,9 +16,10 @@ from pipelines.network.speed import blocks_of
 
 def count_gathered(network: Any) -> int:
     """Count the parameters of the largest block and of all layers outside the blocks."""
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks_of(network)]
-    total = sum(p.numel() for p in network.parameters())
-    return total - sum(sizes) + max(sizes, default=0)
+    blocks = blocks_of(network)  # those of a UNet lie in one another
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = sum(p.numel() for p in network.parameters() if id(p) not in inside)
+    return outside + max((sum(p.numel() for p in one.parameters()) for one in blocks), default=0)
 
 
 def gather_whole(network: Any) -> Any:

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flowalign.types import PositiveInt
-from flowalign.utils.hub import contact
 from pipelines.network.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.network.checkpoint_checks import check_complete, loading_context
 from pipelines.network.sharding import gather_whole, load_whole
-from pipelines.parts.folder import Folder
+from pipelines.parts.folder import INDEX, Folder
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -81,14 +80,15 @@ def load_pipeline(
     with a config in `quantizers` are quantized while they are read.
 
     Raises:
-        ValueError: A component cannot be loaded. The message names it.
+        ValueError: The hub has no such model or cannot be reached, or a component cannot be loaded.
+            The message names it.
     """
     settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
     if quantizers:
         mapping = dict(quantizers)
         settings["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
     if not Path(folder.path).exists():
-        contact()
+        folder.file(INDEX)
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), loading_context(folder, settings):

@@ -77,6 +77,15 @@ def test_a_silent_hub_is_contacted_once_and_named(monkeypatch):
 
 
 @pytest.mark.slow
+def test_doctor_without_weights_and_network_ends_with_a_remedy(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--pipeline", MODEL])
+    assert f"hf download {MODEL}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_check_of_a_hub_model_says_that_it_is_offline(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -10,6 +10,7 @@ from flowalign.types import Quantization, Setup
 from pipelines.families.hunyuan import HunyuanVideo
 from pipelines.families.ltx import LTX
 from pipelines.families.wan import Wan
+from pipelines.network.sharding import count_gathered
 from pipelines.parts.folder import Folder
 from pipelines.parts.memory import peak_bytes
 from pipelines.video import Memory, Video, decode_bytes
@@ -143,3 +144,24 @@ def decoding_of(policy: LTX) -> dict[str, int]:
     """Bytes saved in decoding, by setting."""
     savings = [saving for saving in policy.plan().savings if saving.part == "decoding"]
     return {s.setting.removeprefix("policy.memory."): s.saved_bytes for s in savings}
+
+
+def test_the_blocks_of_a_unet_lie_in_one_another_and_are_counted_once():
+    """A block of 4 values has another one inside; 6 values lie outside."""
+
+    class Block(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.own = nn.Linear(2, 2, bias=False)
+            self.parts = nn.ModuleList(inner)
+
+    class Network(nn.Module):
+        _no_split_modules = ("Block",)
+        _repeated_blocks = None
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block([Block([])])])
+            self.head = nn.Linear(2, 3, bias=False)
+
+    assert count_gathered(Network()) == 2 * 4 + 6
