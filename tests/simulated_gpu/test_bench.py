@@ -1,11 +1,11 @@
-"""`make bench-gpu` is rehearsed on the simulated GPU."""
+"""`make bench-gpu` and tests of `tests/gpu` are rehearsed on the simulated GPU."""
 
 import math
 
 import pytest
 
 from assets.bench import gpu_sizes
-from tests.fixtures.simulated_bench import rehearse
+from tests.fixtures.simulated_bench import rehearse, run_tests
 from tests.fixtures.simulated_gpu import on_simulated_gpu
 
 pytestmark = pytest.mark.slow
@@ -24,3 +24,8 @@ def test_parts_of_the_benchmark_run_on_a_gpu(tmp_path):
     assert found["planned"]["a step"]["gib"] > 0
     assert found["planned"]["operations"]["tflop/with_backward"] > 0
     assert len(found["curve"]) == gpu_sizes.SMALL.curve
+
+
+def test_gpu_tests_of_reward_models_pass(tmp_path):
+    found, _ = on_simulated_gpu(run_tests, tmp_path, "tests/gpu/test_rewards_gpu.py")
+    assert found == {"tests": {"passed": 4.0}}
