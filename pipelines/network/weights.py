@@ -110,7 +110,7 @@ def streams(
     device: torch.device | None, quantizers: Mapping[str, Any] | None
 ) -> TypeGuard[torch.device]:
     """Return whether `load_pipeline` reads weights directly to this device."""
-    return device is not None and device.type != "cpu" and not quantizers
+    return device is not None and device.type not in ("cpu", "meta") and not quantizers
 
 
 def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.conditioning import RewardLevels, RewardWords
-from flowalign.runs.export.model_card import _format_words
+from flowalign.runs.export.model_card import model_card
 from flowalign.runs.planning.plan import plan
 from flowalign.runs.sample.job import SamplingJob, write_folder
 from flowalign.training.evaluate import Evaluation, evaluate
@@ -23,10 +23,14 @@ def test_the_folder_of_a_run_says_how_to_ask(tmp_path):
     run = new_run(tmp_path / "run", conditioning=LEVELS, num_steps=1)
     assert plan(run)["sampling asks"] == "PROMPT, vivid"
     assert go(run)["sampling_asks"] == "PROMPT, vivid"
-    assert "    PROMPT, vivid" in _format_words(run)
+    config = tmp_path / "config.yaml"
+    config.write_text("policy: {init_args: {path: base}}\nrecipe: {class_path: Recipe}\n")
+    card = model_card(run, config, {}, "diffusers", None, has_grid=False)
+    assert "## Words" in card
+    assert "\n    PROMPT, vivid\n" in card
     plain = new_run(tmp_path / "plain", num_steps=1)
     assert "sampling asks" not in plan(plain)
-    assert _format_words(plain) == ""
+    assert "## Words" not in model_card(plain, config, {}, "diffusers", None, has_grid=False)
     parrot = RewardWords(words={"redness": "<r>"})
     told = plan(new_run(tmp_path / "parrot", conditioning=parrot))["sampling asks"]
     assert told == "<r> PROMPT; weight 5, PROMPT alone 5, the empty prompt the remaining weight"
