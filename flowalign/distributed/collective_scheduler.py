@@ -114,6 +114,14 @@ class CollectiveScheduler:
             self._equalize_evaluations().backward()
         _check_same_call(self._all_ranks, call)
 
+    def wait_for_turn(self) -> None:
+        """Wait for all ranks while none computes.
+
+        Ranks that shard weights in turns have different numbers of blocks, so announcements of
+        all-gathers would mean different blocks.
+        """
+        _check_same_call(self._all_ranks, "turn")
+
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return the loss when all ranks begin a backward pass or wait for another call."""
         self.wait_for_group("backward pass")

@@ -158,12 +158,13 @@ class Processes:
 
 def take_turns(processes: Processes) -> Iterator[None]:
     """Yield once, while no other process of this machine is in its turn; all must call this."""
+    assert processes.scheduler is not None, "processes that share weights have a scheduler"
     place = int(os.environ.get("LOCAL_RANK", 0))
     last = int(processes.ungrouped.gather(torch.tensor([place])).max())
     for turn in range(last + 1):
         if turn == place:
             yield
-        processes.barrier()
+        processes.scheduler.wait_for_turn()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -28,6 +28,12 @@ def complaint(monkeypatch, error: Exception) -> str:
     return str(raised.value)
 
 
+@pytest.fixture(autouse=True)
+def _not_contacted(monkeypatch):
+    """Forget what earlier tests of this process found out about the network."""
+    monkeypatch.setattr(hub, "_connection", hub._Connection())
+
+
 @pytest.mark.parametrize("kind", [LocalEntryNotFoundError, OfflineModeIsEnabled])
 def test_a_hub_that_is_out_of_reach_is_told_with_what_to_do(monkeypatch, kind):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
