@@ -1,6 +1,5 @@
 """Every model has a plan for a kind of method that changes with the code; the matrix trains."""
 
-import time
 from itertools import cycle, islice
 
 import pytest
@@ -20,8 +19,6 @@ KINDS = {
     "steps": ("dense_grpo", "step_dpo"),
 }
 """Methods of each kind; a model needs one."""
-SECONDS = 2.0
-"""Processor time for the plan of a published model."""
 MODELS = sorted(file.stem for file in (CONFIGS / "models").glob("*.yaml"))
 KIND_OF = dict(zip(MODELS, islice(cycle(KINDS), content_hash() % len(KINDS), None), strict=False))
 
@@ -50,10 +47,8 @@ def test_a_model_has_a_plan_for_a_kind_of_method_without_weights_or_network(
     stored = one.name.endswith(("diffusion_dpo", "flow_dpo"))
     changes = [f"recipe.data.path={pairs}"] if stored else []
     block_sockets(monkeypatch)
-    start = time.process_time()
     run = load([str(part.file) for part in one.parts], changes)[0]
     rows = plan(run)
-    assert time.process_time() - start < SECONDS
     assert int(rows["trainable parameters"].split()[0].replace(",", "")) > 0, one.name
     assert " per process" in rows["memory, about"], one.name
     if kind == "forward process":
