@@ -26,7 +26,7 @@ COLOURS = (BLUE, ORANGE, GREEN)
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of columns of the first table whose header begins with `first`."""
+    """A chart of columns of a table. The table is the first with `first` as its first header."""
 
     first: str
     """Header of the column that holds the labels."""
@@ -51,7 +51,7 @@ CHARTS = {
 
 
 def read_table(text: str, first: str) -> list[dict[str, str]]:
-    """Return the rows of the first Markdown table whose first header is `first`."""
+    """Return the rows of the first Markdown table with `first` as its first header."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
     rows = []

@@ -3,6 +3,7 @@
 A map is 1 at right objects or letters, 0 at wrong ones, and 0.5 elsewhere.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -50,11 +51,11 @@ class _TruthMap(RewardModel):
             places=torch.stack(places),
         )
 
+    @abstractmethod
     def find(
         self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
     ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
         """Return the boxes of each image (left, top, right, bottom), and 1 for each right one."""
-        raise NotImplementedError
 
 
 class ShapesMap(_TruthMap):
