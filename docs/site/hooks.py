@@ -38,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add figures of `assets/figures`, the style sheet, the logo, and a page for each notebook."""
     for name in ("site.css", "logo.svg"):
         files.append(File.generated(config, name, abs_src_path=str(DOCS / "site" / name)))
-    for path in sorted(FIGURES.glob("*.png")):
+    for path in sorted([*FIGURES.glob("*.png"), *FIGURES.glob("*.svg")]):
         uri = f"assets/figures/{path.name}"
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     for path in sorted(DOCS.glob("tutorials/*.ipynb")):
