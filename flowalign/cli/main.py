@@ -39,6 +39,7 @@ VERBS = {
     "bench": "bench",
     "probe": "probe",
     "score": "score",
+    "vote": "vote",
     "pairs": "pairs",
     "clip-pairs": "clip_pairs",
     "serve-reward": "serve",

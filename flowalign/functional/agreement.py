@@ -6,7 +6,7 @@ counts as 0.5. Undefined results, such as the accuracy over no pairs, are NaN.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -127,6 +127,34 @@ def list_pairs(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "
         first.append(order[:-distance][same])
         second.append(order[distance:][same])
     return torch.cat(first), torch.cat(second)
+
+
+def krippendorff_alpha(
+    values: Float[Tensor, "u r"], distance: Literal["nominal", "ordinal", "interval"]
+) -> float:
+    """Return Krippendorff's alpha of r annotators on u units; NaN values are missing.
+
+    1 is perfect agreement and 0 agreement by chance. The result is NaN if no unit has two values or
+    all values are equal.
+
+    Source: K. Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011).
+    """
+    levels = values[values.isfinite()].double().unique()
+    count = (values[..., None] == levels).sum(1).double()
+    count = count[count.sum(1) > 1]
+    weight = 1 / (count.sum(1) - 1)
+    together = torch.einsum("uc,uk,u->ck", count, count, weight) - (weight @ count).diag()
+    num = together.sum(1)
+    difference = 1.0 - torch.eye(len(levels), dtype=torch.float64)
+    if distance == "ordinal":
+        place = num.cumsum(0) - num / 2
+        difference = (place[:, None] - place).square()
+    elif distance == "interval":
+        difference = (levels[:, None] - levels).square()
+    chance = float(num @ difference @ num)
+    return (
+        1 - float((num.sum() - 1) * (together * difference).sum()) / chance if chance else math.nan
+    )
 
 
 # Calibration --------------------------------------------------------------------------------------

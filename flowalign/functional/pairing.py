@@ -105,3 +105,12 @@ def _pairs(wins: Bool[Tensor, "K K"]) -> Positions:
     earlier, later = torch.minimum(winner, loser), torch.maximum(winner, loser)
     order = (earlier * len(wins) + later).argsort()
     return winner[order], loser[order]
+
+
+def beaten_share(ranks: Int[Tensor, "v m"]) -> Float[Tensor, "m"]:
+    """Return the mean share of the other candidates that each one beats; ties count half.
+
+    Row i has the ranks of vote i; rank 1 is the best.
+    """
+    lead = (ranks[:, None, :] - ranks[:, :, None]).sign().double()
+    return (lead.sum(2) / (ranks.shape[1] - 1) + 1).mean(0) / 2

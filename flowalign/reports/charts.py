@@ -1,4 +1,8 @@
-"""Describe charts; the script of a page draws them with uPlot."""
+"""Describe charts; the script of a page draws them with uPlot 1.6.32 (MIT).
+
+Ten charts of 1,000 steps make a page of 157 kB; plotly and bokeh need a megabyte or more. To update
+uPlot, replace `templates/uplot.min.js`.
+"""
 
 import base64
 import json

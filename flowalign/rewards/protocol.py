@@ -10,6 +10,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,12 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "masks": (lambda entry: isinstance(entry, bool), "true or false"),
 }
 _BINARY_KEYS = {"version", *_COLUMNS, *_ADDRESS}
+
+
+def spec_to_json(spec: RewardSpec) -> dict[str, Any]:
+    """Encode a spec with its fingerprint; null is an infinite bound of the scale."""
+    bounds = [bound if math.isfinite(bound) else None for bound in spec.scale]
+    return asdict(spec) | {"fingerprint": spec.fingerprint(), "scale": bounds}
 
 
 def output_to_json(output: RewardOutput) -> dict[str, Any]:

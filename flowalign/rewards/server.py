@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from flowalign.rewards.batching import MIB, Batcher, Limits, Refusal, Room
-from flowalign.rewards.protocol import VERSION, output_to_json, read_request
+from flowalign.rewards.protocol import VERSION, output_to_json, read_request, spec_to_json
 from flowalign.types import MediaBatch, RewardModel
 from flowalign.utils.console import say
 
@@ -52,10 +51,7 @@ class Service:
     def specs(self) -> dict[str, Any]:
         """Return the protocol version, and the spec and fingerprint of each model."""
         specs = [batcher.model.spec for batcher in self.batchers.values()]
-        rows = [asdict(spec) | {"fingerprint": spec.fingerprint()} for spec in specs]
-        for row, spec in zip(rows, specs, strict=True):  # JSON has no infinity
-            row["scale"] = [bound if math.isfinite(bound) else None for bound in spec.scale]
-        return {"version": VERSION, "models": rows}
+        return {"version": VERSION, "models": [spec_to_json(spec) for spec in specs]}
 
     def check_token(self, header: str) -> None:
         """Raise Refusal unless the header carries the token."""

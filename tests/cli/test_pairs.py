@@ -490,7 +490,7 @@ def test_a_table_that_is_not_there_or_twice_is_refused(tmp_path):
     assert "neither a .parquet nor a .jsonl" in refused(tmp_path, tmp_path / "scores.csv")
     table = scored(tmp_path, TWO)
     scored(tmp_path, TWO, "parquet")
-    assert "holds both of" in refused(tmp_path, table)
+    assert "holds several of" in refused(tmp_path, table)
 
 
 def test_a_folder_of_something_else_is_not_written_into(tmp_path):

@@ -3,7 +3,8 @@
 import argparse
 import ipaddress
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError
@@ -40,3 +41,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in LOOPBACK
+
+
+@contextmanager
+def refuse_address(host: str, port: int) -> Iterator[None]:
+    """Convert an OSError of a server that opens its address to a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve on --host {host} --port {port}: {error.strerror or error}; "
+            "choose another, or --port 0 for any free port"
+        ) from error

@@ -3,8 +3,9 @@
 import argparse
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 
 from flowalign.cli.commands.common import is_loopback
 from flowalign.rewards.batching import Batcher, Limits
@@ -50,9 +51,16 @@ def format_snippet(batchers: Mapping[str, Batcher], url: str) -> str:
     """Return the lines of a run file that use a server's models."""
     lines = ["rewards:"]
     for name, batcher in batchers.items():
-        dims = ", ".join(batcher.model.spec.dims)
-        lines += [
-            "- class_path: reward_models.RemoteReward",
-            f"  init_args: {{url: {url}, model: {name}, dims: [{dims}]}}",
-        ]
+        lines += format_entries(name, batcher.model.spec.dims, url)
     return "\n".join(lines)
+
+
+def format_entries(
+    name: str, dims: Sequence[str], url: str, more: Mapping[str, float] = MappingProxyType({})
+) -> list[str]:
+    """Return the lines of a run file that use one model of a server, with further settings."""
+    further = "".join(f", {key}: {value}" for key, value in more.items())
+    return [
+        "- class_path: reward_models.RemoteReward",
+        f"  init_args: {{url: {url}, model: {name}, dims: [{', '.join(dims)}]{further}}}",
+    ]

@@ -4,7 +4,7 @@ import argparse
 from contextlib import suppress
 from pathlib import Path
 
-from flowalign.cli.commands.common import LOOPBACK, get_log, is_loopback
+from flowalign.cli.commands.common import LOOPBACK, get_log, is_loopback, refuse_address
 from flowalign.reports.view.server import Server
 from flowalign.utils.errors import ConfigError
 
@@ -15,13 +15,8 @@ def run(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name one with runs, such as runs")
     names = ("127.0.0.1", args.host, *LOOPBACK) if is_loopback(args.host) else ()
-    try:
+    with refuse_address(args.host, args.port):
         server = Server(folder, args.host, args.port, args.every, names)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve on --host {args.host} --port {args.port}: {error.strerror or error}; "
-            "choose another, or --port 0 for any free port"
-        ) from error
     log = get_log()
     if not names:
         log(f"--host {args.host}: everyone who can reach this machine can read the runs")

@@ -14,13 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.curation.votes.scores import read_votes
+from flowalign.curation.votes.table import VOTES
 from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.data.readers.find_files import FORMATS
 from flowalign.data.readers.stream_rows import Row
 
 _NEEDED = ("record", "medium", "prompt", "path")
 _MAP = "map/"
-_TABLES = ("scores.parquet", "scores.jsonl")
+_TABLES = ("scores.parquet", "scores.jsonl", VOTES)
 
 
 class ScoredMedium(NamedTuple):
@@ -61,7 +63,7 @@ class ScoreTable:
 
 
 def find_table(source: Path) -> Path:
-    """Return the path of a table, given directly or as a folder of `flowalign score`.
+    """Return the path of a table, given directly or as the folder of a verb that wrote it.
 
     Raises:
         ValueError: There is no table, there are two, or it has another format.
@@ -69,7 +71,7 @@ def find_table(source: Path) -> Path:
     if source.is_dir():
         found = [source / name for name in _TABLES if (source / name).is_file()]
         if len(found) != 1:
-            which = "both of" if found else "none of"
+            which = "several of" if found else "none of"
             raise ValueError(f"{source} holds {which} {', '.join(_TABLES)}")
         return found[0]
     if not source.is_file():
@@ -88,7 +90,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
         ValueError: The file is no table of scores, lacks a dimension, or its rows were scored by
             different models.
     """
-    rows = FORMATS[path.suffix](path)
+    rows = read_votes(path) if path.name == VOTES else FORMATS[path.suffix](path)
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{path} holds no row")

@@ -1,0 +1,1 @@
+"""Collect votes of annotators on samples, in a browser."""

@@ -1,0 +1,237 @@
+"""Choose the next question of an annotator, check and record votes, and measure agreement."""
+
+import hashlib
+import math
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flowalign.curation.votes.questions import Question
+from flowalign.curation.votes.table import VoteTable
+from flowalign.data.readers.fields import REQUEST_MASK
+from flowalign.functional.agreement import krippendorff_alpha
+from flowalign.utils.seeds import is_in_share
+
+Kind = Literal["best", "rank", "rate"]
+KINDS: tuple[Kind, ...] = ("best", "rank", "rate")
+_BETWEEN = 10
+"""Smallest number of other votes between a question and its repeat, unless nothing else is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollSettings:
+    """Task of the annotators."""
+
+    kind: Kind = "best"
+    dimensions: Sequence[str] = ("overall",)
+    """Names of the rated dimensions; `best` and `rank` have one."""
+    scale: int = 5
+    """Highest rating; the lowest is 1."""
+    annotators: int = 1
+    """Number of annotators per question."""
+    repeats: float = 0.0
+    """Share of the questions that an annotator sees twice."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for settings that contradict each other."""
+        if self.kind not in KINDS:
+            raise ValueError(f"--ask is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        if self.kind != "rate" and len(self.dimensions) != 1:
+            raise ValueError(f"--ask {self.kind} takes one dimension, got {self.dimensions}")
+
+    @property
+    def column(self) -> str:
+        """Column of the answers in the table."""
+        return "ratings" if self.kind == "rate" else "ranks"
+
+
+class Task(NamedTuple):
+    """Question for an annotator, with its candidates in a random order."""
+
+    question: Question
+    order: Sequence[int]
+    repeat: bool
+
+
+class Poll:
+    """Questions and their votes; several threads may use it."""
+
+    def __init__(self, settings: PollSettings, table: VoteTable, questions: Iterable[Question]):
+        self.settings, self.table = settings, table
+        self.questions = {question.id: question for question in questions}
+        self.changed = threading.Condition()
+        self._shown: dict[str, str] = {}  # annotator by question that was handed out last
+
+    def add(self, question: Question) -> None:
+        """Add a question, if it is new."""
+        with self.changed:
+            self.questions.setdefault(question.id, question)
+            self.changed.notify_all()
+
+    def next(self, annotator: str, skip: int = 0) -> Task | None:
+        """Return the next question of an annotator, after `skip` others; None if none is left."""
+        with self.changed:
+            mine = self._votes(annotator)
+            asked = [row["question"] for row in mine]
+            due = [id for id in asked if self._is_due(id, asked)]
+            early = [id for id in due if len(asked) - asked.index(id) <= _BETWEEN]
+            new = self._open_questions(asked, annotator)
+            late = [id for id in due if id not in early]
+            left = [*late, *new, *early]
+            if not left:
+                return None
+            found = left[skip % len(left)]
+            self._shown[found] = annotator
+            order = list(range(len(self.questions[found].candidates)))
+            seed = hashlib.sha256(f"{annotator} {found} {found in asked}".encode()).digest()
+            random.Random(seed).shuffle(order)
+            return Task(self.questions[found], order, found in asked)
+
+    def vote(self, annotator: str, id: str, answers: object, seconds: float) -> None:
+        """Check a vote and store it.
+
+        Raises:
+            ValueError: The question is unknown or already answered, or the answers do not fit.
+        """
+        if not annotator.strip() or len(annotator) > 100:
+            raise ValueError(f"annotator must be a name of up to 100 letters, got {annotator!r}")
+        with self.changed:
+            if id not in self.questions:
+                raise ValueError(f"there is no question {id!r}")
+            question, repeat = self.questions[id], f"{id}/{annotator}" in self.table.rows
+            key = f"{id}/{annotator}/again" if repeat else f"{id}/{annotator}"
+            if key in self.table.rows or (repeat and not self._is_repeated(id)):
+                raise ValueError(f"{annotator} has already answered question {id}")
+            self.table.add(
+                {
+                    "id": key,
+                    **self._columns(question),
+                    self.settings.column: self._check(answers, len(question.candidates)),
+                    "question": id,
+                    "user_id": annotator,
+                    "repeat": repeat,
+                    "seconds": round(seconds, 1),
+                    "time": round(time.time(), 1),
+                }
+            )
+            self.changed.notify_all()
+
+    def undo(self, annotator: str) -> None:
+        """Delete the last vote of an annotator, if there is one."""
+        with self.changed:
+            if mine := self._votes(annotator):
+                self.table.remove(mine[-1]["id"])
+
+    def count(self, annotator: str) -> tuple[int, int]:
+        """Return the number of votes of an annotator, and of questions that are left for them."""
+        with self.changed:
+            asked = [row["question"] for row in self._votes(annotator)]
+            due = sum(self._is_due(id, asked) for id in asked)
+            return len(asked), len(self._open_questions(asked, annotator)) + due
+
+    def answers(self, id: str) -> list[Mapping[str, Sequence[int]]]:
+        """Return the answers to a question, without repeats."""
+        rows = [r for r in self.table.rows.values() if r["question"] == id and not r["repeat"]]
+        return [row[self.settings.column] for row in rows if self.settings.column in row]
+
+    def is_answered(self, id: str) -> bool:
+        """Return whether enough annotators answered a question."""
+        return len(self.answers(id)) >= self.settings.annotators
+
+    def _votes(self, annotator: str) -> list[dict[str, Any]]:
+        return [row for row in self.table.rows.values() if row["user_id"] == annotator]
+
+    def _open_questions(self, asked: Sequence[str], annotator: str) -> list[str]:
+        """Return open questions, those that another annotator currently sees last."""
+        voted: dict[str, int] = {}
+        for row in self.table.rows.values():
+            voted[row["question"]] = voted.get(row["question"], 0) + (not row["repeat"])
+        enough, known = self.settings.annotators, set(asked)
+        found = [q for q in self.questions if q not in known and voted.get(q, 0) < enough]
+        return sorted(found, key=lambda q: self._shown.get(q, annotator) != annotator)
+
+    def _is_repeated(self, id: str) -> bool:
+        return is_in_share(id, self.settings.repeats, 0)
+
+    def _is_due(self, id: str, asked: Sequence[str]) -> bool:
+        return self._is_repeated(id) and id in self.questions and asked.count(id) == 1
+
+    def _columns(self, question: Question) -> dict[str, Any]:
+        relative = self.table.relative
+        row = question.columns() | {"images": [relative(one) for one in question.candidates]}
+        if question.references:
+            row["references"] = [relative(one) for one in question.references]
+        return row | ({REQUEST_MASK: relative(question.mask)} if question.mask else {})
+
+    def _check(self, answers: object, count: int) -> dict[str, list[int]]:
+        """Return the answers of a vote by dimension; raise ValueError if they are no vote."""
+        most = self.settings.scale if self.settings.kind == "rate" else count
+        dims = list(self.settings.dimensions)
+        if not isinstance(answers, dict) or sorted(answers) != sorted(dims):
+            raise ValueError(f"a vote must answer {', '.join(dims)}, got {answers!r:.80}")
+        for dim, values in answers.items():
+            fits = isinstance(values, list) and len(values) == count
+            if not (fits and all(type(v) is int and 1 <= v <= most for v in values)):
+                raise ValueError(
+                    f"{dim} must be {count} whole numbers in [1, {most}], got {values!r:.80}"
+                )
+        return {dim: answers[dim] for dim in dims}
+
+
+class Agreement(NamedTuple):
+    """Agreement in one dimension."""
+
+    alpha: float
+    """Krippendorff's alpha between annotators; NaN if no question has two of them."""
+    repeats: float
+    """Alpha between the first and the second answer of the same annotator; NaN without repeats."""
+
+
+def measure_agreement(poll: Poll) -> dict[str, Agreement]:
+    """Return the agreement by dimension.
+
+    The units are candidates, for ratings, or ordered pairs of candidates: 1 if the first one is
+    better, -1 if the second one is, 0 for a tie. Both orders are units, so that chance has no
+    preferred order. The distance is the interval distance.
+    """
+    column = poll.settings.column
+    rows = [row for row in poll.table.rows.values() if column in row]
+    found = {}
+    for dim in poll.settings.dimensions:
+        units: dict[tuple[str, int], dict[tuple[str, bool], float]] = {}
+        for row in rows:
+            for i, value in enumerate(_unit_values(row[column].get(dim, ()), column)):
+                unit = units.setdefault((row["question"], i), {})
+                unit[row["user_id"], row["repeat"]] = value
+        found[dim] = Agreement(
+            _alpha([[v for (_, again), v in unit.items() if not again] for unit in units.values()]),
+            _alpha(
+                [
+                    [unit[name, False], value]
+                    for unit in units.values()
+                    for (name, again), value in unit.items()
+                    if again and (name, False) in unit
+                ]
+            ),
+        )
+    return found
+
+
+def _unit_values(values: Sequence[int], column: str) -> list[float]:
+    if column == "ratings":
+        return [float(value) for value in values]
+    return [float((b > a) - (b < a)) for a, b in permutations(values, 2)]
+
+
+def _alpha(units: Sequence[Sequence[float]]) -> float:
+    widest = max(map(len, units), default=0)
+    if widest < 2:
+        return math.nan
+    rows = [[*unit, *[math.nan] * (widest - len(unit))] for unit in units]
+    return krippendorff_alpha(torch.tensor(rows), "interval")

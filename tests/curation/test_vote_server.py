@@ -1,0 +1,294 @@
+"""Votes over HTTP, a page that a browser operates, and votes as the reward of a training run."""
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.cli.commands import vote
+from flowalign.cli.dispatch import run_verb
+from flowalign.cli.main import parse
+from flowalign.curation.votes import server as serving
+from flowalign.curation.votes.poll import Poll, PollSettings
+from flowalign.curation.votes.questions import Question
+from flowalign.curation.votes.reward import VoteReward
+from flowalign.curation.votes.table import VoteTable
+from flowalign.data.media.media import Media
+from flowalign.types import MediaBatch
+from flowalign.utils.errors import ConfigError
+from reward_models.wrappers.remote import RemoteReward
+from tests.fixtures.browser import needs_browser, read_in_browser
+
+
+class Served:
+    """A vote server in a thread, with `count` questions about three images each."""
+
+    def __init__(self, folder, count=2, token=None, **settings):
+        questions = []
+        for number in range(count):
+            files = [folder / f"{number}-{i}.png" for i in range(3)]
+            for i, file in enumerate(files):
+                Image.new("RGB", (300, 200), (80 * i, 60, 50 * number)).save(file)
+            media = [Media(str(file)) for file in files]
+            questions.append(Question(f"q{number}", f"prompt <{number}>", media, media[:1]))
+        self.poll = Poll(PollSettings(**settings), VoteTable(folder / "votes.jsonl"), questions)
+        reward = VoteReward(self.poll, folder / "samples", 4)
+        names = ("127.0.0.1", "localhost")
+        self.server = serving.VoteServer(self.poll, reward, "127.0.0.1", 0, names, token)
+        self.port = self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+    def ask(self, path, content=None, **headers):
+        return ask(self.port, path, content, **headers)
+
+    def vote(self, question, values, annotator="anna", dim="overall"):
+        content = {"annotator": annotator, "question": question, "seconds": 1.5}
+        return self.ask("/vote", content | {"answers": {dim: values}})
+
+
+def ask(port, path, content=None, **headers):
+    """Status and content of a GET request, or of a POST request with JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Content-Type": "application/json"} | headers
+    body = content if content is None or isinstance(content, bytes) else json.dumps(content)
+    connection.request("GET" if content is None else "POST", path, body, headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def test_a_voter_over_http_answers_all_questions(tmp_path):
+    with Served(tmp_path) as served:
+        assert b"flowalign vote" in served.ask("/")[1]
+        for left in (2, 1):
+            state = json.loads(served.ask("/next?annotator=anna")[1])
+            question = state["question"]
+            assert (state["done"], state["left"]) == (2 - left, left)
+            assert sorted(one["index"] for one in question["candidates"]) == [0, 1, 2]
+            for one in (*question["candidates"], *question["sources"]):
+                assert served.ask(one["address"])[1][1:4] == b"PNG"
+            assert served.vote(question["id"], [2, 1, 2]) == (200, b'{"saved": true}')
+        state = json.loads(served.ask("/next?annotator=anna")[1])
+        assert (state["question"], state["done"], state["left"]) == (None, 2, 0)
+        served.ask("/undo", {"annotator": "anna"})
+        assert json.loads(served.ask("/next?annotator=anna")[1])["done"] == 1
+    rows = [json.loads(line) for line in (tmp_path / "votes.jsonl").read_text().splitlines()]
+    assert [(row["question"], row["ranks"], row["seconds"]) for row in rows] == [
+        ("q0", {"overall": [2, 1, 2]}, 1.5)
+    ]
+    assert rows[0]["images"] == ["0-0.png", "0-1.png", "0-2.png"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status"),
+    [
+        ("/vote", b"{", {}, 400),
+        ("/vote", [1], {}, 400),
+        ("/vote", {"annotator": "a", "question": "q0", "seconds": 1}, {}, 400),
+        ("/vote", {"annotator": "a", "question": "q0", "seconds": float("nan")}, {}, 400),
+        ("/vote", {"annotator": "a", "question": "no", "answers": {}, "seconds": 1}, {}, 400),
+        ("/vote", {}, {"Content-Type": "text/plain"}, 415),
+        ("/vote", b"x" * 200_000, {}, 413),
+        ("/vote", {}, {"Host": "evil.example"}, 403),
+        ("/score", b"{}", {"Content-Type": "text/plain"}, 415),
+        ("/score", b"{}", {}, 400),
+        ("/next/more", None, {}, 404),
+        ("/media/q0/9", None, {}, 404),
+        ("/media/q0/../../votes.jsonl", None, {}, 404),
+        ("/media", None, {}, 404),
+        ("/votes.jsonl", None, {}, 404),
+        ("/next", None, {"Host": "evil.example"}, 403),
+    ],
+)
+def test_other_requests_are_refused(tmp_path, path, content, headers, status):
+    with Served(tmp_path) as served:
+        assert served.ask(path, content, **headers)[0] == status
+        assert not served.poll.table.rows
+
+
+def test_a_public_server_needs_its_token(tmp_path, monkeypatch):
+    with Served(tmp_path, token="secret") as served:
+        assert served.ask("/")[0] == served.ask("/?key=wrong")[0] == 401
+        assert served.ask("/next?annotator=a&key=secret")[0] == 200
+        assert served.ask("/spec", Authorization="Bearer secret")[0] == 200
+    monkeypatch.delenv("FLOWALIGN_REWARD_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="votes need a token"):
+        run_verb_of(["vote", str(tmp_path), "--host", "0.0.0.0"])
+
+
+def run_verb_of(words):
+    """Run the command, so that its errors are raised."""
+    return vote.run(parse(words))
+
+
+def test_a_run_gets_the_votes_on_its_samples(tmp_path):
+    with Served(tmp_path, 0, annotators=2) as served:
+        reward = RemoteReward(served.url, ["overall"], "votes", timeout=60.0)
+        media = torch.rand(5, 1, 3, 8, 8)
+        media[4] = media[3]  # equal samples are one candidate
+        batch = MediaBatch(media, ["a", "a", "a", "b", "b"], groups=[0, 0, 0, 1, 1])
+        answers = []
+        waiting = threading.Thread(target=lambda: answers.append(reward.score(batch)))
+        waiting.start()
+        for name in ("anna", "ben"):
+            while (state := json.loads(served.ask(f"/next?annotator={name}")[1])) and (
+                state["question"] is None
+            ):
+                time.sleep(0.02)
+            assert state["question"]["prompt"] == "a"
+            served.vote(state["question"]["id"], [1, 2, 3], name)
+        waiting.join()
+        (output,) = answers
+        files = sorted((tmp_path / "samples").iterdir())
+        ranked = served.poll.questions[state["question"]["id"]].candidates
+        assert [medium.path for medium in ranked] == [
+            str(file) for file in files if any(str(file) == m.path for m in ranked)
+        ]
+        assert sorted(output.values[:3, 0].tolist()) == [0, 0.5, 1]
+        assert output.valid[:, 0].tolist() == [True] * 3 + [False] * 2
+        assert "no different sample" in output.reasons[3]
+        again = reward.score(batch.take([0, 1, 2]))  # as after a resume: no question is open
+        assert again.values[:, 0].tolist() == output.values[:3, 0].tolist()
+
+
+def test_a_run_that_waits_too_long_gets_no_score(tmp_path):
+    with Served(tmp_path, 0) as served:
+        reward = RemoteReward(served.url, ["overall"], "votes", timeout=0.05, retries=0)
+        output = reward.score(MediaBatch(torch.rand(2, 1, 3, 8, 8), ["a", "a"], groups=[0, 0]))
+    assert "not enough votes" in output.reasons[0]
+
+
+def test_ratings_are_averaged_over_annotators(tmp_path):
+    with Served(tmp_path, 0, kind="rate", dimensions=("x", "y"), annotators=2) as served:
+        poll, media = served.poll, torch.rand(2, 1, 3, 8, 8)
+        batch = MediaBatch(media, ["a", "a"])
+        with pytest.raises(TimeoutError):
+            served.server.reward.score(batch, 0.0)
+        (question,) = poll.questions
+        poll.vote("anna", question, {"x": [1, 2], "y": [5, 5]}, 0.0)
+        poll.vote("ben", question, {"x": [2, 4], "y": [5, 4]}, 0.0)
+        values = served.server.reward.score(batch, 0.0).values
+        assert sorted(values.tolist()) == [[1.5, 5.0], [3.0, 4.5]]
+
+
+def test_samples_and_settings_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist; --online"):
+        run_verb_of(["vote", str(tmp_path / "none")])
+    Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
+    with pytest.raises(ConfigError, match="gives no question: 1 no other sample"):
+        run_verb_of(["vote", str(tmp_path)])
+    with pytest.raises(ConfigError, match="takes one dimension"):
+        run_verb_of(["vote", str(tmp_path), "--dimensions", "a", "b"])
+    out = tmp_path / "out"
+    out.mkdir()
+    row = {"id": "q/a", "question": "q", "user_id": "a", "ratings": {}, "repeat": False}
+    (out / "votes.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="other votes than ranks"):
+        run_verb_of(["vote", str(tmp_path), "--out", str(out)])
+
+
+KEYS = {
+    "best": (["2"], ["0"], ["u"], ["3"]),
+    "rank": (["3", "1"], ["2", "Enter"]),
+    "rate": (["5", "4", "3", "2", "1", "1"], ["1", "ArrowUp", "2", "2", "3", "4", "5", "5"]),
+}
+DRIVER = """<script>
+const keys = %s, wait = ms => new Promise(done => setTimeout(done, ms));
+(async () => {
+  for (const some of keys) {
+    for (let i = 0; i < 100 && (!task || busy); i++) await wait(20);
+    for (const key of some) {
+      document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    }
+    await wait(300);
+  }
+  document.title = "width " + document.documentElement.scrollWidth + " of " + innerWidth;
+})();
+</script></body>"""
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KEYS)
+def test_the_keyboard_alone_operates_the_page_in_a_browser(tmp_path, monkeypatch, kind):
+    """Keys choose by the shown order, which differs from the stored one; nothing is wider than the
+    window."""
+    original = serving.render
+
+    def render(*names, **values):
+        keys = json.dumps(KEYS[kind])
+        return original(*names, **values).replace("</body>", DRIVER % keys)
+
+    monkeypatch.setattr(serving, "render", render)
+    dimensions = ("a", "b") if kind == "rate" else ("overall",)
+    with Served(tmp_path, 3, kind=kind, dimensions=dimensions) as served:
+        orders = [served.poll.next("anna", skip).order for skip in range(3)]
+        document = read_in_browser(f"{served.url}/?annotator=anna", tmp_path / "profile", 6)
+        rows = list(served.poll.table.rows.values())
+    found = re.search(r"<title>width (\d+) of (\d+)</title>", document)
+    assert found, document[-500:]
+    assert int(found[1]) <= int(found[2])
+
+    def stored(order, shown):
+        values = [0] * 3
+        for place, index in enumerate(order):
+            values[index] = shown[place]
+        return values
+
+    answers = [row["ratings" if kind == "rate" else "ranks"] for row in rows]
+    if kind == "best":  # the second vote was undone, then the same question came again
+        expected = [{"overall": stored(orders[0], [2, 1, 2])}]
+        expected += [{"overall": stored(orders[1], [2, 2, 1])}]
+    elif kind == "rank":
+        expected = [{"overall": stored(orders[0], [2, 3, 1])}]
+        expected += [{"overall": stored(orders[1], [2, 1, 2])}]
+    else:
+        expected = [{"a": stored(orders[0], [5, 3, 1]), "b": stored(orders[0], [4, 2, 1])}]
+        expected += [{"a": stored(orders[1], [2, 3, 5]), "b": stored(orders[1], [2, 4, 5])}]
+    assert answers == expected
+
+
+@pytest.mark.slow
+def test_killing_the_server_loses_no_vote(tmp_path, monkeypatch):
+    for number in range(4):
+        for copy in range(2):
+            Image.new("RGB", (8, 8), (number * 40, copy * 90, 0)).save(
+                tmp_path / f"{number}{copy}.png"
+            )
+            (tmp_path / f"{number}{copy}.txt").write_text(f"prompt {number}")
+    command = [sys.executable, "-m", "flowalign", "vote", str(tmp_path), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    found = None
+    while not found:
+        found = re.search(r"http://127.0.0.1:(\d+)", process.stderr.readline())
+    for _ in range(3):
+        state = json.loads(ask(int(found[1]), "/next?annotator=anna")[1])
+        answer = {"annotator": "anna", "question": state["question"]["id"], "seconds": 1}
+        assert ask(int(found[1]), "/vote", answer | {"answers": {"overall": [1, 2]}})[0] == 200
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    counts = []
+    monkeypatch.setattr(
+        serving.VoteServer, "serve_forever", lambda server: counts.append(server.poll.count("anna"))
+    )
+    assert run_verb(parse(command[3:])) == 0
+    assert counts == [(3, 1)]
