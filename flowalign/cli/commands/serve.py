@@ -56,7 +56,7 @@ def format_snippet(batchers: Mapping[str, Batcher], url: str) -> str:
 
 
 def format_entries(
-    name: str, dims: Sequence[str], url: str, more: Mapping[str, float] = MappingProxyType({})
+    name: str, dims: Sequence[str], url: str, more: Mapping[str, int] = MappingProxyType({})
 ) -> list[str]:
     """Return the lines of a run file that use one model of a server, with further settings."""
     further = "".join(f", {key}: {value}" for key, value in more.items())
