@@ -1,5 +1,6 @@
 """Compute advantages from credit: normalise within groups, then weight reward dimensions."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 Scale = Literal["group", "batch", "joint", "pooled", "none", "leave_one_out", "given"]
 Combine = Literal["sum_of_advantages", "advantage_of_sum"]
+Reweight = Callable[[Float[Tensor, "n R"]], Float[Tensor, "n R"]]
+"""Function that weights the advantages of each sample's dimensions before they are added."""
 
 
 def group_center(
@@ -46,6 +49,23 @@ def group_center(
     return (centred / (spread + eps)).masked_fill(flat, 0.0)
 
 
+def exponential_advantages(
+    advantage: Float[Tensor, "B T"], group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Return -exp(-A), and 0 outside `mask` and in groups without a signal.
+
+    All advantages become negative, and the worst samples count most. A group of equal rewards has
+    A = 0, which would push all of its samples away, so it stays 0.
+
+    Source: DDRL, arXiv:2512.04332, and code of nvidia-cosmos/cosmos-rl.
+    """
+    out = torch.zeros_like(advantage)
+    chosen, (ids, index) = advantage[mask], group[mask].unique(return_inverse=True)
+    signal = chosen.new_zeros(len(ids)).index_add(0, index, chosen.abs())[index] > 0
+    out[mask] = torch.where(signal, -torch.exp(-chosen), 0.0)
+    return out
+
+
 def compare_in_groups(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
     """Normalise credit within groups; NaN stays NaN and does not affect other rows."""
     out = torch.full_like(value, torch.nan)
@@ -63,7 +83,7 @@ def advantages(
     weights: Float[Tensor, "R"],
     *,
     scale: Scale = "group",
-    combine: Combine = "sum_of_advantages",
+    combine: Combine | Reweight = "sum_of_advantages",
     std_floor: float = 1e-6,
     correction: int = 0,
 ) -> Float[Tensor, "B T"]:
@@ -71,7 +91,8 @@ def advantages(
 
     "sum_of_advantages" normalises each dimension separately and adds the results with `weights`, so
     a dimension's influence does not depend on its spread. "advantage_of_sum" adds the raw values
-    with `weights`, then normalises.
+    with `weights`, then normalises. A function changes the terms of the sum of each sample; it
+    gets the dimensions with a weight that is not 0.
 
     Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of sum).
     """
@@ -83,7 +104,10 @@ def advantages(
         chosen, weights = (chosen @ weights)[:, None], torch.ones_like(weights[:1])
     centred = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction)
     # Not `centred @ weights`: a matrix product may round equal rows differently.
-    out[mask] = (centred * weights).sum(1)
+    terms = centred * weights
+    if not isinstance(combine, str):
+        terms = combine(terms[:, weights != 0])
+    out[mask] = terms.sum(1)
     return out
 
 

@@ -215,6 +215,14 @@ def mean_sensitivity(
     return _coefficients(kernel, sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
 
 
+def linear_step(
+    kernel: Kernel, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, "n"]
+) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"], Float[Tensor, "n"]]:
+    """Return (keep, slope, std) of the step, whose mean is keep * x + slope * v."""
+    c1, std = _coefficients(kernel, sigmas, k, eta)
+    return 1 - sigmas[k + 1] + c1, mean_sensitivity(kernel, sigmas, k, eta), std
+
+
 def travelled_velocity(
     kernel: Kernel,
     x: Float[Tensor, "n *latent"],

@@ -1,6 +1,6 @@
 """Evaluate steps of cached rollouts again, with a gradient to the policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,10 @@ class NetworkEvaluation:
     """Velocity with gradient."""
 
 
+PullBack = Callable[[Tensor, Tensor, Cond, Tensor], tuple[Tensor, Tensor]]
+"""Function from x, sigma, conditioning and a vector to v and (dv / dx)^T vector."""
+
+
 @dataclass
 class CachedReplay(Replay):
     """Replay of some samples of a rollout, or of given clean latents.
@@ -45,12 +49,14 @@ class CachedReplay(Replay):
     """Seed, step and index of each sample, which seed its noise."""
     conditional: VelocityField | None = None
     """Policy without guidance. None: the whole guided velocity has a gradient."""
+    base: PullBack | None = None
+    """Pull-back of the initial model. None: gradient paths do not use it."""
     evaluated: list[NetworkEvaluation] = field(default_factory=list)
     """Evaluations since the list was last cleared."""
 
     def __post_init__(self) -> None:
         """Select the schedule and the conditioning of the samples."""
-        self.sigmas = self.trajectory.sigmas
+        self.sigmas, self.kernel = self.trajectory.sigmas, self.trajectory.kernel
         row = self.samples // self.trajectory.group_size
         self.cond: Cond = take_rows(self.trajectory.cond, row.to(self.trajectory.device))
 
@@ -77,6 +83,15 @@ class CachedReplay(Replay):
         with torch.no_grad():
             value = self._evaluate(self.policy, x, sigma)
         return self._guide(x, sigma, value)
+
+    @override
+    def eta(self, k: int) -> Tensor:
+        return self.trajectory.eta[self.samples.to(self.trajectory.eta.device), k]
+
+    @override
+    def pull_back(self, k: int, vector: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.base is not None, "only a gradient path that matches uses the initial model"
+        return self.base(self.state(k), self.sigmas[k], self.cond, vector)
 
     @override
     def initial_noise(self) -> Tensor:

@@ -26,6 +26,22 @@ class AdapterOff(VelocityField):
             return self.policy.velocity(x, sigma, cond)
 
 
+def pull_back(
+    field: VelocityField, x: Tensor, sigma: Tensor, cond: Cond, vector: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the field's velocity at x and its Jacobian's transpose times a vector.
+
+    Neither has a gradient. The weights of the field are active in the backward pass too, because
+    gradient checkpointing evaluates the network there again.
+    """
+    off = adapters_off(_policy(field).denoiser) if isinstance(field, AdapterOff) else nullcontext()
+    with off, torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        v = _policy(field).velocity(leaf, sigma, cond)
+        (pulled,) = torch.autograd.grad(v, leaf, vector)
+    return v.detach(), pulled
+
+
 class FrozenCopy(VelocityField):
     """Frozen copy of the current denoiser, for full fine-tuning."""
 

@@ -1,12 +1,19 @@
 """Define replays of cached rollouts and the paths from a reward's gradient to a policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from flowalign.functional.transition import Kernel
+
+MatchedLosses = Callable[[Float[Tensor, "n *latent"]], Iterator[Float[Tensor, "n"]]]
+"""Function of the gradient of each sample's loss in the clean latents. It yields parts of the loss
+of each sample; the caller runs the backward pass of a part before it takes the next one."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,8 @@ class SampleView:
     place: float = 0.0
     """Position of the noise level in [0, 1], 1 for the most noise, for rewards that depend on
     it."""
+    matched: MatchedLosses | None = None
+    """Losses to backpropagate one by one instead of the gradient at `clean`, if it is not None."""
 
 
 class Replay(ABC):
@@ -33,6 +42,8 @@ class Replay(ABC):
 
     sigmas: Float[Tensor, "S"]
     """Schedule of the rollout."""
+    kernel: Kernel
+    """Transition family of the rollout."""
 
     @property
     def num_steps(self) -> int:
@@ -63,6 +74,19 @@ class Replay(ABC):
         """Return the policy's velocity at any state `x`, with a gradient to its parameters."""
 
     @abstractmethod
+    def eta(self, k: int) -> Float[Tensor, "n"]:
+        """Return the noise level of step k; 0 for a deterministic step."""
+
+    @abstractmethod
+    def pull_back(
+        self, k: int, vector: Float[Tensor, "n *latent"]
+    ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"]]:
+        """Return the initial model's velocity v at state k, and (dv / dx)^T vector.
+
+        Neither has a gradient. It costs one evaluation with a backward pass to the state.
+        """
+
+    @abstractmethod
     def initial_noise(self) -> Float[Tensor, "n *latent"]:
         """Return the standard normal noise that the rollout started from.
 
@@ -87,6 +111,9 @@ class GradientPath(ABC):
 
     Implementations: `flowalign.gradient_paths`.
     """
+
+    matches: ClassVar[bool] = False
+    """Whether views have `matched` losses, which need stochastic rollouts."""
 
     @abstractmethod
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
+from flowalign.training.matching.regulariser import StoredGradient
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult, build_batch
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
@@ -53,11 +54,16 @@ class PolicyGradientLoop(Loop):
         """Reference of the KL that follows the policy; None if it is fixed."""
         self.steps = step_gradients(cfg, learner)
         """Measurement of the gradients of denoising steps; None if step weights are fixed."""
+        self.stored: StoredGradient | None = None
+        """Gradient of the stored data that regularises the run, or None."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
         cfg, learner, seed = self.cfg, self.learner, self.seed
         checks = PolicyGradientChecks(cfg.algorithm, learner, cfg.on_failed_check, self.log)
+        steps = list(steps)
+        numbers = [step * cfg.updates + i for step in steps for i in range(cfg.updates)]
+        regularised = self.stored.steps(numbers) if self.stored else None
         for step in steps:
             start = time.perf_counter()
             requests = self.requests.batch(step, cfg.prompts_per_step)
@@ -74,7 +80,9 @@ class PolicyGradientLoop(Loop):
             credited = time.perf_counter()
             checks.before_update(_all_minibatches(batch, cfg.micro_batch))
             checked = time.perf_counter()
-            metrics |= checks.terms.compare(update(cfg, learner, batch, seed, step, self.steps))
+            metrics |= checks.terms.compare(
+                update(cfg, learner, batch, seed, step, self.steps, regularised)
+            )
             checks.after_update(_all_minibatches(batch, cfg.micro_batch))
             if self.reference:
                 metrics |= self.reference.after_step(metrics.get("kl", 0.0))
@@ -123,9 +131,11 @@ def update(
     seed: int,
     step: int,
     steps: StepGradients | None = None,
+    regularised: Iterator[dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """Make the updates of one step, and return metrics averaged over transitions and ranks.
 
+    Each update takes one item of `regularised`, which accumulates a gradient of stored data.
     Step weights are measured only in the first epoch, because later the policy was already trained
     on the samples.
     """
@@ -144,7 +154,8 @@ def update(
                 steps.accumulate(batch, part, backward, measures=epoch == 0)
             else:
                 deque(backward(batch, part), maxlen=0)  # runs the generator, keeps nothing
-            metrics |= learner.step() if num_trained else {}
+            stored = next(regularised) if regularised else {}
+            metrics |= stored | (learner.step() if num_trained or stored else {})
     means = torch.stack(list(totals.values())).tolist() if totals else []
     metrics |= learner.processes.sum_by_name(dict(zip(totals, means, strict=True)))
     return metrics | (steps.metrics(batch.weight) if steps else {})

@@ -49,6 +49,8 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
             self.kl_gate.check(run.rewards)
         if self.spatial is not None:
             self.spatial.check("recipe.spatial", run.rewards)
+        if self.regularised:
+            self.regularised.check(run)
 
     @override
     def check_context(self) -> None:
@@ -63,7 +65,10 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
         settings = calibrate_noise_levels(self, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
-        return PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
+        loop = PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
+        if self.regularised:
+            loop.stored = self.regularised.open(run, learner, log)
+        return loop
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
         """Return a recorder if the credit of steps can differ from the outcome, else None."""

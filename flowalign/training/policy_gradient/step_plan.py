@@ -40,8 +40,12 @@ def plan_step(
         parts=[
             *rollout_memory(cfg.rollouts, model, world, window),
             *_measured_memory(cfg, model, window),
+            *(cfg.regularised.plan(run, model, world) if cfg.regularised else ()),
         ],
-        evaluations_per_example=per_velocity * _together(cfg, window),
+        evaluations_per_example=max(
+            per_velocity * _together(cfg, window),
+            cfg.regularised.rows_beside(cfg.micro_batch) if cfg.regularised else 0,
+        ),
         decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
     )
 
@@ -102,6 +106,7 @@ def num_evaluated(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
 def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
     counts = evaluations(cfg, window, run.policy.evaluations_per_velocity)
     cost = {name: count * cfg.prompts_per_step for name, count in counts.items()}
+    cost["of stored media"] = cfg.regularised.rows * cfg.updates if cfg.regularised else 0
     trained = cfg.prompts_per_step * num_trained(cfg, cfg.rollouts.empty_trajectory(window))
     return {
         **sample_rows(cfg.rollouts, window),

@@ -1,7 +1,11 @@
 """Train with reward gradients, through decoded samples to chosen steps of cached rollouts."""
 
 from flowalign.training.reward_gradient.recipe import RewardGradient
-from flowalign.training.reward_gradient.regulariser import Regulariser
-from flowalign.training.reward_gradient.start import FromPhotos, FromRollouts, Start
+from flowalign.training.reward_gradient.start import (
+    FromNoisyRollouts,
+    FromPhotos,
+    FromRollouts,
+    Start,
+)
 
-__all__ = ["FromPhotos", "FromRollouts", "Regulariser", "RewardGradient", "Start"]
+__all__ = ["FromNoisyRollouts", "FromPhotos", "FromRollouts", "RewardGradient", "Start"]

@@ -1,5 +1,6 @@
 """Try a gradient path on zeros to count its evaluations and scores before loading any model."""
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.functional.transition import DDIM
 from flowalign.types import GradientPath, Replay
 
 _DRAWS = 64
@@ -22,6 +24,10 @@ class Counts(NamedTuple):
     """Evaluations at other states."""
     inverted: bool
     """Whether the view was reached by adding noise."""
+    together: int
+    """Evaluations with activations in memory at the same time."""
+    pulled_back: int
+    """Evaluations of the initial model with a backward pass to the state."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Cost:
     """Number of times that a sample is decoded and scored."""
     inverts: bool
     """Whether some views were reached by adding noise."""
+    pulled_back: float
+    """Mean number of evaluations of the initial model with a backward pass to the state."""
 
 
 def cost(gradient_path: GradientPath, num_steps: int) -> Cost:
@@ -51,9 +59,10 @@ def cost(gradient_path: GradientPath, num_steps: int) -> Cost:
     return Cost(
         replayed=sum(view.replayed for view in views) / _DRAWS,
         elsewhere=sum(view.elsewhere for view in views) / _DRAWS,
-        together=max(view.replayed + view.elsewhere for view in views),
+        together=max(view.together for view in views),
         views=max(len(counts) for counts in drawn),
         inverts=any(view.inverted for view in views),
+        pulled_back=sum(view.pulled_back for view in views) / _DRAWS,
     )
 
 
@@ -61,8 +70,13 @@ def _counts(gradient_path: GradientPath, num_steps: int, seed: int) -> list[Coun
     """Return the evaluations of each view."""
     replay, found = _ZeroRewards(type(gradient_path).__name__, num_steps), []
     for view in gradient_path(replay, torch.Generator().manual_seed(seed)):
-        found.append(Counts(replay.replayed, replay.elsewhere, view.inverted))
-        replay.replayed = replay.elsewhere = 0
+        together = replay.replayed + replay.elsewhere
+        if view.matched is not None:
+            together = max(1, together)  # each part is backpropagated before the next
+            deque(view.matched(torch.zeros(1, 1)), maxlen=0)
+        made = replay.replayed, replay.elsewhere, view.inverted, together, replay.pulled_back
+        found.append(Counts(*made))
+        replay.replayed = replay.elsewhere = replay.pulled_back = 0
     return found
 
 
@@ -72,7 +86,8 @@ class _ZeroRewards(Replay):
     def __init__(self, name: str, num_steps: int):
         self.name, self.rolled = name, num_steps > 0
         self.sigmas = torch.linspace(1, 0, max(num_steps, 1) + 1)
-        self.replayed = self.elsewhere = 0
+        self.kernel = DDIM()
+        self.replayed = self.elsewhere = self.pulled_back = 0
 
     @override
     def state(self, k: int) -> Tensor:
@@ -93,6 +108,15 @@ class _ZeroRewards(Replay):
     def velocity_at(self, x: Tensor, sigma: Tensor) -> Tensor:
         self.elsewhere += 1
         return torch.zeros(1, 1)
+
+    @override
+    def eta(self, k: int) -> Tensor:
+        return torch.ones(1)
+
+    @override
+    def pull_back(self, k: int, vector: Tensor) -> tuple[Tensor, Tensor]:
+        self.pulled_back += 1
+        return torch.zeros(1, 1), vector
 
     @override
     def initial_noise(self) -> Tensor:

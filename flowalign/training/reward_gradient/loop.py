@@ -9,6 +9,7 @@ scored. The gradient at their latents is then backpropagated to the steps that t
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -23,13 +24,14 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout_replay import CachedReplay
 from flowalign.training.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.learner import Learner
+from flowalign.training.matching.regulariser import StoredGradient
 from flowalign.training.recipe import Log, Loop
-from flowalign.training.reference import unguided
+from flowalign.training.reference import pull_back, unguided
 from flowalign.training.reward_gradient.frame_choice import chosen_frames
-from flowalign.training.reward_gradient.regulariser import StoredGradient
 from flowalign.training.reward_gradient.settings import RewardGradientSettings
 from flowalign.training.update_checks import WeightChecks
 from flowalign.types import MediaBatch, RewardOutput, SampleView, Trajectory
+from flowalign.types.gradient_path import MatchedLosses
 from flowalign.utils.seeds import generator
 
 
@@ -97,7 +99,8 @@ class RewardGradientLoop(Loop):
         for samples in torch.arange(len(trajectory.requests)).split(self.cfg.micro_batch):
             keys = [(self.seed, step, first + int(i)) for i in samples]
             policy = self.learner.policy
-            replay = CachedReplay(policy, trajectory, samples, keys, self.conditional)
+            base = partial(pull_back, self.learner.reference)
+            replay = CachedReplay(policy, trajectory, samples, keys, self.conditional, base)
             # The string is part of the seed. Changing it would change every recorded run.
             drawn = generator(self.seed, "connection", step)
             for view in self.cfg.gradient_path(replay, drawn):
@@ -117,6 +120,7 @@ class RewardGradientLoop(Loop):
         rows = self.learner.processes.gather(rows)
         usable = rows[rows[:, 0].isfinite()]
         names = ["reward_mean", "policy_loss", "latent_gradient", *(["kl"] if self.cfg.kl else [])]
+        names += ["matched_loss"] if self.cfg.gradient_path.matches else []
         names += [f"reward/{dim}" for dim in self.rewards.dims]
         means = dict(zip(names, usable.mean(0).tolist(), strict=True))
         return means | {
@@ -129,15 +133,30 @@ class RewardGradientLoop(Loop):
         cfg = self.cfg
         found = self._latent_gradient(step, replay, view)
         weight = view.clean.new_ones(len(view.clean)) if view.weight is None else view.weight
-        loss = reward_gradient_loss(view.clean, found.gradient, weight)
         size = sample_error(found.gradient).sqrt().cpu()
-        logged = [found.total, weight.cpu() * found.loss, size]
+        logged, count = [found.total, weight.cpu() * found.loss, size], cfg.examples_per_step
+        if view.matched is not None:
+            logged.append(self._match(view.matched, found))
+            return torch.cat([torch.stack(logged, 1), found.output.values], 1)
+        loss = reward_gradient_loss(view.clean, found.gradient, weight)
         if cfg.kl:
             away = self._divergence(replay)
             loss = loss + cfg.kl * away.sum()
             logged.append(away.detach().cpu())
-        self.learner.backward(loss / (cfg.examples_per_step * self.views))
+        self.learner.backward(loss / (count * self.views))
         return torch.cat([torch.stack(logged, 1), found.output.values], 1)
+
+    def _match(self, matched: MatchedLosses, found: LatentGradient) -> Float[Tensor, "n"]:
+        """Backpropagate matched losses part by part, and return their sum for each sample.
+
+        Samples with a failed reward have no gradient.
+        """
+        usable, total = found.total.isfinite(), torch.zeros_like(found.loss)
+        for part in matched(found.gradient):
+            each = part * usable.to(part)
+            self.learner.backward(each.sum() / (self.cfg.examples_per_step * self.views))
+            total += each.detach().to(total)
+        return total
 
     def _latent_gradient(self, step: int, replay: CachedReplay, view: SampleView) -> LatentGradient:
         cfg, rewards, policy = self.cfg, self.rewards, self.learner.policy

@@ -57,7 +57,10 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
                 MemoryPart("rendering", self.micro_batch * rendering, "updating", fewer),
                 *(self.regularised.plan(run, model, world) if self.regularised else ()),
             ],
-            evaluations_per_example=max(self._together(per_velocity), self._of_stored()),
+            evaluations_per_example=max(
+                self._together(per_velocity),
+                self.regularised.rows_beside(self.micro_batch) if self.regularised else 0,
+            ),
         )
 
     @override
@@ -71,13 +74,6 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
         """Return the number of evaluations per sample with activations in memory together."""
         return self.cost.together * (1 if self.detach_unconditional else per_velocity)
 
-    def _of_stored(self) -> int:
-        """Return the same number for stored data, per sample of a reward micro-batch."""
-        stored = self.regularised
-        if stored is None:
-            return 0
-        return ceil(stored.micro_batch * (1 + stored.data.paired) / self.micro_batch)
-
     def _rows(self, run: RunContext, per_velocity: int) -> dict[str, str]:
         samples, cost = self.examples_per_step, self.cost
         scored = samples * cost.views
@@ -89,6 +85,7 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
             "sampling": sampling,
             "training": with_gradient * (1 if self.detach_unconditional else per_velocity),
             "reference": with_gradient * per_velocity if self.kl else 0,
+            "of the initial model, with a backward pass": samples * cost.pulled_back * per_velocity,
             "of stored media": self.regularised.rows if self.regularised else 0,
         }
         calls = scored * len(run.rewards.weighted().models) * (2 if self.relative else 1)

@@ -6,9 +6,9 @@ from flowalign.losses.reward_gradient import Maximise, RewardLoss
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.control_words import ControlWords
 from flowalign.training import update_checks
+from flowalign.training.matching.regulariser import Regulariser
 from flowalign.training.reward_gradient.dry_run import Cost, cost
 from flowalign.training.reward_gradient.frame_choice import Frames
-from flowalign.training.reward_gradient.regulariser import Regulariser
 from flowalign.training.reward_gradient.start import FromRollouts, Start
 from flowalign.types import GradientPath
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
@@ -57,11 +57,30 @@ class RewardGradientSettings:
                 "recipe.on_failed_reward is drop_group, but samples are not compared here: choose "
                 "raise or drop_sample"
             )
+        self._check_matching()
         if self.cost.inverts and self.relative is None:
             raise ValueError(
                 f"recipe.gradient_path {type(self.gradient_path).__name__} also adds noise, which "
                 "needs a relative reward: set recipe.relative, or directions to denoise"
             )
+
+    def _check_matching(self) -> None:
+        """Raise ValueError if the gradient path needs other rollouts, or ignores a setting."""
+        name = type(self.gradient_path).__name__
+        if self.gradient_path.matches != self.start.stochastic:
+            raise ValueError(
+                f"recipe.gradient_path is {name}, and recipe.start is {type(self.start).__name__}: "
+                "AdjointMatching and FromNoisyRollouts go together"
+            )
+        for key, value, default in (
+            ("kl", self.kl, 0),
+            ("detach_unconditional", self.detach_unconditional, False),
+        ):
+            if self.gradient_path.matches and value != default:
+                raise ValueError(
+                    f"recipe.{key} is {value}, but {name} matches whole velocities, and its KL "
+                    f"follows from reward_scale: set {key} to {str(default).lower()}"
+                )
 
     @property
     def regularised(self) -> Regulariser | None:

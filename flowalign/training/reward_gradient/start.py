@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
-from flowalign.functional.transition import FlowSDE
+from flowalign.functional.transition import DDIM, FlowSDE, Kernel
 from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import sample
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.settings import NoiseLevel, Sampling
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 
@@ -22,6 +23,8 @@ class Start(ABC):
     """Number of denoising steps that a gradient path can replay; 0 without a rollout."""
     samples_per_prompt: int
     """Number of samples per prompt."""
+    stochastic: ClassVar[bool] = False
+    """Whether the steps of rollouts draw noise."""
 
     @abstractmethod
     def check(self, policy: Policy, requests: Sequence[Request]) -> None:
@@ -57,12 +60,51 @@ class FromRollouts(Start):
     def trajectory(
         self, policy: Policy, requests: Sequence[Request], generators: Sequence[torch.Generator]
     ) -> Trajectory:
-        cfg = Sampling(
+        keep = RolloutOutputs(states=None)
+        return sample(policy, requests, self.sampling, self.steps, generators, keep=keep)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the settings of the sampler."""
+        return Sampling(
             num_steps=self.num_steps,
             samples_per_prompt=self.samples_per_prompt,
             micro_batch=self.micro_batch,
         )
-        return sample(policy, requests, cfg, (), generators, keep=RolloutOutputs(states=None))
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Return the steps that draw noise."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromNoisyRollouts(FromRollouts):
+    """Rollouts with noise at every step, for `AdjointMatching`.
+
+    The defaults draw the steps of an SDE without memory: a sample does not depend on its initial
+    noise. With less noise, the optimum of adjoint matching is biased.
+    """
+
+    stochastic = True
+    kernel: Kernel = field(default_factory=DDIM)
+    """Transition family. `DDIM` with eta 1 equals `Precise` with eta sqrt(2)."""
+    eta: NoiseLevel = 1.0
+    """Noise level, whose meaning depends on the kernel."""
+
+    @override
+    def check(self, policy: Policy, requests: Sequence[Request]) -> None:
+        self.sampling.layout(self.steps)
+
+    @property
+    @override
+    def sampling(self) -> Sampling:
+        return replace(super().sampling, kernel=self.kernel, eta=self.eta)
+
+    @property
+    @override
+    def steps(self) -> Sequence[int]:
+        return range(self.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
 Credit has one column per denoising step, or a single column for the outcome.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,15 @@ from torch import Tensor
 
 from flowalign.credit.branch import mask_extremes
 from flowalign.distributed.processes import Processes
-from flowalign.functional.advantage import advantages, zero_spread_share
+from flowalign.functional.advantage import (
+    advantages,
+    exponential_advantages,
+    zero_spread_share,
+)
+from flowalign.functional.combine import opposed_share
 from flowalign.rewards.composite import Rewards, drop_failed
 from flowalign.rewards.objectives import not_dominated
-from flowalign.training.rollouts.advantage_config import AdvantageConfig
+from flowalign.training.rollouts.advantage_config import AdvantageConfig, MinNorm
 from flowalign.types import Request, StepCredit
 
 
@@ -93,12 +98,20 @@ class AdvantageEstimator:
         """
         gathered = self._gather(credit, outcome, group_size)
         credit, mask = gathered.credit, gathered.train_mask
-        advantage, process = self._compare(credit), None
+        shares: list[float] = []
+        advantage, process = self._compare(credit, shares.append), None
         if credit.process is not None:
             process = self._compare(replace(credit, value=credit.process))
         if self.cfg.extremes is not None:
             mask = mask_extremes(advantage[..., None], credit.group, mask, self.cfg.extremes)
-        return AdvantageEstimate(gathered, advantage, process, mask, self._metrics(gathered))
+        metrics = self._metrics(gathered)
+        metrics |= {"objectives_opposed": shares[0]} if shares else {}
+        return AdvantageEstimate(gathered, advantage, process, mask, metrics)
+
+    def compare_dims(self, gathered: GatheredCredit, dims: Sequence[str]) -> Float[Tensor, "n T"]:
+        """Return the advantages by some reward dimensions alone."""
+        chosen = torch.tensor([dim in dims for dim in self.rewards.dims])
+        return self._compare(gathered.credit, weights=self.weights * chosen)
 
     def learn(self, outcome: Float[Tensor, "n R"]) -> None:
         """Update the multipliers with the rewards of all processes' samples in a step."""
@@ -138,19 +151,36 @@ class AdvantageEstimator:
             num_dropped=int((requested & ~mask).sum()),
         )
 
-    def _compare(self, credit: StepCredit) -> Float[Tensor, "n T"]:
-        """Return the clipped advantages of all gathered transitions within their groups."""
-        cfg = self.cfg
+    def _compare(
+        self,
+        credit: StepCredit,
+        observe: Callable[[float], None] = lambda _: None,
+        weights: Float[Tensor, "R"] | None = None,
+    ) -> Float[Tensor, "n T"]:
+        """Return the clipped advantages of all gathered transitions within their groups.
+
+        If objectives are reweighted, `observe` gets the share of transitions on which they differ
+        in sign. `weights` replace the reward weights.
+        """
+        cfg, combine = self.cfg, self.cfg.combine
+
+        def reweight(terms: Float[Tensor, "m R"]) -> Float[Tensor, "m R"]:
+            assert isinstance(combine, MinNorm)
+            observe(opposed_share(terms))
+            return combine(terms)
+
         found = advantages(
             credit.value.nan_to_num(),
             credit.group,
             credit.mask,
-            self.weights,
+            self.weights if weights is None else weights,
             scale=cfg.scale,
-            combine=cfg.combine,
+            combine=reweight if isinstance(combine, MinNorm) else combine,
             std_floor=cfg.std_floor,
             correction=cfg.std_correction,
         )
+        if cfg.exponential:
+            found = exponential_advantages(found, credit.group, credit.mask)
         return found if cfg.clip is None else found.clamp(-cfg.clip, cfg.clip)
 
     def _groups(self, credit: StepCredit, prompt: Int[Tensor, "local"]) -> Int[Tensor, "n T"]:

@@ -1,8 +1,9 @@
-"""Add a matching loss on stored data to reward updates, such as SFT or a pair loss."""
+"""Add a matching loss on stored data to online updates, such as SFT or a pair loss."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 
 from flowalign.losses.matching.sft import SFT
 from flowalign.training.learner import Learner
@@ -23,13 +24,14 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 class Regulariser:
     """Matching loss on stored data that keeps the policy close to the data.
 
-    ReFL, arXiv:2304.05977, uses this kind of term with its pre-training data.
+    Source: ReFL, arXiv:2304.05977, with its pre-training data; DDRL, arXiv:2512.04332, whose term
+    is a forward KL to the data, at the noise levels of the sampler.
     """
 
     data: StoredDataset
     """Stored samples or pairs; each update uses one batch."""
     weight: NonNegativeFloat = 1.0
-    """Weight of the loss relative to the reward loss. 0: the data is not read."""
+    """Weight of the loss relative to the online loss. 0: the data is not read. DDRL: 0.01."""
     loss: MatchingLoss = field(default_factory=SFT)
     """Loss of the residuals, a class from `flowalign.losses` that needs no averages of the
     policy."""
@@ -56,6 +58,10 @@ class Regulariser:
     def rows(self) -> int:
         """Return the number of rows of a batch; a pair has two rows."""
         return self.data.batch_size * (1 + self.data.paired)
+
+    def rows_beside(self, micro_batch: int) -> int:
+        """Return the rows in memory together, per sample of an online micro-batch."""
+        return ceil(self.micro_batch * (1 + self.data.paired) / micro_batch)
 
     def check(self, run: RunContext) -> None:
         """Raise ValueError if the loss does not fit the data, or the data does not exist."""
