@@ -17,13 +17,24 @@ from flowalign.functional.transition import Kernel
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import require_ranges
 
-Label = Literal["labels", "segments", "masks", "advantages", "transitions", "targets", "places"]
+Label = Literal[
+    "labels",
+    "segments",
+    "masks",
+    "advantages",
+    "transitions",
+    "targets",
+    "places",
+    "contrasts",
+    "modalities",
+]
 """Labels that a dataset may hold in addition to media and prompts.
 
 labels: binary labels. segments: better row of a pair in each latent frame. masks: regions where
 the rows of a pair differ. advantages: advantages within groups. transitions: stochastic steps that
 the policy took from the states that it visited. targets: displacements of the clean latents up and
-down a reward. places: advantages of latent positions.
+down a reward. places: advantages of latent positions. contrasts: directions from the other sample
+of a group of two. modalities: advantages of the parts of a state, such as video and audio.
 """
 
 
@@ -68,6 +79,26 @@ class Examples:
     """Displacement of each clean latent to its target with a higher reward; None if not known."""
     descent: Float[Tensor, "n *latent"] | None = None
     """Displacement of each clean latent to its target with a lower reward; None if not known."""
+
+    contrast: Float[Tensor, "n *latent"] | None = None
+    """Normalised direction from the other sample of a group of two to this one; None if not
+    known."""
+    modality_advantages: Float[Tensor, "n P"] | None = None
+    """Advantage of each part of each row; None if all parts have `advantage`."""
+    modality_sizes: Sequence[int] = ()
+    """Number of elements of each part of a flat latent; empty if latents have no parts."""
+
+    @property
+    def required_contrast(self) -> Float[Tensor, "n *latent"]:
+        """Return the directions, for losses that require contrasts."""
+        assert self.contrast is not None, "the loss uses contrasts without requiring them"
+        return self.contrast
+
+    @property
+    def required_modalities(self) -> Float[Tensor, "n P"]:
+        """Return the advantages of parts, for losses that require modalities."""
+        assert self.modality_advantages is not None, "the loss uses parts without requiring them"
+        return self.modality_advantages
 
     @property
     def required_advantage(self) -> Float[Tensor, "n"]:

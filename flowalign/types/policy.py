@@ -1,7 +1,7 @@
 """Define the interface of a model for losses, rollouts and plans."""
 
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
 
@@ -106,6 +106,9 @@ class Policy(metaclass=ABCMeta):
 
     user_conditioning: "UserConditioning | None" = None
     """Conditioning on the user who asks; or None."""
+
+    modality_sizes: Mapping[str, int] = {}
+    """Number of elements of each part of a flat state, such as video and audio, in order."""
 
     @abstractmethod
     def velocity(

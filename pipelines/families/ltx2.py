@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.families.ltx import LORA, latent_unit, patch_of
-from pipelines.families.ltx2_guidance import Streams, guide_streams
+from pipelines.families.ltx2_guidance import Streams, guide_streams, scale_audio_gradients
 from pipelines.families.ltx2_sound import SoundCodec
 from pipelines.families.ltx2_state import audio_tokens
 from pipelines.network.schedules import shift_by_size
@@ -69,8 +69,13 @@ class LTX2(DiffusersPolicy):
             )
         audio_vae = self.folder.config("audio_vae")
         self.state_parts = self.sound_codec.divide((channels, *self.grid), audio_vae)
+        self.modality_sizes = self.state_parts.sizes
         self.streams.check_blocks(transformer["num_layers"], self.path)
         return (self.state_parts.size,)
+
+    def load(self, device: torch.device) -> None:
+        super().load(device)
+        scale_audio_gradients(self.denoiser.transformer_blocks, self.streams.audio_gradient)
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:  # noqa: ARG002
         parts = self.state_parts

@@ -1,19 +1,47 @@
-"""Combines the evaluations of LTX-2 into guided velocities of its two streams, video and audio."""
+"""Combines the evaluations of LTX-2 into guided velocities of its two streams, video and audio.
+
+Also scales the gradient that the audio stream gets from the video stream.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from flowalign.functional.path_gradient import scale_gradient
 from flowalign.types import Guidance, NonNegativeInt, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockGradient:
+    """Factor on the gradient from video to audio in a range of blocks."""
+
+    start: UnitInterval
+    """Share of the depth at which the range starts: block b of n is inside if start <= b / n."""
+    stop: UnitInterval
+    """Share of the depth at which the range ends: block b of n is inside if b / n < stop."""
+    scale: UnitInterval
+    """Factor on the gradient; 0: none."""
+
+    def __post_init__(self) -> None:
+        """Reject an empty range."""
+        if not self.start < self.stop:
+            raise ValueError(
+                f"streams.audio_gradient has start {self.start} and stop {self.stop}: need start < "
+                "stop"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Guidance settings of LTX-2 except the guidance of the video; defaults follow its pipeline."""
+    """Settings of the two streams of LTX-2 except the guidance of the video.
+
+    The defaults of the guidance follow its pipeline.
+    """
 
     audio_guidance: Guidance | None = 7.0
     """Classifier-free guidance scale of the audio; null uses the scale of the video."""
@@ -28,6 +56,10 @@ class Streams:
     rescale: UnitInterval = 0.7
     """Share (0 to 1) by which the standard deviation of the guided clean estimate is restored to
     that of the conditional estimate."""
+    audio_gradient: tuple[BlockGradient, ...] = ()
+    """Factors on the gradient that audio gets where video attends to it; other blocks have 1.
+    Values do not change. OmniNFT, arXiv:2605.12480: 0 in block 0 of 48, 0.1 in blocks 1 to 10, and
+    0.3 in blocks 40 to 47."""
 
     def weights(self, guidance: float) -> dict[str, tuple[float, float]]:
         """Return the (video, audio) weights of each evaluation in use, keyed by its name.
@@ -58,6 +90,23 @@ class Streams:
                 f"streams.perturbed_blocks is {list(blocks)}; {path} has blocks 0 to "
                 f"{depth - 1}: name some of them, or set streams.perturbed to 0"
             )
+
+
+def scale_audio_gradients(blocks: nn.ModuleList, parts: Sequence[BlockGradient]) -> None:
+    """Scale the gradient of the audio that each block's video attends to."""
+    for part in parts:
+        for b, block in enumerate(blocks):
+            if part.start <= b / len(blocks) < part.stop:
+                attention = block.get_submodule("audio_to_video_attn")
+                attention.register_forward_pre_hook(partial(_scale, part.scale), with_kwargs=True)
+
+
+def _scale(
+    scale: float, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of an attention layer with a scaled gradient of its context."""
+    context = scale_gradient(given["encoder_hidden_states"], scale)
+    return args, {**given, "encoder_hidden_states": context}
 
 
 def guide_streams(

@@ -25,7 +25,12 @@ class Parts:
     @property
     def size(self) -> int:
         """Return the number of values of a state."""
-        return prod(self.video) + prod(self.audio)
+        return sum(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the number of values of each part."""
+        return {"video": prod(self.video), "audio": prod(self.audio)}
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Float[Tensor, "n d"]:
         """Draw the video's noise and then the audio's, in the order of the pipeline."""
@@ -37,7 +42,7 @@ class Parts:
         self, x: Float[Tensor, "n d"]
     ) -> tuple[Float[Tensor, "n C f h w"], Float[Tensor, "n c l m"]]:
         """Return the latents of video and audio."""
-        video, audio = x.split([prod(self.video), prod(self.audio)], 1)
+        video, audio = x.split([*self.sizes.values()], 1)
         return video.unflatten(1, self.video), audio.unflatten(1, self.audio)
 
     def joined(

@@ -3,7 +3,7 @@
 rollout -> state at a low noise level -> clean prediction -> ascent and descent of the reward
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,7 +76,8 @@ class RewardAscent:
             parts = [(x, x, x)]
         clean, up, down = (torch.cat(column) for column in zip(*parts, strict=True))
         found = replace(examples, latents=clean, ascent=up, descent=down)
-        return found, _visited(trajectory, self.query, x, clean, samples)
+        states = {self.query: x, trajectory.num_steps: clean}
+        return found, with_states(trajectory, states, samples)
 
     def _displacements(
         self,
@@ -100,20 +101,18 @@ class RewardAscent:
         return ascend_and_descend(clean, gradient, self.steps, self.radius, self.share)
 
 
-def _visited(
+def with_states(
     trajectory: Trajectory,
-    query: int,
-    x: Float[Tensor, "n *latent"],
-    clean: Float[Tensor, "n *latent"],
+    states: Mapping[int, Float[Tensor, "n *latent"]],
     samples: Int[Tensor, "n"],
 ) -> Trajectory:
-    """Return the queried states as trajectories that end at the clean predictions."""
+    """Return trajectories with only these states, one row per sample in `samples`."""
     each = torch.arange(len(samples))[:, None].expand(-1, trajectory.num_steps + 1)
     return replace(
         trajectory,
         logp=trajectory.logp[samples.to(trajectory.logp.device)],
         eta=trajectory.eta[samples.to(trajectory.eta.device)],
-        states={query: x, trajectory.num_steps: clean},
+        states=states,
         requests=[trajectory.requests[int(i)] for i in samples],
         rows=SharedRows(each.contiguous()),
         means={},

@@ -3,7 +3,7 @@
 requests -> samples -> rewards -> advantages -> clean samples with their advantages
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -24,7 +24,7 @@ from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.training_prompts import TrainingPrompts
-from flowalign.types import CreditEstimator, Label, ModelPlan
+from flowalign.types import CreditEstimator, Label, ModelPlan, Policy
 from flowalign.types.ranges import require_ranges
 
 
@@ -56,6 +56,12 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     """Distribution of advantages over latent positions, for `NFT`. Null: equal advantages."""
     ascent: RewardAscent | None = None
     """Clean predictions at one step, moved along the reward gradient, for `OPSD`. Null: none."""
+    contrast: bool = False
+    """Whether all visited states are matched, with the direction from the other of the two samples
+    of a prompt, for `FDFO`."""
+    modalities: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Reward dimensions of each part of the states, such as video and audio, for `OmniNFT`. A
+    dimension may belong to several parts. Empty: a sample has one advantage."""
 
     on_failed_reward: OnFailure = "raise"
     """Action after a failed reward. raise: the run ends. drop_sample: samples with unknown credit
@@ -66,13 +72,16 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         require_ranges(self, self.key)
         self.rollouts.check_groups()
         _check_ascent(self)
+        if self.contrast:
+            _check_contrast(self)
         for iteration in (0, SEVERAL):
             self._check_completions(self.rollouts.credited_window(iteration))
 
     @property
     def rollouts(self) -> RolloutSettings:
         """Return the rollout settings of a step."""
-        kept = () if self.query is None else (self.query,)
+        kept = range(self.sampling.num_steps + 1) if self.contrast else ()
+        kept = kept if self.query is None else (self.query,)
         return RolloutSettings(**self.rollout_fields(), also_kept=kept, key=self.key)
 
     @property
@@ -80,13 +89,15 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     def provides(self) -> Set[Label]:
         given: set[Label] = {"targets"} if self.ascent else set()
         given |= {"places"} if self.spatial else set()
+        given |= {"contrasts"} if self.contrast else set()
+        given |= {"modalities"} if self.modalities else set()
         return {"labels", "advantages", *given}
 
     @property
     @override
     def trajectory_steps(self) -> int | None:
-        """Return the number of denoising steps if `ascent` queries one of them, else None."""
-        return self.sampling.num_steps if self.ascent else None
+        """Return the number of denoising steps if their states are matched, else None."""
+        return self.sampling.num_steps if self.ascent or self.contrast else None
 
     @property
     @override
@@ -120,6 +131,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             self.spatial.check(f"{self.key}.spatial", run.rewards)
         if self.ascent:
             check_gradients(run.rewards, f"{self.key}.ascent")
+        _check_modalities(self, run.rewards)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 
@@ -129,6 +141,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        self._check_parts(run.policy)
         rows = {"examples per step": f"{self.examples_per_step}"}
         if self.ascent:
             gradients = self.examples_per_step * (2 * self.ascent.steps - 1)
@@ -155,6 +168,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             self.weight_map,
             self.ascent,
             self.spatial,
+            self.contrast,
+            self.modalities,
         )
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
@@ -165,6 +180,16 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         valued = sorted({k for k, how in self.rollouts.requested(steps) if how == self.completion})
         valued = [*valued, self.sampling.num_steps]
         return {k: next(j for j in valued if j > k) for k in steps}
+
+    def _check_parts(self, policy: Policy) -> None:
+        """Raise ValueError unless `modalities` names all parts of the policy's states."""
+        parts, name = policy.modality_sizes, type(policy).__name__
+        if self.modalities and {*self.modalities} != {*parts}:
+            raise ValueError(
+                f"{self.key}.modalities names {', '.join(self.modalities)}, but the states of "
+                f"{name} have the parts {', '.join(parts) or 'none'}: name all of these"
+                + ("" if parts else ", or leave modalities out")
+            )
 
     def _check_completions(self, steps: Sequence[int]) -> None:
         """Raise ValueError if `clean` or the credit method needs completions that are missing."""
@@ -206,6 +231,49 @@ def _check_ascent(cfg: ScoredGroups) -> None:
                 f"{cfg.key}.{name} is {value}, but {cfg.key}.ascent makes the examples from clean "
                 f"predictions at one step: set {name} to {plain or 'null'}"
             )
+
+
+def _check_contrast(cfg: ScoredGroups) -> None:
+    """Raise ValueError unless groups are two noisy trajectories from one initial noise."""
+    sampling, every = cfg.sampling, (0, SEVERAL)
+    two = sampling.samples_per_prompt == 2 and sampling.seeds_per_prompt == 1
+    if not two or not all(cfg.rollouts.window(i) for i in every):
+        raise ValueError(
+            f"{cfg.key}.contrast compares two noisy samples from one initial noise: set "
+            f"{cfg.key}.sampling.samples_per_prompt to 2, seeds_per_prompt to 1, and sde_window to "
+            "flowalign.sampling.AllButLast"
+        )
+    for name, value, plain in (
+        ("ascent", cfg.ascent, None),
+        ("credit", cfg.credit, None),
+        ("weight_map", cfg.weight_map, None),
+        ("spatial", cfg.spatial, None),
+        ("clean", cfg.clean, "sample"),
+        ("sampling.tail_ratio", sampling.tail_ratio, None),
+    ):
+        if value != plain:
+            raise ValueError(
+                f"{cfg.key}.{name} is {value}, but {cfg.key}.contrast matches the visited states "
+                f"of whole rollouts: set {name} to {plain or 'null'}"
+            )
+
+
+def _check_modalities(cfg: ScoredGroups, rewards: Rewards) -> None:
+    """Raise ValueError unless exactly the weighted dimensions are given to parts of the states."""
+    if not cfg.modalities:
+        return
+    weighted = {dim for dim in rewards.dims if rewards.weight_of.get(dim)}
+    routed = {dim for dims in cfg.modalities.values() for dim in dims}
+    if routed != weighted:
+        raise ValueError(
+            f"{cfg.key}.modalities names the rewards {', '.join(sorted(routed)) or 'none'}; those "
+            f"with a weight are {', '.join(sorted(weighted))}: name each of these at least once"
+        )
+    if cfg.credit is not None or cfg.ascent is not None or cfg.contrast:
+        raise ValueError(
+            f"{cfg.key}.modalities divides the advantage of the outcome at every noise level: set "
+            "credit and ascent to null, and contrast to false"
+        )
 
 
 def _check_map(cfg: ScoredGroups, rewards: Rewards) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,11 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.maps import average_on_grid, normalise_mean
+from flowalign.losses.matching.fdfo import pair_contrast
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
 from flowalign.training.matching.credited_stream import CreditedStream
-from flowalign.training.matching.reward_ascent import RewardAscent
+from flowalign.training.matching.reward_ascent import RewardAscent, with_states
 from flowalign.training.matching.source import Batch, StepAdvantages
+from flowalign.training.rollouts.advantages import GatheredCredit
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.rollouts.state_values import CompletionValues
@@ -42,6 +44,10 @@ class ScoredStream(CreditedStream):
     """Ascent of the reward from clean predictions, which replace the samples. None: none."""
     spatial: SpatialCredit | None = None
     """Distribution of advantages over latent positions. None: equal advantages."""
+    contrast: bool = False
+    """Whether the examples are visited states with the direction from the other sample."""
+    modalities: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Reward dimensions of each part of the states. Empty: one advantage."""
 
     @override
     def batch(self, step: int) -> Batch:
@@ -65,13 +71,28 @@ class ScoredStream(CreditedStream):
             examples = replace(examples, advantage=outcome, desirable=outcome > 0)
             if places is not None:
                 examples = replace(examples, places=places[:, 0])
-            visited = None
+            visited, trajectory = None, values.trajectory
+            if self.modalities:
+                routed = self._route(estimate.gathered)[local][kept]
+                sizes = [self.learner.policy.modality_sizes[name] for name in self.modalities]
+                examples = replace(examples, modality_advantages=routed, modality_sizes=sizes)
+            if self.contrast:
+                direction = pair_contrast(trajectory.state(trajectory.num_steps))[kept]
+                examples = replace(examples, contrast=direction)
+                states = {k: trajectory.state(k, kept) for k in range(trajectory.num_steps + 1)}
+                visited = with_states(trajectory, states, kept)
             if self.ascent:
-                examples, visited = self._ascend(self.ascent, values.trajectory, examples, kept)
+                examples, visited = self._ascend(self.ascent, trajectory, examples, kept)
             return Batch(examples, first, total, metrics, visited=visited)
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         steps = replace(steps, places=places)
         return Batch(examples, first, total, metrics, steps)
+
+    def _route(self, gathered: GatheredCredit) -> Float[Tensor, "n P"]:
+        """Return the advantages of all processes' samples by the rewards of each part."""
+        estimator = self.rollouts.estimator
+        parts = [estimator.compare_dims(gathered, dims) for dims in self.modalities.values()]
+        return torch.cat(parts, 1)
 
     def _ascend(
         self, ascent: RewardAscent, trajectory: Trajectory, examples: Examples, kept: Tensor

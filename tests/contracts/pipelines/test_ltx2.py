@@ -1,12 +1,14 @@
 """LTX-2 satisfies the contract of policies; its sound, its state and its guidances are its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flowalign.training.reference import conditional
 from flowalign.types import plain_requests
 from pipelines.families.ltx2 import LTX2
-from pipelines.families.ltx2_guidance import Streams
+from pipelines.families.ltx2_guidance import BlockGradient, Streams
 from tests.fixtures.clips import (
     assert_official_clips,
     assert_reads_prompts_with_its_encoders_on_the_device,
@@ -139,6 +141,29 @@ def test_a_state_is_the_video_and_then_five_twelfths_of_a_second_of_audio(ltx2):
     assert change[:, :96].abs().max() > 1e-4  # the video hears the audio
     assert torch.equal(policy.decode(louder), policy.decode(x))
     assert not torch.equal(policy.sound(louder), policy.sound(x))
+
+
+PLAIN = STREAMS["nothing"][1]
+
+
+def test_the_gradient_of_audio_is_scaled_where_video_attends_to_it(ltx2):
+    """Velocities stay equal to the bit; without a gradient in any block, video ignores audio."""
+    gradients, values = [], []
+    for scale in (1.0, 0.5, 0.0):
+        part = BlockGradient(start=0.0, stop=1.0, scale=scale)
+        policy = ltx2.new(streams=replace(PLAIN, audio_gradient=(part,)))
+        x, cond = noise(policy).requires_grad_(), policy.encode(plain_requests(PROMPTS))
+        v = policy.velocity(x, torch.tensor(0.6), cond)
+        gradients.append(torch.autograd.grad(v[:, :96].sum(), x)[0][:, 96:])
+        values.append(v.detach())
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], values[2])
+    full, half, none = gradients
+    assert full.abs().max() > 1e-4
+    assert none.abs().max() == 0
+    assert 0 < half.norm() < full.norm()
+    with pytest.raises(ValueError, match="need start < stop"):
+        BlockGradient(start=0.5, stop=0.5, scale=0.0)
 
 
 def test_rows_of_different_times_are_the_rows_alone_with_every_guidance(ltx2):
