@@ -11,9 +11,9 @@ Wan 2.1).
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -49,13 +49,19 @@ class FirstBlocks(NoisyBackbone):
         self.num_frames = policy.num_frames or 1
         self.loaded = False
 
+    @classmethod
+    def reader(cls, policy: Policy, settings: Mapping[str, Any]) -> "BlockFeatures":
+        """Return the evaluation of a loaded policy's blocks, with constructor arguments."""
+        return BlockFeatures(policy, settings["blocks"], settings.get("regions"))
+
     def load(self) -> None:
         """Read the policy's weights; raise ValueError if it has fewer blocks."""
         if self.loaded:
             return
         self.policy.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.network = self.policy.denoiser.requires_grad_(False)
-        self.features = BlockFeatures(self.policy, self.blocks, self.regions)
+        settings = {"blocks": self.blocks, "regions": self.regions}
+        self.features = self.reader(self.policy, settings)
         self.evaluation_share = self.features.share
         self.weights_fingerprint = self.features.fingerprint()
         self.fingerprint = "-".join([self.weights_fingerprint, *self.policy.encoders()])
@@ -103,6 +109,9 @@ class FirstBlocks(NoisyBackbone):
 class BlockFeatures:
     """Evaluation of the first blocks of a loaded policy with its released weights."""
 
+    reads_output: ClassVar[bool] = False
+    """Whether the features also depend on the layers after the blocks."""
+
     def __init__(self, policy: Policy, blocks: int, regions: Sequence[int] | None):
         self.policy = copy.copy(policy)
         self.policy.guidance, self.policy.evaluations_per_velocity = 1.0, 1
@@ -147,7 +156,8 @@ class BlockFeatures:
         )
         digest = hashlib.sha256(f"{self.blocks} {self.regions}".encode())
         for name, value in sorted(self.policy.denoiser.state_dict().items()):
-            if "lora_" in name or name.startswith(beyond) or _is_last(name):
+            unused = name.startswith(beyond) or (_is_last(name) and not self.reads_output)
+            if "lora_" in name or unused:
                 continue
             digest.update(name.replace(".base_layer", "").encode())
             digest.update(value.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes())

@@ -1,6 +1,7 @@
 """Loads a reward of noisy latents from a folder that `flowalign reward train` wrote."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Literal
 
 from jaxtyping import Float
@@ -9,7 +10,7 @@ from torch import Tensor
 from flowalign.functional.rating import Rater
 from flowalign.types import Cond, LatentReward, Policy
 from reward_models.backbones.checkpoints import find_file, load_exactly, read_tensors
-from reward_models.backbones.first_blocks import BlockFeatures
+from reward_models.backbones.first_blocks import BlockFeatures, FirstBlocks
 from reward_models.wrappers.trained import build_head, find_width, read_description
 
 
@@ -39,8 +40,9 @@ class TrainedLatentReward(LatentReward):
         """Read the head and attach it to the first blocks of this policy."""
         if self.features is not None:
             return
-        given = self.config["backbone"]["init_args"]
-        features = BlockFeatures(policy, given["blocks"], given.get("regions"))
+        module, _, name = self.config["backbone"]["class_path"].rpartition(".")
+        backbone: type[FirstBlocks] = getattr(import_module(module), name)
+        features = backbone.reader(policy, self.config["backbone"]["init_args"])
         wanted, found = self.config["noise"]["weights_fingerprint"], features.fingerprint()
         if wanted != found:
             raise ValueError(

@@ -130,7 +130,9 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
             "with "
             f"reward_models.{other}"
         )
-    named = {"head": config["head"]} if noisy else config
+    # The policy of a latent reward's backbone is not built, so it may be of any package.
+    backbone = {"class_path": config["backbone"]["class_path"]}
+    named = {"head": config["head"], "backbone": backbone} if noisy else config
     foreign = [c for c in _class_paths(named) if c.split(".")[0] not in trusted]
     if foreign:
         raise ValueError(

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit import Gain, LatentGain, ProcessOutcome
+from flowalign.credit import Gain, LatentGain, NextLatent, ProcessOutcome
+from flowalign.credit.group_ids import sibling_ids
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import LayerTuning, PPOClip
 from flowalign.rewards.checked import RewardFailure
+from flowalign.sampling.branching import Comb
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.build_batch import build_batch
 from flowalign.training.policy_gradient.step_plan import plan_step
@@ -86,6 +88,30 @@ def test_a_latent_score_that_is_not_finite_ends_the_run_or_drops_the_sample():
     cfg, learner, values = rolled(credit, on_failed_reward="drop_sample")
     estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
     assert estimate.gathered.credit.mask.sum(1).tolist() == [3, 0] + [3] * 10
+
+
+def test_siblings_are_compared_by_the_state_that_they_reached():
+    """Step-wise GRPO: a prompt has a sibling of each state at each of two branching steps."""
+    reward, comb = LatentRedness(), Comb(children=2)
+    sampling = {"branching": comb, "samples_per_prompt": 6, "seeds_per_prompt": 1}
+    credit = NextLatent(reward=reward)
+    cfg, learner, values = rolled(credit, sampling=sampling, advantages={"scale": "none"})
+    found = compute_credit(cfg.rollouts, values)
+    trajectory, mask = values.trajectory, values.trajectory.trained
+    assert torch.equal(found.group, sibling_ids(trajectory))
+    assert values.rewards.costs.decodes == values.rewards.costs.reward_calls == 0
+    length = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(6)[:, None]
+    for k in range(3):
+        reached = reward.score(
+            trajectory.state(k + 1), trajectory.sigmas[k + 1], {"length": length}
+        )
+        assert_close(found.value[mask[:, k], k], reached[mask[:, k]])
+    estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
+    totals = torch.zeros(int(found.group.max()) + 1)
+    totals = totals.index_add(0, found.group[mask], estimate.advantage[mask])
+    assert totals.abs().max() < 1e-5
+    with pytest.raises(ValueError, match=r"to flowalign\.sampling\.Comb or Tree"):
+        rolled(credit)
 
 
 def test_process_and_outcome_are_compared_apart():
