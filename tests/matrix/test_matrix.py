@@ -80,6 +80,7 @@ RUNS = {
         *("flux1_dev", "methods/draft_lv", "tasks/hpsv2", "tasks/hyper_align_flux1"),
     ),
     "euphonium": ("sd35_medium", "credit/sd35_medium/euphonium"),
+    "step-wise grpo": ("sd35_medium", "credit/sd35_medium/step_grpo"),
     "latent gain": ("sd35_medium", "credit/sd35_medium/latent_gain"),
     "flow nrg": ("sd35_medium", "tasks/flow_nrg_sd35"),
     "euphonium of wan": ("wan21_1_3b", "tasks/euphonium_wan21_1_3b"),
@@ -89,15 +90,19 @@ RUNS = {
 }
 """Run files of components that no other run file names, with a model for each. The file of the
 model comes first, unless the first file is complete."""
-LATENT = {"sd35_medium": "sd35_latent", "wan21_1_3b": "wan21_1_3b_latent"}
-"""Latent reward of models whose run files use one."""
+LATENT = {
+    "sd35_latent": "sd35_medium",
+    "sd35_drm": "sd35_medium",
+    "wan21_1_3b_latent": "wan21_1_3b",
+}
+"""Model of each latent reward that run files use."""
 COMPLETE = ("any_flow", "credit/", "preference/")
 
 
 @pytest.fixture(scope="module")
 def latent_rewards(matrix):
     """Latent rewards, trained on the first blocks of the tiny models."""
-    for model, name in LATENT.items():
+    for name, model in LATENT.items():
         matrix.train_reward(name, model)
 
 

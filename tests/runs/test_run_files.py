@@ -89,6 +89,8 @@ NEW = [
     ["configs/shapes_crd.yaml"],
     ["configs/shapes_nft.yaml"],
     ["configs/shapes_opsd.yaml"],
+    ["configs/shapes_adjoint.yaml"],
+    ["configs/models/ltx2.yaml", "configs/methods/omni_nft.yaml"],
     *(["configs/shapes.yaml", f"configs/tasks/shapes_{name}.yaml"] for name in ("places", "star")),
     *(
         [f"configs/models/{model}.yaml", "configs/methods/diffusion_opsd.yaml"]
@@ -158,7 +160,11 @@ NEW = [
         "configs/tasks/hyper_align_flux1.yaml",
     ],
     ["configs/preference/sdxl_ppd.yaml"],
-    *([f"configs/credit/sd35_medium/{name}.yaml"] for name in ("euphonium", "latent_gain")),
+    *(
+        [f"configs/credit/sd35_medium/{name}.yaml"]
+        for name in ("euphonium", "latent_gain", "step_grpo")
+    ),
+    ["configs/credit/toy_shapes/step_grpo.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/tasks/flow_nrg_sd35.yaml"],
     *(
         ["configs/models/wan21_1_3b.yaml", f"configs/tasks/{name}_wan21_1_3b.yaml"]
@@ -168,7 +174,7 @@ NEW = [
         ["configs/models/sd35_medium.yaml", f"configs/methods/{name}.yaml"]
         for name in (
             *("ram", "flow_awr", "epg", "v_grpo", "kvpo", "norm_guard", "align_prop"),
-            "gardo",
+            *("gardo", "ddrl", "otca", "fdfo", "adjoint_matching"),
         )
     ),
     ["configs/models/krea2.yaml", "configs/methods/ipo.yaml"],
