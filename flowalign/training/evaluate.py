@@ -1,7 +1,7 @@
 """Evaluate every reward on held-out prompts with fixed seeds and the deterministic sampler."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -19,9 +19,10 @@ from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.inference import generate
+from flowalign.training.divergence import measure_divergence
 from flowalign.training.sample_bounds import SampleBounds
-from flowalign.training.watch import DIVERSITY, SIGNALS, Watch, measure_panel
-from flowalign.types import Policy, PromptConditioning, Request, prompts_of
+from flowalign.training.watch import DIVERSITY, KL, SIGNALS, Watch, measure_panel
+from flowalign.types import Policy, PromptConditioning, Request, VelocityField, prompts_of
 from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.files import write_text
 from flowalign.utils.seeds import generator
@@ -145,12 +146,13 @@ def evaluate(
     cfg: Evaluation,
     processes: Processes,
     conditioning: PromptConditioning | None = None,
+    reference: VelocityField | None = None,
 ) -> EvaluationResult:
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
     The metrics are the mean of each reward dimension, per split and overall, the diversity of
     samples of the same request, and the sharpness. Sharpness is the variance of the Laplacian of a
-    frame, averaged over all samples.
+    frame, averaged over all samples. A watched `kl` needs the `reference`.
     """
     items = cfg.items()
     local = list(processes.share(range(len(items))))
@@ -158,8 +160,8 @@ def evaluate(
     seeds = [generator(cfg.seed, "evaluation", i) for i in local]
     sampler = cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, conditioning
     latents = generate(policy, requests, *sampler)
-    order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
+    order = {request: n for n, (_, request) in enumerate(items)}
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
     signals: dict[str, list[Tensor]] = {name: [] for name in _list_signals(cfg)}
     for start in range(0, len(local), cfg.micro_batch):
@@ -168,9 +170,8 @@ def evaluate(
         scoring.add(rewards.batch(media, some, [order[request] for request in some], policy.fps))
         for name, values in signals.items():
             values.append(SIGNALS[name](media))
-        pairs = zip(local[start:], media, strict=False)
-        grid = {i: reduce_size(x, LONGEST) if policy.fps else x for i, x in pairs if i in shown}
-        kept |= {i: frames.clone() for i, frames in grid.items()}
+        kept |= _choose_grid(zip(local[start:], media, strict=False), shown, policy.fps)
+    signals |= _measure_kl(cfg, policy, reference, requests, latents, local, conditioning)
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
     kept = processes.merge(kept)
     measured = {name: processes.gather(torch.cat(values)) for name, values in signals.items()}
@@ -186,10 +187,35 @@ def evaluate(
     )
 
 
+def _choose_grid(
+    samples: Iterable[tuple[int, Float[Tensor, "F 3 H W"]]], shown: list[int], fps: float | None
+) -> dict[int, Float[Tensor, "F 3 h w"]]:
+    """Return copies of the samples that the grid shows, by index; videos are reduced."""
+    some = {i: media for i, media in samples if i in shown}
+    return {i: (reduce_size(x, LONGEST) if fps else x).clone() for i, x in some.items()}
+
+
 def _list_signals(cfg: Evaluation) -> list[str]:
     """Return the image signals to measure: the sharpness, and those that the run watches."""
     watched = cfg.watch.metrics if cfg.watch else []
     return list(dict.fromkeys(["sharpness", *(name for name in watched if name in SIGNALS)]))
+
+
+def _measure_kl(
+    cfg: Evaluation,
+    policy: Policy,
+    reference: VelocityField | None,
+    requests: Sequence[Request],
+    latents: Float[Tensor, "n *latent"],
+    indices: Sequence[int],
+    conditioning: PromptConditioning | None,
+) -> dict[str, list[Float[Tensor, "n"]]]:
+    """Return the divergence of each sample from the reference, if the run watches it."""
+    if cfg.watch is None or KL not in cfg.watch.metrics:
+        return {}
+    assert reference is not None, "kl is a divergence from the reference"
+    samples = requests, latents, indices, cfg.seed, cfg.micro_batch
+    return {KL: [measure_divergence(policy, reference, *samples, conditioning)]}
 
 
 def _measure_panel(

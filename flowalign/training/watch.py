@@ -1,9 +1,11 @@
-"""Detect reward hacking: the optimised reward rises on held-out prompts while others fall.
+"""Detect reward hacking: other metrics fall on held-out prompts, but not the optimised reward.
 
 All metrics are paired differences to the evaluation before training, on the same prompts and
 noises, with one value per prompt. Evaluation e tests J watched metrics at the level
 alpha * 6 / (pi^2 e^2 J), so a run without a true fall raises an alarm with probability at most
-alpha. The alarm also needs a significant rise of the optimised reward.
+alpha. There is no alarm if the optimised reward falls as well (at the level alpha): the training
+failed, but nothing was hacked. A rise on held-out prompts is not required, because a reward that
+does not generalise is hacked on training prompts alone.
 """
 
 import json
@@ -21,7 +23,7 @@ from flowalign.functional.image_signals import dark_share, grid_power
 from flowalign.functional.sequential import lower_bound, lower_p, spend_level
 from flowalign.functional.sharpness import variance_of_laplacian
 from flowalign.types import Request
-from flowalign.types.ranges import NonNegativeFloat, Range, require_ranges
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
 from flowalign.utils.files import write_json
 
 Action = Literal["warn", "stop", "roll_back"]
@@ -29,7 +31,7 @@ Action = Literal["warn", "stop", "roll_back"]
 the best evaluation."""
 SIGNALS = {"sharpness": variance_of_laplacian, "grid_power": grid_power, "dark_share": dark_share}
 """Measurements of single images, by name."""
-DIVERSITY, OPTIMISED, FILE = "diversity", "optimised", "watch.json"
+DIVERSITY, KL, OPTIMISED, FILE = "diversity", "kl", "optimised", "watch.json"
 _SHARPNESS_TOLERANCE = math.log(1.25)
 """Tolerated factor of the sharpness, in both directions."""
 _HEALTHY = 0.05
@@ -44,14 +46,17 @@ class Watch:
 
     metrics: list[str]
     """Reward dimensions without a weight, `diversity`, `sharpness`, `grid_power` (artefacts that
-    repeat every 8 pixels) or `dark_share`."""
+    repeat every 8 pixels), `dark_share` or `kl`."""
     on_hacking: Action = "warn"
-    """Reaction when the optimised reward rises and a watched metric falls: warn, stop or
+    """Reaction when a watched metric falls and the optimised reward does not: warn, stop or
     roll_back."""
     false_alarm_rate: Annotated[float, Range(above=0, below=1)] = 0.05
     """Largest probability that a run without a true fall raises an alarm."""
     tolerance: NonNegativeFloat = 0.1
     """Tolerated fall, in standard deviations of the metric over prompts before training."""
+    kl_limit: PositiveFloat | None = None
+    """Largest mean squared difference between the velocities of the policy and the initial model,
+    which `kl` measures. Every training increases it, so `kl` needs a limit."""
 
     def __post_init__(self) -> None:
         """Reject settings outside their ranges, and repeated metrics."""
@@ -60,11 +65,16 @@ class Watch:
             raise ValueError(
                 f"evaluation.watch.metrics is {self.metrics}; name each metric once, at least one"
             )
+        if (KL in self.metrics) != (self.kl_limit is not None):
+            raise ValueError(
+                f"evaluation.watch.metrics is {self.metrics} and kl_limit is {self.kl_limit};\n"
+                "set kl_limit if kl is among the metrics, and only then"
+            )
 
     def check(self, weights: Mapping[str, float], every: int) -> None:
         """Raise ValueError unless the run measures all metrics, and optimises none of them."""
         unweighted = [dim for dim, weight in weights.items() if not weight]
-        known = [*unweighted, DIVERSITY, *SIGNALS]
+        known = [*unweighted, DIVERSITY, KL, *SIGNALS]
         if unknown := [name for name in self.metrics if name not in known]:
             why = "has a weight" if unknown[0] in weights else "is not measured"
             raise ValueError(
@@ -89,7 +99,8 @@ class Verdict:
     falls: Mapping[str, float]
     """p-value of a fall of each watched metric."""
     alarm: list[str]
-    """Metrics that fell significantly while the optimised reward rose; empty without an alarm."""
+    """Metrics that fell significantly while the optimised reward did not; empty without an alarm.
+    """
     healthy: bool
     """Whether no watched metric falls at the 5 % level, without correction."""
     gain: float
@@ -101,26 +112,29 @@ def judge(cfg: Watch, base: Panel, now: Panel, evaluation: int, done: int) -> Ve
     level = spend_level(cfg.false_alarm_rate, evaluation, len(cfg.metrics))
     change = _usable(now[OPTIMISED] - base[OPTIMISED])
     rise = lower_p(-change)
-    falls = {name: _fall(name, base[name], now[name], cfg.tolerance) for name in cfg.metrics}
+    falls = {name: _fall(cfg, name, base[name], now[name]) for name in cfg.metrics}
     down = [name for name, p in falls.items() if p <= level]
     return Verdict(
         done,
         rise,
         falls,
-        down if rise <= level else [],
+        [] if lower_p(change) <= cfg.false_alarm_rate else down,
         all(p > _HEALTHY for p in falls.values()),
         lower_bound(change, _HEALTHY),
     )
 
 
-def _fall(name: str, base: Float[Tensor, "n"], now: Float[Tensor, "n"], tolerance: float) -> float:
-    """Return the p-value of a change for the worse beyond the tolerance."""
+def _fall(cfg: Watch, name: str, base: Float[Tensor, "n"], now: Float[Tensor, "n"]) -> float:
+    """Return the p-value of a change for the worse beyond the tolerance, or beyond the limit."""
+    if name == KL:
+        assert cfg.kl_limit is not None
+        return lower_p(_usable(cfg.kl_limit - now))
     if name == "sharpness":  # less is blur, more is noise
         change = _usable((now / base).log())
         both = (lower_p(change, _SHARPNESS_TOLERANCE), lower_p(-change, _SHARPNESS_TOLERANCE))
         return min(1.0, 2 * min(both))
     sign = -1 if name in SIGNALS else 1  # artefacts and dark pixels should not increase
-    allowed = tolerance * float(_usable(base).double().std(correction=0))
+    allowed = cfg.tolerance * float(_usable(base).double().std(correction=0))
     return lower_p(_usable(sign * (now - base)), allowed)
 
 
@@ -138,7 +152,7 @@ def measure_panel(
 ) -> dict[str, Float[Tensor, "p"]]:
     """Return the value of each distinct request: the mean over its samples, and their distance.
 
-    `columns` holds a value per sample for each reward dimension and each signal.
+    `columns` holds a value per sample for each reward dimension, each signal and `kl`.
     """
     rows: dict[Request, list[int]] = {}
     for i, request in enumerate(requests):
@@ -234,6 +248,6 @@ class HackingMonitor:
             else ("no earlier evaluation is better than the start")
         )
         return (
-            f"reward hacking after {verdict.done} steps: the optimised reward rises (p "
-            f"{verdict.rise:.1e}) while these get worse: {falls};\n{best}"
+            f"reward hacking after {verdict.done} steps: these get worse: {falls}, but not the "
+            f"optimised reward (rise: p {verdict.rise:.1e});\n{best}"
         )

@@ -1,5 +1,6 @@
 """Hacking detection: verdicts by hand, and runs that warn, stop or return to the best weights."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -9,10 +10,12 @@ import torch
 
 from flowalign.functional.image_signals import dark_share, grid_power
 from flowalign.rewards.weighted_reward import WeightedReward
+from flowalign.training.divergence import measure_divergence
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.watch import HackingMonitor, Watch, judge, measure_panel
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
+from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.small_run import go, new_run
 
 
@@ -25,10 +28,11 @@ def panel(optimised, watched, name="quality", n=16):
 START = {"optimised": torch.zeros(16).double(), "quality": torch.linspace(0, 1, 16).double()}
 
 
-def test_an_alarm_needs_a_rise_and_a_fall():
+def test_an_alarm_needs_a_fall_that_the_optimised_reward_does_not_share():
     cfg = Watch(metrics=["quality"])
     base = START
-    for up, down, alarm in ((0.5, -0.5, True), (0.5, 0.0, False), (0.0, -0.5, False)):
+    cases = ((0.5, -0.5, True), (0.5, 0.0, False), (0.0, -0.5, True), (-0.5, -0.5, False))
+    for up, down, alarm in cases:
         now = panel(up, base["quality"] + down)
         verdict = judge(cfg, base, now, 1, 10)
         assert bool(verdict.alarm) == alarm
@@ -59,6 +63,27 @@ def test_sharpness_is_tested_in_both_directions_and_artefacts_upwards():
     for change, alarm in ((0.8, True), (-0.8, False)):
         now = panel(1.0, START["quality"] + change, "grid_power")
         assert bool(judge(Watch(metrics=["grid_power"]), grid, now, 1, 1).alarm) == alarm
+
+
+def test_kl_is_tested_against_its_limit():
+    base = {"optimised": torch.zeros(16).double(), "kl": torch.zeros(16).double()}
+    cfg = Watch(metrics=["kl"], kl_limit=0.2)
+    for level, alarm in ((0.1, False), (0.2, False), (0.4, True)):
+        now = panel(1.0, torch.tensor(level), "kl")
+        verdict = judge(cfg, base, now, 1, 1)
+        assert bool(verdict.alarm) == alarm
+    for metrics, limit in ((["kl"], None), (["diversity"], 0.2)):
+        with pytest.raises(ValueError, match="set kl_limit if kl is among the metrics"):
+            Watch(metrics=metrics, kl_limit=limit)
+
+
+def test_the_divergence_of_a_shifted_velocity_is_the_square_of_the_shift():
+    policy, shift = PixelPolicy(), torch.tensor([0.1, 0.2, 0.2])
+    reference = copy.deepcopy(policy)
+    policy.denoiser[-1].bias.data += shift
+    requests, latents = plain_requests(["a", "bb", "a"]), torch.randn(3, 3)
+    found = measure_divergence(policy, reference, requests, latents, [0, 1, 2], 7, 2)
+    assert found.tolist() == pytest.approx([0.03] * 3, rel=1e-5)
 
 
 def test_failed_scores_are_left_out_as_pairs():
@@ -151,7 +176,7 @@ def hacking_run(folder, on_hacking, tmp_path):
         num_prompts=24,
         num_steps=2,
         every=1,
-        watch=Watch(metrics=["pale"], on_hacking=on_hacking, tolerance=0.0),
+        watch=Watch(metrics=["pale", "kl"], on_hacking=on_hacking, tolerance=0.0, kl_limit=1e3),
     )
     return replace(
         run,

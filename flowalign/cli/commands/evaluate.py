@@ -1,6 +1,7 @@
 """Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,11 +27,11 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     weights = args.weights[0] if args.weights else None
     run_file, _ = load(*read_settings(args))
-    cfg = run_file.evaluation
-    if cfg is None:
+    if run_file.evaluation is None:
         raise ConfigError(
             f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
         )
+    cfg = replace(run_file.evaluation, watch=None)  # only training compares evaluations
     if weights:
         _check_weights(Path(weights))
     if starts_others(args.processes):

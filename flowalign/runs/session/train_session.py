@@ -134,7 +134,12 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     learner = session.learner
     with session.costs.paused(), learner.averaged("ema") if learner.ema else nullcontext():
         result: EvaluationResult = evaluate(
-            session.run.policy, session.rewards, cfg, session.processes, session.run.conditioning
+            session.run.policy,
+            session.rewards,
+            cfg,
+            session.processes,
+            session.run.conditioning,
+            learner.reference,
         )
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
