@@ -30,8 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rewards", metavar="FILE", help="scorers that replace those of the card")
     add(
         "--scores",
+        nargs="+",
         metavar="FILE",
-        help="scores of an official tool (JSONL), for cards without scorers",
+        help="output of an official tool, for cards without scorers: a JSONL file, or for VBench "
+        "a results file (or folder) per model",
     )
     add("--num_steps", type=whole(1), help="denoising steps (default: the card's)")
     add("--count", type=whole(1), help="images per row (default: the card's)")

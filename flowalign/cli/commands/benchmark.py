@@ -21,6 +21,7 @@ from flowalign.studies.benchmark.deviations import Used
 from flowalign.studies.benchmark.job import BASE, BenchmarkJob, Model
 from flowalign.studies.benchmark.prompts import read_prompts
 from flowalign.studies.benchmark.report import BenchmarkRun, write_report
+from flowalign.studies.benchmark.vbench import link_clips
 from flowalign.training.compatibility import check_requests
 from flowalign.training.learner import TrainingFailure
 from flowalign.types import Request
@@ -49,13 +50,23 @@ def run_benchmark(args: argparse.Namespace) -> int:
         return 0
     if run.job.rewards is None and run.scores is None:
         say(
-            f"{made} new images in {out}/<model>/media. Score them with: {run.card.scorer}\n"
+            f"{made} new images in {_name_folders(run)}. Score them with: {run.card.scorer}\n"
             "Then repeat the command with --scores FILE"
         )
         return 0
     Console().print(Markdown(write_report(run)))
     say(f"results.json, results.md, results.tex and results.html: {out}")
     return 0
+
+
+def _name_folders(run: BenchmarkRun) -> str:
+    """Return the folders that the official tool reads, with the names that it expects."""
+    job = run.job
+    if run.card.output != "vbench":
+        return f"{job.sampler.out}/<model>/media"
+    places = [place for block in job.blocks for place in block]
+    folders = [link_clips(job.folder(m), places, job.sampler.requests) for m in job.models]
+    return ", ".join(str(folder) for folder in folders)
 
 
 def _run_shards(args: argparse.Namespace) -> int:
@@ -115,7 +126,7 @@ def _read_run(args: argparse.Namespace) -> BenchmarkRun:
         seed=sampler.seed,
         rows=len(sampler.requests),
         total_rows=len(requests),
-        scorer=args.rewards or (args.scores if card.rewards else None) or "",
+        scorer=args.rewards or (args.scores[0] if args.scores and card.rewards else ""),
     )
     return BenchmarkRun(settings["benchmark"], card, job, used, args.scores)
 

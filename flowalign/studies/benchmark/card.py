@@ -71,6 +71,11 @@ class Group:
     """Group mean that counts as 0."""
     high: float = 1.0
     """Group mean that counts as 1."""
+    skips: bool = False
+    """Whether the official script leaves out items without a result, such as clips without the
+    object whose colour counts."""
+    per_prompt: bool = False
+    """Whether the official tool gives one result per prompt, for all of its clips."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,9 @@ class Card:
     """Numbers to report."""
     scorer: str
     """Official scorer."""
+    output: Literal["rows", "vbench"] = "rows"
+    """Output of the official scorer. rows: JSONL with a row per score. vbench: JSON with the
+    results of each dimension."""
     rewards: list[dict[str, Any]] = field(default_factory=list)
     """Reward models that compute the dimensions. Empty: the official tool scores the images, and
     `--scores` reads its output."""

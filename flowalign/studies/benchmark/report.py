@@ -19,6 +19,7 @@ from flowalign.studies.benchmark.external import read_scores
 from flowalign.studies.benchmark.items import Item, collect
 from flowalign.studies.benchmark.job import BenchmarkJob
 from flowalign.studies.benchmark.statistics import Table, compute_lines, join_dimensions
+from flowalign.studies.benchmark.vbench import read_results
 from flowalign.types import Request
 
 
@@ -34,8 +35,8 @@ class BenchmarkRun:
     """Models, prompts and settings."""
     used: Used
     """Settings to compare with the card."""
-    scores: str | None = None
-    """File with the scores of an official tool. None: the job scores the images."""
+    scores: Sequence[str] | None = None
+    """Files with the scores of an official tool. None: the job scores the images."""
 
 
 def write_report(run: BenchmarkRun) -> str:
@@ -80,7 +81,11 @@ def _read_items(run: BenchmarkRun) -> list[list[Item]]:
     if run.scores is None:
         return items
     places = [place for block in job.blocks for place in block]
-    return read_scores(run.scores, card, names, places, _scored_columns(run))
+    if card.output == "vbench":
+        return read_results(run.scores, card, names, places, job.sampler.requests)
+    if len(run.scores) > 1:
+        raise ValueError(f"--scores of {card.title} is one file for all models")
+    return read_scores(run.scores[0], card, names, places, _scored_columns(run))
 
 
 def _scored_columns(run: BenchmarkRun) -> list[str]:

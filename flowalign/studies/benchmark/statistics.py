@@ -141,6 +141,8 @@ def aggregate(
         shares = torch.tensor(list(metric.combine.values()), dtype=torch.float64)
         return metric.scale * torch.stack(parts, 1) @ shares / shares.sum()
     x = join_dimensions(metric, table)
+    # NaN only where the card says that the official script leaves the item out.
+    x, weight = x.nan_to_num(), weight * x.isfinite()
     if metric.over == "items":
         return metric.scale * mean(x, weight)
     if metric.over == "spread":
