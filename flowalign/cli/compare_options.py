@@ -36,4 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metric", help="held-out dimension (default: exact_match, or the only one)"
     )
+    parser.add_argument(
+        "--benchmark",
+        metavar="NAME",
+        help="benchmark of the trained weights: a card of `flowalign eval` with scorers",
+    )
+    parser.add_argument("--data", metavar="FILE", help="official prompt file of the benchmark")
     parser.set_defaults(takes_overrides=True)

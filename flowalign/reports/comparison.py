@@ -7,14 +7,14 @@ file.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flowalign.reports.power import smallest_difference
+from flowalign.reports.power import LEVEL, smallest_difference, t_quantile
 
-Axis = Literal["reward_calls", "network_evaluations", "seconds", "trajectories"]
-AXES: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds", "trajectories")
+Axis = Literal["reward_calls", "network_evaluations", "seconds", "gpu_hours", "trajectories"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Point:
     diversity: float
     """Diversity of the samples; NaN if it was not measured."""
     costs: Mapping[str, float]
-    """Cost by axis, and `decodes`."""
+    """Cost by axis, and `decodes`. A missing cost is 0, such as the GPU hours of a run on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,15 @@ class SeedStatistics:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Difference of two means over seeds, with its 95 % interval; NaN without two seeds each."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Band:
     """Mean curve, with the lowest and the highest seed."""
 
@@ -85,6 +94,8 @@ class Row:
 
     method: Method
     final: SeedStatistics
+    difference: Difference
+    """Difference to the baseline after training."""
     diversity: SeedStatistics
     costs: dict[Axis, float]
     """Costs of a whole run, the mean over seeds."""
@@ -120,7 +131,8 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
     rows = [
         Row(
             method=method,
-            final=seed_statistics([run.last.value for run in method.runs]),
+            final=seed_statistics(last_values(method)),
+            difference=find_difference(last_values(method), last_values(methods[0])),
             diversity=seed_statistics([run.last.diversity for run in method.runs]),
             costs={axis: mine[axis].cost[-1] for axis in AXES},
             at_budget={axis: at_budget(method, axis, budgets[axis]) for axis in AXES},
@@ -147,13 +159,38 @@ def seed_statistics(values: Sequence[float]) -> SeedStatistics:
     return SeedStatistics(mean, std, tuple(values))
 
 
+def last_values(method: Method) -> list[float]:
+    """Return the value of each run after training."""
+    return [run.last.value for run in method.runs]
+
+
+def find_difference(values: Sequence[float], others: Sequence[float]) -> Difference:
+    """Return the difference of two means over seeds, with the interval of Welch's t test.
+
+    The degrees of freedom are rounded down, which widens the interval.
+    """
+    parts = [[value for value in some if math.isfinite(value)] for some in (values, others)]
+    if not all(parts):
+        return Difference(math.nan, math.nan, math.nan)
+    mean = float(np.mean(parts[0]) - np.mean(parts[1]))
+    if min(map(len, parts)) < 2:
+        return Difference(mean, math.nan, math.nan)
+    errors = [float(np.var(some, ddof=1)) / len(some) for some in parts]
+    squares = sum(e**2 / (len(some) - 1) for e, some in zip(errors, parts, strict=True))
+    if squares == 0:
+        return Difference(mean, mean, mean)
+    freedom = math.floor(sum(errors) ** 2 / squares + 1e-9)
+    half = t_quantile(1 - LEVEL / 2, max(freedom, 1)) * math.sqrt(sum(errors))
+    return Difference(mean, mean - half, mean + half)
+
+
 def value_at(run: Curve, axis: Axis, budget: float) -> float:
     """Return the value at a cost, linear between evaluations; NaN beyond the cost of the run.
 
     At costs before the first evaluation, such as the seconds that opening the run took, it is the
     value before training.
     """
-    costs = [point.costs[axis] for point in run.points]
+    costs = [point.costs.get(axis, 0.0) for point in run.points]
     values = [point.value for point in run.points]
     first = values[0] if run.points[0].step == 0 else math.nan
     return float(np.interp(budget, costs, values, left=first, right=math.nan))
@@ -161,7 +198,7 @@ def value_at(run: Curve, axis: Axis, budget: float) -> float:
 
 def common_budget(methods: Sequence[Method], axis: Axis) -> float:
     """Return the largest cost that every run of every method reached."""
-    return min(run.last.costs[axis] for method in methods for run in method.runs)
+    return min(run.last.costs.get(axis, 0.0) for method in methods for run in method.runs)
 
 
 def at_budget(method: Method, axis: Axis, budget: float) -> SeedStatistics:
@@ -178,7 +215,7 @@ def band(method: Method, axis: Axis) -> Band:
     steps = sorted(set.intersection(*({p.step for p in run.points} for run in method.runs)))
     columns = [[p for run in method.runs for p in run.points if p.step == step] for step in steps]
     return Band(
-        cost=tuple(float(np.mean([p.costs[axis] for p in column])) for column in columns),
+        cost=tuple(float(np.mean([p.costs.get(axis, 0.0) for p in column])) for column in columns),
         mean=tuple(float(np.mean([p.value for p in column])) for column in columns),
         low=tuple(min(p.value for p in column) for column in columns),
         high=tuple(max(p.value for p in column) for column in columns),

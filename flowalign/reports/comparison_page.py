@@ -4,8 +4,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from flowalign.reports.comparison import AXES, Axis, Comparison, Row, SeedStatistics, leads
+from flowalign.reports.comparison import (
+    AXES,
+    Axis,
+    Comparison,
+    Difference,
+    Row,
+    SeedStatistics,
+    leads,
+)
 from flowalign.reports.comparison_chart import (
     DRAWN,
     chart,
@@ -22,10 +31,18 @@ from flowalign.reports.run_report import COMPARISON_LINK, write_report
 from flowalign.utils.files import atomic_write, write_json, write_text
 
 
-def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] = ()) -> None:
-    """Write the three files, each atomically; `missing` names runs that failed."""
+def write_comparison(
+    out: Path,
+    comparison: Comparison,
+    missing: Sequence[str] = (),
+    benchmark: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the three files, each atomically.
+
+    `missing` names runs that failed; `benchmark` holds results that only the JSON file shows.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    content = {"missing": list(missing)} | asdict(comparison)
+    content = {"missing": list(missing), "benchmark": benchmark} | asdict(comparison)
     write_json(out / "compare.json", content)
     drawn = picture(comparison)
     with atomic_write(out / "compare.png") as partial:
@@ -74,13 +91,14 @@ def page(
     """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
+    formats = {"score": score, "spread": with_std, "interval": with_interval}
     return render(
         "comparison.html.j2",
-        {"score": score, "spread": with_std, "count": count, "words": words},
+        formats | {"count": count, "words": words},
         name=name,
         comparison=comparison,
         rows=comparison.rows,
-        axes=AXES,
+        axes=[axis for axis in AXES if axis != "gpu_hours" or axis in compared],
         compared=compared,
         won=won,
         baseline=comparison.rows[0].method.name,
@@ -166,6 +184,16 @@ def with_std(values: SeedStatistics) -> str:
     return score(values.mean) + (f" ± {score(values.std)}" if math.isfinite(values.std) else "")
 
 
+def with_interval(difference: Difference) -> str:
+    """Format a difference with its 95 % interval; a dash for what one seed cannot tell."""
+    if not math.isfinite(difference.mean):
+        return "-"
+    ends = f"{difference.low:+.3f}, {difference.high:+.3f}"
+    return f"{difference.mean:+.3f} [{ends if math.isfinite(difference.low) else '-'}]"
+
+
 def count(value: float) -> str:
     """Format a cost as a whole number, or with one decimal for a few seconds."""
+    if 0 < value < 1:
+        return f"{value:.2g}"
     return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.1f}"

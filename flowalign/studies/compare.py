@@ -16,6 +16,7 @@ from typing import Any, Literal
 from flowalign.reports.comparison import Comparison, Curve, Method, Point
 from flowalign.reports.comparison import compare as compared
 from flowalign.reports.comparison_page import write_comparison
+from flowalign.reports.records import read_json
 from flowalign.runs.config import Run, load
 from flowalign.runs.config.changes import find_changes, shorten_list
 from flowalign.runs.planning.plan import plan
@@ -36,6 +37,16 @@ _LONGEST_LIST = 3
 
 
 @dataclass(frozen=True)
+class Benchmark:
+    """Benchmark of `flowalign eval --benchmark`."""
+
+    name: str
+    """Name of the card, or its path."""
+    data: str | None = None
+    """Official prompt file. None: the card bundles its prompts."""
+
+
+@dataclass(frozen=True)
 class ComparisonRequest:
     """Options of `flowalign compare`."""
 
@@ -51,6 +62,8 @@ class ComparisonRequest:
     """Number of parallel runs. None: one per free core, and one on a GPU."""
     metric: str | None = None
     """Held-out dimension to compare. None: `exact_match`, or the only one."""
+    benchmark: Benchmark | None = None
+    """Benchmark of the trained weights. None: none."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +255,7 @@ def curve(single: Single, metric: str) -> Curve:
         ValueError: The run never measured the metric.
     """
     per_step = single.entry.run.recipe.examples_per_step
+    gpus = read_json(single.folder / "summary.json").get("gpus", 0)
     rows = {
         row["evaluated_after"]: row
         for row in read_metrics(single.folder)
@@ -251,6 +265,7 @@ def curve(single: Single, metric: str) -> Curve:
     for done, row in sorted(rows.items()):
         costs = {name[5:]: value for name, value in row.items() if name.startswith("cost/")}
         costs["trajectories"] = done * per_step
+        costs["gpu_hours"] = gpus * costs["seconds"] / 3600
         value = held_out(row, metric)
         if math.isfinite(value):
             points.append(Point(int(done), value, held_out(row, "diversity"), costs))

@@ -14,12 +14,14 @@ from flowalign.reports.comparison import (
     AXES,
     Band,
     Curve,
+    Difference,
     Method,
     Point,
     at_budget,
     band,
     common_budget,
     compare,
+    find_difference,
     first_reach,
     leads,
     methods_of,
@@ -44,6 +46,7 @@ def run(seed, values, trajectories, calls=1.0, seconds=1.0, diversity=math.nan):
                 "decodes": calls * n,
                 "network_evaluations": 7.0 * n,
                 "seconds": seconds * n,
+                "gpu_hours": seconds * n / 3600,
             },
         )
         for value, n in zip(values, trajectories, strict=True)
@@ -74,6 +77,16 @@ def test_the_spread_is_the_samples_and_of_one_seed_unknown():
     assert seed_statistics([0.5, math.nan, 0.8]).mean == pytest.approx(0.65)
     assert math.isnan(seed_statistics([0.5]).std)
     assert math.isnan(seed_statistics([math.nan]).mean)
+
+
+def test_the_difference_to_the_baseline_has_welchs_interval():
+    """Variances .045 and .02 of two seeds: squared errors .0225 and .01, 1.7 degrees of freedom."""
+    first, second = compare("x", [PLAIN, DENSE]).rows
+    assert (first.difference.mean, second.difference.mean) == pytest.approx((0.0, 0.15))
+    half = 12.7062 * math.sqrt(0.0325)
+    assert second.difference.high - second.difference.mean == pytest.approx(half, rel=1e-4)
+    assert find_difference([1.0, 1.0], [0.5, 0.5]) == Difference(0.5, 0.5, 0.5)
+    assert math.isnan(find_difference([1.0], [0.5, 0.5]).low)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +160,14 @@ def test_an_evaluation_that_one_seed_lacks_is_not_averaged():
 def test_reaching_the_baseline_is_told_as_a_share_of_its_own_cost():
     """.65 is a quarter of the way from .60 to .80: 7.5 of 20 trajectories, 22.5 of 20 calls."""
     plain, dense = compare("exact_match", [PLAIN, DENSE]).rows
-    assert [plain.reach[axis].share for axis in AXES] == [1.0] * 4
+    assert [plain.reach[axis].share for axis in AXES] == [1.0] * 5
     assert plain.reach["seconds"].cost == pytest.approx(120)
     told = [(dense.reach[axis].cost, dense.reach[axis].share) for axis in AXES]
     assert told == [
         pytest.approx((22.5, 1.125)),
         pytest.approx((52.5, 0.375)),
         pytest.approx((52.5, 52.5 / 120)),
+        pytest.approx((52.5 / 3600, 52.5 / 120)),
         pytest.approx((7.5, 0.375)),
     ]
 

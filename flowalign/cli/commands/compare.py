@@ -1,13 +1,17 @@
 """Train several run files with several seeds, and print a comparison."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowalign.cli.commands.common import get_log
 from flowalign.reports.comparison import Comparison
 from flowalign.reports.comparison_chart import DRAWN, spent_by_all, words
-from flowalign.reports.comparison_page import count, score, with_std
-from flowalign.studies.compare import ComparisonRequest, compare
+from flowalign.reports.comparison_page import count, score, with_interval, with_std
+from flowalign.studies.benchmark.card import load_card
+from flowalign.studies.benchmark.prompts import read_prompts
+from flowalign.studies.compare import Benchmark, ComparisonRequest, compare
+from flowalign.studies.compare_benchmark import BenchmarkLine, evaluate_benchmark
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
@@ -18,19 +22,57 @@ def run(args: argparse.Namespace) -> int:
     settings = [c for c in args.configs if "=" in c]  # overrides a.b=c
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
     overrides, out = [*settings, *args.overrides], Path(args.out)
-    request = ComparisonRequest(files, overrides, args.seeds, out, args.jobs, args.metric)
     with convert_value_errors():
+        benchmark = _read_benchmark(args)
+        request = ComparisonRequest(
+            files, overrides, args.seeds, out, args.jobs, args.metric, benchmark
+        )
         check_folder_path(out)
         result = compare(request, get_log())
-    _print_tables(result)
+        _print_tables(result)
+        if benchmark:
+            _print_benchmark(benchmark, evaluate_benchmark(request, result, get_log()))
     get_log()(f"comparison: {out / 'compare.html'}")
     return 0
 
 
+def _read_benchmark(args: argparse.Namespace) -> Benchmark | None:
+    """Return the benchmark; raise ValueError before any training if it cannot be evaluated."""
+    if args.benchmark is None:
+        if args.data:
+            raise ValueError("--data needs --benchmark NAME")
+        return None
+    card = load_card(args.benchmark)
+    if not card.rewards:
+        raise ValueError(
+            f"{card.title} is scored by an official tool; compare needs a benchmark with scorers,\n"
+            "so train first, then run `flowalign eval --benchmark` with --scores"
+        )
+    read_prompts(card, args.data)
+    return Benchmark(args.benchmark, args.data)
+
+
+def _print_benchmark(benchmark: Benchmark, lines: Sequence[BenchmarkLine]) -> None:
+    """Print each number with its std over seeds, and the differences with 95 % intervals."""
+    for line in lines:
+        rows = {"before training": score(line.base)}
+        for name, values in line.methods.items():
+            change = line.differences.get(name)
+            rows[name] = with_std(values) + (f", {with_interval(change)}" if change else "")
+        table(f"{benchmark.name}: {line.metric}, difference to the first [95 %]", rows)
+
+
 def _print_tables(comparison: Comparison) -> None:
-    """Print the values after training, and at each cost that all runs reached, with their std."""
+    """Print the values after training, and at each cost that all runs reached, with their std.
+
+    After training, the difference to the baseline follows, with its 95 % interval.
+    """
     rows, least = comparison.rows, "smallest detectable difference"
-    finals = {row.method.name: with_std(row.final) for row in rows}
+    finals = {
+        row.method.name: with_std(row.final)
+        + (f", {with_interval(row.difference)}" if row is not rows[0] else "")
+        for row in rows
+    }
     finals[least] = score(comparison.smallest_final)
     table(f"held-out {comparison.metric} after training", finals)
     for axis in spent_by_all(comparison, DRAWN):

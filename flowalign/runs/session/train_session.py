@@ -214,6 +214,7 @@ def _summary(
         ),
         "seed": session.run.seed,
         "processes": session.processes.ranks,
+        "gpus": session.processes.ranks if session.processes.device.type == "cuda" else 0,
         **({"hacking": session.monitor.summary} if session.monitor else {}),
     }
 

@@ -1,0 +1,66 @@
+"""`flowalign compare --benchmark`: its commands, numbers over seeds, and refusals."""
+
+import json
+
+import pytest
+
+from flowalign.cli.main import main
+from flowalign.reports.comparison import Curve, Method, Point
+from flowalign.reports.comparison import compare as compared
+from flowalign.studies import compare_benchmark
+from flowalign.studies.compare import Benchmark, ComparisonRequest
+from flowalign.studies.compare_benchmark import evaluate_benchmark
+
+
+def result():
+    point = Point(1, 0.5, 1.0, {"seconds": 1.0})
+    methods = [Method(name, (Curve(0, (point,)), Curve(1, (point,)))) for name in ("a", "b")]
+    return compared("x", methods)
+
+
+def test_all_seeds_of_a_method_are_evaluated_together_and_compared(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        for seed in (0, 1):
+            (tmp_path / name / f"seed{seed}" / "checkpoints" / "step-000002").mkdir(parents=True)
+    (tmp_path / "b" / "seed1" / "checkpoints" / "step-000002" / "ema").mkdir()
+    commands = []
+
+    def run_all(jobs, _at_once, _log):
+        for job in jobs:
+            commands.append(" ".join(job.command[3:]))
+            out = tmp_path / ("a" if "a.yaml" in job.command else "b") / "benchmark-toy"
+            out.mkdir()
+            values = (1.0, 2.0, 4.0) if out.parent.name == "a" else (1.0, 6.0, 8.0)
+            scores = [{"value": value} for value in values]
+            lines = [{"metric": "m", "group": "", "scores": scores}]
+            (out / "results.json").write_text(json.dumps({"lines": lines}))
+        return []
+
+    monkeypatch.setattr(compare_benchmark, "run_all", run_all)
+    monkeypatch.setattr(compare_benchmark, "write_comparison", lambda *_, **__: None)
+    asked = ComparisonRequest(
+        [["a.yaml"], ["b.yaml"]], ["--x", "1"], [0, 1], tmp_path, benchmark=Benchmark("toy", "p")
+    )
+    (line,) = evaluate_benchmark(asked, result(), lambda _: None)
+    step = "checkpoints/step-000002"
+    assert commands[1] == (
+        f"eval b.yaml --x 1 --benchmark toy --out {tmp_path}/b/benchmark-toy --data p "
+        f"--weights {tmp_path}/b/seed0/{step} --weights {tmp_path}/b/seed1/{step}/ema"
+    )
+    assert (line.metric, line.base) == ("m", 1.0)
+    assert [line.methods[name].mean for name in ("a", "b")] == [3.0, 7.0]
+    change = line.differences["b"]
+    # Welch with variances 2 and 2, so a squared error of 1 each: 2 degrees of freedom, t = 4.303
+    assert (change.mean, change.high) == pytest.approx((4.0, 4.0 + 4.303 * 2**0.5), abs=1e-3)
+
+
+def test_a_benchmark_that_compare_cannot_score_is_refused_before_training(capsys):
+    for words, expected in (
+        (["--benchmark", "vbench"], "VBench is scored by an official tool"),
+        (["--benchmark", "hpsv3"], "--data"),
+        (["--data", "x"], "--data needs --benchmark"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["compare", "configs/shapes.yaml", "configs/shapes_nft.yaml", *words])
+        assert ended.value.code == 2
+        assert expected in capsys.readouterr().err
