@@ -30,6 +30,7 @@ VERBS = {
     "train": "train",
     "demo": "demo",
     "init": "init",
+    "import": "import_config",
     "recipes": "recipes",
     "eval": "evaluate",
     "sample": "sample",

@@ -1,0 +1,1 @@
+"""Convert configurations of other toolkits to run files."""
