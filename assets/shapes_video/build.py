@@ -7,6 +7,11 @@ room for alignment. A small AutoencoderKLWan (four times smaller per side, twice
 rendered clips. Its decoder then continues to train in a separate process, while a
 WanTransformer3DModel together with its UMT5 text encoder learns the latents by conditional flow
 matching. The prompts of the *unseen* split never occur.
+
+Training times are shifted by 3, as for Wan at 480p. Objects are visible through noise up to sigma
+0.85, so the prompt matters only above: 4 % of plain logit-normal times lie there, and 25 % of
+shifted ones. Without the shift, 12 of 100 videos were right after 6,000 steps; after 2,400 steps
+the object score is 42 % with it (one seed), 33 and 37 % without.
 """
 
 import argparse
