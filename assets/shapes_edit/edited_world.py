@@ -5,6 +5,7 @@ Run it as a script to write `requests/{train,seen,unseen}.jsonl` and the source 
     PYTHONPATH=assets/shapes python assets/shapes_edit/edited_world.py
 """
 
+import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -167,5 +168,20 @@ def write(folder: Path) -> None:
         print(f"{name}: {len(rows)} requests")  # noqa: T201
 
 
+def write_pairs(folder: Path, number: int) -> None:
+    """Write edits as images before and after, with the instruction, for supervised fine-tuning."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "pairs.jsonl").open("w") as file:
+        for i, edit in enumerate(edits(combinations()[0], number, seed=9)):
+            for side in ("source", "target"):
+                save_image(picture(getattr(edit.change, side)), folder / f"{i:03d}-{side}.png")
+            row = {"prompt": edit.instruction, "image": f"{i:03d}-target.png"}
+            file.write(json.dumps(row | {"references": [f"{i:03d}-source.png"]}) + "\n")
+
+
 if __name__ == "__main__":
-    write(Path(__file__).parent / "requests")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, help="write this number of pairs instead of requests")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "requests")
+    args = parser.parse_args()
+    write(args.out) if args.pairs is None else write_pairs(args.out, args.pairs)

@@ -25,5 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--live", action="store_true", help="export the last weights instead of their average")
     add("--model", metavar="FOLDER", help="folder or hub id of the trained model, if it has moved")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish the folder as a model of this name")
+    add("--dry-run", action="store_true", help="list what --push-to-hub would publish, offline")
     add("--private", action="store_true", help="publish as a private model")
     add("--license", help="licence of the weights, by its hub id; required to publish")

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration, its model and the GPUs."""
     add = parser.add_argument
     add("file", help="Python configuration, Flow-Factory's YAML, or a shell script (.sh)")
-    add("--config", metavar="NAME", help="function of a Python configuration")
+    add("--function", metavar="NAME", help="function of a Python configuration")
     add("--gpus", type=whole(1), metavar="N", help="your GPUs (default: as in the source)")
     add("--source_gpus", type=whole(1), metavar="N", help="GPUs of the source, if it names none")
     add("--family", metavar="NAME", help="file of configs/models (default: found by the model)")

@@ -26,7 +26,7 @@ from flowalign.reports.panels import (
     select_panels,
 )
 from flowalign.reports.records import Lines, collect, number, read_json
-from flowalign.reports.samples import samples
+from flowalign.reports.samples import find_strips, samples
 from flowalign.reports.scores import changes as changes_of_prompts
 from flowalign.reports.scores import read_scores, worst
 from flowalign.sampling.calibration import read_calibration
@@ -89,6 +89,7 @@ def write_report(folder: Path) -> Path:
         charts=[chart(panel) for panel in panels if not is_constant(panel)],
         sentences=[(panel, describe(panel)) for panel in panels if is_constant(panel)],
         samples=samples(folder / "samples"),
+        strips=find_strips(folder / "samples"),
         worst=worst_prompts(folder / "samples", weights),
         credit_views=read_credit(folder / "credit"),
         calibration=calibration(folder / "calibration.json"),

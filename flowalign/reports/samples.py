@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from flowalign.data.media.thumbnails import spread_frames
 from flowalign.reports.charts import data_address
 from flowalign.reports.records import read_json
 from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
@@ -19,6 +20,10 @@ second."""
 _LOW, _WIDEST = 64, 1200
 """Limits of a film strip, in pixels: kept as PNG up to the first (height), reduced above the second
 (width)."""
+
+
+_STRIPS, _STRIP_STEPS = 4, 8
+"""Largest number of prompts, and of evaluations, that are shown over training."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,24 @@ def samples(folder: Path) -> dict[str, Any]:
         cards.append(Card(prompt, *shown, lines, _source(folder, i)))
     small = size[1] <= _LOW if fps else max(size) <= _SMALL
     return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
+
+
+def find_strips(folder: Path) -> list[tuple[str, list[tuple[int, str]]]]:
+    """Return the images of the first fixed prompts at evenly spaced evaluations, oldest first.
+
+    The list is empty for videos, and with fewer than three readable grids.
+    """
+    index = read_json(folder / "index.json")
+    prompts, steps = index.get("prompts", []), sorted(index.get("steps", []))
+    if index.get("fps") or len(steps) < 3:
+        return []
+    rows: list[tuple[str, list[tuple[int, str]]]] = [(p, []) for p in prompts[:_STRIPS]]
+    for step in (steps[i] for i in spread_frames(len(steps), _STRIP_STEPS)):
+        if grid := _first_grid(folder, [step]):
+            pictures = cut_grid(grid[1], len(prompts), index.get("columns", 1))[:_STRIPS]
+            for (_, row), address in zip(rows, encode_images(pictures), strict=True):
+                row.append((step, address))
+    return [row for row in rows if len(row[1]) > 2]
 
 
 def _scores(folder: Path, step: int, prompts: Sequence[str]) -> Scores | None:

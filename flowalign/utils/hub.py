@@ -72,14 +72,18 @@ def cached_file(model: str, name: str, subfolder: str | None = None) -> Path | N
     return Path(file) if isinstance(file, str) else None
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError if a text is not the name of a model of the Hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(f"--push-to-hub {name!r} is not a model name such as owner/name")
+
+
 def check_publishing(name: str) -> None:
     """Check that the Hub is reachable and accepts the token.
 
     Raises:
-        ValueError: The Hub is not reachable, rejects the token, or `name` is not a model name.
+        ValueError: The Hub is not reachable, or rejects the token.
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ValueError(f"--push-to-hub {name!r} is not a model name such as owner/name")
     if get_token() is None:
         raise ValueError(
             "there is no token for the Hugging Face Hub: hf auth login, or set HF_TOKEN"

@@ -50,7 +50,19 @@ def machine() -> dict[str, str]:
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = ", ".join(f"{g.name}, {g.total_memory / 2**30:.0f} GiB" for g in gpus)
-    return {
+    rocm = f" (ROCm {torch.version.hip})" if torch.version.hip else ""
+    found = {
         "cpu": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
-        "gpu": names or "none",
+        "gpu": f"{names}{rocm}" if names else "none",
     }
+    if torch.backends.mps.is_available():
+        found["mps"] = "Apple GPU found, but not supported: runs use the CPU"
+    return found
+
+
+def gpu_bytes() -> int:
+    """Return the memory of the smallest GPU in bytes; 0 without a GPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return min((torch.cuda.get_device_properties(i).total_memory for i in range(count)), default=0)

@@ -3,12 +3,14 @@
 import json
 import shutil
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 from diffusers import StableDiffusion3Pipeline
+from safetensors import safe_open
 
 from flowalign.cli.main import main
 from flowalign.training.checkpoint import write_manifest
@@ -78,12 +80,34 @@ def test_an_export_is_a_folder_with_weights_settings_grid_and_card(run, tmp_path
     assert "one run with seed 7" in text
     assert "flowalign.training.PolicyGradient" in text
     assert list(tmp_path.iterdir()) == [out]
+    if target != "merged":
+        (file,) = out.glob("*.safetensors")
+        with safe_open(file, "pt") as weights:
+            stamped = weights.metadata()
+        assert stamped["flowalign.base_model"] == "assets/shapes/sd3"
+        assert stamped["flowalign.rewards"] == "reward_models.ShapesVerifier"
+        method = "flowalign.training.PolicyGradient, flowalign.losses.GRPO"
+        assert stamped["flowalign.method"] == method
+    if target == "peft":
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "assets/shapes/sd3"
 
 
 @pytest.mark.slow
-def test_the_card_s_code_loads_the_weights(run, tmp_path, capsys):
+def test_the_card_s_code_loads_the_weights_and_a_dry_run_publishes_nothing(
+    run, tmp_path, capsys, monkeypatch
+):
     out = tmp_path / "out"
-    assert told(capsys, run, "--out", out)[0] == 0
+    for name in ("check_publishing", "publish"):
+        refuse = partial(pytest.fail, name)
+        monkeypatch.setattr(f"flowalign.cli.commands.export.{name}", lambda *_, f=refuse: f())
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(run), "--out", str(out), *PUBLISH, "--dry-run"])
+    assert ended.value.code == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    assert "would be published as ann/red-circles (public)" in listed
+    for file in out.iterdir():
+        assert file.name in listed
     code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
     names: dict = {}
     exec(code.replace("PATH", str(out)), names)
@@ -107,6 +131,7 @@ def _reads_nothing(monkeypatch):
         (["--model", "assets/golden/I_sd3_pipeline"], "size 32x32|does not fit the SD3Transformer"),
         (["--out", "assets"], "assets exists and is not overwritten"),
         (["--push-to-hub", "ann/x"], "--push-to-hub needs --license"),
+        (["--dry-run"], "--dry-run needs --push-to-hub OWNER/NAME"),
         (["--push-to-hub", "x", "--license", "mit"], "is not a model name such as owner/name"),
     ],
 )

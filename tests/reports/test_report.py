@@ -15,7 +15,7 @@ from PIL import Image, ImageSequence
 from flowalign.data.media.thumbnails import LONGEST, reduce_size
 from flowalign.reports import run_report as report
 from flowalign.reports.run_report import write_report
-from flowalign.reports.samples import cut_grid
+from flowalign.reports.samples import cut_grid, find_strips
 from flowalign.training.evaluate import EvaluationResult, save_grid
 from flowalign.training.policy_gradient.credit_record import _small
 from flowalign.types import plain_requests
@@ -41,7 +41,14 @@ def headings(page):
 def test_the_parts_come_in_order_and_the_charts_too(folder):
     page = page_of(folder)
     parts = ["".join(pair) for pair in headings(page)]
-    assert parts == ["Curves", "Samples", "Checks at the start", "Held-out values", "Configuration"]
+    assert parts == [
+        "Curves",
+        "Samples",
+        "Samples over training",
+        "Checks at the start",
+        "Held-out values",
+        "Configuration",
+    ]
     assert captions(page) == [
         "Training reward",
         "Held-out exact_match",
@@ -61,7 +68,7 @@ def test_the_parts_come_in_order_and_the_charts_too(folder):
 
 def test_the_page_needs_nothing_but_itself(folder):
     page = page_of(folder)
-    assert page.count('src="data:image/png') == 2 * len(PROMPTS)
+    assert page.count('src="data:image/png') == 2 * len(PROMPTS) + 4 * 3  # and four strips
     assert re.findall("<script[^>]*>", page) == ["<script>"]
     assert addresses(page) == []
 
@@ -114,6 +121,16 @@ def test_a_card_shows_its_prompt_with_the_first_and_the_last_picture(folder):
         assert np.array_equal(np.asarray(picture), np.asarray(expected))
     assert re.findall(r">step (\d+)</div>", cards[5][0]) == ["0", "40"]
     assert 'class="cards pixelated"' in page
+
+
+def test_the_first_prompts_are_shown_over_training(folder):
+    strips = find_strips(folder / "samples")
+    assert [prompt for prompt, _ in strips] == PROMPTS[:4]
+    assert [step for step, _ in strips[3][1]] == [0, 20, 40]
+    shown = strips[3][1][1][1].partition("base64,")[2]
+    picture = Image.open(io.BytesIO(base64.b64decode(shown)))
+    expected = cut_grid(grid(0.6, 20), len(PROMPTS), 4)[3]
+    assert np.array_equal(np.asarray(picture), np.asarray(expected))
 
 
 def test_large_pictures_are_reduced_and_drawn_smoothly(folder):
@@ -244,7 +261,8 @@ def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
 def test_a_missing_file_leaves_out_only_its_part(folder, missing, heading):
     complete = {"".join(pair) for pair in headings(page_of(folder))}
     (folder / missing).unlink()
-    gone = {heading} | ({"Checks at the start"} if missing == "metrics.jsonl" else set())
+    others = {"metrics.jsonl": "Checks at the start", "samples/index.json": "Samples over training"}
+    gone = {heading, others.get(missing, heading)}
     assert {"".join(pair) for pair in headings(page_of(folder))} == complete - gone
 
 

@@ -33,7 +33,7 @@ EXPECTED = {  # batch per update, training steps, rate, clip, KL weight or beta,
 
 
 def convert(file, config=None, **options):
-    draft, text = import_config(FOLDER / file, NOTHING._replace(config=config, **options))
+    draft, text = import_config(FOLDER / file, NOTHING._replace(function=config, **options))
     return draft, yaml.safe_load(text)
 
 
@@ -137,8 +137,8 @@ def test_python_is_parsed_and_never_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["grpo.py"], "choose a function of .* with --config: text_sd3, fast_sd3, pick_flux"),
-        (["grpo.py", "--config", "none"], "--config is 'none'; the file has text_sd3"),
+        (["grpo.py"], "choose a function of .* with --function: text_sd3, fast_sd3, pick_flux"),
+        (["grpo.py", "--function", "none"], "--function is 'none'; the file has text_sd3"),
         (["nowhere.yaml"], "is no file"),
     ],
 )
@@ -160,7 +160,7 @@ def test_the_run_file_passes_the_check(source, tmp_path, monkeypatch, capfd):
     (tmp_path / "pairs.jsonl").write_text(row % (tmp_path / "a.png", tmp_path / "b.png"))
     monkeypatch.chdir(tmp_path)
     words = ["import", str(FOLDER / file), "--out", "run.yaml", "--gpus", "2"]
-    assert command.run(parse(words + (["--config", config] if config else []))) == 0
+    assert command.run(parse(words + (["--function", config] if config else []))) == 0
     shown = capfd.readouterr().out
     assert "--processes 2" in shown
     assert load(["run.yaml"], [])[0].num_steps >= 100

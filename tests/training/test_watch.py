@@ -189,8 +189,13 @@ def hacking_run(folder, on_hacking, tmp_path):
 @pytest.mark.parametrize("on_hacking", ["warn", "stop", "roll_back"])
 def test_a_run_that_is_hacked_warns_stops_or_rolls_back(tmp_path, on_hacking):
     folder = tmp_path / "run"
-    summary = go(hacking_run(folder, on_hacking, tmp_path))
+    events = tmp_path / "events.jsonl"
+    run = hacking_run(folder, on_hacking, tmp_path)
+    summary = go(replace(run, notify=["tee", "-a", str(events)]))
     hacking = summary["hacking"]
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {row["event"] for row in told} == {"hacking"}
+    assert told[0]["step"] == hacking["alarm_after"]
     assert hacking["fell"] == ["pale"]
     alarm = hacking["alarm_after"]
     assert 1 <= alarm < 6

@@ -6,9 +6,10 @@ from typing import Any
 
 import yaml
 
+from flowalign.runs.library.trainable import describe_models
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
-from flowalign.utils.versions import machine, versions
+from flowalign.utils.versions import gpu_bytes, machine, versions
 
 _INSPECTION = "pipelines.any_pipeline.inspection"
 """Module that is imported by name, because flowalign imports no pipeline."""
@@ -19,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a table of versions and devices, or of a pipeline, and return 0."""
     if args.pipeline is None:
         table("doctor", versions() | machine())
+        table("models that this machine can train, without rewards", describe_models(gpu_bytes()))
         return 0
     inspect = importlib.import_module(_INSPECTION).inspect_pipeline
     rows = inspect(args.pipeline, args.height, args.width, _parse_arguments(args.argument))

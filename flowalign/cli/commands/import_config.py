@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the run file, print its differences, check it, and return 0."""
     out = Path(args.out)
     check_file_path(out, overwrite=False)
-    options = ImportOptions(args.config, args.source_gpus, args.gpus, args.family, args.prompts)
+    options = ImportOptions(args.function, args.source_gpus, args.gpus, args.family, args.prompts)
     draft, text = import_config(Path(args.file), options)
     write(out, text)
     data = draft.settings["recipe"].get("data", {}).get("path")

@@ -23,6 +23,7 @@ from flowalign.training.learner import TrainingFailure
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.journal import Journal
+from flowalign.utils.notify import FailureNotice, notify
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,12 +62,15 @@ def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str
         rows = plan(run_file, world)
         if is_main:
             table(f"plan of {folder}", rows)
-        with _explain_shortage(run_file, world):
+        notice = FailureNotice(run_file.notify, folder, log) if is_main else nullcontext()
+        with _explain_shortage(run_file, world), notice:
             session = start(run_file, loaded.annotate(), log, from_checkpoint, overwrite)
             with Journal(folder, command) if is_main else nullcontext():
                 summary = train(session)
     if is_main:
         table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))
+        about = {name: summary[name] for name in ("steps", "seconds", "before", "after")}
+        notify(run_file.notify, summary["status"], folder, about, log)
         log(f"report: {folder / 'report.html'}")
         if saved := checkpoint.latest(folder / "checkpoints"):
             averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if run_file.ema else ""

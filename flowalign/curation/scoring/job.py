@@ -28,6 +28,9 @@ from flowalign.types import RewardModel
 from flowalign.utils.files import write_text
 
 RECORDS_PER_PART = 256
+"""Records of a block: a file that is complete once it exists. Batches never cross a block, so its
+last batch may be smaller, and a killed job continues with the bytes of an uninterrupted one. Shards
+are blocks modulo processes; Ray workers take the next free block."""
 _MEMORY = 1 << 29
 """Bytes of decoded pixels that may wait for a batch; unfinished batches may hold the same
 amount."""

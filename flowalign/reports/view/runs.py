@@ -55,8 +55,13 @@ class Content:
     pace: float
     """Recent seconds per step. NaN with fewer than two steps."""
     best: Best | None
-    picture: str
-    """Newest grid of samples, relative to the run; empty if there is none."""
+    pictures: tuple[str, ...] = ()
+    """Grids of samples of the fixed prompts, oldest first, relative to the run."""
+
+    @property
+    def picture(self) -> str:
+        """Return the newest grid; empty if there is none."""
+        return self.pictures[-1] if self.pictures else ""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ def read(folder: Path, present: set[str]) -> Content:
     config = _text(folder / "config.yaml")
     trained = [row for row in rows if "evaluated_after" not in row]
     pictures = folder.glob("samples/step-*.png") if "samples" in present else ()
-    newest = max((p.name for p in pictures), default="")
+    names = sorted(p.name for p in pictures)
     return Content(
         curves={name: _curve(line) for name, line in series.items()},
         settings=flat(_mapping(config)),
@@ -173,7 +178,7 @@ def read(folder: Path, present: set[str]) -> Content:
         done=max((row["step"] for row in trained), default=-1) + 1,
         pace=_pace(trained[-_PACED:]),
         best=_best(named[0], series[named[0]]) if named else None,
-        picture=f"samples/{newest}" if newest else "",
+        pictures=tuple(f"samples/{name}" for name in names),
     )
 
 

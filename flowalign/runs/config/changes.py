@@ -12,6 +12,7 @@ ACCEPTED = (
     "evaluation",
     "checkpoints",
     "trackers",
+    "notify",
     "device",
     "sharding",
     "offload",

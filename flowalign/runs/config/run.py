@@ -58,6 +58,10 @@ class Run:
     """Interval of checkpoints, and number of checkpoints kept."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Trackers in addition to metrics.jsonl, which is always written."""
+    notify: list[str] = field(default_factory=list)
+    """Command and its arguments, started without a shell when the run finishes, fails or is
+    interrupted, and on an alarm of `evaluation.watch`. It gets the event as JSON on its standard
+    input. Empty: none."""
     seed: Seed = 0
     """Seed of every random draw except those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
+from flowalign.runs.export.adapter_metadata import stamp_adapter
 from flowalign.runs.export.model_card import model_card
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
@@ -111,6 +114,8 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
         difference = policy.network.export(policy, str(partial), form.target, form.dtype)
         if difference is not None and not difference < float("inf"):
             raise ValueError(f"the exported weights differ by {difference} when read back")
+        if form.target != "merged":
+            stamp_adapter(partial, yaml.safe_load(trained.config.read_text(encoding="utf-8")))
         grid = trained.grid
         if grid:
             shutil.copyfile(grid, partial / "samples.png")

@@ -79,7 +79,7 @@ def read(path: Path, name: str | None, gpus: int | None) -> tuple[Source, int]:
     config = PythonConfig(path.read_text(encoding="utf-8"), base)
     names = config.names()
     if name is None and len(names) != 1:
-        raise ValueError(f"choose a function of {path} with --config: {', '.join(names)}")
+        raise ValueError(f"choose a function of {path} with --function: {', '.join(names)}")
     tree = config.evaluate(name or names[0])
     count = gpus or config.gpus
     if count is None:

@@ -34,7 +34,7 @@ _TYPES = {
 class ImportOptions(NamedTuple):
     """Options of an import."""
 
-    config: str | None
+    function: str | None
     """Function of a Python configuration."""
     source_gpus: int | None
     """Number of GPUs of the source, if the file does not name it."""
@@ -70,7 +70,7 @@ def import_config(path: Path, options: ImportOptions) -> tuple[Draft, str]:
         overlay = Path(folder) / "imported.yaml"
         overlay.write_text(yaml.safe_dump(draft.settings), encoding="utf-8")
         values = compose([*(bundled(layer) for layer in draft.layers), str(overlay)]).values
-    values["output_dir"] = f"runs/{path.stem if options.config is None else options.config}"
+    values["output_dir"] = f"runs/{path.stem if options.function is None else options.function}"
     text = "".join(f"# {line}\n" for line in describe(path, draft, gpus))
     return draft, text + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -95,7 +95,7 @@ def _convert(path: Path, options: ImportOptions) -> Draft:
     if not path.is_file():
         raise ValueError(f"{path} is no file")
     if path.suffix == ".py":
-        source, gpus = flow_grpo.read(path, options.config, options.source_gpus)
+        source, gpus = flow_grpo.read(path, options.function, options.source_gpus)
         family = options.family or find_family(source.need("pretrained.model"))
         return flow_grpo.convert(source, gpus, family)
     if path.suffix in (".yaml", ".yml"):

@@ -113,7 +113,7 @@ class PythonConfig:
             ValueError: The function does not exist, or has a statement that is not understood.
         """
         if name not in self.functions:
-            raise ValueError(f"--config is {name!r}; the file has {', '.join(self.names())}")
+            raise ValueError(f"--function is {name!r}; the file has {', '.join(self.names())}")
         try:
             result = self._call(self.functions[name], [], {})
         except (TypeError, KeyError, AttributeError, ArithmeticError, IndexError) as error:

@@ -10,6 +10,7 @@ from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import PREFIX, list_by_step
 from flowalign.training.watch import Panel
 from flowalign.utils.costs import Costs
+from flowalign.utils.notify import notify
 
 BEST = "best"
 """Folder of the best checkpoint in a run directory."""
@@ -42,7 +43,11 @@ def watch(session: Session, done: int, panel: Panel, state: Mapping[str, Any]) -
         if main:
             checkpoint.prune(root, 1)
     if verdict and verdict.alarm:
-        session.messages(f"warning: {monitor.describe(verdict)}")
+        alarm = monitor.describe(verdict)
+        session.messages(f"warning: {alarm}")
+        if main:
+            about = {"step": done, "reason": alarm}
+            notify(session.run.notify, "hacking", session.folder, about, session.messages)
 
 
 def roll_back(session: Session, done: int) -> int:

@@ -64,7 +64,7 @@ def test_runs_with_the_same_settings_say_so(root):
 def test_the_newest_samples_of_the_chosen_runs_are_shown(root):
     content = shown(root, "b")
     assert re.findall('<img src="(.*?)"', content) == ["/files/b/samples/step-000040.png"]
-    assert "b, step 40" in content
+    assert 'b, step <span class="at">40</span>' in content
 
 
 def test_unknown_names_are_ignored_and_without_a_choice_the_latest_are_shown(root):

@@ -225,3 +225,24 @@ setTimeout(() => {
 
 
 NAMES = {"colour": "reward/colour", "exact_match": "reward/exact_match", "weighted": "reward_mean"}
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_plays_the_samples_of_a_run(served, tmp_path, monkeypatch):
+    press = """<script>
+document.querySelector(".film button").click();
+setTimeout(() => {
+  const at = document.querySelector(".at").textContent;
+  document.title = at + " " + document.querySelector("figure .at").closest("figure")
+    .querySelector("img").src.slice(-15);
+}, 700);
+</script></body>"""
+    original = serving.page
+    monkeypatch.setattr(
+        serving, "page", lambda *values: original(*values).replace("</body>", press)
+    )
+    address = f"http://127.0.0.1:{served.server_port}/"
+    document = read_in_browser(address, tmp_path / "profile", seconds=3)
+    assert "<title>0 step-000000.png</title>" in document  # the first grid follows the last one
+    assert "Pause</button>" in document
