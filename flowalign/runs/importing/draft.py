@@ -84,23 +84,6 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, An
     return found
 
 
-def nest(key: str, value: Any) -> dict[str, Any]:
-    """Return a value under a dotted key as nested mappings."""
-    first, _, rest = key.partition(".")
-    return {first: nest(rest, value) if rest else value}
-
-
-def merge(*trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested mappings; later values win."""
-    found: dict[str, Any] = {}
-    for tree in trees:
-        for key, value in tree.items():
-            before = found.get(key)
-            both = isinstance(before, dict) and isinstance(value, Mapping)
-            found[key] = merge(before, value) if both else value
-    return found
-
-
 def divide(total: int, count: int, what: str) -> int:
     """Return total / count; raise ValueError unless it is whole."""
     if count < 1 or total % count:

@@ -60,7 +60,7 @@ def convert(source: Source, gpus: int, family: str) -> Draft:
     recipe: dict[str, Any] = {"micro_batch": per_gpu, "updates_per_step": updates}
     recipe["epochs_per_step"] = get("train.num_inner_epochs", 1)
     combine = get("train.advantage_aggregation", "sum")
-    advantages = {"scale": "batch" if get("train.global_std", False) else "group"}
+    advantages: dict[str, Any] = {"scale": "batch" if get("train.global_std", False) else "group"}
     advantages["combine"] = "advantage_of_sum" if combine == "sum" else "sum_of_advantages"
     if trainer == "nft":
         recipe |= _convert_nft(source, draft)

@@ -112,7 +112,7 @@ def convert(source: Source, gpus: int, family: str) -> Draft:
     sampling |= {"micro_batch": per_gpu}
     recipe: dict[str, Any] = {"micro_batch": batch, "updates_per_step": updates}
     recipe["epochs_per_step"] = get("train.num_inner_epochs")
-    advantages = {"scale": "batch" if get("sample.global_std") else "group"}
+    advantages: dict[str, Any] = {"scale": "batch" if get("sample.global_std") else "group"}
     if is_nft:
         recipe |= _convert_nft(source)
         recipe["data"] = {"prompts_per_step": prompts, "sampling": sampling}
