@@ -41,16 +41,7 @@ def convert(source: Source, gpus: int, family: str) -> Draft:
     if accumulated != "auto":
         batches = divide(prompts * group, per_gpu * gpus, "samples per epoch by samples per pass")
         updates = divide(batches, accumulated, "passes per epoch by accumulated passes")
-    clip = get("train.clip_range", 1e-4)
-    clip = max(abs(bound) for bound in clip) if isinstance(clip, list) else clip
-    facts = Facts(
-        effective_batch=divide(prompts * group, updates, "samples per epoch by updates"),
-        num_steps=get("train.max_epochs"),
-        learning_rate=float(get("train.learning_rate", optimizer.get("learning_rate"))),
-        clip_range=None if trainer == "nft" else float(clip),
-        kl_weight=float(get("train.kl_beta", 0)),
-        denoising_steps=source.need("train.num_inference_steps"),
-    )
+    facts = _find_facts(source, trainer, optimizer, (prompts * group, updates))
     layers = [f"configs/models/{family}.yaml"]
     draft = Draft(
         [*layers, *(["configs/methods/nft.yaml"] if trainer == "nft" else [])], facts, gpus
@@ -73,6 +64,23 @@ def convert(source: Source, gpus: int, family: str) -> Draft:
     draft.settings = {"recipe": recipe, "seed": get("train.seed", 42)}
     _convert_common(source, draft, optimizer)
     return draft
+
+
+def _find_facts(
+    source: Source, trainer: str, optimizer: Mapping[str, Any], batch: tuple[int, int]
+) -> Facts:
+    """Return the numbers to keep; `batch` is the samples and updates of an epoch."""
+    get = source.get
+    clip = get("train.clip_range", 1e-4)
+    clip = max(abs(bound) for bound in clip) if isinstance(clip, list) else clip
+    return Facts(
+        effective_batch=divide(*batch, "samples per epoch by updates"),
+        num_steps=get("train.max_epochs"),
+        learning_rate=float(get("train.learning_rate", optimizer.get("learning_rate"))),
+        clip_range=None if trainer == "nft" else float(clip),
+        kl_weight=float(get("train.kl_beta", 0)),
+        denoising_steps=source.need("train.num_inference_steps"),
+    )
 
 
 def _first(entries: Any) -> Mapping[str, Any]:
