@@ -64,8 +64,26 @@ class Preprocessing:
         return normalise(frames, self.mean, self.std)
 
 
+def guide_text(
+    text: Float[Tensor, "n d"], shift: Float[Tensor, "d"], strength: float
+) -> Float[Tensor, "n d"]:
+    """Return e- + strength (e+ - e-) with e+ and e- = normalize(text + shift), (text - shift).
+
+    The result has no unit length. Without a shift it is the normalised text.
+
+    Source: D2-Align, arXiv:2512.24146.
+    """
+    plus, minus = F.normalize(text + shift, dim=-1), F.normalize(text - shift, dim=-1)
+    return minus + strength * (plus - minus)
+
+
 class Towers(nn.Module, ABC):
     """Image tower and text tower that embed images and prompts in one space."""
+
+    shift: Tensor | None = None
+    """Learned shift of text embeddings (`D2Align`); None: none."""
+    strength: float = 1.0
+    """Strength of the shift."""
 
     def __init__(self, model: Any, tokenizer: Any, preprocessing: Preprocessing):
         super().__init__()
@@ -87,10 +105,15 @@ class Towers(nn.Module, ABC):
         return F.normalize(torch.cat(parts), dim=-1)
 
     def texts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
-        """Embed prompts to length 1; each distinct prompt is computed once, without a gradient."""
+        """Embed prompts to length 1; each distinct prompt is computed once, without a gradient.
+
+        A shift changes the length.
+        """
         distinct = list(dict.fromkeys(prompts))
         with torch.no_grad():
             embedded = F.normalize(self.encode_prompts(distinct), dim=-1)
+            if self.shift is not None:
+                embedded = guide_text(embedded, self.shift.to(embedded), self.strength)
         return embedded[[distinct.index(prompt) for prompt in prompts]]
 
     @property

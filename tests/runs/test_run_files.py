@@ -154,6 +154,7 @@ NEW = [
     ["configs/reward_gradient/flux1_dev.yaml"],
     ["configs/reward_gradient/flux1_dev_srpo.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/methods/srpo.yaml"],
+    ["configs/models/flux1_dev.yaml", "configs/methods/d2_align.yaml"],
     [
         "configs/models/flux1_dev.yaml",
         "configs/methods/draft_lv.yaml",

@@ -1,0 +1,136 @@
+"""Moves the text embedding of a CLIP-type reward away from images that score high (D2-Align).
+
+Source: D2-Align, arXiv:2512.24146, from its formulas; no code was found. The policy is trained with
+the gradient path `DirectAlign`.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    PositiveFloat,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+)
+from reward_models.backbones.checkpoints import fingerprint_of
+from reward_models.backbones.clip_towers import Towers, guide_text
+from reward_models.backbones.network import NetworkReward
+
+
+def learn_shift(
+    images: Float[Tensor, "n d"],
+    texts: Float[Tensor, "n d"],
+    strength: float,
+    steps: int,
+    learning_rate: float,
+) -> Float[Tensor, "d"]:
+    """Return the shift that raises the mean guided score of images with their texts, by Adam.
+
+    The embeddings have unit length. The shift starts at 0; its start and the learning rate are not
+    published.
+    """
+    shift = torch.zeros_like(texts[0], requires_grad=True)
+    optimizer = torch.optim.Adam([shift], lr=learning_rate)
+    with torch.enable_grad():
+        for _ in range(steps):
+            loss = -(images * guide_text(texts, shift, strength)).sum(1).mean()
+            (shift.grad,) = torch.autograd.grad(loss, shift)
+            optimizer.step()
+    return shift.detach()
+
+
+class D2Align(RewardModel, Loadable):
+    """Scores with `reward` and a text embedding that a learned direction moves by `strength`.
+
+    `reward` is PickScore, HPSv2 or CLIPScore. `media` is a folder of images of the initial policy
+    from `flowalign sample`; the direction is learned on them at the first `load`, in `steps` steps
+    on all images. The paper learns it on samples that are noised and denoised by one step.
+    """
+
+    def __init__(
+        self,
+        reward: RewardModel,
+        media: str,
+        strength: PositiveFloat = 1.5,
+        steps: PositiveInt = 3000,
+        learning_rate: PositiveFloat = 1e-3,
+    ):
+        if not isinstance(reward, NetworkReward):
+            raise ValueError(
+                f"reward of D2Align is {type(reward).__name__}; choose PickScore, HPSv2 or "
+                "CLIPScore, which compare an image embedding with a text embedding"
+            )
+        self.reward, self.media, self.strength = reward, media, strength
+        self.steps, self.learning_rate = steps, learning_rate
+        inner, longest = reward.spec, 1 + 2 * strength  # length of a guided text, at most
+        learned = f"{strength:g} {steps} {learning_rate:g} {fingerprint_of(media)}"
+        self.spec = replace(
+            inner,
+            name=f"{inner.name}_d2",
+            dims=tuple(f"{dim}_d2" for dim in inner.dims),
+            scale=(inner.scale[0] * longest, inner.scale[1] * longest),
+            version=f"{inner.fingerprint()}; {learned}",
+        )
+        self.loaded = False
+
+    def load(self) -> None:
+        """Load the reward and learn the direction; raise ValueError for unusable images."""
+        if self.loaded:
+            return
+        listing = read_listing(self.media)
+        self.reward.load()
+        towers = self.reward.network
+        if not isinstance(towers, Towers):
+            raise ValueError(
+                f"reward of D2Align is {type(self.reward).__name__}, which has no CLIP towers: "
+                "choose PickScore, HPSv2 or CLIPScore"
+            )
+        device = self.reward.device
+        towers.to(device)  # it may be offloaded between calls
+        with torch.no_grad():
+            images = torch.cat([towers.images(_read(path), 1) for path, _ in listing])
+            texts = towers.texts([prompt for _, prompt in listing])
+        settings = self.strength, self.steps, self.learning_rate
+        towers.shift, towers.strength = learn_shift(images, texts, *settings), self.strength
+        self.loaded = True
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score with the moved text embeddings."""
+        self.load()
+        return self.reward.score(batch)
+
+
+def read_listing(folder: str) -> list[tuple[Path, str]]:
+    """Return the files and prompts of a folder from `flowalign sample`.
+
+    Raises:
+        ValueError: There is no listing, or it names no PNG files.
+    """
+    listing = Path(folder) / "metadata.jsonl"
+    if not listing.is_file():
+        raise ValueError(
+            f"media of D2Align is {folder!r}, which has no metadata.jsonl: make images of the "
+            f"initial policy with flowalign sample RUN.yaml --out {folder}"
+        )
+    rows = [json.loads(line) for line in listing.read_text().splitlines()]
+    found = [(Path(folder) / row["file_name"], str(row["prompt"])) for row in rows]
+    if not found or any(path.suffix != ".png" for path, _ in found):
+        raise ValueError(f"{listing} must name at least one image, and PNG files only")
+    return found
+
+
+def _read(path: Path) -> Float[Tensor, "1 3 h w"]:
+    """Return an image in [0, 1]."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
+    return torch.from_numpy(pixels / 255).permute(2, 0, 1)[None]
