@@ -56,16 +56,14 @@ class LTX2(DiffusersPolicy):
             *(path, codec, lora, precision, guidance, max_sequence_length),
             *(memory.gradient_checkpointing, memory.offload_text),
         )
-        self.video = video
-        self.streams = streams
+        self.video, self.streams = video, streams
         self.evaluations_per_velocity = 1 + len(streams.weights(guidance))
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))
         if vae.get("timestep_conditioning"):
-            name = type(self).__name__
             raise ValueError(
-                f"the decoder of {self.path} takes a timestep, which {name} does not support"
+                f"the decoder of {self.path} takes a timestep; {type(self).__name__} has none"
             )
         audio_vae = self.folder.config("audio_vae")
         self.state_parts = self.sound_codec.divide((channels, *self.grid), audio_vae)
@@ -96,10 +94,7 @@ class LTX2(DiffusersPolicy):
 
     @property
     def others(self) -> Mapping[str, tuple[float, float]]:
-        """Return the evaluations to guide away from, with their weights in video and audio.
-
-        A copy of this policy without guidance makes one evaluation.
-        """
+        """Return the evaluations to guide away from, with weights; none in an unguided copy."""
         return self.streams.weights(self.guidance) if self.evaluations_per_velocity > 1 else {}
 
     @torch.no_grad()
