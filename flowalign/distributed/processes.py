@@ -3,6 +3,10 @@
 Code that divides samples and gathers results treats a group of ranks with the same samples
 (`flowalign.distributed.context_parallel`) as one process. `rank` and `world` count such groups, and
 the first rank of a group contributes for the whole group.
+
+Before an update, one `all_reduce` sums the concatenated gradients. Adapters are small, so
+overlapping gains little, and DDP expects equal numbers of backward passes, which uneven shares of
+prompts and dropped samples break.
 """
 
 import os

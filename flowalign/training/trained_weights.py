@@ -1,4 +1,10 @@
-"""Keep several sets of trained weights for one network, such as several adapters."""
+"""Keep several sets of trained weights for one network, such as several adapters.
+
+Parameter objects are swapped during an evaluation: gradients are bitwise equal whether or not
+another set is evaluated in between. Copying values would invalidate graphs, and peft's adapters
+support only LoRA. With activation checkpointing `Learner.backward` swaps the values in again.
+Compiled networks with swapped parameters are not tested.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

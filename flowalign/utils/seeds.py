@@ -1,6 +1,8 @@
 """Make random draws stateless: each draw is a pure function of the run's seed and a purpose.
 
-A resumed run and a run on more processes therefore draw the same numbers.
+A resumed run and a run on more processes therefore draw the same numbers: checkpoints contain no
+generator state, and noise belongs to a prompt, on any process. accelerate's `save_state` does not
+cover the order of the data, so a run restored by it differed from an uninterrupted one.
 """
 
 import hashlib

@@ -1,4 +1,9 @@
-"""Packs the questions about a sample into one row, so that they do not attend to each other."""
+"""Packs the questions about a sample into one row, so that they do not attend to each other.
+
+The prefix is prefilled once, and a mask shows each question only the prefix and itself. Results
+equal separate questions to 1e-5 on three architectures, for images and videos, without copies or
+padding (`assets/bench/checklist_prefix.py`). It needs attention with masks: SDPA or eager.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

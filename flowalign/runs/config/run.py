@@ -1,4 +1,9 @@
-"""Define the settings of a run file; a component's constructor is its schema."""
+"""Define the settings of a run file; a component's constructor is its schema.
+
+A constructor only stores settings. `load` reads weights, and `plan` reads only configuration files.
+With weights in the constructor, a misspelt key in another section would cost the loading of a large
+model; separate configuration classes would repeat every name.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
