@@ -69,6 +69,20 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class BenchmarkLine:
+    """Number of the benchmark for each method, over its seeds."""
+
+    metric: str
+    """Name of the metric, and of the group of items if there is one."""
+    base: float
+    """Number of the model before training, for the first method."""
+    methods: dict[str, SeedStatistics]
+    """Number of each method."""
+    differences: dict[str, Difference]
+    """Difference of each method but the first to the first, over seeds."""
+
+
+@dataclass(frozen=True)
 class Band:
     """Mean curve, with the lowest and the highest seed."""
 

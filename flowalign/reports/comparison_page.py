@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from flowalign.reports.comparison import (
     AXES,
     Axis,
+    BenchmarkLine,
     Comparison,
     Difference,
     Row,
@@ -30,19 +30,23 @@ from flowalign.reports.records import read_json
 from flowalign.reports.run_report import COMPARISON_LINK, write_report
 from flowalign.utils.files import atomic_write, write_json, write_text
 
+Benchmarks = Mapping[str, Sequence[BenchmarkLine]]
+"""Results by the name of the benchmark."""
+
 
 def write_comparison(
     out: Path,
     comparison: Comparison,
     missing: Sequence[str] = (),
-    benchmark: Mapping[str, Any] | None = None,
+    benchmark: Benchmarks | None = None,
 ) -> None:
     """Write the three files, each atomically.
 
-    `missing` names runs that failed; `benchmark` holds results that only the JSON file shows.
+    `missing` names runs that failed; `benchmark` holds the results of benchmarks.
     """
     out.mkdir(parents=True, exist_ok=True)
-    content = {"missing": list(missing), "benchmark": benchmark} | asdict(comparison)
+    measured = {name: [asdict(line) for line in lines] for name, lines in (benchmark or {}).items()}
+    content = {"missing": list(missing), "benchmark": measured} | asdict(comparison)
     write_json(out / "compare.json", content)
     drawn = picture(comparison)
     with atomic_write(out / "compare.png") as partial:
@@ -50,7 +54,7 @@ def write_comparison(
     views, links = credit_views(out, comparison), reports_of_runs(out, comparison)
     name = out.resolve().name
     told = warnings_of_runs(out, comparison)
-    write_text(out / "compare.html", page(name, comparison, missing, views, links, told))
+    write_text(out / "compare.html", page(name, comparison, missing, views, links, told, benchmark))
     for link in links.values():  # reports older than the comparison lack its link
         if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
             write_report((out / link).parent)
@@ -83,11 +87,12 @@ def page(
     views: Sequence[tuple[str, CreditView]] = (),
     links: Mapping[tuple[str, int], str] | None = None,
     warnings: Sequence[str] = (),
+    benchmark: Benchmarks | None = None,
 ) -> str:
     """Render the self-contained page.
 
-    `views` are methods with the credit of their steps, `links` the addresses of reports, and
-    `warnings` the warnings of runs about their samples.
+    `views` are methods with the credit of their steps, `links` the addresses of reports,
+    `warnings` the warnings of runs about their samples, and `benchmark` results of benchmarks.
     """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
@@ -107,6 +112,7 @@ def page(
         caution=caution(comparison),
         missing=missing,
         warnings=warnings,
+        benchmarks=benchmark or {},
         cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
         charts=[chart(comparison, axis) for axis in drawn],
         looks=[swatch(i) for i in range(len(comparison.rows))],

@@ -3,13 +3,11 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flowalign.reports.comparison import (
+    BenchmarkLine,
     Comparison,
-    Difference,
-    SeedStatistics,
     find_difference,
     seed_statistics,
 )
@@ -18,20 +16,6 @@ from flowalign.studies.compare import Benchmark, ComparisonRequest, Log
 from flowalign.training.checkpoint_files import latest
 from flowalign.training.learner import TrainingFailure
 from flowalign.utils.subprocesses import CommandJob, run_all
-
-
-@dataclass(frozen=True)
-class BenchmarkLine:
-    """Number of the benchmark for each method, over its seeds."""
-
-    metric: str
-    """Name of the metric, and of the group of items if there is one."""
-    base: float
-    """Number of the model before training, for the first method."""
-    methods: dict[str, SeedStatistics]
-    """Number of each method."""
-    differences: dict[str, Difference]
-    """Difference of each method but the first to the first, over seeds."""
 
 
 def evaluate_benchmark(
@@ -54,8 +38,7 @@ def evaluate_benchmark(
     if failed := run_all(jobs, 1, log):
         raise TrainingFailure(f"the {failed[0].name} failed, see {failed[0].log}")
     lines = read_lines(folders)
-    content = {"name": request.benchmark.name, "lines": [asdict(line) for line in lines]}
-    write_comparison(request.out, result, benchmark=content)
+    write_comparison(request.out, result, benchmark={request.benchmark.name: lines})
     return lines
 
 

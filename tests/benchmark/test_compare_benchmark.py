@@ -5,6 +5,7 @@ import json
 import pytest
 
 from flowalign.cli.main import main
+from flowalign.reports import comparison_page
 from flowalign.reports.comparison import Curve, Method, Point
 from flowalign.reports.comparison import compare as compared
 from flowalign.studies import compare_benchmark
@@ -37,7 +38,7 @@ def test_all_seeds_of_a_method_are_evaluated_together_and_compared(tmp_path, mon
         return []
 
     monkeypatch.setattr(compare_benchmark, "run_all", run_all)
-    monkeypatch.setattr(compare_benchmark, "write_comparison", lambda *_, **__: None)
+    monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
     asked = ComparisonRequest(
         [["a.yaml"], ["b.yaml"]], ["--x", "1"], [0, 1], tmp_path, benchmark=Benchmark("toy", "p")
     )
@@ -52,6 +53,11 @@ def test_all_seeds_of_a_method_are_evaluated_together_and_compared(tmp_path, mon
     change = line.differences["b"]
     # Welch with variances 2 and 2, so a squared error of 1 each: 2 degrees of freedom, t = 4.303
     assert (change.mean, change.high) == pytest.approx((4.0, 4.0 + 4.303 * 2**0.5), abs=1e-3)
+    stored = json.loads((tmp_path / "compare.json").read_text())["benchmark"]["toy"]
+    assert stored[0]["methods"]["b"]["values"] == [6.0, 8.0]
+    page = (tmp_path / "compare.html").read_text()
+    assert "Benchmark toy" in page
+    assert "7.000 ± 1.414 (+4.000 [-2.085, +10.085])" in page
 
 
 def test_a_benchmark_that_compare_cannot_score_is_refused_before_training(capsys):

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowalign.cli.commands.common import get_log
-from flowalign.reports.comparison import Comparison
+from flowalign.reports.comparison import BenchmarkLine, Comparison
 from flowalign.reports.comparison_chart import DRAWN, spent_by_all, words
 from flowalign.reports.comparison_page import count, score, with_interval, with_std
 from flowalign.studies.benchmark.card import load_card
 from flowalign.studies.benchmark.prompts import read_prompts
 from flowalign.studies.compare import Benchmark, ComparisonRequest, compare
-from flowalign.studies.compare_benchmark import BenchmarkLine, evaluate_benchmark
+from flowalign.studies.compare_benchmark import evaluate_benchmark
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
