@@ -24,12 +24,13 @@ import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.fixtures")
 
-from tests.fixtures import annotations, parsed_components  # noqa: E402
+from tests.fixtures import annotations, parsed_components, zygote  # noqa: E402
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` in a shell ignores Ctrl-C
 annotations.install("flowalign", "reward_models", "pipelines")
 parsed_components.install()
+zygote.open_session()
 gc.disable()
 
 

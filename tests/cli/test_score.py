@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring.prompt_means import average_prompts
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.scoring_rewards import Brightness, picture
+from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +229,7 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
 
 def command(data: str, out: Path, *options: str) -> list[str]:
     return [
-        sys.executable,
+        python(),
         "-m",
         "flowalign",
         "score",
@@ -250,12 +250,14 @@ def test_processes_one_of_which_is_killed_end_in_the_same_table(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     assert score(data, "--rewards", REWARD, "--out", tmp_path / "one", "--format", "jsonl") == 0
     out = tmp_path / "two"
-    victim = subprocess.Popen(command(data, out, "--shard", "0/2"), cwd=ROOT, env=environment)
+    words = command(data, out, "--shard", "0/2")
+    victim = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE)
     while not list(out.glob("parts/*.jsonl")):
         time.sleep(0.01)
         assert victim.poll() is None
     victim.send_signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL
+    victim.communicate()  # until the process has ended as well
+    assert victim.returncode == -signal.SIGKILL
     subprocess.run(command(data, out, "--processes", "2"), cwd=ROOT, env=environment, check=True)
     assert (out / "scores.jsonl").read_bytes() == (tmp_path / "one/scores.jsonl").read_bytes()
 

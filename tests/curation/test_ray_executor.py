@@ -18,6 +18,7 @@ from flowalign.curation.scoring import ray_data
 from flowalign.curation.scoring.job import BlockScorer, block_numbers
 from flowalign.curation.scoring.table import PartFiles
 from tests.fixtures.scoring_rewards import Brightness, picture
+from tests.fixtures.zygote import python
 
 pytest.importorskip("ray")
 COUNT = 2000
@@ -51,7 +52,7 @@ def score(
     entry = {"class_path": "tests.fixtures.scorers.Mortal", "init_args": about}
     other = {"class_path": "tests.fixtures.scoring_rewards.Brightness"}
     file.write_text(yaml.safe_dump({"rewards": [entry, other]}))
-    command = [sys.executable, "-m", "flowalign", "score", data, "--rewards", file, "--out", out]
+    command = [python(), "-m", "flowalign", "score", data, "--rewards", file, "--out", out]
     command += ["--format", "jsonl", "--workers", "1", *options]
     done = subprocess.run(map(str, command), capture_output=True, text=True, timeout=600)
     assert code is None or done.returncode == code, done.stdout + done.stderr
@@ -128,7 +129,7 @@ with Cluster(1)._connect():
     print(sorted({c.laddr.ip for c in found if c.status == "LISTEN"}))
     print(os.environ["RAY_USAGE_STATS_ENABLED"])
 """
-    command = [sys.executable, "-c", code]
+    command = [python(), "-c", code]
     said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     addresses, usage = said.splitlines()
     assert set(ast.literal_eval(addresses)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}

@@ -3,12 +3,12 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 
 from flowalign.cli.main import main
 from tests.fixtures.doc_pages import DOCS
+from tests.fixtures.zygote import python
 
 EXAMPLE = DOCS / "examples" / "minimal_grpo.py"
 _STEP = re.compile(r"step +\d+ +reward ([\d.]+) +ratio ([\d.]+) +gradient norm ([\d.]+)")
@@ -21,9 +21,7 @@ def test_the_example_can_be_read_in_one_go():
 @pytest.mark.slow
 def test_the_example_takes_the_same_steps_as_the_full_loop(tmp_path):
     small = ["--steps", "2", "--held_out", "4"]
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, *small], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([python(), EXAMPLE, *small], capture_output=True, text=True, check=True)
     example = [[float(number) for number in step] for step in _STEP.findall(done.stdout)]
     assert "held-out exact_match" in done.stdout
     same = ["num_steps=2", "optimizer.decay=linear", "evaluation=null", "ema=null"]

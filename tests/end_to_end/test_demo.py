@@ -1,18 +1,32 @@
-"""The demo as a newcomer starts it, only shorter."""
+"""The demo as a newcomer starts it, with fewer steps and a smaller evaluation."""
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
+import yaml
 from diffusers import StableDiffusion3Pipeline
 
+from tests.fixtures.zygote import ROOT, python
+
 pytestmark = pytest.mark.slow
+SHORTENED = """
+import sys
+from flowalign.cli.demo_options import CONFIGS
+from flowalign.cli.main import main
+CONFIGS["shapes"] = sys.argv.pop()
+main()
+"""
+"""The command, with another run file behind its options."""
 
 
 def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
-    command = [sys.executable, "-m", "flowalign", "demo", "--steps", "2"]
+    file = tmp_path / "short.yaml"
+    content = yaml.safe_load((ROOT / "configs/shapes_crd.yaml").read_text())
+    content["extends"] = [str(ROOT / name) for name in content["extends"]]
+    file.write_text(yaml.safe_dump(content | {"evaluation": {"num_prompts": 16}}))
+    command = [python(), "-c", SHORTENED, "demo", "--steps", "2", file]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )

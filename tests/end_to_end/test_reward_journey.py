@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.fixtures.zygote import python
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -15,7 +16,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 def command(*words):
     done = subprocess.run(
-        [sys.executable, *map(str, words)],
+        [python(), *map(str, words)],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,

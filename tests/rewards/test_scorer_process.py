@@ -19,8 +19,15 @@ from flowalign.types import MediaBatch, RewardOutput
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.scorer_process import ScorerProcess
 from tests.fixtures.scorers import Mortal, Places
+from tests.fixtures.zygote import python
 
 PLACES = {"class_path": "tests.fixtures.scorers.Places", "init_args": {"seconds": 0.0}}
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch):
+    """Let scorers start without importing everything again."""
+    monkeypatch.setattr(sys, "executable", python())
 
 
 def batch_of(count: int = 3) -> MediaBatch:
@@ -169,7 +176,7 @@ def test_a_scorer_ends_with_the_process_that_started_it(tmp_path, number):
         f"model = mortal(Path({str(tmp_path / 'calls')!r}), 9); model.load()\n"
         "print(model._scorer.process.pid, flush=True); time.sleep(600)"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen([python(), "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout
     scorer = int(trainer.stdout.readline())
     assert _lives(scorer)

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from flowalign.studies.compare import ComparisonRequest, compare, curve, held_ou
 from flowalign.training.learner import TrainingFailure
 from tests.fixtures.pages import addresses, charts
 from tests.fixtures.pixel import Redness
+from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
 
@@ -610,7 +610,7 @@ class Waiting(Redness):
 
 def _start(*argv: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "flowalign", "compare", *argv],
+        [python(), "-m", "flowalign", "compare", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

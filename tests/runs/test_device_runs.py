@@ -1,7 +1,6 @@
 """The runs of the tests on a GPU are valid, and their common code runs on the CPU."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from flowalign.cli.main import build_parser
 from flowalign.runs import plan
 from flowalign.runs.bench.values import measure_values
 from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
+from tests.fixtures.zygote import python
 
 slow = pytest.mark.slow
 
@@ -56,9 +56,10 @@ def _first_steps():
 
 @slow
 def test_the_tests_on_a_gpu_can_be_collected():
-    words = ["-m", "gpu", "--collect-only", "-q", "tests/gpu"]
+    code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    words = ["-m", "gpu", "--collect-only", "-q", "--noconftest", "tests/gpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False
+        [python(), "-c", code, *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("::test_") > 40

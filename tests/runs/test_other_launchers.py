@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from flowalign.training import checkpoint
 from tests.fixtures.stopped_runs import SMALL, wait_for_steps
+from tests.fixtures.zygote import python
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +41,7 @@ def launchers(name: str) -> list[list[str]]:
         "torchrun": [[*TORCHRUN, "--standalone", "--nproc-per-node", "2"]],
         "two machines": [[*TORCHRUN, *two]] * 2,
         "accelerate": [[*ACCELERATE, *accelerated, "--main_process_port", str(port())]],
-        "one process": [[sys.executable]],
+        "one process": [[python()]],
     }[name]
 
 
@@ -49,7 +50,7 @@ def start(name: str, folder: Path, **changes: object) -> list[subprocess.Popen]:
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(yaml.safe_dump(SMALL | {"sharding": {"weights": "blocks"}} | changes))
     command = ["-m", "flowalign", "train", str(file), "--output_dir", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return [
         subprocess.Popen([*launcher, *command], env=environment, **pipes)

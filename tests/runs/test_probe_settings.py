@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -22,6 +21,7 @@ from flowalign.studies.probe.settings import (
 )
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.small_run import go, new_run
+from tests.fixtures.zygote import python
 
 SHAPES, FLOW = "configs/shapes.yaml", "configs/methods/flow_grpo.yaml"
 VARIATE = "configs/methods/control_variate.yaml"
@@ -201,7 +201,7 @@ def test_two_processes_find_what_one_finds(tmp_path):
     def figures(folder, processes):
         small = ["--recipe.sampling.num_steps=3", "--recipe.sampling.sde_window.stop=2"]
         options = ["--layouts", "3x4", "--batches", "6", "--processes", processes]
-        command = [sys.executable, "-m", "flowalign", "probe", "configs/models/toy_shapes.yaml"]
+        command = [python(), "-m", "flowalign", "probe", "configs/models/toy_shapes.yaml"]
         command += [*small, *options, "--out", str(tmp_path / folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -1,5 +1,7 @@
 """A run with a reward in a separate process makes the same updates, even if it dies."""
 
+import sys
+
 import pytest
 
 from flowalign.sampling.sde_windows import Random
@@ -8,6 +10,7 @@ from tests.fixtures.scorers import Mortal
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.stopped_runs import metrics, state
 from tests.fixtures.training import new_recipe
+from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +24,8 @@ def recipe(prompts_at_once: int | None):
     )
 
 
-def test_scores_of_a_dying_scorer_that_overlap_sampling_change_no_bit(tmp_path):
+def test_scores_of_a_dying_scorer_that_overlap_sampling_change_no_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
     deaths, calls = [0, 5], [tmp_path / "here", tmp_path / "there"]
     for folder in calls:
         folder.mkdir()

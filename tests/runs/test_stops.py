@@ -22,6 +22,7 @@ from tests.fixtures.stopped_runs import (
     wait_for,
     wait_for_steps,
 )
+from tests.fixtures.zygote import behind
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +64,9 @@ def summary(folder: Path) -> dict:
 
 def workers(launcher: subprocess.Popen) -> list[int]:
     """Processes that a launcher started; without a launcher, the process itself."""
-    text = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    return [int(word) for word in text.split()] or [launcher.pid]
+    pid = behind(launcher.pid)
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [behind(int(word)) for word in text.split()] or [pid]
 
 
 def test_a_killed_process_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path):
@@ -189,7 +191,7 @@ def _stopped(
     before = steps_logged(folder)
     process = start(folder, *options, *_how(folder))
     if draw.random() < 0.25:  # while it starts, or whenever that is on this machine
-        time.sleep(draw.uniform(0, 12))
+        time.sleep(draw.uniform(0, 3))
     else:
         until = before + draw.randint(1, 3)
         while process.poll() is None and steps_logged(folder) < min(until, STEPS):

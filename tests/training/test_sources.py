@@ -5,7 +5,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.training import ALONE, new_learner, new_recipe
+from tests.fixtures.zygote import python
 
 RUN = """
 policy: {class_path: tests.fixtures.sources.SourcePolicy}
@@ -168,7 +168,7 @@ def test_a_training_of_several_processes_scores_each_sample_with_its_own_source(
     run["recipe"]["init_args"]["prompts"] = file
     run["evaluation"] = {"prompts": {"held": file}, "num_prompts": 6}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    command = [sys.executable, "-m", "flowalign", "train", str(tmp_path / "run.yaml")]
+    command = [python(), "-m", "flowalign", "train", str(tmp_path / "run.yaml")]
     command += ["--processes", str(processes)] if processes > 1 else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

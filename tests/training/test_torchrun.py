@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,13 @@ from safetensors.torch import load_file
 
 from flowalign.runs.config import load
 from tests.fixtures.processes import Watched
+from tests.fixtures.zygote import python
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores"),
 ]
-TRAIN = [sys.executable, "-m", "flowalign", "train"]
+TRAIN = ["-m", "flowalign", "train"]
 
 
 def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
     _, text = load("configs/shapes.yaml", overrides)
     config = folder.with_suffix(".yaml")
     config.write_text(text)
-    command = [*TRAIN, str(config), *options]
+    command = [python(), *TRAIN, str(config), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     state = load_file(folder / "checkpoints" / "step-000003" / "state" / "training.safetensors")
@@ -56,7 +56,7 @@ def test_a_mistake_that_only_weights_reveal_is_told_once(tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "readme.txt").touch()
     wrong = ["--processes", "2", "--weights", str(tmp_path / "none")]
-    command = [sys.executable, "-m", "flowalign", "eval", "configs/shapes.yaml", *wrong]
+    command = [python(), "-m", "flowalign", "eval", "configs/shapes.yaml", *wrong]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -69,7 +69,7 @@ def test_trainings_end_with_a_launcher_that_is_killed(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     rewards = "[{class_path: watched_prompts.Watching, weight: 1.0}]"
     changes = [f"rewards={rewards}", f"output_dir={tmp_path / 'run'}"]
-    command = [*TRAIN, "configs/shapes.yaml", *changes, "--processes", "2"]
+    command = [python(), *TRAIN, "configs/shapes.yaml", *changes, "--processes", "2"]
     started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     watched.wait_for(2)
     started.kill()
