@@ -22,7 +22,7 @@ from tests.fixtures.training import credited, flat, new_learner, new_rewards, tr
 pytestmark = pytest.mark.slow
 
 METHODS = sorted((CONFIGS / "credit" / "toy_shapes").glob("*.yaml"))
-OF_BLOCKS = [path for path in METHODS if path.stem in ("euphonium", "latent_gain")]
+OF_BLOCKS = [path for path in METHODS if path.stem in ("euphonium", "latent_gain", "step_grpo")]
 """Methods with a reward on the policy's first blocks, which the one-pixel policy lacks."""
 OF_PIXELS = [path for path in METHODS if path not in OF_BLOCKS]
 THREE = ("a", "bb", "ccc")
@@ -55,7 +55,8 @@ def test_a_step_that_reads_blocks_costs_what_the_plan_says(path):
     policy.load(torch.device("cpu"))
     run.load_rewards(rewards)
     recipe = recipe_of(path)
-    few = replace(recipe, sampling=replace(recipe.sampling, samples_per_prompt=2))
+    samples = 2 if type(recipe.sampling.branching).__name__ == "Chain" else 12  # 4 x 3 branches
+    few = replace(recipe, sampling=replace(recipe.sampling, samples_per_prompt=samples))
     prompts = ("a red circle", "two blue squares", "a green triangle")
     window = few.sampling.sde_window.steps(few.sampling.num_steps, 0, generator(0, "window", 0))
     scored = few.rollouts.requirements(window).scored
