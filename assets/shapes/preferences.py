@@ -23,14 +23,17 @@ from pipelines.families.sd3 import SD3
 from reward_models.verifiers.shapes import ShapesVerifier
 
 DIMS = ("colour", "shape", "count", "position", "clean")
+"""Dimensions of the verifier; `overall` ranks by their mean."""
 HERE = Path(__file__).parent
 
 
 def ranks(scores: Tensor) -> dict[str, list[int]]:
     """Convert scores [K, dims] to ranks by dimension, 1 the best; ties share the better rank."""
+    columns = dict(zip(DIMS, scores.unbind(1), strict=False))
+    columns["overall"] = scores[:, : len(DIMS)].mean(1)
     return {
         dim: [1 + int((column > own + 1e-6).sum()) for own in column]
-        for dim, column in zip(DIMS, scores.unbind(1), strict=False)
+        for dim, column in columns.items()
     }
 
 

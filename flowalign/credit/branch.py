@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.functional.advantage import group_mean
@@ -81,6 +82,11 @@ class Branch(CreditEstimator):
     Null: all."""
     depths: Sequence[NonNegativeInt] | None = None
     """Indices of the trained denoising steps (depth pruning). Null: all."""
+
+    @property
+    @override
+    def selects(self) -> bool:
+        return self.width is not None or self.depths is not None
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Fuse the outcomes; raise ValueError if no samples share states."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.advantage import compare_in_groups
@@ -65,6 +66,11 @@ class Contrast(CreditEstimator):
     history: NonNegativeInt = 0
     """Number of earlier training steps that contribute outcomes of the same prompt to the mean and
     standard deviation. B2-DiffuRL: 8 stages."""
+
+    @property
+    @override
+    def selects(self) -> bool:
+        return True
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Compare the outcomes and keep the extremes; raise ValueError if there are no siblings."""

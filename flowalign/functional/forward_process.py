@@ -233,6 +233,21 @@ def crd(
     return binary_cross_entropy_with_logits(beta * implicit, target, reduction="none") / beta
 
 
+def centring_weights(
+    optimal: Float[Tensor, "N"], same_group: Bool[Tensor, "n N"], temperature: float | None
+) -> list[Float[Tensor, "n N"]]:
+    """Return the weights of the means that rewards are centred by; the rows sum to 1.
+
+    None: one mean over the group of each row. A number: two means, weighted by softmax(r / T) and
+    by softmax(-r / T), which compare a sample with the good and with the bad ones of its group.
+    Source: `weight_temp` of CRD, arXiv:2603.14128, as implemented in Flow-Factory.
+    """
+    scale = 0.0 if temperature is None else 1 / temperature
+    signs = (1,) if temperature is None else (1, -1)
+    logits = (scale * optimal)[None].expand(same_group.shape)
+    return [(sign * logits).masked_fill(~same_group, -torch.inf).softmax(1) for sign in signs]
+
+
 def adaptive_weight(
     optimal: Float[Tensor, "n"], largest: float, least: float
 ) -> Float[Tensor, "n"]:

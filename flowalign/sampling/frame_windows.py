@@ -17,54 +17,35 @@ autoregressive, so all frames before the window are already generated and no fra
 Shared noise is our adaptation to models that denoise all frames together.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
-from flowalign.types.ranges import NonNegativeInt, PositiveInt
-
-
-class FrameWindow(ABC):
-    """Choice of the latent frames in which the samples of a prompt differ."""
-
-    @abstractmethod
-    def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """Return a range within [0, num_frames); raise ValueError if it does not fit."""
+from flowalign.types.ranges import PositiveInt
 
 
-@dataclass(frozen=True)
-class FixedFrames(FrameWindow):
-    """Latent frames start, ..., stop - 1 for every prompt."""
+@dataclass(frozen=True, kw_only=True)
+class FrameWindow:
+    """Consecutive latent frames in which the samples of a prompt differ.
 
-    start: NonNegativeInt
-    """Index of the first latent frame."""
-    stop: PositiveInt
-    """Index after the last latent frame."""
-
-    @override
-    def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        return _check_window(self.start, self.stop, num_frames)
-
-
-@dataclass(frozen=True)
-class RandomFrames(FrameWindow):
-    """Random window of `length` consecutive latent frames, drawn for each prompt and step."""
+    The position is drawn uniformly for each prompt and step.
+    """
 
     length: PositiveInt
     """Number of latent frames."""
 
-    @override
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """Return a window drawn uniformly over all positions."""
-        _check_window(0, self.length, num_frames)
-        places = num_frames - self.length + 1
-        start = int(torch.randint(places, (), generator=generator))
-        return _check_window(start, start + self.length, num_frames)
+        """Return a window within [0, num_frames); raise ValueError if it does not fit."""
+        if not 0 < self.length <= num_frames:
+            raise ValueError(
+                f"sampling.frame_window.length is {self.length}, but samples have {num_frames} "
+                f"latent frames: choose 1 to {num_frames}"
+            )
+        start = int(torch.randint(num_frames - self.length + 1, (), generator=generator))
+        return range(start, start + self.length)
 
 
 def draw_frame_windows(
@@ -91,12 +72,3 @@ def share_outside_windows(
         outside = [frame for frame in range(noise.shape[2]) if frame not in window]
         part[:, :, outside] = part[:1, :, outside]
     return torch.cat(parts)
-
-
-def _check_window(start: int, stop: int, num_frames: int) -> range:
-    if not 0 <= start < stop <= num_frames:
-        raise ValueError(
-            f"sampling.frame_window [{start}, {stop}) lies outside the latent frames "
-            f"[0, {num_frames})"
-        )
-    return range(start, stop)

@@ -84,8 +84,8 @@ class Sampling:
             )
         if self.frame_window is not None and self.reward_guidance is not None:
             raise ValueError(
-                "sampling.reward_guidance pushes all frames, but frame_window "
-                f"{type(self.frame_window).__name__} shares some: set one of them to null"
+                "sampling.reward_guidance pushes all frames, but frame_window shares some: set "
+                "one of them to null"
             )
         if self.tail_ratio is not None and self.reward_guidance is not None:
             raise ValueError(

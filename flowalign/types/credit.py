@@ -81,6 +81,11 @@ class CreditEstimator(ABC):
         """Reject settings outside the ranges of their types, if the method is a dataclass."""
         require_ranges(self, "credit")
 
+    @property
+    def selects(self) -> bool:
+        """Return whether some transitions may get no credit, so that planned costs are bounds."""
+        return False
+
     @abstractmethod
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Credit every transition of every sample."""

@@ -16,7 +16,7 @@ class Costs:
     """
 
     sampling_evaluations: int = 0
-    """Number of evaluations without gradient: rollouts, completions, references and checks."""
+    """Number of evaluations without gradient: rollouts, completions and references."""
     training_evaluations: int = 0
     """Number of evaluations with gradient, each followed by a backward pass."""
     decodes: int = 0
@@ -42,7 +42,7 @@ class Costs:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Discard counts inside the context, because evaluations are no cost of training."""
+        """Discard counts inside the context: evaluations and checks are no cost of training."""
         kept = {f.name: getattr(self, f.name) for f in fields(self)}
         try:
             yield

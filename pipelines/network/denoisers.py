@@ -127,9 +127,10 @@ class Denoisers:
         """
         precision = current_precision(self.precision)
         dtype = DTYPES[precision]
-        inputs[self.latents_argument] = x.to(dtype)
+        # Latents come first, because the costs count the rows of the first argument with rows.
+        given = {self.latents_argument: x.to(dtype), **inputs}
         with torch.autocast(x.device.type, dtype, enabled=precision != "fp32"):
-            return denoiser(return_dict=False, **inputs)
+            return denoiser(**given, return_dict=False)
 
     def save(self, folder: str) -> None:
         """Write the trained weights in the format that diffusers loads."""

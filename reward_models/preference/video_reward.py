@@ -239,14 +239,14 @@ def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, d
         raise ValueError(f"{folder} has no folder checkpoint-<step>")
     step = steps[max(steps)]
     if (step / "model.pth").is_file():
+        _check_lora(lora, folder / "model_config.json")
         tensors = _strip_peft_names(read_tensors(step / "model.pth"))
         return step, merge_lora(tensors, lora["lora_r"], float(lora["lora_alpha"]), step)
     files = "non_lora_state_dict.pth", "adapter_model.safetensors"
     if missing := [name for name in (*files, "adapter_config.json") if not (step / name).is_file()]:
         raise ValueError(f"{step} has neither model.pth nor {missing[0]}")
     adapter = read_json(step / "adapter_config.json")
-    if unknown := [key for key in _VARIANTS if adapter.get(key)]:
-        raise ValueError(f"{step}/adapter_config.json: {unknown[0]} is not supported")
+    _check_lora(adapter, step / "adapter_config.json")
     # The original applies them in this order: trained weights replace the base model's.
     tensors = read_weights(base)
     for name in files:
@@ -255,6 +255,12 @@ def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, d
 
 
 _VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+
+
+def _check_lora(settings: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError for a variant of LoRA with another formula than alpha / rank * B A."""
+    if unknown := [key for key in _VARIANTS if settings.get(key)]:
+        raise ValueError(f"{file}: {unknown[0]} is not supported")
 
 
 def _strip_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -355,6 +355,20 @@ def test_a_group_is_compared_with_itself_only(loss):
 # By hand ------------------------------------------------------------------------------------------
 
 
+def test_crd_with_a_temperature_by_hand():
+    """r = (1, 0), T = 1 / log 3: means weighted by (3/4, 1/4) and by (1/4, 3/4).
+
+    The errors 2 of the old policy and (1, 2) of the policy give the implicit rewards (1, 0), which
+    are centred to (1/4, -3/4) and (3/4, -1/4), as r. At beta 2 the squared differences are the same
+    numbers squared, over beta: 5 ((1/16 + 9/16) / 2) / 2 for both means, where one mean gives 5/8.
+    """
+    old, policy = torch.full((2, 1), 2.0), tensor([[1.0], [2.0]])
+    residuals, batch = Residuals(policy, None, old), scored(tensor([5.0, -5.0]))
+    loss = CRD(beta=2.0, kl=0.0, temperature=1 / log(3))
+    assert run(loss, residuals, batch)[0].item() == pytest.approx(5 * 10 / 64)
+    assert run(CRD(beta=2.0, kl=0.0), residuals, batch)[0].item() == pytest.approx(5 / 8)
+
+
 def test_kvpo_by_hand():
     """Errors of x0 .5^2 (4, 0) = (1, 0), old (0, 0): pi = (1, e^2) / (1 + e^2) at scale 2."""
     policy, old = tensor([[2.0], [0.0]]), tensor([[0.0], [0.0]])
@@ -433,6 +447,7 @@ EVERY = {
     "dgpo_old": DGPO(beta=2.0, relative_to="old", clip=None),
     "crd": CRD(),
     "crd_bce": CRD(form="bce", kl=0.0),
+    "crd_temperature": CRD(temperature=0.3, kl=0.0),
     "kvpo": KVPO(kl=0.2),
     "norm_guard": NormGuard(inner=NFT(), weight=0.3),
 }

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from flowalign.cli.main import main
+from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.functional.rating import Features
 from flowalign.reward_training.user_embeddings import UserEmbeddings, choice_tokens
 from flowalign.types import Backbone
@@ -68,6 +69,11 @@ def test_a_user_is_the_directions_of_the_first_choices(choices, tmp_path):
     assert [*found] == ["ann"]
     wanted = torch.stack([direction("red", "blue"), direction("red", "grey")])
     assert_close(found["ann"], wanted)
+
+
+def test_choices_that_were_embedded_are_not_trained(choices):
+    read = PreferenceDataset(path=str(choices), skip_choices=2).read()[0]
+    assert [(pair.prompt, pair.user) for pair in read] == [("3", "ann"), ("4", "")]
 
 
 def test_longer_features_count_no_more():

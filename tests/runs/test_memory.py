@@ -10,7 +10,7 @@ from flowalign.losses import SpanGRPO
 from flowalign.runs.config import Run, load
 from flowalign.runs.planning import memory
 from flowalign.runs.planning.plan import plan
-from flowalign.sampling import Fixed, FixedFrames, Storage, Tree
+from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Quantization, Saving, Sharding
@@ -302,7 +302,7 @@ def test_the_plan_names_the_setting_that_lowers_each_large_part(monkeypatch):
 
 def test_a_frame_window_for_pictures_is_refused_before_weights_are_read():
     with pytest.raises(ValueError, match=r"sampling\.frame_window needs frames of a video"):
-        plan(shapes(frame_window=FixedFrames(0, 1)))
+        plan(shapes(frame_window=FrameWindow(length=1)))
 
 
 @pytest.mark.parametrize(("trainable", "kept"), [(30_000, 30_000), (30_000_000, 2**16)])

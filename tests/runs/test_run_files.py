@@ -216,8 +216,20 @@ NEW = [
     *([f"configs/preference/wan_flow_{name}.yaml"] for name in ("dpo", "rwr")),
     *(
         ["configs/preference/sd35_dpo.yaml", f"configs/tasks/{name}.yaml"]
-        for name in ("modpo", "curriculum")
+        for name in ("modpo", "curriculum", "auto_beta", "slic")
     ),
+    *(
+        ["configs/models/sd35_medium.yaml", *(f"configs/{one}.yaml" for one in names)]
+        for names in (
+            ("tasks/dense_reward",),
+            ("methods/online_dpo", "tasks/iterative_dpo"),
+            ("methods/align_prop", "tasks/aesthetic_target"),
+        )
+    ),
+    ["configs/models/flux1_dev.yaml", "configs/methods/srpo.yaml", "configs/tasks/photos.yaml"],
+    ["configs/words_flow_grpo.yaml", "configs/tasks/words_places.yaml"],
+    ["configs/models/qwen_image_edit.yaml", "configs/tasks/edit_levels.yaml"],
+    *([f"configs/credit/{model}/flow_grpo.yaml"] for model in ("wan22_14b", "wan21_14b_i2v")),
 ]
 """Runs that came later."""
 
@@ -247,7 +259,10 @@ PUBLISHED = {
 }
 """What differs on Stable Diffusion 3.5 and FLUX.1, by method; TWO for all others."""
 ELSEWHERE = {
-    "configs/preference/sd15_ppd.yaml": {"conditioning.class_path": "flowalign.conditioning.Users"},
+    "configs/preference/sd15_ppd.yaml": {
+        "conditioning.class_path": "flowalign.conditioning.Users",
+        "data.skip_choices": 4,
+    },
     "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
     "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
     # on the embedded model, but for the runs of the study of credit

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from flowalign.functional.transition import DanceSDE, FlowSDE, log_density, transition
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.frame_windows import FixedFrames
+from flowalign.sampling.frame_windows import FrameWindow
 from flowalign.sampling.guidance import Euphonium, FlowNRG, GuidedTransition, compute_gradient
 from flowalign.sampling.inference import generate
 from flowalign.sampling.rollout import sample
@@ -132,7 +132,7 @@ def test_weights_of_unknown_dimensions_are_refused():
 
 
 def test_guidance_of_frames_that_samples_share_and_of_second_order_steps_is_refused():
-    with pytest.raises(ValueError, match=r"frame_window FixedFrames shares some"):
-        Sampling(reward_guidance=nrg(), frame_window=FixedFrames(0, 1))
+    with pytest.raises(ValueError, match=r"frame_window shares some"):
+        Sampling(reward_guidance=nrg(), frame_window=FrameWindow(length=1))
     with pytest.raises(ValueError, match=r"tail_ratio 0.5 makes steps of second order"):
         Sampling(reward_guidance=nrg(), tail_ratio=0.5)

@@ -1,14 +1,15 @@
 """Describe stored preference data and read it as examples of one kind."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flowalign.data.media_record import Record
 from flowalign.data.preference.attributes import read_attributes, read_captions
 from flowalign.data.preference.convert import drop_misfits, drop_short, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Example, Keep, Kind
+from flowalign.data.preference.pairs import Example, Keep, Kind, Pair
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.types import InputSpec, Policy, PromptConditioning
 
@@ -42,6 +43,8 @@ class PreferenceDataset:
     """Dimensions of the preferences to use. Empty: all."""
     mixed_shapes: bool = False
     """Whether to use pairs of media that differ in size or number of frames."""
+    skip_choices: int = 0
+    """Number of first pairs of each user to leave out. Pairs without a user are kept."""
 
     def open(self) -> Dataset:
         """Open the rows; raise ValueError if there are none or no schema fits them."""
@@ -59,7 +62,8 @@ class PreferenceDataset:
             ValueError: The dataset does not exist or lacks one of `dimensions`.
         """
         report = DropReport()
-        return self._read(self.open(), labelled, keep, report), report
+        examples = self._read(self.open(), labelled, keep, report)
+        return [*_skip_first(examples, self.skip_choices)], report
 
     def check_rows(self, input_spec: InputSpec, num_frames: int | None = None) -> list[Example]:
         """Return the examples of the first rows, and raise ValueError if none of them can be used.
@@ -112,3 +116,13 @@ class PreferenceDataset:
             rows = itertools.islice(self.open().iter_located(), _LOOKED_AT)
             scored = sorted({dim for _, record in rows for dim in record.ratings})
         conditioning.check(policy, dict.fromkeys(scored, 1.0))
+
+
+def _skip_first(examples: Iterable[Example], count: int) -> Iterator[Example]:
+    """Yield the examples without the first `count` pairs of each user."""
+    seen = Counter[str]()
+    for example in examples:
+        user = example.user if isinstance(example, Pair) else None
+        seen[user or ""] += 1
+        if not user or seen[user] > count:
+            yield example

@@ -7,12 +7,13 @@ rows of a micro-batch. Here rewards are centred over groups, as the paper define
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from typing_extensions import override
 
 from flowalign.functional.forward_process import (
     adaptive_weight,
+    centring_weights,
     crd,
-    group_mean,
     implicit_reward,
     optimality,
 )
@@ -38,6 +39,11 @@ class CRD(MatchingLoss):
     """Advantage above which a sample counts as optimal; also the scale of the loss."""
     form: Literal["mse", "bce"] = "mse"
     """Distance between implicit and given rewards, see `crd`."""
+    temperature: PositiveFloat | None = None
+    """Temperature T of the weights softmax(r / T) and softmax(-r / T) of the two means that rewards
+    are centred by; the loss is the mean of both. Null: one unweighted mean, as published. Hard
+    selection (`weight_temp: 0` in Flow-Factory) is left out, because its pool of rewards below 0
+    is always empty."""
     kl: NonNegativeFloat = 0.1
     """Weight of the mean squared difference between the velocities of policy and reference, for
     optimal samples. 0: none."""
@@ -65,13 +71,17 @@ class CRD(MatchingLoss):
         optimal = optimality(batch.required_advantage, self.advantage_max)
         reward = implicit_reward(residuals.policy, residuals.required_old)
         same, (rewards, optimals) = gather_groups(batch, context, reward, optimal)
-        implicit = reward - group_mean(rewards, same)
-        target = optimal - group_mean(optimals, same)
-        each = self.advantage_max * crd(implicit, target, self.beta, self.form)
+        centred = [
+            (reward - weights @ rewards, optimal - weights @ optimals)
+            for weights in centring_weights(optimals, same, self.temperature)
+        ]
+        distances = [crd(*pair, self.beta, self.form) for pair in centred]
+        each = self.advantage_max * torch.stack(distances).mean(0)
+        implicit, target = (torch.stack(parts).detach() for parts in zip(*centred, strict=True))
         stats = {
             "error": sample_error(residuals.policy.detach()).mean(),
-            "implicit_reward_size": implicit.detach().abs().mean(),
-            "implicit_accuracy": (implicit.detach() * target > 0).float().mean(),
+            "implicit_reward_size": implicit.abs().mean(),
+            "implicit_accuracy": (implicit * target > 0).float().mean(),
         }
         if self.kl:
             distance = sample_error(residuals.policy - residuals.required_reference)

@@ -146,7 +146,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         if self.ascent:
             gradients = self.examples_per_step * (2 * self.ascent.steps - 1)
             rows["clean predictions per step"] = f"{self.examples_per_step} evaluations"
-            rows["reward gradients per step"] = f"{gradients}, each with a decode and reward"
+            calls = gradients * len(run.rewards.weighted().models)
+            rows["reward gradients per step"] = f"{gradients} decodes, {calls} reward calls"
         return replace(
             plan_credited(self.rollouts, run, model, world, rows),
             decode_batches={f"{self.key}.sampling.micro_batch": self.sampling.micro_batch},

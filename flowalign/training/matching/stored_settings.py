@@ -50,6 +50,9 @@ class StoredSettings:
     unconditional branch for guidance."""
     user_dropout: UnitInterval = 0.0
     """Probability in [0, 1] that a personalised policy is trained without the user (PPD)."""
+    skip_choices: NonNegativeInt = 0
+    """Number of first pairs of each user that are not trained, because `flowalign users` embedded
+    them. 0: none."""
     weighting: GapWeights | None = None
     """Weights of pairs as a function of the gap between their scores. Null: equal weights."""
     stage_steps: NonNegativeInt = 0
@@ -71,10 +74,11 @@ class StoredSettings:
         require_ranges(self, "recipe.data")
         if self.credit is not None:
             self._check_credit(self.credit)
-        if not self.paired and (self.weighting or self.stage_steps):
+        pairwise = self.weighting or self.stage_steps or self.skip_choices
+        if not self.paired and pairwise:
             raise ValueError(
-                "recipe.data.weighting and stage_steps need kind: pairs; recipe.data.kind is "
-                f"{self.kind}"
+                "recipe.data.weighting, stage_steps and skip_choices need kind: pairs; "
+                f"recipe.data.kind is {self.kind}"
             )
 
     @property
@@ -87,13 +91,16 @@ class StoredSettings:
             root=self.root,
             dimensions=self.dimensions,
             mixed_shapes=self.mixed_shapes,
+            skip_choices=self.skip_choices,
         )
 
     @property
     def held_out_dataset(self) -> PreferenceDataset | None:
         """Return the dataset of held-out pairs, or None."""
+        if self.held_out is None:
+            return None
         kind = self.kind if self.paired else "pairs"
-        return replace(self.dataset, path=self.held_out, kind=kind) if self.held_out else None
+        return replace(self.dataset, path=self.held_out, kind=kind, skip_choices=0)
 
     @property
     def paired(self) -> bool:

@@ -49,6 +49,7 @@ class PolicyGradientLoop(Loop):
     ):
         self.cfg, self.learner, self.seed = cfg, learner, seed
         self.requests, self.observer, self.log = requests, observer, log
+        self.costs = rewards.costs
         self.rollouts = CreditedRollouts(cfg.rollouts, learner, rewards, seed)
         self.reference = cfg.reference.follow(learner) if cfg.reference else None
         """Reference of the KL that follows the policy; None if it is fixed."""
@@ -78,12 +79,14 @@ class PolicyGradientLoop(Loop):
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
-            checks.before_update(_all_minibatches(batch, cfg.micro_batch))
+            with self.costs.paused():  # checks are no cost of training
+                checks.before_update(_all_minibatches(batch, cfg.micro_batch))
             checked = time.perf_counter()
             metrics |= checks.terms.compare(
                 update(cfg, learner, batch, seed, step, self.steps, regularised)
             )
-            checks.after_update(_all_minibatches(batch, cfg.micro_batch))
+            with self.costs.paused():
+                checks.after_update(_all_minibatches(batch, cfg.micro_batch))
             if self.reference:
                 metrics |= self.reference.after_step(metrics.get("kl", 0.0))
             done = time.perf_counter()

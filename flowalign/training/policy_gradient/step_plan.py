@@ -98,19 +98,33 @@ def num_evaluated(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
     transitions = num_trained(cfg, empty)
     if cfg.algorithm.pairs or cfg.updates_per_step > 1:
         return transitions
+    return min(_num_states(empty), transitions)
+
+
+def _num_states(empty: Trajectory) -> int:
+    """Return the number of distinct states of trained transitions."""
     source = empty.rows.source_row[:, :-1]
-    states = sum(len(source[empty.trained[:, k], k].unique()) for k in range(empty.num_steps))
-    return min(states, transitions)
+    return sum(len(source[empty.trained[:, k], k].unique()) for k in range(empty.num_steps))
+
+
+def _is_bound(cfg: PolicyGradientSettings, empty: Trajectory) -> bool:
+    """Return whether the rewards or the division into updates may reduce the evaluations."""
+    shared = cfg.updates_per_step > 1 and _num_states(empty) < int(empty.trained.sum())
+    extremes, pareto = cfg.advantages.extremes, cfg.advantages.pareto
+    chosen = cfg.credit.selects or extremes is not None or pareto != "off"
+    return cfg.algorithm.pairs or chosen or shared
 
 
 def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
     counts = evaluations(cfg, window, run.policy.evaluations_per_velocity)
     cost = {name: count * cfg.prompts_per_step for name, count in counts.items()}
     cost["of stored media"] = cfg.regularised.rows * cfg.updates if cfg.regularised else 0
-    trained = cfg.prompts_per_step * num_trained(cfg, cfg.rollouts.empty_trajectory(window))
+    empty = cfg.rollouts.empty_trajectory(window)
+    trained = cfg.prompts_per_step * num_trained(cfg, empty)
+    most = "at most " if _is_bound(cfg, empty) else ""
     return {
         **sample_rows(cfg.rollouts, window),
-        **evaluations_row(cost),
+        **{name: f"{most}{text}" for name, text in evaluations_row(cost).items()},
         **value_rows(cfg.rollouts, run, window),
         "transitions trained per step": f"{trained}",
         **_span_rows(cfg, window),

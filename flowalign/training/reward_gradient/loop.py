@@ -96,17 +96,24 @@ class RewardGradientLoop(Loop):
         set, then the scores of all dimensions.
         """
         rows = []
-        for samples in torch.arange(len(trajectory.requests)).split(self.cfg.micro_batch):
+        for part, samples in self._micro_batches(first, len(trajectory.requests)):
             keys = [(self.seed, step, first + int(i)) for i in samples]
             policy = self.learner.policy
             base = partial(pull_back, self.learner.reference)
             replay = CachedReplay(policy, trajectory, samples, keys, self.conditional, base)
             # The string is part of the seed. Changing it would change every recorded run.
-            drawn = generator(self.seed, "connection", step)
+            drawn = generator(self.seed, "connection", step, *([part] if part else []))
             for view in self.cfg.gradient_path(replay, drawn):
                 rows.append(self._backward(step, replay, view))
                 replay.evaluated.clear()  # frees the graph of this view before the next
         return torch.cat(rows)
+
+    def _micro_batches(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the micro-batches of this rank's samples, with the index of their draw."""
+        part = (first + torch.arange(count)) // (self.cfg.samples_per_draw or first + count)
+        for draw in part.unique().tolist():
+            for samples in (part == draw).nonzero()[:, 0].split(self.cfg.micro_batch):
+                yield draw, samples
 
     def update(self, invalid: float) -> dict[str, float]:
         """Make the update; skip it if no sample of any process has a gradient."""

@@ -39,6 +39,9 @@ class RewardGradientSettings:
     """Loss on stored data that is added to every update, such as SFT. Null: none."""
     prompts_per_step: PositiveInt = 64
     """Number P of prompts per step, over all processes."""
+    samples_per_draw: PositiveInt | None = None
+    """Number of samples that share a random draw of the gradient path's steps. Fewer lower the
+    variance of an update; ReFL's code draws for 2. Null: all samples of a training step."""
     micro_batch: PositiveInt = 8
     """Number of samples per backward pass through policy, decoder and rewards. It changes memory,
     not the update."""

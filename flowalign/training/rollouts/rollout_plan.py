@@ -186,6 +186,7 @@ def _latent_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -
         count = cfg.prompts_per_step * sum(distinct[k] for k in pushed)
         share = guidance.reward.evaluation_share
         rows["reward guidance"] = (
-            f"steps {pushed}: {count} gradients, each through {share:.0%} of the network"
+            f"steps {pushed}: {count} gradients, each through {share:.0%} of the network, which "
+            f"count as {count} network evaluations"
         )
     return rows

@@ -1,12 +1,10 @@
-"""Rewards without a model of taste: JPEG size, safety, similarity of texts, EfficientNet."""
+"""Rewards without a model of taste: JPEG size, safety, EfficientNet."""
 
 import io
 
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
@@ -14,7 +12,6 @@ from flowalign.utils.optional import import_optional
 from reward_models.backbones.efficientnet import EfficientNetLite0, EfficientNetNetwork
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals.jpeg import JpegSize
-from reward_models.signals.text_similarity import TextSimilarity
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
@@ -109,75 +106,6 @@ def test_a_missing_library_is_named_with_its_extra():
 
 
 @pytest.fixture(scope="module")
-def sentence_encoder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "red", "blue"]
-    words += ["circle", "square", "two", "of", "left"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
-    torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        initializer_range=0.6,
-    )
-    network = BertModel(config, add_pooling_layer=True).eval()
-    network.save_pretrained(folder)
-    return folder, network, vocabulary
-
-
-def captioned(captions: list) -> MediaBatch:
-    prompts = ["two red circle", "a blue square left of a red circle", "a circle", "red"]
-    batch = example_batch(len(captions))
-    rows = [{"caption": c} if c is not None else {} for c in captions]
-    return MediaBatch(batch.media, prompts[: len(captions)], rows)
-
-
-def test_similarity_is_the_cosine_of_mean_token_features(sentence_encoder):
-    folder, network, words = sentence_encoder
-
-    def feature(text: str) -> torch.Tensor:
-        ids = [2, *(words[w] for w in text.split()), 3]
-        return network(torch.tensor([ids])).last_hidden_state[0].mean(0)
-
-    batch = captioned(["a blue circle", "red of blue"])
-    with torch.no_grad():
-        expected = [
-            torch.cosine_similarity(feature(p), feature(row["caption"]), dim=0).item()
-            for p, row in zip(batch.prompts, batch.metadata, strict=True)
-        ]
-    measured = TextSimilarity(str(folder)).score(batch).values[:, 0].tolist()
-    assert measured == pytest.approx(expected, abs=1e-5)
-    assert abs(expected[0] - expected[1]) > 0.01
-
-
-def test_similarity_keeps_the_contract(sentence_encoder):
-    folder = str(sentence_encoder[0])
-    model = TextSimilarity(folder)
-    check_contract(model, captioned(["a blue circle", "two", "left of a square", "blue"]))
-    check_fingerprints([model, TextSimilarity(folder, column="text"), TextSimilarity()])
-    output = model.score(captioned([None, " ", 7, "red"]))
-    assert output.valid[:, 0].tolist() == [False, False, False, True]
-    assert all("'caption'" in output.reasons[i] for i in range(3))
-
-
-def test_a_sentence_encoder_with_a_wrong_checkpoint_is_refused(sentence_encoder, tmp_path):
-    _, network, _ = sentence_encoder
-    state = {k: v for k, v in network.state_dict().items() if "layer.1.output" not in k}
-    BertModel(network.config).save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ValueError, match=r"layer\.1\.output"):
-        TextSimilarity(str(tmp_path)).load()
-
-
-@pytest.fixture(scope="module")
 def efficientnet(tmp_path_factory):
     """Random weights that pass images through, in a file."""
     torch.manual_seed(4)
@@ -234,7 +162,6 @@ def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient(effic
     [
         ("reward_models.JpegSize", ("compressibility",)),
         ("reward_models.NudeNet", ("safe",)),
-        ("reward_models.TextSimilarity", ("similarity",)),
         ("reward_models.FlowSmoothness", ("smoothness",)),
         ("reward_models.DynamicDegree", ("dynamic", "motion")),
         ("reward_models.TemporalFlicker", ("flicker",)),

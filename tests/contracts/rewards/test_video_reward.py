@@ -329,6 +329,15 @@ def test_weights_that_do_not_fit_are_refused_by_key(tmp_path, change, message):
     assert len(str(caught.value).splitlines()) <= 5
 
 
+def test_a_whole_model_with_a_rank_stabilised_adapter_is_refused(tmp_path):
+    saved(tmp_path, lambda tensors: None)
+    config = json.loads((tmp_path / "model_config.json").read_text())
+    config["peft_lora_config"]["use_rslora"] = True
+    (tmp_path / "model_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"model_config\.json: use_rslora is not supported"):
+        tiny(tmp_path).load()
+
+
 def test_an_adapter_is_refused_without_its_parts_or_of_another_kind(tmp_path):
     shutil.copytree(ADAPTER, tmp_path, dirs_exist_ok=True)
     step = tmp_path / "checkpoint-300"

@@ -95,6 +95,17 @@ def test_micro_batches_of_any_size_make_one_update(gradient_path):
     assert logged["reward_mean"] == pytest.approx(metrics["reward_mean"], rel=1e-5)
 
 
+def test_every_part_of_a_step_has_its_draw_whatever_the_micro_batch():
+    """Six samples with a draw for every two of them, so the gradient is another."""
+    start = FromRollouts(num_steps=T, samples_per_prompt=2, micro_batch=2)
+    one, three, small = (
+        gradients(recipe(LeapAlign(), start=start, **changes))[0]
+        for changes in ({}, {"samples_per_draw": 2}, {"samples_per_draw": 2, "micro_batch": 1})
+    )
+    torch.testing.assert_close(three, small, rtol=1e-5, atol=1e-8)
+    assert (one - three).norm() > 0.1 * one.norm()
+
+
 def test_a_failed_reward_drops_its_sample_and_touches_no_other():
     cfg = recipe(on_failed_reward="drop_sample")
     prompts = [r.prompt for r in Requests(plain_requests(PROMPTS), 3).batch(0, 3)]
