@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
 ]
-SLEEP = "print('here', flush=True); import time; time.sleep(600)"
+SLEEP = "import time; print('here', flush=True)\nwhile True: time.sleep(0.05)"
 
 
 def run(code: str, *words: str, **changes) -> subprocess.CompletedProcess[str]:
