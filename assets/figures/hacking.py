@@ -4,6 +4,9 @@
     python assets/figures/hacking.py runs/hacking --seeds 0 --only "few pairs" "honest rule"
     python assets/figures/hacking.py                 # draws the stored numbers
 
+`hacking_often.json` has runs with twice as many evaluations (`--evaluations 12`, of the kinds "few
+pairs", "guidance leak" and honest ones).
+
 Five kinds of runs are hacked: a reward from 100 pairs without KL, JPEG size, a reward from 24
 pairs, a reward from pairs with a brightness cue, and the latter with DiffusionNFT on samples with
 guidance 3, so that guidance leaks into the weights. Honest runs optimise the rule, or the reward
