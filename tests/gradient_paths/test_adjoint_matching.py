@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_the_error_of_the_control():
         (adjoint,) = torch.autograd.grad(end.mean, leaf, adjoint)
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, learner.parameters)])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
-    assert metrics["matched_loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics["matched_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert found.abs().max() > 1e-3
 
 
