@@ -26,11 +26,9 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional import resampling
 from flowalign.functional.agreement import spearman
 from flowalign.functional.maps import average_on_grid
-from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.settings import Sampling
-from flowalign.training.latent_gradient import latent_gradient
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.settings import RolloutSettings
@@ -129,10 +127,12 @@ class Benchmark:
         found = []
         for rows in torch.arange(len(clean)).split(GRADIENT_BATCH):
             asked = [self.trajectory.requests[int(i)] for i in rows]
-            score = self.reward.score_with_gradient
-            part = (clean[rows], asked)
-            found.append(latent_gradient(self.policy, self.reward, score, Maximise(), *part))
-        return torch.cat([part.gradient for part in found]).norm(dim=1).flatten(1)
+            leaf = clean[rows].detach().requires_grad_()
+            assert self.policy.renderer, "SD3 renders"
+            batch = self.reward.batch(self.policy.renderer.render(leaf), asked)
+            total = self.reward.score_with_gradient(batch).values @ self.reward.weights
+            found.append(torch.autograd.grad(total.sum(), leaf)[0])
+        return torch.cat(found).norm(dim=1).flatten(1)
 
     def maps(self) -> Iterator[tuple[str, int, Float[Tensor, "B places"]]]:
         """Yield the name, state and map of every method, and of a control that uses no credit."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from PIL import Image
 
-from flowalign.data.media.thumbnails import spread_frames
 from flowalign.reports.charts import data_address
 from flowalign.reports.records import read_json
 from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
@@ -75,7 +74,8 @@ def find_strips(folder: Path) -> list[tuple[str, list[tuple[int, str]]]]:
     if index.get("fps") or len(steps) < 3:
         return []
     rows: list[tuple[str, list[tuple[int, str]]]] = [(p, []) for p in prompts[:_STRIPS]]
-    for step in (steps[i] for i in spread_frames(len(steps), _STRIP_STEPS)):
+    last = min(len(steps), _STRIP_STEPS) - 1
+    for step in (steps[round(i * (len(steps) - 1) / last)] for i in range(last + 1)):
         if grid := _first_grid(folder, [step]):
             pictures = cut_grid(grid[1], len(prompts), index.get("columns", 1))[:_STRIPS]
             for (_, row), address in zip(rows, encode_images(pictures), strict=True):
