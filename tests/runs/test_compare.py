@@ -322,15 +322,16 @@ def family(write, tmp_path):
 def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, here, capsys):
     """Real training, two steps each, with P S = 6 samples of 3 evaluations per step.
 
-    GRPO evaluates the 3 transitions of each once more; NFT both networks at 2 levels; DPO both
-    networks on both images of P pairs. The report says that pairs are fewer than trajectories.
+    GRPO evaluates the 2 stochastic transitions of each once more; NFT both networks at 2 levels;
+    DPO both networks on both images of P pairs. The report says that pairs are fewer than
+    trajectories.
     """
     argv = ["--seeds", "0", "1", "--out", str(tmp_path / "out"), "--metric", "redness"]
     assert command_line(*family, *argv) == 0
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     costs = [row["costs"] for row in content["rows"]]
     assert [c["reward_calls"] for c in costs] == [2 * P * S] * 3
-    spent = [2 * P * (S * 3 + S * 3), 2 * P * (S * 3 + S * 2 * 2), 2 * P * (S * 3 + 2 * 2)]
+    spent = [2 * P * (S * 3 + S * 2), 2 * P * (S * 3 + S * 2 * 2), 2 * P * (S * 3 + 2 * 2)]
     assert [c["network_evaluations"] for c in costs] == spent
     assert [c["trajectories"] for c in costs] == [2 * P * S, 2 * P * S, 2 * P]
     budgets = content["budgets"]

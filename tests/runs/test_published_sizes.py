@@ -24,10 +24,13 @@ NAMED = {
     if not path.startswith(("assets/", "runs/", "data/", "openai/"))
 }
 """Models on the hub that a policy in `configs/` names."""
+NOT_PUBLISHED = {"Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.2-T2V-A14B-Diffusers"}
+"""Models without values in the package, so that `check` plans them from downloaded files only."""
 
 
 def test_every_model_of_a_run_file_is_known():
-    assert sorted(NAMED) == names()
+    assert sorted(NAMED - NOT_PUBLISHED) == names()
+    assert NOT_PUBLISHED <= NAMED
 
 
 @pytest.mark.slow
