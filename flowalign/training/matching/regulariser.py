@@ -68,6 +68,11 @@ class Regulariser:
         with _named():
             self.matching.check(run)
 
+    def check_data(self, run: RunContext) -> None:
+        """Read the first rows; raise ValueError if they cannot be used."""
+        with _named():
+            self.matching.check_data(run)
+
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> Sequence[MemoryPart]:
         """Return the memory of a batch; raise ValueError for unsuitable batch sizes or times."""
         with _named():

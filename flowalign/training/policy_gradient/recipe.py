@@ -53,6 +53,11 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
             self.regularised.check(run)
 
     @override
+    def check_data(self, run: RunContext) -> None:
+        if self.regularised:
+            self.regularised.check_data(run)
+
+    @override
     def check_context(self) -> None:
         self.rollouts.refuse_features()
 

@@ -41,6 +41,11 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
             self.regularised.check(run)
 
     @override
+    def check_data(self, run: RunContext) -> None:
+        if self.regularised:
+            self.regularised.check_data(run)
+
+    @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         check_prompts_per_step("recipe", self.prompts_per_step, world)
         assert run.policy.renderer, "a policy that cannot render was refused"

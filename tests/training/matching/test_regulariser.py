@@ -177,3 +177,15 @@ def test_a_batch_that_does_not_reach_all_processes_is_refused(prompts, data):
 def test_held_out_pairs_are_refused(data):
     with pytest.raises(ValueError, match=r"regulariser\.data\.held_out is not used"):
         Regulariser(data=replace(data, held_out="more.jsonl"))
+
+
+def test_check_reads_the_stored_rows_and_names_the_regulariser(prompts, tmp_path):
+    """Rows of single images do not fit a policy of clips."""
+    cfg = recipe(prompts, Regulariser(data=StoredDataset(path=painted(tmp_path), batch_size=4)))
+    policy = bent()
+    rewards = Rewards([SmoothRedness()], {"redness": 1.5})
+    run = RunContext(policy=policy, rewards=rewards, num_steps=3, seed=SEED)
+    cfg.check_data(run)
+    policy.num_frames = 9
+    with pytest.raises(ValueError, match=r"in recipe\.regulariser: [\s\S]*1 of 9 frames"):
+        cfg.check_data(run)
