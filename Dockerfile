@@ -1,7 +1,7 @@
 # Images with flowalign and all rewards, as a user without root rights:
 #   docker build --target cpu -t flowalign:cpu .
 #   docker build --target cuda -t flowalign:cuda .
-#   docker run --gpus all --ipc host -v "$PWD/runs:/work/runs" flowalign:cuda demo
+#   docker run --gpus all --ipc host -v "$PWD/runs:/flowalign/runs" flowalign:cuda demo
 FROM python:3.12-slim AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
@@ -14,10 +14,10 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim AS base
 RUN useradd --create-home --uid 1000 aligner \
- && mkdir -p /work/runs \
- && chown -R aligner /work
-ENV PATH=/home/aligner/.local/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/work/huggingface
-WORKDIR /work
+ && mkdir -p /flowalign/runs \
+ && chown -R aligner /flowalign
+ENV PATH=/home/aligner/.local/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/flowalign/huggingface
+WORKDIR /flowalign
 COPY --from=wheel /wheels /wheels
 
 FROM base AS cpu

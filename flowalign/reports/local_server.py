@@ -1,6 +1,7 @@
 """Serve pages of this machine: checks of the host name, security headers, and no log."""
 
 import sys
+from abc import ABC, abstractmethod
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
@@ -32,12 +33,12 @@ class LocalServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
 
 
-class LocalHandler(BaseHTTPRequestHandler):
+class LocalHandler(BaseHTTPRequestHandler, ABC):
     """Handler of a `LocalServer`; subclasses answer with `get`."""
 
+    @abstractmethod
     def get(self, path: str, query: dict[str, list[str]]) -> None:
         """Answer a GET or HEAD request from this machine."""
-        raise NotImplementedError
 
     def do_GET(self) -> None:
         """Answer a request, unless it names another host."""

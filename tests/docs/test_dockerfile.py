@@ -41,7 +41,7 @@ def test_both_images_run_flowalign_without_root_rights():
         assert last["ENTRYPOINT"] == '["flowalign"]'
         whole = " ".join(rest for _, rest in stages()[stage])
         assert "useradd" in whole
-        assert last["WORKDIR"] == "/work"
+        assert last["WORKDIR"] == "/flowalign"
         for command in re.findall(r"pip (?:install|wheel)[^&]*", whole):
             assert "--no-cache-dir" in command
         extras = re.findall(r"\.whl\)\[([\w,-]+)\]", whole)
