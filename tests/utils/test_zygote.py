@@ -13,6 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
 ]
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 SLEEP = "import time; print('here', flush=True)\nwhile True: time.sleep(0.05)"
 
 
@@ -66,6 +67,16 @@ def test_a_signal_to_the_stand_in_ends_the_process(number):
     _, told = process.communicate(timeout=60)  # until the process itself has closed its files
     assert process.returncode == -number
     assert ("KeyboardInterrupt" in told) == (number == signal.SIGINT)
+
+
+def test_a_signal_that_arrives_with_the_process_is_not_lost():
+    run("")  # the server has imported what it imports
+    for _ in range(5):
+        process = subprocess.Popen([python(), "-c", SLEEP], **QUIET)
+        while (number := behind(process.pid)) == process.pid:
+            pass
+        os.kill(number, signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
 
 
 def test_no_process_sees_what_another_did():
