@@ -4,11 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
+from flowalign.training.workers import WorkerPool
 from flowalign.types import ModelPlan, Policy, PromptConditioning
 
 Log = Callable[[str], None]
@@ -41,6 +44,10 @@ class RunContext:
     """Whether the run keeps averaged weights."""
     conditioning: PromptConditioning | None = None
     """Conditioning added to the prompts. None: plain prompts."""
+    workers: WorkerPool | None = None
+    """Processes that sample the rollouts. None: the training process samples."""
+    max_staleness: int = 0
+    """Largest age of the weights that sample rollouts, in training steps."""
 
     def check_conditioning(self) -> None:
         """Raise ValueError if the conditioning uses dimensions without a reward."""
@@ -107,6 +114,17 @@ class Loop(ABC):
         """Restore the state of a checkpoint; called before `run`."""
 
 
+class Sampler(ABC):
+    """Sampler of a recipe's rollouts in a worker process."""
+
+    @abstractmethod
+    def sample(self, step: int, places: Sequence[int]) -> Mapping[str, Tensor]:
+        """Return the tensors of the rollouts of some requests of a training step, by name.
+
+        They depend on the weights, the seed, the step and `places`, the indices of the requests.
+        """
+
+
 class Recipe(ABC):
     """Configuration of one kind of training: the component `recipe` of a run file."""
 
@@ -168,6 +186,15 @@ class Recipe(ABC):
             "set it to 1, or take PolicyGradient or Matching"
         )
 
+    def open_sampler(self, run: RunContext) -> Sampler:  # noqa: ARG002 (most recipes have none)
+        """Return the sampler of a worker process. It needs no weights until it samples.
+
+        Raises:
+            ValueError: The recipe samples nothing, samples in the training process only, or needs
+                rollouts of newer weights than `run.max_staleness` allows.
+        """
+        refuse_workers(f"recipe {type(self).__name__}")
+
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         """Return the cost of a step on `world` processes.
@@ -185,3 +212,12 @@ class Recipe(ABC):
         Raises:
             ValueError: The data cannot be used for training.
         """
+
+
+def refuse_workers(sampled: str) -> NoReturn:
+    """Raise ValueError because workers cannot sample for this recipe or data source."""
+    raise ValueError(
+        f"rollouts asks for worker processes, but the {sampled} does not sample with them: set "
+        "rollouts to null, or take PolicyGradient, or Matching with data of class ScoredGroups or "
+        "Rollouts"
+    )

@@ -124,6 +124,7 @@ NEW = [
     ["configs/models/flux1_kontext.yaml", "configs/methods/focus_dpo.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/magic_mirror.yaml"],
     ["configs/shapes.yaml", "configs/tasks/shapes_scorer.yaml"],
+    ["configs/shapes_nft.yaml", "configs/tasks/rollout_workers.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/credit/toy_shapes/cogni_edit.yaml"],

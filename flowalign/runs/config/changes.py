@@ -12,6 +12,7 @@ ACCEPTED = (
     "evaluation",
     "checkpoints",
     "trackers",
+    "rollouts",
     "notify",
     "device",
     "sharding",

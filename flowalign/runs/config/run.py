@@ -21,6 +21,7 @@ from flowalign.training.ema import Ema
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
+from flowalign.training.workers import RolloutWorkers, WorkerPool
 from flowalign.types import (
     Offload,
     Policy,
@@ -63,6 +64,9 @@ class Run:
     """Interval of checkpoints, and number of checkpoints kept."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Trackers in addition to metrics.jsonl, which is always written."""
+    rollouts: RolloutWorkers | None = None
+    """Worker processes that sample the rollouts of PolicyGradient, or of Matching with ScoredGroups
+    or Rollouts. Null: the training process samples."""
     notify: list[str] = field(default_factory=list)
     """Command and its arguments, started without a shell when the run finishes, fails or is
     interrupted, and on an alarm of `evaluation.watch`. It gets the event as JSON on its standard
@@ -109,7 +113,17 @@ class Run:
             self.evaluation.check_watch(weights)
         if self.sharding.context_degree > 1:
             self.recipe.check_context()
+        if self.rollouts:
+            self._check_workers(rewards)
         self._check_prompts(rewards)
+
+    def _check_workers(self, rewards: Rewards) -> None:
+        if self.sharding != Sharding():
+            raise ValueError(
+                f"sharding is {self.sharding}, but rollout workers load whole weights: set "
+                "rollouts to null, or leave sharding out"
+            )
+        self.recipe.open_sampler(self.context(rewards))
 
     def _check_setup(self) -> None:
         self.policy.check_setup(self.setup)
@@ -199,7 +213,7 @@ class Run:
         rewards.check_policy(self.policy)
         self._check_prompts(rewards)
 
-    def context(self, rewards: Rewards) -> RunContext:
+    def context(self, rewards: Rewards, workers: WorkerPool | None = None) -> RunContext:
         """Return the parts of this run that its recipe reads."""
         return RunContext(
             policy=self.policy,
@@ -211,4 +225,6 @@ class Run:
             optimizer=self.optimizer,
             has_ema=self.ema is not None,
             conditioning=self.conditioning,
+            workers=workers,
+            max_staleness=self.rollouts.max_staleness if self.rollouts else 0,
         )

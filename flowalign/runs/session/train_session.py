@@ -33,6 +33,8 @@ def train(session: Session) -> dict[str, Any]:
     try:
         return _train(session)
     finally:
+        if session.workers:
+            session.workers.close()
         if session.claim:
             session.claim.release()
 

@@ -4,6 +4,7 @@ requests -> samples -> rewards -> pairs
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import Batch, BatchStream
+from flowalign.training.recipe import Sampler
 from flowalign.training.rollouts.advantages import (
     AdvantageEstimate,
     AdvantageEstimator,
@@ -24,9 +26,40 @@ from flowalign.training.rollouts.advantages import (
     outcome_credit,
 )
 from flowalign.training.rollouts.settings import RolloutSettings
-from flowalign.types import Examples, Request, encode_requests
+from flowalign.training.workers import WorkerPool
+from flowalign.types import Examples, Policy, Request, encode_requests
 from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
+
+
+@dataclass(frozen=True)
+class LatentSampler(Sampler):
+    """Sampler of clean latents in a worker process."""
+
+    cfg: RolloutSettings
+    policy: Policy
+    requests: Requests
+
+    @override
+    def sample(self, step: int, places: Sequence[int]) -> dict[str, Tensor]:
+        requests, seed = self.requests.batch(step, self.cfg.prompts_per_step), self.requests.seed
+        chosen = [requests[i] for i in places]
+        return {"latents": sample_latents(self.cfg, self.policy, chosen, seed, step, places)}
+
+
+def sample_latents(
+    cfg: RolloutSettings,
+    policy: Policy,
+    requests: Sequence[Request],
+    seed: int,
+    step: int,
+    places: Sequence[int],
+) -> Float[Tensor, "n *latent"]:
+    """Return K clean latents of each request; `places` are the indices of the requests."""
+    copies = range(cfg.sampling.samples_per_prompt)
+    repeated = [request for request in requests for _ in copies]
+    seeds = [generator(seed, "rollout", step, i, k) for i in places for k in copies]
+    return generate(policy, repeated, cfg.sampling.num_steps, seeds, cfg.sampling.micro_batch)
 
 
 class OutcomePairStream(BatchStream):
@@ -39,9 +72,11 @@ class OutcomePairStream(BatchStream):
         rewards: Rewards,
         requests: Requests,
         rule: Rule,
+        workers: WorkerPool | None = None,
     ):
-        self.cfg, self.policy, self.rewards, self.requests = cfg, learner.policy, rewards, requests
-        self.seed, self.processes, self.rule = requests.seed, learner.processes, rule
+        self.cfg, self.learner, self.rewards, self.requests = cfg, learner, rewards, requests
+        self.policy, self.processes, self.rule = learner.policy, learner.processes, rule
+        self.workers = workers
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
 
     @override
@@ -74,6 +109,7 @@ class OutcomePairStream(BatchStream):
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
         metrics = {**estimate.metrics, "pairs": float(counts.sum())}
+        metrics |= self.workers.metrics if self.workers else {}
         self.estimator.learn(estimate.gathered.outcome)
         return Batch(examples, first, int(counts.sum()), metrics)
 
@@ -96,13 +132,15 @@ class OutcomePairStream(BatchStream):
         self, step: int, requests: Sequence[Request], places: Sequence[int]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
         """Return K samples of each request, and all their rewards."""
-        cfg, copies = self.cfg, range(self.cfg.sampling.samples_per_prompt)
+        cfg, policy, copies = self.cfg, self.policy, range(self.cfg.sampling.samples_per_prompt)
         repeated = [request for request in requests for _ in copies]
-        seeds = [generator(self.seed, "rollout", step, i, k) for i in places for k in copies]
-        policy = self.policy
-        latents = generate(
-            policy, repeated, cfg.sampling.num_steps, seeds, cfg.sampling.micro_batch
-        )
+        if self.workers is None:
+            latents = sample_latents(cfg, policy, requests, self.requests.seed, step, places)
+        else:
+            parts = self.workers.divide(places)
+            sent = self.workers.sample(step, parts, self.learner, self.rewards.costs)
+            device = self.processes.device
+            latents = torch.cat([tensors["latents"].to(device) for tensors in sent])
         scoring = self.rewards.scoring()
         groups = [i for i in places for _ in copies]
         for start in range(0, len(repeated), cfg.sampling.micro_batch):

@@ -13,9 +13,18 @@ from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.loop import MatchingLoop
 from flowalign.training.matching.reference_models import FrozenBase
 from flowalign.training.matching.settings import STEP_FIELD, MatchingSettings
-from flowalign.training.matching.source import DataSource, StreamContext
+from flowalign.training.matching.source import DataSource, StreamContext, WorkerSampled
 from flowalign.training.matching.times import SamplerGrid
-from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.recipe import (
+    Log,
+    Loop,
+    MemoryPart,
+    Recipe,
+    RecipePlan,
+    RunContext,
+    Sampler,
+    refuse_workers,
+)
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
 
@@ -54,6 +63,12 @@ class Matching(MatchingSettings, Recipe):
     @override
     def check_context(self) -> None:
         self.data.check_context()
+
+    @override
+    def open_sampler(self, run: RunContext) -> Sampler:
+        if not isinstance(self.data, WorkerSampled):
+            refuse_workers(f"data source {type(self.data).__name__}")
+        return self.data.open_sampler(run)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -101,7 +116,7 @@ class Matching(MatchingSettings, Recipe):
         step = self.states.field(learner.policy)
         learner.fields |= {} if step is None else {STEP_FIELD: step}
         requires = self.loss.requirements.requires
-        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning)
+        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning, run.workers)
         stream = self.data.open(learner, context)
         return MatchingLoop(self, learner, stream, run.seed, log)
 

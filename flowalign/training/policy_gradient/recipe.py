@@ -16,6 +16,7 @@ from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
+from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.types import ModelPlan
 
 
@@ -62,6 +63,24 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         self.rollouts.refuse_features()
 
     @override
+    def open_sampler(self, run: RunContext) -> RolloutSampler:
+        if self.calibration:
+            raise ValueError(
+                "recipe.calibration changes the noise levels during the run, which rollout workers "
+                "do not follow: set rollouts to null, or calibration to null and sampling.eta to "
+                "the levels of a calibrated run"
+            )
+        if run.max_staleness:
+            raise ValueError(
+                f"rollouts.max_staleness is {run.max_staleness}, but recipe.algorithm "
+                f"{type(self.algorithm).__name__} trains on transitions of the current weights: "
+                "set it to 0, or take Matching with a loss on noised samples, such as "
+                "flowalign.losses.NFT"
+            )
+        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
+        return RolloutSampler(self.rollouts, run.policy, requests)
+
+    @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         return plan_step(self, run, model, world)
 
@@ -71,6 +90,7 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         settings = calibrate_noise_levels(self, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
         loop = PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
+        loop.rollouts.workers = run.workers
         if self.regularised:
             loop.stored = self.regularised.open(run, learner, log)
         return loop

@@ -22,6 +22,7 @@ from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.training.workers import WorkerPool
 from flowalign.types import Request, StepCredit
 
 
@@ -32,8 +33,17 @@ class CreditedRollouts:
     thresholds.
     """
 
-    def __init__(self, cfg: RolloutSettings, learner: Learner, rewards: Rewards, seed: int):
+    def __init__(
+        self,
+        cfg: RolloutSettings,
+        learner: Learner,
+        rewards: Rewards,
+        seed: int,
+        workers: WorkerPool | None = None,
+    ):
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
+        self.workers = workers
+        """Processes that sample; None: this process samples."""
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
         """Estimator of advantages, with reward weights that thresholds adapt."""
         self.history = OutcomeHistory(cfg.history)
@@ -44,7 +54,14 @@ class CreditedRollouts:
     def sample(self, requests: Sequence[Request], step: int) -> CompletionValues:
         """Sample this process's share of the requests; return the values of the trajectories."""
         values = collect_rollouts(
-            self.cfg, self.learner, self.rewards, requests, self.seed, step, self.critic
+            self.cfg,
+            self.learner,
+            self.rewards,
+            requests,
+            self.seed,
+            step,
+            self.critic,
+            self.workers,
         )
         values.history = self.history
         return values
@@ -67,15 +84,16 @@ class CreditedRollouts:
     def learn(
         self, requests: Sequence[Request], values: CompletionValues, estimate: AdvantageEstimate
     ) -> dict[str, float]:
-        """Update history, multipliers and critic after a step; return the critic's metrics.
+        """Update history, multipliers and critic after a step.
 
-        `requests` are the requests of all processes.
+        `requests` are the requests of all processes. Returns the metrics of the critic and of
+        rollout workers.
         """
         # Update only now: the credit and weights of a step must not depend on its own outcomes.
         outcome = estimate.gathered.outcome
         self.history.add([request.key for request in requests], outcome)
         self.estimator.learn(outcome)
-        return self.learn_critic(values)
+        return self.learn_critic(values) | (self.workers.metrics if self.workers else {})
 
     def learn_critic(self, values: CompletionValues) -> dict[str, float]:
         """Fit the critic to the step's outcomes; return the explained variance before the fit.

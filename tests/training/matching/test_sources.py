@@ -568,7 +568,7 @@ def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     cfg, asked = stream.cfg, stream.requests.batch(step, stream.cfg.prompts_per_step)
     count = cfg.sampling.samples_per_prompt
     seeds = [
-        generator(stream.seed, "rollout", step, i, k)
+        generator(stream.requests.seed, "rollout", step, i, k)
         for i in range(len(asked))
         for k in range(count)
     ]
