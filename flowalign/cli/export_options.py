@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", metavar="FOLDER", help="new folder (default: exports/ and the name of the run)")
     add("--live", action="store_true", help="export the last weights instead of their average")
+    add(
+        "--benchmark",
+        action="append",
+        metavar="FOLDER",
+        help="output folder of `flowalign eval --benchmark` for the model card; repeatable",
+    )
     add("--model", metavar="FOLDER", help="folder or hub id of the trained model, if it has moved")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish the folder as a model of this name")
     add("--dry-run", action="store_true", help="list what --push-to-hub would publish, offline")

@@ -86,8 +86,8 @@ class Progress:
             self.note(self._unprinted)
             self._printed_at, self._unprinted = now, ""
 
-    def note(self, text: str) -> None:
-        """Print a line above the bar, exactly as given."""
+    def note(self, text: str | Text) -> None:
+        """Print text above the bar, exactly as given."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -96,6 +96,8 @@ class Messages:
 
     def __init__(self, log: Callable[[str], None]):
         self.log = self.show = log
+        self.draw: Callable[[Text], None] = say
+        """Function that shows text with colours."""
 
     def __call__(self, text: str) -> None:
         """Show a message."""
@@ -104,11 +106,11 @@ class Messages:
     @contextmanager
     def above(self, progress: Progress) -> Iterator[None]:
         """Show messages above a progress bar inside the context."""
-        self.show = progress.note
+        self.show = self.draw = progress.note
         try:
             yield
         finally:
-            self.show = self.log
+            self.show, self.draw = self.log, say
 
 
 class Patience:
@@ -137,8 +139,8 @@ class Patience:
             self.seconds *= 2
 
 
-def say(text: str) -> None:
-    """Print a line on the standard error output, exactly as given."""
+def say(text: str | Text) -> None:
+    """Print text on the standard error output, exactly as given."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 

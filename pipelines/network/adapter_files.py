@@ -112,7 +112,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
-    """Load files that `save_adapter` wrote, or a single file for diffusers.
+    """Load files that `save_adapter` or PEFT wrote, or a single file for diffusers.
 
     Raises:
         ValueError: Tensors are missing or unexpected, or the adapter was trained with another
@@ -128,7 +128,10 @@ def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
     require_same_shapes(state, adapter_tensors(denoiser), file)
     alpha = denoiser.peft_config["default"].lora_alpha
     if trained != alpha:
-        raise ValueError(f"{file} was trained with lora.alpha {trained}, not {alpha}")
+        raise ValueError(
+            f"{file} was trained with lora.alpha {trained}, not {alpha}: "
+            f"set policy.init_args.lora.alpha to {trained}"
+        )
     set_peft_model_state_dict(denoiser, state)
 
 
@@ -204,6 +207,11 @@ def _unet_key(name: str) -> str:
     return f"unet.{layer}.{end}"
 
 
+def _peft_name(key: str) -> str:
+    """Return PEFT's name of a tensor that a training script of diffusers saved for a UNet."""
+    return key.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B.")
+
+
 def adapter_tensors(denoiser: ModelMixin) -> dict[str, Tensor]:
     """Return the adapter's tensors, keyed by their names in the network."""
     state: Any = get_peft_model_state_dict(denoiser)
@@ -223,7 +231,7 @@ def _read_diffusers(part: str, denoiser: ModelMixin, file: Path) -> tuple[dict[s
     names = {
         key: name for name, key in adapter_keys(part, denoiser, adapter_tensors(denoiser)).items()
     }
-    state = {names.get(k, k.removeprefix(f"{part}.")): v for k, v in found.items()}
+    state = {names.get(k) or _peft_name(k.removeprefix(f"{part}.")): v for k, v in found.items()}
     with safe_open(file, "pt") as opened:
         about = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
     return state, about.get(f"{part}.lora_alpha", denoiser.peft_config["default"].r)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from diffusers import StableDiffusion3Pipeline
+from PIL import Image
 from safetensors import safe_open
 
 from flowalign.cli.main import main
+from flowalign.runs.sample.job import hash_weights
 from flowalign.training.checkpoint import write_manifest
 from flowalign.utils.hub import check_publishing
 from tests.fixtures.embedded import move, new_sd3
@@ -39,6 +41,10 @@ def run(tmp_path_factory) -> Path:
     summary = {"status": "finished", "steps": 3, "seed": 7, "seconds": 12.5}
     summary |= {"before": {"eval/exact_match": 0.25}, "after": {"eval/exact_match": 0.75}}
     (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [{"step": 0, "evaluated_after": 0.0, "eval/exact_match": 0.25}]
+    rows += [{"step": step, "reward_mean": 0.3 + 0.1 * step} for step in range(3)]
+    rows += [{"step": 2, "evaluated_after": 3.0, "eval/exact_match": 0.75}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -98,21 +104,52 @@ def test_the_card_s_code_loads_the_weights_and_a_dry_run_publishes_nothing(
     run, tmp_path, capsys, monkeypatch
 ):
     out = tmp_path / "out"
+    benchmark = benchmark_of(run / "checkpoints" / "step-000003" / "ema", tmp_path / "benchmark")
     for name in ("check_publishing", "publish"):
         refuse = partial(pytest.fail, name)
         monkeypatch.setattr(f"flowalign.cli.commands.export.{name}", lambda *_, f=refuse: f())
+    evidence = ["--benchmark", str(benchmark)]
     with pytest.raises(SystemExit) as ended:
-        main(["export", str(run), "--out", str(out), *PUBLISH, "--dry-run"])
+        main(["export", str(run), "--out", str(out), *evidence, *PUBLISH, "--dry-run"])
     assert ended.value.code == 0
     listed = " ".join(capsys.readouterr().out.split())
     assert "would be published as ann/red-circles (public)" in listed
     for file in out.iterdir():
         assert file.name in listed
-    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    card = (out / "README.md").read_text()
+    assert "## Shapes\n\n| metric | base | trained |\n" in card
+    assert "(curves.png)" in card
+    with Image.open(out / "curves.png") as picture:
+        assert picture.width > 1000  # two panels: reward, and held-out values
+    code = card.split("```python\n")[1].split("```")[0]
     names: dict = {}
     exec(code.replace("PATH", str(out)), names)
     assert isinstance(names["pipe"], StableDiffusion3Pipeline)
     assert names["pipe"].get_active_adapters() == ["default_0"]
+
+
+def benchmark_of(weights: Path, folder: Path) -> Path:
+    """Write the results that `flowalign eval --benchmark` leaves for some weights."""
+    folder.mkdir()
+    digests = {"base": "base", "trained": f"weights-{hash_weights(weights)}"}
+    (folder / "results.json").write_text(json.dumps({"title": "Shapes", "weights": digests}))
+    (folder / "results.md").write_text(
+        "| metric | base | trained |\n|---|---|---|\n| a | 1 | 2 |\n"
+    )
+    return folder
+
+
+def test_results_of_other_weights_are_not_put_into_the_card(run, tmp_path, capsys):
+    checkpoint = run / "checkpoints" / "step-000003"
+    other = benchmark_of(checkpoint, tmp_path / "other")
+    code, said = told(capsys, run, "--out", tmp_path / "out", "--benchmark", other)
+    assert code == 2
+    assert "evaluated base, trained, not the exported weights" in said
+    assert f"--weights {checkpoint / 'ema'}" in said
+    code, said = told(capsys, run, "--out", tmp_path / "out", "--benchmark", tmp_path)
+    assert code == 2
+    assert "has no results.json" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from flowalign.cli.commands.common import get_log
+from flowalign.runs.export.evidence import read_benchmarks
 from flowalign.runs.export.export_weights import Form, export, find_trained, prepare
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
@@ -28,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     trained = find_trained(source, averaged=not args.live)
     home = trained.run_folder or source
     out = Path(args.out or f"exports/{home.resolve().name}-{args.to}")
-    form = Form(args.to, args.dtype, out, args.license)
+    benchmarks = read_benchmarks(args.benchmark or (), trained.weights)
+    form = Form(args.to, args.dtype, out, args.license, benchmarks)
     difference = export(prepare(trained, form, args.model), trained, form)
     if difference is None:
         log(f"{out} is written from {trained.weights}; not verified, no loader of {args.to}")

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import yaml
 from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
 from flowalign.runs.export.adapter_metadata import stamp_adapter
-from flowalign.runs.export.model_card import model_card
+from flowalign.runs.export.evidence import draw_curves
+from flowalign.runs.export.model_card import Evidence, model_card
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
 from flowalign.utils.files import atomic_write
@@ -54,6 +55,8 @@ class Form:
     """New folder."""
     license: str | None = None
     """Licence of the weights, for the model card."""
+    benchmarks: Sequence[tuple[str, str]] = ()
+    """Titles and Markdown of benchmark results, for the model card."""
 
 
 def find_trained(source: Path, averaged: bool) -> Trained:
@@ -120,8 +123,10 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
         if grid:
             shutil.copyfile(grid, partial / "samples.png")
         shutil.copyfile(trained.config, partial / "flowalign.yaml")
-        card = model_card(
-            run, trained.config, trained.summary, form.target, form.license, bool(grid)
-        )
+        curves = draw_curves(trained.run_folder) if trained.run_folder else None
+        if curves:
+            (partial / "curves.png").write_bytes(curves)
+        shown = Evidence(bool(grid), bool(curves), form.benchmarks)
+        card = model_card(run, trained.config, trained.summary, form.target, form.license, shown)
         (partial / "README.md").write_text(card, encoding="utf-8")
     return difference

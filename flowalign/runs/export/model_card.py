@@ -1,6 +1,7 @@
 """Write the model card of exported weights, in the format of the Hugging Face hub."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,34 @@ _TASKS = {
 }
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """Results that the card shows."""
+
+    has_grid: bool
+    """Whether `samples.png` is next to the card."""
+    has_curves: bool
+    """Whether `curves.png` is next to the card."""
+    benchmarks: Sequence[tuple[str, str]]
+    """Titles and Markdown of benchmark results."""
+
+
 def model_card(
     run: Run,
     config: Path,
     summary: Mapping[str, Any],
     target: ExportTarget,
     license: str | None,
-    has_grid: bool,
+    evidence: Evidence,
 ) -> str:
-    """Return the card: front matter, use, training settings and measured rewards."""
+    """Return the card: front matter, use, training settings, measured rewards and benchmarks."""
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     base = settings["policy"]["init_args"].get("path", "")
     task = _TASKS.get((run.policy.fps is not None, run.policy.input_spec.kind), "text-to-image")
     front: dict[str, Any] = {"base_model": base, "library_name": "diffusers", "pipeline_tag": task}
     front |= {"license": license} if license else {}
     front["tags"] = ["flowalign", task, "diffusers", *([] if target == "merged" else ["lora"])]
-    if has_grid:
+    if evidence.has_grid:
         front["widget"] = [{"text": "samples", "output": {"url": "samples.png"}}]
     before, after = summary.get("before") or {}, summary.get("after") or {}
     text = render(
@@ -43,7 +56,7 @@ def model_card(
         front=yaml.safe_dump(front, sort_keys=False),
         base=base,
         target=target,
-        has_grid=has_grid,
+        evidence=evidence,
         words=describe_conditioning(run.conditioning),
         training=_describe_training(settings, summary),
         rewards={name: (before[name], after[name]) for name in after if name in before},

@@ -25,6 +25,7 @@ from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
+from flowalign.utils.terminal_pictures import show_pictures
 from flowalign.utils.tracking import Tracker, read_metrics
 
 
@@ -146,6 +147,7 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
+        show_pictures(result.grid, session.messages.draw)
     if session.monitor:
         watch(session, done, result.panel, get_state(session, _spent(session)))
     if tracker and cfg.bounds:

@@ -54,6 +54,7 @@ def write_report(run: BenchmarkRun) -> str:
         run.name,
         card,
         [model.name for model in job.models],
+        [model.digest for model in job.models],
         compute_lines(card, data),
         differing,
         left_open,

@@ -31,6 +31,8 @@ class Results:
     """Protocol of the benchmark."""
     models: Sequence[str]
     """Names of the models, the base first."""
+    digests: Sequence[str]
+    """Hashes of their weights."""
     lines: Sequence[Line]
     """Numbers of all models."""
     deviations: Sequence[Deviation]
@@ -50,6 +52,7 @@ def write_results(folder: Path, results: Results) -> None:
         "title": results.card.title,
         "source": results.card.source,
         "models": list(results.models),
+        "weights": dict(zip(results.models, results.digests, strict=True)),
         "images": results.images,
         "resamples": REPEATS,
         "lines": [asdict(line) for line in results.lines],
