@@ -1,32 +1,48 @@
 """Write the planned memory of the published models for `flowalign doctor`.
 
-python assets/bench/trainable.py     # seconds; reads the plans in assets/bench/full_size.json
+python assets/bench/trainable.py     # a minute; plans from published sizes, without weights
 """
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from flowalign.runs.config.compose import compose
+from flowalign.runs.config import Run, load
+from flowalign.runs.library.draft_run_file import models
+from flowalign.runs.planning.memory import peak
+from flowalign.runs.planning.plan import memory_parts
 from flowalign.utils.files import write_text
 
-HERE = Path(__file__).parent
-OUT = HERE.parents[1] / "flowalign" / "runs" / "library" / "trainable.json"
+OUT = Path(__file__).parents[2] / "flowalign" / "runs" / "library" / "trainable.json"
+BATCHES = (1, 2, 4, 8)
+FOUR_BITS = ("--quantization.denoiser=nf4",)
+
+
+def plans(file: str) -> Iterator[tuple[str, dict[int, int]]]:
+    """Yield precision and planned bytes by micro-batch, as in the run file and in four bits."""
+    for settings in ((), FOUR_BITS):
+        run, _ = load([file], list(settings))
+        found = {batch: peak(memory_parts(_resize(run, batch))) for batch in BATCHES}
+        yield ("nf4 weights" if settings else run.policy.precision), found
+
+
+def _resize(run: Run, batch: int) -> Run:
+    """Return the run with another micro-batch in sampling, training and evaluation."""
+    sampling = replace(run.recipe.sampling, micro_batch=batch)
+    recipe = replace(run.recipe, micro_batch=batch, sampling=sampling)
+    evaluation = replace(run.evaluation, micro_batch=batch) if run.evaluation else None
+    return replace(run, recipe=recipe, evaluation=evaluation)
 
 
 def main() -> None:
-    """Write a line per model: precision and micro-batch of its run file, and planned bytes."""
+    """Write a line per model: planned bytes by precision and micro-batch."""
     lines = []
-    for name, plan in json.loads((HERE / "full_size.json").read_text()).items():
-        file = Path(f"configs/models/{name}.yaml")
-        if not file.is_file():
-            continue  # a plan of other settings than a bundled file
-        run = compose([str(file)]).values
-        row = {
-            "precision": run["policy"]["init_args"]["precision"],
-            "micro_batch": run["recipe"]["init_args"]["micro_batch"],
-            "bytes": max(plan["planned"].values()),
-        }
-        lines.append(f'"{name}": {json.dumps(row)}')
+    for name in models():
+        if not name.startswith(("toy", "shapes")):
+            found = dict(plans(f"configs/models/{name}.yaml"))
+            lines.append(f'"{name}": {json.dumps(found)}')
+            print(lines[-1])
     write_text(OUT, "{" + ",\n".join(lines) + "}\n")
 
 

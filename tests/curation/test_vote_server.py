@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -24,8 +25,10 @@ from flowalign.curation.votes.table import VoteTable
 from flowalign.data.media.media import Media
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.tracking import read_metrics
 from reward_models.wrappers.remote import RemoteReward
 from tests.fixtures.browser import needs_browser, read_in_browser
+from tests.fixtures.small_run import go, new_run
 
 
 class Served:
@@ -168,6 +171,37 @@ def test_a_run_gets_the_votes_on_its_samples(tmp_path):
         assert "no different sample" in output.reasons[3]
         again = reward.score(batch.take([0, 1, 2]))  # as after a resume: no question is open
         assert again.values[:, 0].tolist() == output.values[:3, 0].tolist()
+
+
+def test_a_run_trains_on_votes_alone(tmp_path):
+    """A voter ranks by redness whatever the run asks; the run waits for each answer."""
+
+    def vote_until(ended: threading.Event) -> None:
+        while not ended.is_set():
+            state = json.loads(served.ask("/next?annotator=anna")[1])
+            if state["question"] is None:
+                time.sleep(0.01)
+                continue
+            question = served.poll.questions[state["question"]["id"]]
+            red = [np.asarray(Image.open(m.path))[..., 0].mean() for m in question.candidates]
+            order = sorted(range(len(red)), key=lambda i: -red[i])
+            served.vote(question.id, [order.index(i) + 1 for i in range(len(red))])
+
+    with Served(tmp_path, 0, kind="rank") as served:
+        reward = RemoteReward(served.url, ["overall"], "votes", timeout=60.0, retries=0)
+        run = new_run(tmp_path / "run", models=[reward], weights={"overall": 1.0}, num_steps=2)
+        ended = threading.Event()
+        voter = threading.Thread(target=vote_until, args=(ended,))
+        voter.start()
+        try:
+            assert go(run)["status"] == "finished"
+        finally:
+            ended.set()
+            voter.join()
+        rows = [row for row in read_metrics(tmp_path / "run") if "reward_mean" in row]
+        assert len(rows) == 2
+        assert all(row["reward_invalid"] == 0 for row in rows)
+        assert len(served.poll.table.rows) == 2 * 3  # a question per step and prompt
 
 
 def test_a_run_that_waits_too_long_gets_no_score(tmp_path):

@@ -13,6 +13,13 @@ from flowalign.runs.sample.job import hash_weights
 from flowalign.utils.tracking import read_metrics
 
 _HELD_OUT = "eval/"
+_STYLE = {
+    "font.size": 11,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.alpha": 0.3,
+}
 _MOST = 4
 """Largest number of held-out values that the figure shows."""
 
@@ -48,6 +55,7 @@ def draw_curves(folder: Path) -> bytes | None:
     """Return a PNG with the reward of every step and the held-out values; None without metrics."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     lines = collect(read_metrics(folder)) if (folder / "metrics.jsonl").is_file() else {}
     reward = {"reward": lines["reward_mean"]} if "reward_mean" in lines else {}
@@ -55,13 +63,14 @@ def draw_curves(folder: Path) -> bytes | None:
     shown = [(title, some) for title, some in panels if some]
     if not shown:
         return None
-    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.grid": True}):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.5 * len(shown), 3.6), layout="constrained", dpi=110)
         for i, (title, some) in enumerate(shown):
             axes = figure.add_subplot(1, len(shown), i + 1)
             for label, colour in zip(some, PALETTE, strict=False):
                 _draw_line(axes, label, some[label], colour)
             axes.set(title=title, xlabel="training step")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             if len(some) > 1:
                 axes.legend(frameon=False)
         drawn = io.BytesIO()
