@@ -42,7 +42,6 @@ def main() -> None:
         if not name.startswith(("toy", "shapes")):
             found = dict(plans(f"configs/models/{name}.yaml"))
             lines.append(f'"{name}": {json.dumps(found)}')
-            print(lines[-1])
     write_text(OUT, "{" + ",\n".join(lines) + "}\n")
 
 
