@@ -13,7 +13,7 @@ from flowalign.runs.sample.job import hash_weights
 from flowalign.utils.tracking import read_metrics
 
 _HELD_OUT = "eval/"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.grid": True,
     "axes.spines.right": False,
