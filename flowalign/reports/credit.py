@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -11,64 +11,14 @@ import numpy as np
 from PIL import Image
 
 from flowalign.reports.charts import PALETTE
+from flowalign.reports.credit_schema import MAX_ROWS, PLACES, CreditRecord
 from flowalign.reports.records import read_json
 from flowalign.reports.samples import cut_grid, encode_images
 
-MAX_ROWS = 48
-"""Largest number of samples in a table."""
 _MAX_STATES = 10
 _MAX_LABELLED_STEPS = 16
 """Largest number of steps with space for a number in each cell."""
 Cells = Sequence[Sequence[float | None]]
-
-
-@dataclass(frozen=True)
-class CreditRecord:
-    """Credit of one prompt's samples; None marks a missing number."""
-
-    step: int
-    """Index of the training step."""
-    prompt: str
-    """Prompt of the samples."""
-    method: str
-    """Name of the credit method's class."""
-    rule: str
-    """Sentence on how the method credits a step."""
-    weights: dict[str, float]
-    """Weights of the reward dimensions, without those of weight 0."""
-    sigmas: list[float]
-    """Noise levels of the schedule."""
-    states: list[int]
-    """Indices of the valued states; the last is the finished sample."""
-    values: list[list[float | None]]
-    """Weighted reward of the completion of each valued state, one row per sample."""
-    credit: list[list[float | None]]
-    """Weighted credit of each denoising step, one row per sample; None if not credited."""
-    advantage: list[list[float | None]]
-    """Advantage of each denoising step, one row per sample; None if not trained."""
-    marked: list[list[bool]] | None
-    """Whether the method marks each denoising step, for example as a turning point; one row per
-    sample."""
-    source_row: list[list[int]] | None
-    """Index of the sample that computed state k of each sample, for branching rollouts; else
-    None."""
-    image_states: list[int] = field(default_factory=list)
-    """States of the images in the grid next to the record; the grid has a column for each."""
-    num_images: int = 0
-    """Number of samples with images, one per row of the grid."""
-
-    @property
-    def trained(self) -> list[int]:
-        """Return the denoising steps in which at least one sample is trained or credited."""
-        rows = [*self.advantage, *self.credit]
-        steps = range(len(self.sigmas) - 1)
-        return [k for k in steps if any(row[k] is not None for row in rows)]
-
-    @property
-    def reward(self) -> str:
-        """Return the reward as a formula of its dimensions."""
-        terms = [f"{weight:g} {name}" for name, weight in self.weights.items()]
-        return " + ".join(terms).replace("+ -", "- ")
 
 
 @dataclass(frozen=True)
@@ -163,22 +113,34 @@ def _read(file: Path) -> CreditView | None:
         record = CreditRecord(**content)
         with contextlib.suppress(OSError), Image.open(file.with_suffix(".png")) as grid:
             number = record.num_images * len(record.image_states)
-            images = cut_grid(grid.convert("RGB"), number, len(record.image_states))
-            return CreditView(record, make_tables(record, encode_images(images)))
+            images = encode_images(cut_grid(grid.convert("RGB"), number, len(record.image_states)))
+            return CreditView(record, make_tables(record, images, _read_maps(file, record)))
     return None
 
 
-def make_tables(record: CreditRecord, images: Sequence[str] = ()) -> list[Table]:
-    """Return the tables of a record; `images` are the addresses of the grid's images."""
+def _read_maps(file: Path, record: CreditRecord) -> list[str]:
+    """Return the addresses of the maps of a record; empty if it has none."""
+    if not record.place_steps:
+        return []
+    with Image.open(file.with_name(PLACES.format(file.stem))) as grid:
+        columns = len(record.place_steps)
+        return encode_images(cut_grid(grid.convert("RGB"), record.num_images * columns, columns))
+
+
+def make_tables(
+    record: CreditRecord, images: Sequence[str] = (), maps: Sequence[str] = ()
+) -> list[Table]:
+    """Return the tables of a record, from the addresses of its images and maps."""
     columns = len(record.image_states)
     by_place = {
         (b, k): images[b * columns + i]
         for b in range(record.num_images if images else 0)
         for i, k in enumerate(record.image_states)
     }
+    positions = [_place_table(record, by_place, maps)] if maps else []
     if record.source_row is None:
-        return [_path_table(record, by_place), _advantage_table(record)]
-    return [_branch_table(record, record.source_row, by_place)]
+        return [_path_table(record, by_place), _advantage_table(record), *positions]
+    return [_branch_table(record, record.source_row, by_place), *positions]
 
 
 def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> Table:
@@ -220,6 +182,25 @@ def _advantage_table(record: CreditRecord) -> Table:
         rows.append(Row(f"sample {b}", [*cells, Cell(_reward(record.values[b][-1]))]))
     title = f"Advantage: credit compared within the prompt, {_describe_number(record)}"
     return Table(title, [], scale, [*map(_step_head, record.trained), ("reward", "")], rows)
+
+
+def _place_table(
+    record: CreditRecord, images: Mapping[tuple[int, int], str], maps: Sequence[str]
+) -> Table:
+    """Return maps of the advantage of latent positions by step, next to the finished images."""
+    columns, end = len(record.place_steps), len(record.sigmas) - 1
+    rows = []
+    for b in range(record.num_images):
+        cells = [Cell(image=address) for address in maps[b * columns : (b + 1) * columns]]
+        last = Cell(_reward(record.values[b][-1]), image=images.get((b, end), ""))
+        rows.append(Row(f"sample {b}", [*cells, last]))
+    return Table(
+        f"Advantage of latent positions: {record.num_images} samples",
+        ["A map has the positions of the image: blue is above 0, orange below."],
+        Scale([[record.place_scale]]),
+        [*map(_step_head, record.place_steps), ("image and reward", "")],
+        rows,
+    )
 
 
 def _branch_table(

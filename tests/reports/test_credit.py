@@ -16,9 +16,11 @@ from flowalign.credit.granular import Granular
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import Requests
-from flowalign.reports.credit import CreditRecord, Scale, make_tables, read_credit
+from flowalign.reports.credit import Scale, make_tables, read_credit
+from flowalign.reports.credit_schema import CreditRecord
 from flowalign.reports.run_report import write_report
 from flowalign.sampling.branching import Chain, Comb, Tree
+from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.credit_record import (
     CreditRecorder,
     branches,
@@ -225,6 +227,37 @@ def test_the_files_of_a_step_make_its_tables(tmp_path, credit, sampling, recipe)
     last = next(cell for cell in view.tables[0].rows[0].cells[::-1] if cell.image)
     pixel = Image.open(io.BytesIO(base64.b64decode(last.image.split(",")[1]))).getpixel((0, 0))
     assert pixel == tuple((images[end][0][:, 0, 0] * 255).round().byte().tolist())
+
+
+def test_maps_of_positions_have_a_column_per_trained_step(tmp_path):
+    """Blue is above 0 and orange below, strongest at the largest advantage."""
+    seen = sampled(Outcome(), {"sde_window": Fixed(0, 2)})
+    places = torch.zeros(12, 4, 1, 2, 2)
+    places[0, 0, 0, 0, 1], places[0, 1, 0, 1, 0] = 2.0, -1.0
+    seen = replace(seen, batch=replace(seen.batch, places=places))
+    recorder = CreditRecorder(tmp_path, Outcome(), 1, 0)
+    recorder(0, seen)
+    recorder.draw()
+    (view,) = read_credit(tmp_path)
+    assert (view.record.place_steps, view.record.place_scale) == ([0, 1], 2.0)
+    table = view.tables[-1]
+    assert table.title == f"Advantage of latent positions: {len(table.rows)} samples"
+    assert [name for name, _ in table.heads] == ["step 0", "step 1", "image and reward"]
+    first, second, image = table.rows[0].cells
+    assert pixels(first) == [WHITE, (0, 114, 178), WHITE, WHITE]
+    assert pixels(second)[2] == (234, 174, 128)  # half of the strongest orange, over white
+    assert image.text
+    assert image.image
+
+
+WHITE = (255, 255, 255)
+
+
+def pixels(cell):
+    """The colours of the four quarters of a map."""
+    picture = Image.open(io.BytesIO(base64.b64decode(cell.image.split(",")[1]))).convert("RGB")
+    far = picture.width - 1
+    return [picture.getpixel(place) for place in ((0, 0), (far, 0), (0, far), (far, far))]
 
 
 def some_record(**changes):

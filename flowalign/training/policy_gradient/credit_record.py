@@ -15,9 +15,11 @@ from typing_extensions import override
 from flowalign.credit.outcome import Outcome
 from flowalign.data.media.image_grid import arrange_grid, write_picture
 from flowalign.data.media.thumbnails import reduce_size, spread_frames
-from flowalign.reports.credit import MAX_ROWS, CreditRecord
+from flowalign.reports.charts import PALETTE
+from flowalign.reports.credit_schema import MAX_ROWS, PLACES, CreditRecord
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.sampling.complete_states import CompletionRequest
+from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
@@ -25,6 +27,7 @@ from flowalign.utils.files import write_text
 
 _LARGEST = 160
 """Longer side of a reduced image, in pixels."""
+_MAP_DIMS = 4
 _QUARTERS = 4
 """Number of frames shown per video."""
 
@@ -63,10 +66,14 @@ class CreditRecorder(StepObserver):
         images = images_of(result)
         by_sample = torch.stack(list(images.values()), 1)
         file = self.folder / f"step-{step:06}.json"
-        # Images are written first, because the report shows a record only with its images.
-        write_picture(file.with_suffix(".png"), arrange_grid(by_sample.flatten(0, 1), len(images)))
         content = record(step, self.credit, result)
         content = replace(content, image_states=list(images), num_images=len(by_sample))
+        # Images are written first, because the report shows a record only with its images.
+        write_picture(file.with_suffix(".png"), arrange_grid(by_sample.flatten(0, 1), len(images)))
+        if result.batch.places is not None:
+            maps, content = draw_places(result.batch, content)
+            grid = arrange_grid(maps.flatten(0, 1), len(content.place_steps))
+            write_picture(file.with_name(PLACES.format(file.stem)), grid)
         write_text(file, json.dumps(asdict(content), allow_nan=False) + "\n")
         return time.perf_counter() - start
 
@@ -119,6 +126,29 @@ def images_of(result: StepResult) -> dict[int, Float[Tensor, "n 3 h w"]]:
         request[0]: torch.stack([_small(media) for media in values.media[request][:count]])
         for request in select_states(values)
     }
+
+
+def draw_places(
+    batch: TrainBatch, content: CreditRecord
+) -> tuple[Float[Tensor, "n T 3 h w"], CreditRecord]:
+    """Return maps of the advantages of latent positions, and the record with their scale.
+
+    Maps are of the samples and steps that the record shows: white is 0, blue above, and orange
+    below. Maps of videos are means over frames.
+    """
+    assert batch.places is not None
+    steps = [k for k in content.trained if bool(batch.mask[: content.num_images, k].any())]
+    places = batch.places[: content.num_images, steps, 0].float().cpu()
+    while places.ndim > _MAP_DIMS:
+        places = places.mean(2)
+    most = max(float(places.abs().max()), 1e-12)
+    signs = torch.tensor([[*bytes.fromhex(PALETTE[i][1:])] for i in (0, 1)]) / 255
+    ink = torch.where((places > 0)[..., None], signs[0], signs[1])
+    strength = (places.abs() / most)[..., None]
+    maps = (1 - strength + strength * ink).movedim(-1, 2)
+    factor = max(1, _LARGEST // 2 // max(maps.shape[-2:]))
+    maps = maps.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
+    return maps, replace(content, place_steps=steps, place_scale=float(f"{most:.4g}"))
 
 
 def select_states(values: CompletionValues) -> list[CompletionRequest]:

@@ -96,8 +96,8 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         return loop
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
-        """Return a recorder if the credit of steps can differ from the outcome, else None."""
-        if not differs_from_outcome(self.credit, self.sampling.branching):
+        """Return a recorder if credit of steps or positions can differ from the outcome."""
+        if not (self.spatial or differs_from_outcome(self.credit, self.sampling.branching)):
             return None
         return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)
 

@@ -10,6 +10,7 @@ from flowalign.losses.matching.awm import AWM
 from flowalign.losses.matching.nft import NFT
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
+from flowalign.reports.credit import read_credit
 from flowalign.rewards.composite import Rewards
 from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.reference_models import Average
@@ -21,6 +22,7 @@ from flowalign.training.rollouts.spatial import AttentionMap, RewardMap
 from flowalign.types import MediaBatch, RewardOutput, plain_requests
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.scored import batch_of, groups
+from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import (
     PROMPTS,
     as_recipe,
@@ -67,6 +69,15 @@ def test_blend_0_is_grpo_bit_for_bit():
         weights.append(flat(learner.policy.denoiser))
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
+
+
+def test_a_run_records_the_maps_of_its_advantages(tmp_path):
+    recipe = new_recipe(spatial=RewardMap(reward="mapped"))
+    policy = VideoPixel(seed=1)
+    go(new_run(tmp_path / "run", recipe, [Mapped()], policy=policy, num_steps=1))
+    (view,) = read_credit(tmp_path / "run" / "credit")
+    assert view.record.place_steps == [0, 1, 2, 3]
+    assert view.tables[-1].title.startswith("Advantage of latent positions")
 
 
 @pytest.mark.parametrize("mode", ["weight", "compare"])
