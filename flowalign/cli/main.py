@@ -9,7 +9,7 @@ from importlib import import_module
 
 from flowalign import __version__
 from flowalign.cli.options import Parser
-from flowalign.distributed.failures import leave_crashes
+from flowalign.distributed.failures import leave_crashes, leave_stop
 from flowalign.utils.imports import pause_garbage_collection
 from flowalign.utils.parent_watchdog import end_with_parent
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
+    sys.exit(leave_stop(code))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -65,6 +65,16 @@ def shard(text: str) -> tuple[int, int]:
     return int(i), int(n)
 
 
+def address(text: str) -> str:
+    """Return `host:port`, checked."""
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise argparse.ArgumentTypeError(
+            f"is {text[:_LONGEST]}; it must be host:port, such as 10.0.0.1:29500"
+        )
+    return text
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the run files of a command, and accept other options as overrides of their settings."""
     parser.add_argument(

@@ -1,42 +1,69 @@
-"""Report only the first process that fails, because the other failures follow from it."""
+"""Report only the first process that fails, because the other failures follow from it.
+
+A process leaves its exit code and message in the error file that torch's elastic agent gives it.
+The agent reads only whole seconds of such files, so the launcher orders them itself.
+"""
 
 import json
 import os
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 from flowalign.utils.files import write_text
 
-FOLDER = "FLOWALIGN_LAUNCH"
-"""Environment variable with the folder that the processes of one launch share."""
-_PATTERN = "failure-*.json"
+RUN_ID = "flowalign"
+"""Value of `TORCHELASTIC_RUN_ID` in processes of our launcher, which reports their failures. Other
+launchers, such as torchrun, print only their exit codes."""
+STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit codes of a process that was stopped by Ctrl-C or SIGTERM, which is no failure."""
 
 
 def leave_failure(code: int, text: str) -> bool:
     """Store an exit code and its message; return whether a launcher will report them."""
-    folder = os.environ.get(FOLDER)
-    if folder is None:
+    file = _error_file()
+    if file is None:
         return False
-    path = Path(folder) / _PATTERN.replace("*", os.environ["RANK"])
-    write_text(path, json.dumps({"code": code, "text": text}))
+    write_text(file, json.dumps({"message": text, "code": code, "timestamp": int(time.time())}))
     return True
+
+
+def leave_stop(code: int) -> int:
+    """Return the exit code of this process; for a stop, store it for the launcher and return 0.
+
+    The elastic agent takes any other code for a failure, and would end processes that still save.
+    """
+    file = _error_file()
+    if file is None or code not in STOPPED:
+        return code
+    if not file.exists():
+        leave_failure(code, "")
+    return 0
 
 
 def leave_crashes() -> None:
     """Store the traceback of an uncaught error for the launcher, if there is one."""
-    if FOLDER in os.environ:
+    if _error_file():
         sys.excepthook = _leave_crash
 
 
-def read_first_failure(folder: Path) -> tuple[int, str] | None:
-    """Return the exit code and the message of the process that failed first."""
-    found = sorted(folder.glob(_PATTERN), key=lambda path: path.stat().st_mtime_ns)
+def read_first_failure(folder: Path) -> tuple[float, int, str] | None:
+    """Return the time, exit code and message of the process of a folder that failed first."""
+    found = [(path.stat().st_mtime, path) for path in folder.rglob("error.json")]
     if not found:
         return None
-    first = json.loads(found[0].read_text(encoding="utf-8"))
-    return first["code"], first["text"]
+    seconds, path = min(found)
+    first = json.loads(path.read_text(encoding="utf-8"))
+    return seconds, first["code"], first["message"]
+
+
+def _error_file() -> Path | None:
+    if os.environ.get("TORCHELASTIC_RUN_ID") != RUN_ID:
+        return None
+    return Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 
 
 def _leave_crash(

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
-from flowalign.distributed.failures import FOLDER
 from flowalign.distributed.heartbeat import Heartbeat
+from flowalign.distributed.launch import ATTEMPT
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -211,25 +210,33 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     if kind == "cuda":
         torch.cuda.set_device(chosen)
     if world > 1 and not dist.is_initialized():
-        folder = os.environ.get(FOLDER)  # unset under torchrun, which sets an address and a port
-        store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
-        # NCCL would guess the device of a rank in its first barrier, and may hang if it is wrong.
-        backend, device_id = ("nccl", chosen) if kind == "cuda" else ("gloo", None)
-        dist.init_process_group(
-            backend,
-            timeout=SOON,
-            store=store,
-            rank=rank,
-            world_size=world,
-            device_id=device_id,
-        )
-        Heartbeat(distributed_c10d._get_default_store(), rank, world).start()
+        _meet(chosen, rank, world)
+    if world > 1:
+        _start_heartbeat()
     scheduler = _shared_scheduler() if world > 1 else None
     if scheduler is None or context_degree == 1:
         return Processes(rank, world, chosen, scheduler)
     context = form_context(context_degree, kind, scheduler)
     groups = rank // context_degree, world // context_degree
     return Processes(*groups, chosen, scheduler, context)
+
+
+def _meet(device: torch.device, rank: int, world: int) -> None:
+    """Form the default process group from the address and the port that the launcher has set."""
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=SOON))
+    # The launcher keeps its store when it restarts the processes: separate the keys of each start.
+    store = dist.PrefixStore(os.environ.get(ATTEMPT, "start"), store)
+    # NCCL would guess the device of a rank in its first barrier, and may hang if it is wrong.
+    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(
+        backend, timeout=SOON, store=store, rank=rank, world_size=world, device_id=own
+    )
+
+
+@cache
+def _start_heartbeat() -> None:
+    store = distributed_c10d._get_default_store()
+    Heartbeat(store, dist.get_rank(), dist.get_world_size()).start()
 
 
 @cache

@@ -4,6 +4,7 @@ import pytest
 
 from flowalign.cli import main as cli
 from flowalign.cli.commands import check, evaluate, train
+from flowalign.distributed.launch import Launch
 
 pytestmark = pytest.mark.slow
 
@@ -18,18 +19,18 @@ class _Replaced(Exception):
 def launched(monkeypatch):
     """Call a command on a machine of 8 cores; return the launch that it would make."""
 
-    def call(*argv: str) -> list[tuple[int, list[str]]]:
+    def call(*argv: str) -> list[tuple[Launch, list[str]]]:
         calls.clear()
         with pytest.raises((_Replaced, SystemExit)):
             cli.main(argv)
         return list(calls)
 
-    def replace(processes, argv):
-        calls.append((processes, list(argv)))
+    def replace(launch, argv):
+        calls.append((launch, list(argv)))
         raise _Replaced
 
     calls = []
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     for module in (train, evaluate):
@@ -40,15 +41,38 @@ def launched(monkeypatch):
 
 def test_train_becomes_as_many_processes_as_asked_for(launched, tmp_path):
     argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes", "3"]
-    assert launched(*argv) == [(3, argv)]
+    assert launched(*argv) == [(Launch(3), argv)]
     assert launched(*argv[:-2]) == []
+
+
+def test_restarts_need_a_launcher_even_for_one_process(launched, tmp_path):
+    argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--restarts", "2"]
+    assert launched(*argv) == [(Launch(1, 2), argv)]
+
+
+def test_several_machines_meet_at_one_address(launched, tmp_path):
+    argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--nodes", "2"]
+    meeting = ["--rendezvous", "10.0.0.1:29500"]
+    assert launched(*argv, *meeting) == [(Launch(1, 0, 2, meeting[1]), [*argv, *meeting])]
+
+
+def test_a_restarted_process_resumes_a_run_that_began(launched, monkeypatch, tmp_path):
+    resumes = []
+    monkeypatch.setattr(train, "execute", lambda loaded, resume, *_: resumes.append(resume) or 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("FLOWALIGN_RESTARTED", "1")
+    argv = ["train", SHAPES, "--output_dir", str(tmp_path)]
+    launched(*argv)
+    (tmp_path / "config.yaml").touch()
+    launched(*argv)
+    assert resumes == [None, "latest"]
 
 
 @pytest.mark.parametrize(("asked", "processes"), [([], 2), (["--processes", "4"], 4)])
 def test_demo_hands_its_processes_one_directory(launched, tmp_path, asked, processes):
     folder = str(tmp_path / "x")
     ((got, argv),) = launched("demo", "--steps", "3", "--output_dir", folder, *asked)
-    assert got == processes
+    assert got == Launch(processes)
     assert argv == [
         *("train", "configs/shapes_crd.yaml", "--seed", "0", "--output_dir", folder),
         *("--num_steps", "3", "--processes", str(processes)),
@@ -87,6 +111,19 @@ def test_check_plans_for_many_processes_in_one(launched, monkeypatch):
             "--processes is 4, but evaluation has 2 samples; give at most 2",
         ),
         (["train", SHAPES, "--processes", "2", "--resume", "none/such"], "none/such"),
+        (
+            ["train", SHAPES, "--restarts", "1", "--overwrite"],
+            "--restarts continues from the newest",
+        ),
+        (["train", SHAPES, "--nodes", "2"], "--nodes is 2 and --rendezvous is not given"),
+        (["train", SHAPES, "--rendezvous", "10.0.0.1"], "it must be host:port"),
+        (
+            [
+                *("train", SHAPES, "--processes", "2", "--nodes", "2", "--rendezvous", "h:1"),
+                *("--recipe.prompts_per_step", "3"),
+            ],
+            "recipe.prompts_per_step is 3, fewer than the 4 processes",
+        ),
     ],
 )
 def test_what_no_process_could_do_is_refused_before_any_starts(launched, capsys, argv, told):
@@ -102,7 +139,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_process_starts(launched
     argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes", "2"]
     assert launched(*argv) == []
     assert "already holds a run" in capsys.readouterr().err
-    assert launched(*argv, "--overwrite") == [(2, [*argv, "--overwrite"])]
+    assert launched(*argv, "--overwrite") == [(Launch(2), [*argv, "--overwrite"])]
 
 
 def test_a_worker_starts_no_others(launched, monkeypatch, capsys, tmp_path):

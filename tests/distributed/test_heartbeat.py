@@ -4,13 +4,12 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from flowalign.distributed import heartbeat
-from flowalign.distributed.failures import read_first_failure
+from flowalign.distributed.failures import RUN_ID, read_first_failure
 from flowalign.distributed.heartbeat import Heartbeat, Silence
 from tests.fixtures.ranks import join_ranks, start_ranks
 
@@ -52,6 +51,8 @@ def test_the_end_is_told_and_at_once(tmp_path, monkeypatch, capsys):
 
 def _stopped(rank: int, folder: str, world: int) -> None:
     heartbeat.BEAT_S, heartbeat.MISSED = 0.2, 10
+    os.environ["TORCHELASTIC_RUN_ID"] = RUN_ID
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error.json"
     processes = join_ranks(rank, world, folder)
     processes.barrier()
     if rank == 1:
@@ -71,6 +72,6 @@ def test_a_process_that_stands_still_ends_the_others_with_a_message(tmp_path):
     context.processes[1].kill()  # first, because the end of this process waits for it
     assert [context.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
     assert seconds < 40
-    code, text = read_first_failure(Path(tmp_path)) or (0, "")
+    _, code, text = read_first_failure(tmp_path) or (0, 0, "")
     assert code == 1
     assert "process 1 has not answered for 2 seconds, so this process ends" in text

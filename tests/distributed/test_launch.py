@@ -1,45 +1,54 @@
 """Several processes of one command: their output, and their common end."""
 
+import logging
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from flowalign.distributed import processes
-from flowalign.distributed.launch import run_together
+from flowalign.distributed.agent import run_together
+from flowalign.distributed.launch import Launch
 from tests.fixtures.processes import PATIENCE, Watched
+from tests.fixtures.zygote import python
 
 SLEEP = "import time; time.sleep(600)"
 START = """
 import os, sys, time
 from pathlib import Path
-from flowalign.distributed.failures import FOLDER, leave_crashes, leave_failure
+from flowalign.distributed.failures import leave_crashes, leave_failure, leave_stop
 from flowalign.utils.parent_watchdog import end_with_parent
 end_with_parent()
 leave_crashes()
-rank, folder = int(os.environ["RANK"]), Path(os.environ.get(FOLDER, "."))
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 """
 LAST = """
 if rank == 0:
-    while not (folder / "failure-1.json").exists():
+    while not (file.parents[1] / "1" / "error.json").exists():
         time.sleep(0.01)
     time.sleep(0.1)
 """
 """The first process fails after the second one, because of it."""
 
 
-def run(code: str, count: int = 2) -> int:
-    return run_together(count, [sys.executable, "-c", START + code])
+def run(code: str, count: int = 2, restarts: int = 0) -> int:
+    """Exit code of a launcher, which is this process."""
+    with patch.dict(os.environ):
+        try:
+            return run_together(Launch(count, restarts), [python(), "-c", START + code])
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def launcher(code: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", START + code]
-    launch = f"from flowalign.distributed.launch import *; sys.exit(run_together(2, {command!r}))"
-    return subprocess.Popen([sys.executable, "-c", launch], stderr=subprocess.PIPE, text=True)
+    command = [python(), "-c", START + code]
+    launch = "import sys; from flowalign.distributed.agent import *; "
+    launch += f"sys.exit(run_together(Launch(2), {command!r}))"
+    return subprocess.Popen([python(), "-c", launch], stderr=subprocess.PIPE, text=True)
 
 
 def test_each_process_knows_its_place(tmp_path):
@@ -84,8 +93,24 @@ def test_a_process_that_ends_without_a_word_is_named_with_its_exit_code(capfd):
 
 def test_the_folder_of_a_launch_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run("leave_failure(2, 'no\\n'); assert folder.is_dir(); sys.exit(2)") == 2
+    assert run("leave_failure(2, 'no\\n'); assert file.is_file(); sys.exit(2)") == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_restarts_all_processes_as_often_as_asked_for(capfd):
+    assert run("sys.exit(3 * (attempt < 2 and rank))", restarts=2) == 0
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if "restart" in line] == [
+        "flowalign: restart 1 of 2",
+        "flowalign: restart 2 of 2",
+    ]
+    assert run("sys.exit(3 * rank)", restarts=1) == 3
+
+
+def test_an_error_of_the_user_and_a_stop_are_final(capfd):
+    assert run("leave_failure(2, 'no\\n'); sys.exit(2)", restarts=5) == 2
+    assert run("sys.exit(leave_stop(143 * rank))", restarts=5) == 143
+    assert capfd.readouterr().err == "no\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -136,18 +161,6 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
         processes.check_fits(2, "auto")
 
 
-def test_without_a_launcher_nothing_is_left(monkeypatch, tmp_path):
-    from flowalign.distributed.failures import FOLDER, leave_failure, read_first_failure
-
-    monkeypatch.delenv(FOLDER, raising=False)
-    assert not leave_failure(2, "wrong")
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.setenv("RANK", "3")
-    assert read_first_failure(Path(tmp_path)) is None
-    assert leave_failure(2, "wrong")
-    assert read_first_failure(tmp_path) == (2, "wrong")
-
-
 def test_each_rank_tells_nccl_its_device(monkeypatch):
     class Joined(Exception):
         """Ends `join` where the processes would meet."""
@@ -158,6 +171,8 @@ def test_each_rank_tells_nccl_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 3, 4)]))
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Joined) as joined:

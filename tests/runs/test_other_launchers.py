@@ -1,8 +1,7 @@
-"""Runs that torchrun and `accelerate launch` start, as one machine and as two on loopback."""
+"""Runs that torchrun and `accelerate launch` start."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flowalign.training import checkpoint
-from tests.fixtures.stopped_runs import SMALL, wait_for_steps
+from tests.fixtures.stopped_runs import SMALL, free_port, wait_for_steps
 from tests.fixtures.zygote import python
 
 pytestmark = [
@@ -25,37 +24,24 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def launchers(name: str) -> list[list[str]]:
-    """The commands that start two processes together, one for each machine."""
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port()}"]
-    two = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "align", *meeting]
+def launcher(name: str) -> list[str]:
+    """The command that starts two processes together."""
     accelerated = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", *PLAIN]
     return {
-        "torchrun": [[*TORCHRUN, "--standalone", "--nproc-per-node", "2"]],
-        "two machines": [[*TORCHRUN, *two]] * 2,
-        "accelerate": [[*ACCELERATE, *accelerated, "--main_process_port", str(port())]],
-        "one process": [[python()]],
+        "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node", "2"],
+        "accelerate": [*ACCELERATE, *accelerated, "--main_process_port", str(free_port())],
+        "one process": [python()],
     }[name]
 
 
-def start(name: str, folder: Path, **changes: object) -> list[subprocess.Popen]:
+def start(name: str, folder: Path, **changes: object) -> subprocess.Popen:
     """The small run, its weights shared, so that both processes must compute it."""
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(yaml.safe_dump(SMALL | {"sharding": {"weights": "blocks"}} | changes))
     command = ["-m", "flowalign", "train", str(file), "--output_dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [
-        subprocess.Popen([*launcher, *command], env=environment, **pipes)
-        for launcher in launchers(name)
-    ]
+    return subprocess.Popen([*launcher(name), *command], env=environment, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +50,9 @@ def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
 
 
 def finished(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    for process in start(name, folder, num_steps=2):
-        said = process.communicate(timeout=500)[0]
-        assert process.returncode == 0, said[-3000:]
+    process = start(name, folder, num_steps=2)
+    said = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, said[-3000:]
     saved = checkpoint.latest(folder / "checkpoints")
     assert saved is not None
     assert yaml.safe_load((folder / "summary.json").read_text())["processes"] == (
@@ -75,9 +61,8 @@ def finished(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(saved / "state/training.safetensors")
 
 
-@pytest.mark.parametrize("name", ["two machines", "accelerate"])
-def test_processes_of_other_launchers_train_together_as_one_trains(name, tmp_path, alone):
-    found = finished(name, tmp_path / "run")
+def test_processes_of_accelerate_train_together_as_one_trains(tmp_path, alone):
+    found = finished("accelerate", tmp_path / "run")
     moved = [n for n in found if n.startswith("parameter") and "lora_B" in n]
     assert max(float(found[n].abs().max()) for n in moved) > 1e-6, "nothing was trained"
     for key in moved:  # Adam's first steps turn roundings of tiny gradients into steps
@@ -85,7 +70,7 @@ def test_processes_of_other_launchers_train_together_as_one_trains(name, tmp_pat
 
 
 def test_sigterm_to_torchrun_saves_and_stops(tmp_path):
-    (process,) = start("torchrun", tmp_path / "run", num_steps=1000, checkpoints={"every": 1000})
+    process = start("torchrun", tmp_path / "run", num_steps=1000, checkpoints={"every": 1000})
     wait_for_steps(tmp_path / "run", 1, process)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=500)[0]

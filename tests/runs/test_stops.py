@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,8 @@ from tests.fixtures.stopped_runs import (
     train_here,
     wait_for,
     wait_for_steps,
+    workers,
 )
-from tests.fixtures.zygote import behind
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +59,6 @@ def straight(tmp_path_factory) -> Callable[[int], Path]:
 
 def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
-
-
-def workers(launcher: subprocess.Popen) -> list[int]:
-    """Processes that a launcher started; without a launcher, the process itself."""
-    pid = behind(launcher.pid)
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [behind(int(word)) for word in text.split()] or [pid]
 
 
 def test_a_killed_process_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path):

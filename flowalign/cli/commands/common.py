@@ -20,11 +20,14 @@ def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     return files, [*(word for word in args.config if "=" in word), *args.overrides]
 
 
-def starts_others(processes: int) -> bool:
-    """Return whether this process must start others; False if it is alone or was started itself."""
+def starts_others(processes: int, launched: bool = False) -> bool:
+    """Return whether this process must start others; False if it is alone or was started itself.
+
+    `launched`: a single process needs a launcher as well.
+    """
     if "RANK" not in os.environ:
-        return processes > 1
-    started = os.environ.get("WORLD_SIZE", "1")
+        return launched or processes > 1
+    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     if str(processes) not in ("1", started):
         raise ConfigError(f"--processes is {processes}, but torchrun has started {started}")
     return False

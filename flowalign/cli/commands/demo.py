@@ -13,6 +13,7 @@ def run(args: argparse.Namespace) -> int:
     args.processes = args.processes or min(2, os.cpu_count() or 1)
     config = CONFIGS[args.world]
     args.config, args.resume, args.overwrite = [config], None, False
+    args.restarts, args.nodes, args.rendezvous = 0, 1, None
     args.overrides = ["--seed", str(args.seed)]
     args.overrides += ["--output_dir", args.output_dir or _find_free("runs/demo")]
     args.overrides += ["--num_steps", str(args.steps)] if args.steps else []

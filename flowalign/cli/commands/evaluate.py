@@ -8,7 +8,7 @@ import torch
 
 from flowalign.cli.commands.benchmark import ONLY_HERE, run_benchmark
 from flowalign.cli.commands.common import read_settings, starts_others
-from flowalign.distributed.launch import relaunch
+from flowalign.distributed.launch import Launch, relaunch
 from flowalign.distributed.processes import Processes, check_fits, join
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run, load
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         _check_weights(Path(weights))
     if starts_others(args.processes):
         _check_processes(run_file, len(cfg.items()), args.processes)
-        relaunch(args.processes, args.words)
+        relaunch(Launch(args.processes), args.words)
     rewards = run_file.build_rewards()
     with convert_value_errors():
         processes = _load_models(run_file, weights, rewards)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.cli.commands.common import get_log, read_settings, starts_others
-from flowalign.distributed.launch import relaunch
+from flowalign.distributed.launch import Launch, relaunch
 from flowalign.distributed.processes import check_fits
 from flowalign.reports.probe_page import page
 from flowalign.studies.probe.figures import (
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if starts_others(args.processes):
         for setting in settings:
             check_fits(args.processes, setting.loaded.run.device)
-        relaunch(args.processes, args.words)
+        relaunch(Launch(args.processes), args.words)
     judged: list[ProbeAnalysis] = []
     for setting, measured in probes(settings, args.batches, get_log()):
         if measured is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flowalign.cli.commands.common import get_log, read_settings, starts_others
-from flowalign.distributed.launch import relaunch
+from flowalign.distributed.launch import Launch, is_restarted, relaunch
 from flowalign.distributed.processes import check_fits
 from flowalign.runs.config import LoadedRun, Run, load_with_origins
 from flowalign.runs.planning.fits import explain_shortage
@@ -28,13 +28,31 @@ from flowalign.utils.notify import FailureNotice, notify
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 for a finished run, and 130 or 143 for a stopped run that can continue."""
+    _check_options(args)
+    loaded = load_with_origins(*read_settings(args))
+    if starts_others(args.processes, launched=args.restarts > 0 or args.nodes > 1):
+        _check_start(loaded, args)
+        meeting = {"rendezvous": args.rendezvous} if args.rendezvous else {}
+        relaunch(Launch(args.processes, args.restarts, args.nodes, **meeting), args.words)
+    if is_restarted() and (Path(loaded.run.output_dir) / CONFIG).is_file():
+        args.resume = "latest"
+    return execute(loaded, args.resume, args.overwrite, args.command)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that exclude or need each other."""
     if args.resume and args.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
-    loaded = load_with_origins(*read_settings(args))
-    if starts_others(args.processes):
-        _check_start(loaded, args)
-        relaunch(args.processes, args.words)
-    return execute(loaded, args.resume, args.overwrite, args.command)
+    if args.restarts and (args.overwrite or args.resume not in (None, "latest")):
+        raise ConfigError(
+            "--restarts continues from the newest checkpoint of the run directory, so it excludes "
+            "--overwrite and --resume CHECKPOINT;\ndelete the directory, or choose another one"
+        )
+    if (args.nodes > 1) != bool(args.rendezvous):
+        raise ConfigError(
+            f"--nodes is {args.nodes} and --rendezvous is {args.rendezvous or 'not given'}: "
+            "several machines need both, one machine needs none"
+        )
 
 
 @convert_value_errors()
@@ -46,7 +64,7 @@ def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
         check_resume(run_file, config, _find_checkpoint(run_file, args.resume))
     else:
         check_start(run_file, config, args.overwrite)
-    plan(run_file, args.processes)
+    plan(run_file, args.processes * args.nodes)
 
 
 def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str) -> int:

@@ -1,0 +1,181 @@
+"""Start a command as several processes by torch's elastic agent, which end or restart together."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from flowalign.distributed.failures import RUN_ID, STOPPED, read_first_failure
+from flowalign.distributed.launch import ATTEMPT, RESTARTED, Launch
+from flowalign.utils.parent_watchdog import tie_all_children
+
+_Agent: Any = LocalElasticAgent
+"""Base class as Any, because a decorator hides the types of its methods."""
+_USER_ERROR = 2
+"""Exit code of an error that a restart would repeat."""
+_SECONDS_TO_END = 10
+_SECONDS_TO_NOTICE = 5
+_SECONDS_TO_MEET = 600
+
+
+def run_together(launch: Launch, command: Sequence[str]) -> int:
+    """Run a command once per process, and return its exit code.
+
+    The first failure ends all processes and is the only one reported. Ctrl-C and SIGTERM are
+    forwarded, and the processes may take as long as they need to stop. A third Ctrl-C ends them.
+    """
+    logging.disable()  # the agent's messages repeat ours
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Torch replaces the handlers of the signals listed here, even of those that nohup ignores.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    with tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder:
+        tie_all_children(Path(folder))
+        try:
+            agent = Agent(launch, command, folder)
+            with agent.forward_signals():
+                agent.run()
+            agent.spec.rdzv_handler.shutdown()
+        except RendezvousError as error:
+            sys.stderr.write(
+                f"flowalign: no other machine at --rendezvous {launch.rendezvous}, or it has left; "
+                f"its own message tells why: {error}\n"
+            )
+            return 1
+        return agent.report()
+
+
+class Agent(_Agent):
+    """Elastic agent that forwards signals, and does not restart what was stopped or is invalid."""
+
+    def __init__(self, launch: Launch, command: Sequence[str], folder: str):
+        self.launch, self.folder = launch, Path(folder)
+        self.asked: list[int] = []
+        """Received signals."""
+        self.outcome = 0, ""
+        """Exit code and message of the first failure."""
+        self.spec = WorkerSpec(
+            role="",
+            local_world_size=launch.processes,
+            entrypoint=command[0],
+            args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch fills in templates
+            rdzv_handler=get_rendezvous_handler(_meeting(launch)),
+            max_restarts=launch.restarts,
+        )
+        super().__init__(self.spec, DefaultLogsSpecs(folder), shutdown_timeout=_SECONDS_TO_END)
+
+    @contextmanager
+    def forward_signals(self) -> Iterator[None]:
+        """Forward Ctrl-C and SIGTERM to the processes; end if there are none."""
+        numbers = signal.SIGINT, signal.SIGTERM
+        before = {number: signal.signal(number, self._forward) for number in numbers}
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.outcome = 128 + self.asked[0], ""
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def report(self) -> int:
+        """Print the message of the first failure, and return the exit code."""
+        if self.asked.count(signal.SIGINT) > 1:
+            sys.stderr.write("flowalign: stopped; saved files are intact, continue with --resume\n")
+            return 128 + signal.SIGINT
+        code, text = self.outcome
+        sys.stderr.write(text)
+        return code
+
+    def _forward(self, number: int, _: object) -> None:
+        self.asked.append(number)
+        handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
+        running = [one.proc for one in handlers if one.proc.poll() is None]
+        if not running or self.asked.count(signal.SIGINT) > 2:
+            raise KeyboardInterrupt
+        for process in running:
+            process.send_signal(number)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        """Start the processes, with a name of this start that all machines share."""
+        for path in self.folder.rglob("error.json"):
+            path.unlink()
+        store: Any = worker_group.store
+        if worker_group.group_rank == 0:
+            store.set(ATTEMPT, uuid4().hex)
+        os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+        numbers = super()._start_workers(worker_group)
+        os.environ[RESTARTED] = "1"  # processes that start later continue
+        return numbers
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            code, text = self.outcome = self._describe(result.failures)
+            if self.asked or code in (_USER_ERROR, *STOPPED):
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                number = self.launch.restarts - self._remaining_restarts + 1
+                sys.stderr.write(f"{text}flowalign: restart {number} of {self.launch.restarts}\n")
+        elif result.state == WorkerState.SUCCEEDED:
+            stopped = read_first_failure(self.folder)
+            self.outcome = stopped[1:] if stopped else (0, "")
+        return result
+
+    def _describe(self, failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
+        """Return the exit code of the launcher, and a message about the first failed process."""
+        world, left = self.launch.processes * self.launch.nodes, read_first_failure(self.folder)
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        for rank, code in codes.items():
+            # The agent itself kills processes 30 seconds after the first failure.
+            noticed = failures[rank].timestamp - _SECONDS_TO_NOTICE
+            if code < 0 and 128 - code not in STOPPED and (not left or noticed < left[0]):
+                name = signal.Signals(-code).name
+                why = ", as the system does when memory runs out" * (name == "SIGKILL")
+                return 1, f"flowalign: process {rank} of {world} was ended by {name}{why}\n"
+        if left:
+            return left[1:]
+        for rank, code in codes.items():
+            if code > 0 and code not in STOPPED:
+                text = f"flowalign: process {rank} of {world} ended with exit code {code}\n"
+                return code, text
+        return max(abs(code) % 128 + 128 for code in codes.values()), ""
+
+
+def _meeting(launch: Launch) -> RendezvousParameters:
+    """Return how the launchers meet, with the address of this machine on the way to the host."""
+    # Torch would take the name of this machine, which others often cannot resolve.
+    host, _, port = launch.rendezvous.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind) as way:
+        way.connect(address)
+        own = way.getsockname()[0]
+    nodes = launch.nodes
+    return RendezvousParameters(
+        "c10d", launch.rendezvous, RUN_ID, nodes, nodes, own, read_timeout=_SECONDS_TO_MEET
+    )
+
+
+if __name__ == "__main__":
+    launch = Launch(**json.loads(sys.argv[1]))
+    sys.exit(run_together(launch, [sys.executable, "-m", "flowalign", *sys.argv[2:]]))
