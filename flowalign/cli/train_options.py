@@ -5,6 +5,7 @@ import argparse
 from flowalign.cli.options import add_config, add_processes, address, whole
 
 HELP = "Train from a run file."
+EXECUTORS = "local", "ray"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,4 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=address,
         metavar="HOST:PORT",
         help="address on one of the machines where all of them meet",
+    )
+    parser.add_argument(
+        "--executor", choices=EXECUTORS, default="local", help="executor (default: local)"
+    )
+    parser.add_argument(
+        "--address",
+        help="running Ray cluster, ray://HOST:10001 or auto (default: a new one on this machine)",
     )

@@ -25,14 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from flowalign.distributed.failures import RUN_ID, STOPPED, read_first_failure
+from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
 from flowalign.distributed.launch import ATTEMPT, RESTARTED, Launch
 from flowalign.utils.parent_watchdog import tie_all_children
 
 _Agent: Any = LocalElasticAgent
 """Base class as Any, because a decorator hides the types of its methods."""
-_USER_ERROR = 2
-"""Exit code of an error that a restart would repeat."""
 _SECONDS_TO_END = 10
 _SECONDS_TO_NOTICE = 5
 _SECONDS_TO_MEET = 600
@@ -130,7 +128,7 @@ class Agent(_Agent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             code, text = self.outcome = self._describe(result.failures)
-            if self.asked or code in (_USER_ERROR, *STOPPED):
+            if self.asked or code in (USER_ERROR, *STOPPED):
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 number = self.launch.restarts - self._remaining_restarts + 1

@@ -18,6 +18,8 @@ from flowalign.utils.files import write_text
 RUN_ID = "flowalign"
 """Value of `TORCHELASTIC_RUN_ID` in processes of our launcher, which reports their failures. Other
 launchers, such as torchrun, print only their exit codes."""
+USER_ERROR = 2
+"""Exit code of an error that the user must correct, which a restart would repeat."""
 STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """Exit codes of a process that was stopped by Ctrl-C or SIGTERM, which is no failure."""
 

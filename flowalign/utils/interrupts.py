@@ -7,6 +7,7 @@ from contextlib import contextmanager
 SIGNALS = signal.SIGINT, signal.SIGTERM
 """Signals that request a stop."""
 Handler = Callable[[int, object], None]
+_SOURCES: list[Callable[[], int]] = []
 
 
 class Terminated(KeyboardInterrupt):
@@ -32,6 +33,14 @@ def sigterm_stops() -> Iterator[None]:
         yield
 
 
+def listen_to(source: Callable[[], int]) -> None:
+    """Let `stop_between_steps` also ask a function, which returns a signal or 0.
+
+    Signals reach only the main thread, and no thread of a worker on another machine.
+    """
+    _SOURCES.append(source)
+
+
 @contextmanager
 def stop_between_steps() -> Iterator[Callable[[], int]]:
     """Defer Ctrl-C and SIGTERM inside the context; yield a function that returns the signal, or 0.
@@ -47,7 +56,7 @@ def stop_between_steps() -> Iterator[Callable[[], int]]:
         asked.append(number)
 
     with _handled(dict.fromkeys(SIGNALS, handler)):
-        yield lambda: max(asked, default=0)
+        yield lambda: max([*asked, *(source() for source in _SOURCES)], default=0)
 
 
 @contextmanager

@@ -122,8 +122,8 @@ def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_reports_noth
     pytest.importorskip("psutil")
     code = """
 import os, psutil
-from flowalign.curation.scoring.ray_data import Cluster
-with Cluster(1)._connect():
+from flowalign.utils.ray_cluster import connect
+with connect(1):
     here = psutil.Process()
     found = [c for p in (here, *here.children(True)) for c in p.net_connections("inet")]
     print(sorted({c.laddr.ip for c in found if c.status == "LISTEN"}))

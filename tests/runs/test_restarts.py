@@ -1,6 +1,8 @@
 """Runs of several processes that are killed: they restart or resume, and end with the same bits."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -69,3 +71,32 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path, straight):
     for launcher in launchers:
         finish(launcher)
     assert_same_run(straight, folder, STEPS)
+
+
+def test_a_killed_ray_worker_is_restarted_and_ends_with_the_same_bits(tmp_path, straight):
+    pytest.importorskip("ray")
+    folder = tmp_path / "run"
+    command = start(folder, *OPTIONS, "--executor", "ray", "--restarts", 1)
+    wait_for(folder / "checkpoints" / "step-000001", command)
+    holder = (folder / "run.lock").read_text()
+    killed(folder, command, int(re.match(r"process (\d+) ", holder)[1]))
+    output = finish(command)
+    assert output.count("flowalign: restart 1 of 1") == 1
+    assert output.count("Traceback") == 0
+    assert_same_run(straight, folder, STEPS)
+
+
+def test_a_ray_worker_stops_and_saves_after_the_step(tmp_path):
+    pytest.importorskip("ray")
+    folder = tmp_path / "run"
+    options = "--num_steps", 1000, "--evaluation", "null", "--executor", "ray", "--restarts", 9
+    command = start(folder, *options)
+    wait_for(folder / "checkpoints" / "step-000001", command)
+    command.send_signal(signal.SIGTERM)
+    output = finish(command, 143)
+    told = json.loads((folder / "summary.json").read_text())
+    assert told["status"] == "interrupted", output
+    assert "restart" not in output
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    checkpoint.check_complete(newest)

@@ -14,6 +14,7 @@ def run(args: argparse.Namespace) -> int:
     config = CONFIGS[args.world]
     args.config, args.resume, args.overwrite = [config], None, False
     args.restarts, args.nodes, args.rendezvous = 0, 1, None
+    args.executor, args.address = "local", None
     args.overrides = ["--seed", str(args.seed)]
     args.overrides += ["--output_dir", args.output_dir or _find_free("runs/demo")]
     args.overrides += ["--num_steps", str(args.steps)] if args.steps else []

@@ -29,6 +29,7 @@ from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
 from flowalign.utils.manifest import agree, compare
+from flowalign.utils.ray_cluster import prepare_ray
 
 EXIT_FAILED = 1
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
@@ -71,7 +72,7 @@ def _run_one(args: argparse.Namespace) -> int:
 
 def _run_on_ray(args: argparse.Namespace) -> int:
     """Run the whole job on the workers of a Ray cluster."""
-    ray_data.needs_ray(args.address)
+    prepare_ray("ray.data", args.address)
     if not args.address:
         check_fits(args.processes, "cpu")  # they may share a GPU, but no core
     job, settings = _open_job(args)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from flowalign.cli import main as command_line
 from flowalign.cli.commands.common import get_log, read_settings, starts_others
 from flowalign.distributed.launch import Launch, is_restarted, relaunch
 from flowalign.distributed.processes import check_fits
+from flowalign.distributed.ray_train import RayLaunch, run_on_ray
 from flowalign.runs.config import LoadedRun, Run, load_with_origins
 from flowalign.runs.planning.fits import explain_shortage
 from flowalign.runs.planning.plan import memory_parts, plan
@@ -30,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 for a finished run, and 130 or 143 for a stopped run that can continue."""
     _check_options(args)
     loaded = load_with_origins(*read_settings(args))
+    if args.executor == "ray" and "RANK" not in os.environ:
+        _check_start(loaded, args)
+        launch = RayLaunch(args.processes, args.restarts, args.address, loaded.run.device)
+        with convert_value_errors():
+            return run_on_ray(launch, command_line.main, args.words)
     if starts_others(args.processes, launched=args.restarts > 0 or args.nodes > 1):
         _check_start(loaded, args)
         meeting = {"rendezvous": args.rendezvous} if args.rendezvous else {}
@@ -53,13 +60,18 @@ def _check_options(args: argparse.Namespace) -> None:
             f"--nodes is {args.nodes} and --rendezvous is {args.rendezvous or 'not given'}: "
             "several machines need both, one machine needs none"
         )
+    if args.executor == "ray" and args.nodes > 1:
+        raise ConfigError("--nodes and --executor ray exclude each other: Ray knows its machines")
+    if args.executor != "ray" and args.address:
+        raise ConfigError(f"--address {args.address} needs --executor ray")
 
 
 @convert_value_errors()
 def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
     """Check everything that needs no weights, before several processes start."""
     run_file, config = loaded.run, loaded.annotate()
-    check_fits(args.processes, run_file.device)
+    if not args.address:
+        check_fits(args.processes, run_file.device)
     if args.resume:
         check_resume(run_file, config, _find_checkpoint(run_file, args.resume))
     else:

@@ -7,7 +7,6 @@ If a worker is lost, another one scores its block.
 import logging
 import math
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from flowalign.curation.scoring.stats import RunningStats, Throughput
 from flowalign.curation.scoring.table import PartFiles
 from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.console import say
+from flowalign.utils.ray_cluster import check_cores, connect
 
 RESTARTS = 3
 """Number of restarts of a worker that died, and of retries of a block."""
@@ -33,19 +33,6 @@ SECONDS_BETWEEN_LOOKS = 5
 """Seconds between checks of the number of cores in the cluster."""
 _BOUNDED = "max_restarts", "max_task_retries"
 """Ray's options for both limits, which are unlimited by default."""
-_SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Environment that disables Ray's usage statistics and the low priority of its workers."""
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Environment of a cluster that listens on the loopback only; the variable works on any system."""
-
-
-def needs_ray(address: str | None = None) -> None:
-    """Raise ValueError if Ray Data is not installed; set its environment before the import."""
-    os.environ.update(_SILENT if address else _SILENT | _LOOPBACK)
-    try:
-        import ray.data  # noqa: F401
-    except ImportError as error:
-        raise ValueError("--executor ray needs Ray: pip install 'flowalign[ray]'") from error
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class Cluster:
         stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
         if not (missing := [block for block in blocks if block not in parts]):
             return blocks
-        with self._connect():
+        with connect(self.workers, self.address):
             for block in self._score_blocks(missing, open_job):
                 if block not in parts:
                     raise ValueError(f"{job.folder} must be a folder that all workers share")
@@ -87,25 +74,6 @@ class Cluster:
                 watch(stats, speed)
                 stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
         return blocks
-
-    @contextmanager
-    def _connect(self) -> Iterator[None]:
-        """Connect to the cluster, and keep the SIGTERM handler of the command."""
-        needs_ray(self.address)
-        import ray
-
-        # ray.init installs its own SIGTERM handler, but the command's handler must stay.
-        before = signal.getsignal(signal.SIGTERM)
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-        if self.address:
-            ray.init(address=self.address, **quiet)
-        else:
-            ray.init("local", num_cpus=self.workers, include_dashboard=False, **quiet)
-        signal.signal(signal.SIGTERM, before)
-        try:
-            yield
-        finally:
-            ray.shutdown()
 
     def _score_blocks(
         self, blocks: Sequence[int], open_job: Callable[[], ScoringJob]
@@ -167,14 +135,7 @@ class Cluster:
 
     def _gpu_share(self) -> float:
         """Return the GPU share of a worker; raise ValueError if there are too few cores."""
-        import ray
-
-        there = ray.cluster_resources()
-        if self.workers > there.get("CPU", 0):
-            raise ValueError(
-                f"--processes is {self.workers}, but the cluster has {there.get('CPU', 0):g} cores"
-            )
-        gpus = int(there.get("GPU", 0))
+        gpus = check_cores(self.workers)
         return 1 / math.ceil(self.workers / gpus) if gpus else 0.0
 
 

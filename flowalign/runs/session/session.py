@@ -98,8 +98,8 @@ def start(
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device, run.sharding.context_degree)
-    # After a restart, the machines may have seen the run directory at different times.
-    resume = processes.merge({"resume": resume} if processes.is_main else {})["resume"]
+    # The first process decides: after a restart, machines may see the run directory differently.
+    resume = processes.merge({"resume": resume})["resume"]
     if resume:
         check = partial(check_resume, run, config, resume)
     else:

@@ -1,0 +1,57 @@
+"""Connect to a Ray cluster, or start one on this machine until the command ends."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+_SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Environment that disables Ray's usage statistics and the low priority of its workers."""
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Environment of a cluster that listens on the loopback only; the variable works on any system."""
+
+
+def prepare_ray(module: str, address: str | None = None) -> Any:
+    """Return a module of Ray, imported with the environment that a cluster needs.
+
+    Raises:
+        ValueError: Ray is not installed.
+    """
+    os.environ.update(_SILENT if address else _SILENT | _LOOPBACK)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError("--executor ray needs Ray: pip install 'flowalign[ray]'") from error
+
+
+@contextmanager
+def connect(cores: int, address: str | None = None) -> Iterator[None]:
+    """Connect to the cluster at an address, or to a new one of this machine with `cores` cores.
+
+    Only this machine can reach a new cluster. The command keeps its SIGTERM handler, which
+    `ray.init` replaces.
+    """
+    ray = prepare_ray("ray", address)
+    before = signal.getsignal(signal.SIGTERM)
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address:
+        ray.init(address=address, **quiet)
+    else:
+        ray.init("local", num_cpus=cores, include_dashboard=False, **quiet)
+    signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_cores(processes: int) -> int:
+    """Return the number of GPUs of the cluster; raise ValueError if it has too few cores."""
+    there = prepare_ray("ray").cluster_resources()
+    cores = there.get("CPU", 0)
+    if processes > cores:
+        raise ValueError(f"--processes is {processes}, but the cluster has {cores:g} cores")
+    return int(there.get("GPU", 0))
