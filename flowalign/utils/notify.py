@@ -1,9 +1,9 @@
 """Start a command of the user on an event of a run; its failure never ends the run."""
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from flowalign.utils.files import to_json
@@ -44,23 +44,16 @@ def notify(
         log(f"warning: notify {command[0]} failed with exit code {done.returncode}: {last}")
 
 
-class FailureNotice:
-    """Context manager that notifies of an error, which it lets pass."""
-
-    def __init__(self, command: Sequence[str], folder: Path, log: Callable[[str], None]):
-        self.command, self.folder, self.log = command, folder, log
-
-    def __enter__(self) -> "FailureNotice":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            stopped = isinstance(error, KeyboardInterrupt)
-            reason = str(error).strip()[:1000] or type(error).__name__
-            event: Event = "interrupted" if stopped else "failed"
-            notify(self.command, event, self.folder, {"reason": reason}, self.log)
+@contextmanager
+def notify_failure(
+    command: Sequence[str], folder: Path, log: Callable[[str], None]
+) -> Iterator[None]:
+    """Notify of an error inside this context, and let it pass."""
+    try:
+        yield
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        reason = str(error).strip()[:1000] or type(error).__name__
+        event: Event = "interrupted" if stopped else "failed"
+        notify(command, event, folder, {"reason": reason}, log)
+        raise

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flowalign.utils import notify as notifying
-from flowalign.utils.notify import FailureNotice, notify
+from flowalign.utils.notify import notify, notify_failure
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def test_failures_of_the_command_are_logged_and_nothing_more(tmp_path, monkeypat
 )
 def test_an_error_is_told_and_passes(told, tmp_path, error, event):
     command, read = told
-    with pytest.raises(type(error)), FailureNotice(command, tmp_path, print):
+    with pytest.raises(type(error)), notify_failure(command, tmp_path, print):
         raise error
     (found,) = read()
     assert (found["event"], found["reason"]) == (event, str(error) or "KeyboardInterrupt")
-    with FailureNotice(command, tmp_path, print):
+    with notify_failure(command, tmp_path, print):
         pass
     assert len(read()) == 1

@@ -25,7 +25,7 @@ from flowalign.training.learner import TrainingFailure
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.journal import Journal
-from flowalign.utils.notify import FailureNotice, notify
+from flowalign.utils.notify import notify, notify_failure
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str
         rows = plan(run_file, world)
         if is_main:
             table(f"plan of {folder}", rows)
-        notice = FailureNotice(run_file.notify, folder, log) if is_main else nullcontext()
+        notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
         with _explain_shortage(run_file, world), notice:
             session = start(run_file, loaded.annotate(), log, from_checkpoint, overwrite)
             with Journal(folder, command) if is_main else nullcontext():

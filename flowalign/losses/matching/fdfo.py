@@ -3,7 +3,7 @@
 Source: FDFO (finite difference flow optimization), arXiv:2603.12893, from the formulas of its code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
+from flowalign.losses.matching.nft import OLD_POLICY
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
@@ -63,13 +64,7 @@ class FDFO(MatchingLoss):
     @override
     def requirements(self) -> Requirements:
         """Require advantages, contrasts and the old policy."""
-        return Requirements(
-            reference=False,
-            old=True,
-            paired=False,
-            velocity=True,
-            requires={"advantages", "contrasts"},
-        )
+        return replace(OLD_POLICY, requires={"advantages", "contrasts"})
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:

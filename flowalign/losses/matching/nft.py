@@ -3,7 +3,7 @@
 Source: DiffusionNFT, arXiv:2509.16117, and code of NVlabs/DiffusionNFT.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
@@ -13,6 +13,9 @@ from flowalign.functional.places import nft_of_places
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
+
+OLD_POLICY = Requirements(reference=False, old=True, paired=False, velocity=True)
+"""Requirements of losses that compare the policy with the old one, and need no reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +36,7 @@ class NFT(MatchingLoss):
     @override
     def requirements(self) -> Requirements:
         """Require advantages and the old policy; the value depends on the errors."""
-        return Requirements(
-            reference=False,
-            old=True,
-            paired=False,
-            velocity=True,
-            uses_places=True,
-            requires={"advantages"},
-        )
+        return replace(OLD_POLICY, uses_places=True, requires={"advantages"})
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:

@@ -5,7 +5,7 @@ read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
 from flowalign.functional.noise_matching import sample_error
+from flowalign.losses.matching.nft import OLD_POLICY
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
@@ -56,13 +57,8 @@ class OmniNFT(MatchingLoss):
     @override
     def requirements(self) -> Requirements:
         """Require advantages of modalities, and the old policy."""
-        return Requirements(
-            reference=self.kl > 0,
-            old=True,
-            paired=False,
-            velocity=True,
-            requires={"advantages", "modalities"},
-        )
+        requires = {"advantages", "modalities"}
+        return replace(OLD_POLICY, reference=self.kl > 0, requires=requires)
 
     @override
     def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:

@@ -31,6 +31,13 @@ from flowalign.types.ranges import UnitInterval, require_ranges
 class SpatialCredit(ABC):
     """Method that gives every latent position of every sample an advantage."""
 
+    blend: UnitInterval
+    """Share of the map in the advantage. 0: the sample's advantage at all places."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges."""
+        require_ranges(self, "spatial")
+
     @abstractmethod
     def check(self, key: str, rewards: Rewards) -> None:
         """Raise ValueError if the rewards of a run do not fit; `key` is for messages."""
@@ -40,11 +47,21 @@ class SpatialCredit(ABC):
     def evaluations(self) -> int:
         """Return the number of further network evaluations per sample and trained step."""
 
-    @abstractmethod
     def __call__(
         self, advantage: Float[Tensor, "B T"], values: CompletionValues
     ) -> Float[Tensor, "B T 1 *grid"] | None:
         """Return the advantage of each transition at each place; None: the same at all places."""
+        if not self.blend:
+            return None
+        trajectory = values.trajectory
+        grid = tuple(trajectory.unique_states(trajectory.num_steps).shape[2:])
+        return self.spread(advantage, values, grid)
+
+    @abstractmethod
+    def spread(
+        self, advantage: Float[Tensor, "B T"], values: CompletionValues, grid: tuple[int, ...]
+    ) -> Float[Tensor, "B T 1 *grid"]:
+        """Return the advantages of the places of a latent grid, for a blend above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +80,6 @@ class RewardMap(SpatialCredit):
     blend: UnitInterval = 1.0
     """Share of the map in the advantage. 0: the sample's advantage at all places."""
 
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "spatial")
-
     @override
     def check(self, key: str, rewards: Rewards) -> None:
         mapping = [model.spec.name for model in rewards.models if model.spec.maps]
@@ -83,18 +96,14 @@ class RewardMap(SpatialCredit):
         return 0
 
     @override
-    def __call__(
-        self, advantage: Float[Tensor, "B T"], values: CompletionValues
-    ) -> Float[Tensor, "B T 1 *grid"] | None:
-        if not self.blend:
-            return None
-        trajectory = values.trajectory
-        grid = trajectory.unique_states(trajectory.num_steps).shape[2:]
-        maps = average_on_grid(values.outcome_map(self.reward), tuple(grid))
+    def spread(
+        self, advantage: Float[Tensor, "B T"], values: CompletionValues, grid: tuple[int, ...]
+    ) -> Float[Tensor, "B T 1 *grid"]:
+        maps = average_on_grid(values.outcome_map(self.reward), grid)
         if self.mode == "weight":
             worst = maps.amax(tuple(range(1, maps.ndim)), keepdim=True) - maps
             return weigh_places(advantage, normalise_mean(maps), normalise_mean(worst), self.blend)
-        return add_places(advantage, compare_places(maps, trajectory.group_size), self.blend)
+        return add_places(advantage, compare_places(maps, values.trajectory.group_size), self.blend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +118,6 @@ class AttentionMap(SpatialCredit):
     blend: UnitInterval = 1.0
     """Share of the weights in the advantage. 0: the sample's advantage at all places."""
 
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "spatial")
-
     @override
     def check(self, key: str, rewards: Rewards) -> None:
         """Accept any rewards."""
@@ -124,16 +129,12 @@ class AttentionMap(SpatialCredit):
         return 1
 
     @override
-    def __call__(
-        self, advantage: Float[Tensor, "B T"], values: CompletionValues
-    ) -> Float[Tensor, "B T 1 *grid"] | None:
-        if not self.blend:
-            return None
-        trajectory = values.trajectory
-        grid = trajectory.unique_states(trajectory.num_steps).shape[2:]
+    def spread(
+        self, advantage: Float[Tensor, "B T"], values: CompletionValues, grid: tuple[int, ...]
+    ) -> Float[Tensor, "B T 1 *grid"]:
         weight = torch.ones(*advantage.shape, 1, *grid)
-        for k in trajectory.trained.any(0).nonzero()[:, 0].tolist():
-            weight[:, k] = _attention_at(values, k, tuple(grid))
+        for k in values.trajectory.trained.any(0).nonzero()[:, 0].tolist():
+            weight[:, k] = _attention_at(values, k, grid)
         return spread_places(advantage, weight, self.blend)
 
 
