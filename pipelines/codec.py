@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.types import DifferentiableDecoder, ModelPlan
 from pipelines.parts.encoding import crop_images, digest
 from pipelines.parts.folder import Folder
-from pipelines.parts.memory import peak_bytes
+from pipelines.parts.memory import count_operations, peak_bytes
 
 
 class Codec(DifferentiableDecoder):
@@ -100,6 +100,7 @@ class Codec(DifferentiableDecoder):
         return replace(
             plan,
             decode_bytes=peak_bytes(lambda: other.decode(x)),
+            decode_flops=lambda: count_operations(lambda: other.decode(x)),
             text_bytes=4 * sum(p.numel() for p in other.vae.parameters()) + encoders,
             encoder_bytes=encoders,
         )

@@ -15,6 +15,7 @@ from flowalign.utils.files import bundled
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_finite, check_folder, missing_keys_context
 from pipelines.network.estimates import plan_activations, plan_network
+from pipelines.network.flops import evaluation_flops
 from pipelines.network.network import Network
 from pipelines.network.schedules import build_scheduler, shift_schedule
 from pipelines.network.support import check_setup
@@ -49,6 +50,8 @@ class DiffusersPolicy(Policy):
     """Default adapter, whose layers a LoRA without `target_modules` adapts."""
     unit_noise: bool = False
     """Whether initial noise has unit variance for any first sigma, as in video pipelines."""
+    extra_text_tokens: int = 0
+    """Text tokens of the denoiser in addition to `max_sequence_length`."""
     network: Network
     text_encoder: TextEncoder
     codec: Codec
@@ -123,13 +126,15 @@ class DiffusersPolicy(Policy):
         with missing_keys_context(self.path):
             scheduler = build_scheduler(shift_schedule(scheduler, self.codec.shift, self.path))
             latent_shape = self.shape_of_latents(transformer, vae)
-            _, counts = plan_network(self.network)
+            denoiser, counts = plan_network(self.network)
             tokens = self.num_tokens(latent_shape, transformer)
+        text = self.max_sequence_length + self.extra_text_tokens
         activation_bytes, savings = plan_activations(self.network, transformer, tokens)
         counts["savings"] += savings
         plan = ModelPlan(
             latent_shape=latent_shape,
             activation_bytes=activation_bytes,
+            evaluation_flops=partial(evaluation_flops, denoiser, latent_shape, tokens, text),
             sigmas=partial(self.sigmas, scheduler),
             **counts,
         )

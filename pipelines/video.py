@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import prod
 from typing import Any
@@ -13,11 +14,13 @@ from torch import Tensor
 from flowalign.types import ModelPlan, PositiveFloat, PositiveInt, Saving
 from pipelines.codec import Codec
 from pipelines.parts.encoding import crop_clips
-from pipelines.parts.memory import peak_bytes
+from pipelines.parts.memory import count_operations, peak_bytes
 
 _LARGE = 10**9
 """Peak bytes of decoding above which `extend_plan` searches for cheaper settings (about a second).
 """
+_TRACED = 3
+"""Latent frames whose decoding is counted."""
 _PIECES = 3
 """Number of pieces whose decoding is traced: all later pieces of equal length take as much memory.
 """
@@ -151,6 +154,7 @@ class VideoCodec(Codec):
         return replace(
             plan,
             decode_bytes=decoding,
+            decode_flops=partial(decode_flops, self, clip_shape),
             decodes_together=not self.alone,
             text_bytes=vae_bytes + (0 if memory.offload_text else encoders),
             offloaded_bytes=encoders if memory.offload_text else 0,
@@ -228,6 +232,16 @@ def decode_bytes(codec: VideoCodec, memory: Memory, clip_shape: Sequence[int]) -
     frames = min(frames, codec.traced_frames or frames)
     z = torch.empty(1, channels, frames, height, width, device="meta")
     return video + peak_bytes(lambda: [None for _ in islice(other.pieces(z), _PIECES)])
+
+
+def decode_flops(codec: VideoCodec, clip_shape: Sequence[int]) -> int:
+    """Count the operations of decoding one sample without tiles, in proportion to a few frames."""
+    other = copy(codec)
+    other.memory = replace(codec.memory, tile=False, decode_frames=None)
+    other, (channels, frames, *size) = other.on_meta(), clip_shape
+    few = min(frames, _TRACED)
+    z = torch.empty(1, channels, few, *size, device="meta")
+    return count_operations(lambda: [*other.pieces(z)]) * frames // few
 
 
 def _lighter(memory: Memory) -> dict[str, Memory]:

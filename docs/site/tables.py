@@ -330,7 +330,7 @@ def _simulated(one: Mapping[str, Any]) -> str:
     """Describe the simulated peak in percent of the plan, and the cost of a step."""
     ratio = max(one["measured"][stage] for stage in one["planned"]) / max(one["planned"].values())
     counts = re.findall(r"(\d+) (\w+)", one["evaluations"])
-    passes = sum(int(n) * (3 + one["recomputes"] if of == "training" else 1) for n, of in counts)
+    passes = sum(int(n) * (2 + one["recomputes"] if of == "training" else 1) for n, of in counts)
     if not passes:
         return f"{100 * ratio:.0f} %"
     flops = passes * one["flops"]

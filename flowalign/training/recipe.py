@@ -71,6 +71,26 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Work of one step on all processes together. Upper bounds where the plan says "at most"."""
+
+    sampling: int | float = 0
+    """Network evaluations that sample."""
+    completing: int | float = 0
+    """Network evaluations that complete intermediate states."""
+    training: int | float = 0
+    """Network evaluations of the update with a backward pass."""
+    frozen: int | float = 0
+    """Network evaluations of the update without gradient, such as those of a reference."""
+    decodes: int | float = 0
+    """Decoded samples and completions."""
+    reward_calls: int | float = 0
+    """Scores of one sample by one reward model."""
+    differentiates_rewards: bool = False
+    """Whether decoding and rewards have a backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipePlan:
     """Cost of one step of a recipe, computed before any model is loaded."""
 
@@ -86,6 +106,8 @@ class RecipePlan:
     """Number of copies of the trained weights in addition to optimizer and average."""
     prompts_per_step: int = 0
     """Number of sampled prompts per step. 0: none."""
+    work: StepWork = field(default_factory=StepWork)
+    """Work of a step, as in `rows`."""
 
 
 class Loop(ABC):

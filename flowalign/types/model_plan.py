@@ -52,7 +52,14 @@ class ModelPlan:
     gathered_parameters: int = 0
     """Parameters that a sharded process gathers at once: the largest block, and everything outside
     the blocks."""
+    recomputes: bool = False
+    """Whether the backward pass recomputes activations (gradient checkpointing)."""
     recast_bytes: int = 0
     """Bytes of quantized weights that the backward pass keeps in the policy's precision."""
     savings: Sequence[Saving] = ()
     """Settings that would lower the memory further; empty if all are in use."""
+    evaluation_flops: Callable[[], int] = int
+    """Function that counts the floating-point operations of one network evaluation of one sample,
+    without gradient. It returns 0 if the number is unknown."""
+    decode_flops: Callable[[], int] = int
+    """The same for decoding one sample."""

@@ -38,6 +38,7 @@ from pipelines.any_pipeline.wrapping import check_arguments, check_replay, find_
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_folder
 from pipelines.network.estimates import kept_per_token, plan_network
+from pipelines.network.flops import evaluation_flops
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, prepare_training
 from pipelines.parts.encoding import crop_clips, digest, mirror_references, probe_request
@@ -146,10 +147,12 @@ class AnyFlow(DiffusersPolicy):
         with torch.device("meta"):
             prepare_training(denoiser, self.network.lora)
         tokens = self.num_tokens(latent_shape, self.folder.config(self.denoiser_name))
+        given = denoiser, latent_shape, tokens, self.max_sequence_length
         kept = kept_per_token(denoiser, self.network.gradient_checkpointing)
         return ModelPlan(
             latent_shape=latent_shape,
             activation_bytes=self.network.dtype.itemsize * tokens * kept,
+            evaluation_flops=partial(evaluation_flops, *given),
             sigmas=partial(self.sigmas, None),
             decodes_together=not self.call.decode_one,
             **counts,

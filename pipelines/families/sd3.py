@@ -25,6 +25,7 @@ class SD3(DiffusersPolicy):
 
     pipeline_class = StableDiffusion3Pipeline
     transformer_class = SD3Transformer2DModel
+    extra_text_tokens = 77  # of CLIP
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class SD3(DiffusersPolicy):
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         _, height, width = latent_shape
-        return height * width // transformer["patch_size"] ** 2 + 77 + self.max_sequence_length
+        text = self.extra_text_tokens + self.max_sequence_length
+        return height * width // transformer["patch_size"] ** 2 + text
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         return scheduler_sigmas(scheduler, num_steps, self.path)

@@ -40,6 +40,7 @@ def plan_network(network: Denoisers) -> tuple[Any, dict[str, Any]]:
         "trainable": count_trained(denoiser, network.lora),
         "bytes_per_parameter": stored / total,
         "gathered_parameters": gathered,
+        "recomputes": recomputed,
         "recast_bytes": recast,
         "savings": savings,
     }

@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def count_operations(work: Callable[[], object]) -> int:
+    """Return the floating-point operations of matrix products and convolutions in `work`."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        work()
+    return counted.get_total_flops()
 
 
 def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 from flowalign.cli.commands.common import read_settings
 from flowalign.runs.bench.stage_times import measure
@@ -9,6 +10,7 @@ from flowalign.runs.bench.values import measure_values
 from flowalign.runs.config import load
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.files import atomic_write
 
 
 @convert_value_errors()
@@ -18,4 +20,7 @@ def run(args: argparse.Namespace) -> int:
     result = (measure_values if args.values else measure)(run_file, args.repeats)
     table(f"one step of {' '.join(args.config)}", {k: f"{v:.4g}" for k, v in result.items()})
     print(json.dumps(result))  # noqa: T201
+    if args.out:
+        with atomic_write(Path(args.out)) as partial:
+            partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

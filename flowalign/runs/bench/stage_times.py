@@ -1,6 +1,6 @@
 """Time a step by stage, and compare it with its floor: its network evaluations back to back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,11 @@ from tempfile import TemporaryDirectory
 
 from flowalign.runs.bench.floor import Floor
 from flowalign.runs.config import Run
+from flowalign.runs.planning.capacity import backward_passes
+from flowalign.runs.planning.capacity_plan import MEASURED
+from flowalign.runs.planning.plan import plan_step
 from flowalign.runs.session.session import Session, start
+from flowalign.training.recipe import StepWork
 from flowalign.utils.stages import Stages
 
 _GIB = 2**30
@@ -22,13 +26,34 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     and update (everything else except the checks of the first steps). `cpu_seconds` count this
     process only; compare them on a machine that others use. With a GPU, `gib/` are the peak GiB of
     each stage. `check/` are measurements of the first step, such as the deviation of the ratio from
-    1.
+    1. `seconds_per/` are the costs of one unit of work for `flowalign check --costs`: an evaluation
+    while sampling, one in the update without backward pass, a decode, and a reward call.
 
     Raises:
         ValueError: The run cannot be started.
     """
+    model, step = plan_step(run)
     with start_temporarily(run) as session:
-        return _measure_steps(session, repeats)
+        result = _measure_steps(session, repeats)
+    return result | unit_seconds(result, step.work, backward_passes(model))
+
+
+def unit_seconds(seconds: Mapping[str, float], work: StepWork, passes: int) -> dict[str, float]:
+    """Divide the seconds of the stages of a step by its planned work.
+
+    A stage without planned work costs nothing.
+    """
+    counts = {
+        "evaluation": ("sample", work.sampling + work.completing),
+        "update": ("update", work.training * passes + work.frozen),
+        "decode": ("decode", work.decodes),
+        "reward": ("reward", work.reward_calls),
+    }
+    found = {
+        unit: seconds.get(f"seconds/{stage}", 0.0) / count if count else 0.0
+        for unit, (stage, count) in counts.items()
+    }
+    return {MEASURED + unit: value for unit, value in found.items()}
 
 
 @contextmanager

@@ -14,19 +14,20 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
     check_world(run.sharding, world)
     check_trackers(run.trackers)
-    world = run.sharding.groups(world)
+    groups = run.sharding.groups(world)
     model = run.policy.plan()
     divided = run.sharding.weights != "replicated" and model.trainable == model.parameters
     check_kind(run.optimizer.kind, divided)
-    if run.evaluation and len(run.evaluation.items()) < world:
+    if run.evaluation and len(run.evaluation.items()) < groups:
         raise ValueError(
-            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
+            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {groups} "
+            "processes"
         )
     rewards = run.build_rewards()
-    step = run.recipe.plan(run.context(rewards), model, world)
-    parts = _parts(run, model, step, world)
+    step = run.recipe.plan(run.context(rewards), model, groups)
+    parts = parts_of(run, model, step, world)
     if run.rollouts:
-        run.rollouts.check_prompts(step.prompts_per_step, world)
+        run.rollouts.check_prompts(step.prompts_per_step, groups)
     updates = run.recipe.updates
     asked = describe_conditioning(run.conditioning)
     return {
@@ -39,7 +40,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         **memory.rows(parts, memory.available(run.device)),
-        **memory.loading(run, model, world),
+        **memory.loading(run, model, groups),
         **fits.rows(parts, model.text_bytes > 0),
     }
 
@@ -62,14 +63,22 @@ def prompt_rows(run: Run, prompts_per_step: int) -> dict[str, str]:
     return rows
 
 
+def plan_step(run: Run, world: int = 1) -> tuple[ModelPlan, RecipePlan]:
+    """Return the plans of the model and of a step on `world` processes."""
+    model = run.policy.plan()
+    context = run.context(run.build_rewards())
+    return model, run.recipe.plan(context, model, run.sharding.groups(world))
+
+
 def memory_parts(run: Run, world: int = 1) -> list[MemoryPart]:
     """Return the memory parts of a run on each of `world` processes."""
-    model, world = run.policy.plan(), run.sharding.groups(world)
-    step = run.recipe.plan(run.context(run.build_rewards()), model, world)
-    return _parts(run, model, step, world)
+    model, step = plan_step(run, world)
+    return parts_of(run, model, step, world)
 
 
-def _parts(run: Run, model: ModelPlan, step: RecipePlan, world: int) -> list[MemoryPart]:
+def parts_of(run: Run, model: ModelPlan, step: RecipePlan, world: int) -> list[MemoryPart]:
+    """Return the memory parts of a run with these plans on each of `world` processes."""
+    world = run.sharding.groups(world)
     return [
         *memory.network(run, model, step.weight_copies, world),
         *step.parts,

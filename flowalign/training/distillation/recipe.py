@@ -19,7 +19,15 @@ from flowalign.training.plan_rows import (
     reward_rows,
     samples_row,
 )
-from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.recipe import (
+    Log,
+    Loop,
+    MemoryPart,
+    Recipe,
+    RecipePlan,
+    RunContext,
+    StepWork,
+)
 from flowalign.training.reference import check_guidance, find_scale
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import ModelPlan, Policy
@@ -81,6 +89,7 @@ class TDM(TrainingPrompts, TDMSettings, Recipe):
         companions = 1 + bool(self.surrogate)
         return RecipePlan(
             rows=self._rows(run),
+            work=self._work(run),
             parts=[MemoryPart("states", states)],
             decode_batches={"recipe.micro_batch": self.micro_batch} if self.surrogate else {},
             prompts_per_step=self.prompts_per_step,
@@ -114,6 +123,18 @@ class TDM(TrainingPrompts, TDMSettings, Recipe):
             "surrogate": rows * rewarded * guided,
             "reference and slow copy of the surrogate": 2 * rows * rewarded,
         }
+
+    def _work(self, run: RunContext) -> StepWork:
+        counts = self.evaluations(run.policy)
+        training = sum(count for name, count in counts.items() if name.startswith("training"))
+        decodes = self.num_samples if self.surrogate else 0
+        return StepWork(
+            sampling=counts["sampling"],
+            training=training,
+            frozen=sum(counts.values()) - counts["sampling"] - training,
+            decodes=decodes,
+            reward_calls=decodes * len(run.rewards.models),
+        )
 
     def _rows(self, run: RunContext) -> dict[str, str]:
         samples, counts = self.num_samples, self.evaluations(run.policy)

@@ -26,7 +26,7 @@ from flowalign.training.matching.source import (
     StreamContext,
 )
 from flowalign.training.plan_rows import check_prompts_per_step, samples_row
-from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
+from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
 from flowalign.training.rollouts.settings import SEVERAL
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
@@ -134,6 +134,7 @@ class OnPolicyStates(TrainingPrompts, DataSource):
                 "denoising steps": f"{steps}, random are {sorted(self.random_steps) or 'none'}",
                 "evaluations of samples per step": f"{evaluations} sampling",
             },
+            work=StepWork(sampling=evaluations),
             parts=[MemoryPart("states", size, "main" if storage.device == "cpu" else "always")],
         )
 

@@ -1,7 +1,7 @@
 """Train with matching losses on noised clean latents, from stored data or rollouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -101,6 +101,11 @@ class Matching(MatchingSettings, Recipe):
             ],
             evaluations_per_example=(1 + data.paired) * per_row,
             decode_batches=made.decode_batches,
+            work=replace(
+                made.work,
+                training=passes * per_row,
+                frozen=made.work.frozen + passes * sum(others.values()),
+            ),
             weight_copies=self.reference.weight_copies + len(self.averages) + len(self.teachers),
         )
 

@@ -15,6 +15,7 @@ from flowalign.functional.transition import per_row
 from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
 from flowalign.training.latent_gradient import latent_gradient
+from flowalign.training.recipe import RecipePlan
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Policy, Request, SharedRows, Trajectory
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, require_ranges
@@ -48,6 +49,23 @@ class RewardAscent:
                 "recipe.data.ascent.query is 0, which is pure noise: choose a late denoising step, "
                 "such as the one that starts near noise level 0.28"
             )
+
+    def extend_plan(self, plan: RecipePlan, examples: int, models: int) -> RecipePlan:
+        """Add the cost of `examples` clean predictions with gradients of `models` reward models."""
+        gradients = examples * (2 * self.steps - 1)
+        calls = gradients * models
+        rows = {
+            "clean predictions per step": f"{examples} evaluations",
+            "reward gradients per step": f"{gradients} decodes, {calls} reward calls",
+        }
+        work = replace(
+            plan.work,
+            frozen=plan.work.frozen + examples,
+            decodes=plan.work.decodes + gradients,
+            reward_calls=plan.work.reward_calls + calls,
+            differentiates_rewards=True,
+        )
+        return replace(plan, rows={**plan.rows, **rows}, work=work)
 
     def move(
         self,

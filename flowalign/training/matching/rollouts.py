@@ -24,7 +24,7 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.matching.step_pairs import StepPairStream, StepWeighting, count_pairs
 from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
-from flowalign.training.recipe import RecipePlan, RunContext, Sampler
+from flowalign.training.recipe import RecipePlan, RunContext, Sampler, StepWork
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited
@@ -158,7 +158,9 @@ class Rollouts(TrainingPrompts, DataSource, WorkerSampled):
             "decodes per step": f"{samples}",
             **reward_rows(run.rewards.models, [self.samples_per_prompt] * self.prompts_per_step),
         }
-        return RecipePlan(rows=rows, prompts_per_step=self.prompts_per_step)
+        calls = samples * len(run.rewards.models)
+        work = StepWork(sampling=evaluations, decodes=samples, reward_calls=calls)
+        return RecipePlan(rows=rows, prompts_per_step=self.prompts_per_step, work=work)
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> BatchStream:

@@ -144,15 +144,12 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource, WorkerSampled):
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         self._check_parts(run.policy)
         rows = {"examples per step": f"{self.examples_per_step}"}
+        plan = plan_credited(self.rollouts, run, model, world, rows)
         if self.ascent:
-            gradients = self.examples_per_step * (2 * self.ascent.steps - 1)
-            rows["clean predictions per step"] = f"{self.examples_per_step} evaluations"
-            calls = gradients * len(run.rewards.weighted().models)
-            rows["reward gradients per step"] = f"{gradients} decodes, {calls} reward calls"
-        return replace(
-            plan_credited(self.rollouts, run, model, world, rows),
-            decode_batches={f"{self.key}.sampling.micro_batch": self.sampling.micro_batch},
-        )
+            models = len(run.rewards.weighted().models)
+            plan = self.ascent.extend_plan(plan, self.examples_per_step, models)
+        batches = {f"{self.key}.sampling.micro_batch": self.sampling.micro_batch}
+        return replace(plan, decode_batches=batches)
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> ScoredStream:

@@ -1,6 +1,7 @@
 """Plan a policy-gradient step: its counts and memory, before any model is loaded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,
     rollout_memory,
+    rollout_work,
     sample_rows,
     value_rows,
 )
@@ -33,6 +35,8 @@ def plan_step(
     rows = _rows(cfg, run, window)
     rows |= _calibration_rows(cfg, run, window)
     rows |= _measured_rows(cfg)
+    counts = _counts(cfg, run, window)
+    frozen = ("attention", "reference", "ratios")
     rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
     return RecipePlan(
         rows=rows,
@@ -45,6 +49,11 @@ def plan_step(
         evaluations_per_example=max(
             per_velocity * _together(cfg, window),
             cfg.regularised.rows_beside(cfg.micro_batch) if cfg.regularised else 0,
+        ),
+        work=replace(
+            rollout_work(cfg.rollouts, run, model, window),
+            training=counts["training"] + counts["of stored media"],
+            frozen=sum(counts.get(name, 0) for name in frozen),
         ),
         decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
     )
@@ -115,16 +124,20 @@ def _is_bound(cfg: PolicyGradientSettings, empty: Trajectory) -> bool:
     return cfg.algorithm.pairs or chosen or shared
 
 
-def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
+def _counts(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, int]:
+    """Return the network evaluations of a step, by purpose."""
     counts = evaluations(cfg, window, run.policy.evaluations_per_velocity)
     cost = {name: count * cfg.prompts_per_step for name, count in counts.items()}
-    cost["of stored media"] = cfg.regularised.rows * cfg.updates if cfg.regularised else 0
-    empty = cfg.rollouts.empty_trajectory(window)
+    return cost | {"of stored media": cfg.regularised.rows * cfg.updates if cfg.regularised else 0}
+
+
+def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
+    empty, counts = cfg.rollouts.empty_trajectory(window), _counts(cfg, run, window)
     trained = cfg.prompts_per_step * num_trained(cfg, empty)
     most = "at most " if _is_bound(cfg, empty) else ""
     return {
         **sample_rows(cfg.rollouts, window),
-        **{name: f"{most}{text}" for name, text in evaluations_row(cost).items()},
+        **{name: f"{most}{text}" for name, text in evaluations_row(counts).items()},
         **value_rows(cfg.rollouts, run, window),
         "transitions trained per step": f"{trained}",
         **_span_rows(cfg, window),

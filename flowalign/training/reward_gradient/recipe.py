@@ -10,7 +10,15 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
 from flowalign.training.plan_rows import check_prompts_per_step, evaluations_row, samples_row
-from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.recipe import (
+    Log,
+    Loop,
+    MemoryPart,
+    Recipe,
+    RecipePlan,
+    RunContext,
+    StepWork,
+)
 from flowalign.training.reward_gradient.frame_choice import check_frames
 from flowalign.training.reward_gradient.loop import RewardGradientLoop
 from flowalign.training.reward_gradient.settings import RewardGradientSettings
@@ -54,8 +62,10 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
         rendering = run.policy.renderer.render_bytes(model.latent_shape)
         per_velocity = run.policy.evaluations_per_velocity
         fewer = {"recipe.micro_batch: 1": (self.micro_batch - 1) * rendering}
+        work = self._work(run, per_velocity)
         return RecipePlan(
-            rows=self._rows(run, per_velocity),
+            rows=self._rows(run, work, per_velocity),
+            work=work,
             prompts_per_step=self.prompts_per_step,
             parts=[
                 MemoryPart("states", states),
@@ -79,29 +89,45 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
         """Return the number of evaluations per sample with activations in memory together."""
         return self.cost.together * (1 if self.detach_unconditional else per_velocity)
 
-    def _rows(self, run: RunContext, per_velocity: int) -> dict[str, str]:
+    def _counts(self, per_velocity: int) -> dict[str, int | float]:
+        """Return the network evaluations of a step, by purpose."""
         samples, cost = self.examples_per_step, self.cost
-        scored = samples * cost.views
         with_gradient = samples * (cost.replayed + cost.elsewhere)
         sampling = samples * self.start.num_steps * per_velocity
         if self.detach_unconditional:
             sampling += samples * cost.elsewhere * per_velocity
-        counts = {
+        return {
             "sampling": sampling,
             "training": with_gradient * (1 if self.detach_unconditional else per_velocity),
             "reference": with_gradient * per_velocity if self.kl else 0,
             "of the initial model, with a backward pass": samples * cost.pulled_back * per_velocity,
             "of stored media": self.regularised.rows if self.regularised else 0,
         }
+
+    def _work(self, run: RunContext, per_velocity: int) -> StepWork:
+        counts = self._counts(per_velocity)
+        sampling, frozen = counts.pop("sampling"), counts.pop("reference")
+        scored = self.examples_per_step * self.cost.views
         calls = scored * len(run.rewards.weighted().models) * (2 if self.relative else 1)
+        return StepWork(
+            sampling=sampling,
+            training=sum(counts.values()),
+            frozen=frozen,
+            decodes=scored,
+            reward_calls=calls,
+            differentiates_rewards=True,
+        )
+
+    def _rows(self, run: RunContext, work: StepWork, per_velocity: int) -> dict[str, str]:
+        samples, cost = self.examples_per_step, self.cost
         return {
             **samples_row(self.prompts_per_step, self.start.samples_per_prompt),
             "gradient path": f"{type(self.gradient_path).__name__}, "
             f"{cost.replayed + cost.elsewhere:g} evaluations with gradient per sample, "
             f"at most {cost.together} kept at once",
-            **evaluations_row(counts),
-            "decodes per step": f"{scored}, with gradient",
-            "reward calls per step": f"{calls}",
+            **evaluations_row(self._counts(per_velocity)),
+            "decodes per step": f"{work.decodes}, with gradient",
+            "reward calls per step": f"{work.reward_calls}",
             "samples in the whole run": f"{samples * run.num_steps}",
         }
 

@@ -11,7 +11,7 @@ from flowalign.training.plan_rows import (
     reward_rows,
     samples_row,
 )
-from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
+from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.settings import RolloutSettings
@@ -48,16 +48,44 @@ def sample_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
 
 def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
     """Return the rows of the plan table about values of states and their rewards."""
-    empty, requested = cfg.empty_trajectory(window), cfg.requested(window)
-    valued = {*requested, (cfg.sampling.num_steps, cfg.completion)}
-    groups = [len(empty.rows.unique_rows(k)) for k, _ in valued] * cfg.prompts_per_step
+    groups = _scored_groups(cfg, window)
     return {
-        "values of states": f"{sorted({k for k, _ in requested})}",
+        "values of states": f"{sorted({k for k, _ in cfg.requested(window)})}",
         **_critic_rows(cfg, window),
         **_latent_rows(cfg, run, window),
         "decodes per step": f"{sum(groups)}",
         **reward_rows(run.rewards.models, groups),
     }
+
+
+def _scored_groups(cfg: RolloutSettings, window: Sequence[int]) -> list[int]:
+    """Return the number of samples in each group that is decoded and scored."""
+    empty = cfg.empty_trajectory(window)
+    valued = {*cfg.requested(window), (cfg.sampling.num_steps, cfg.completion)}
+    return [len(empty.rows.unique_rows(k)) for k, _ in valued] * cfg.prompts_per_step
+
+
+def rollout_work(
+    cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
+) -> StepWork:
+    """Return the work of the rollouts of a step; latent rewards and guidance count as sampling."""
+    counts = rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity)
+    rows, num_steps = cfg.empty_trajectory(window).rows, cfg.sampling.num_steps
+    latent = [
+        len(rows.unique_rows(k)) * one.evaluation_share
+        for one, k in cfg.requirements(window).scored
+    ]
+    if guidance := cfg.sampling.reward_guidance:
+        sigmas = model.sigmas(num_steps)
+        pushed = [k for k in range(num_steps) if guidance.active(sigmas, k)]
+        latent += [len(rows.unique_rows(k)) for k in pushed]
+    decodes = sum(_scored_groups(cfg, window))
+    return StepWork(
+        sampling=(counts["sampling"] + sum(latent)) * cfg.prompts_per_step,
+        completing=counts["completing"] * cfg.prompts_per_step,
+        decodes=decodes,
+        reward_calls=decodes * len(run.rewards.models),
+    )
 
 
 def plan_credited(
@@ -89,6 +117,7 @@ def plan_credited(
         rows=rows,
         prompts_per_step=cfg.prompts_per_step,
         parts=rollout_memory(cfg, model, world, window),
+        work=rollout_work(cfg, run, model, window),
     )
 
 

@@ -1,0 +1,201 @@
+"""Seconds of a step on many GPUs, from hand-computed counts and costs."""
+
+import argparse
+import json
+from itertools import product
+
+import pytest
+
+from flowalign.cli.commands.check import _read_cluster
+from flowalign.runs.bench.stage_times import unit_seconds
+from flowalign.runs.config import load
+from flowalign.runs.planning.capacity import (
+    UnitCosts,
+    backward_passes,
+    balance,
+    communication_seconds,
+    exchange_seconds,
+    gpu_seconds,
+    imbalance,
+    unit_costs,
+)
+from flowalign.runs.planning.capacity_plan import Cluster, capacity_rows, read_costs
+from flowalign.runs.planning.gpus import GPUS, Gpu, find_gpu
+from flowalign.runs.planning.plan import plan_step
+from flowalign.training.recipe import StepWork
+from flowalign.types import ModelPlan
+from tests.fixtures.planned_costs import planned_counts
+
+COSTS = UnitCosts(evaluation=2.0, update=3.0, decode=5.0, reward=7.0)
+WORK = StepWork(sampling=10, completing=4, training=6, frozen=1, decodes=8, reward_calls=9)
+TINY = Gpu(flops=100.0, memory=1e9, link=10.0, network=1.0, per_machine=4)
+
+
+def model(trainable=1, recomputes=False, flops=0):
+    return ModelPlan(
+        latent_shape=(1,),
+        parameters=10,
+        trainable=trainable,
+        bytes_per_parameter=4,
+        activation_bytes=0,
+        sigmas=lambda n: n,
+        recomputes=recomputes,
+        evaluation_flops=lambda: flops,
+        decode_flops=lambda: 2 * flops,
+    )
+
+
+def test_gpu_seconds_are_counts_times_costs():
+    assert gpu_seconds(WORK, COSTS, passes=4) == {
+        "sampling": 20,
+        "completions": 8,
+        "decoding": 40,
+        "rewards": 63,
+        "update": (6 * 4 + 1) * 3,
+    }
+
+
+def test_gradients_of_rewards_cost_further_passes():
+    work = StepWork(decodes=1, reward_calls=1, differentiates_rewards=True)
+    found = gpu_seconds(work, COSTS, passes=2)
+    assert (found["decoding"], found["rewards"]) == (3 * 5, 2 * 7)
+
+
+def test_a_backward_pass_costs_more_for_all_weights_and_for_recomputation():
+    assert [backward_passes(model(n, r)) for n, r in product((1, 10), (False, True))] == [
+        2,
+        3,
+        3,
+        4,
+    ]
+
+
+def test_costs_from_operations_follow_the_utilization():
+    found = unit_costs(model(flops=200), TINY, utilization=0.5, reward=0.1)
+    assert found == UnitCosts(evaluation=4.0, update=4.0, decode=8.0, reward=0.1)
+    with pytest.raises(ValueError, match="operations of this policy are unknown"):
+        unit_costs(model(), TINY, utilization=0.5)
+
+
+def test_rings_between_machines_use_the_links_of_all_gpus_of_a_machine():
+    assert exchange_seconds(100.0, TINY, 1) == 0
+    assert exchange_seconds(100.0, TINY, 4) == pytest.approx(100 * 3 / 4 / 10)
+    assert exchange_seconds(100.0, TINY, 8) == pytest.approx(100 * 7 / 8 / 4)
+
+
+def test_an_all_reduce_is_two_exchanges_and_gathers_add():
+    found = communication_seconds(
+        TINY, 2, gradient_bytes=20.0, updates=3, gathers={"rollout": 40.0}
+    )
+    assert found == pytest.approx(2 * 3 * 20 / 2 / 10 + 40 / 2 / 10)
+
+
+def test_uneven_shares():
+    assert imbalance(16, 8) == 1
+    assert imbalance(16, 3) == pytest.approx(6 / (16 / 3))
+    assert imbalance(0, 3) == 1
+
+
+@pytest.mark.parametrize("workers", [3, 7, 10])
+@pytest.mark.parametrize("work", [(6.0, 3.0, 1.0), (1.0, 1.0, 50.0), (5.0, 4.0, 3.0)])
+def test_no_other_division_of_workers_is_faster(work, workers):
+    counts = balance(work, workers)
+    assert sum(counts) == workers
+    others = [c for c in product(range(1, workers), repeat=3) if sum(c) == workers]
+    fastest = min(max(w / n for w, n in zip(work, c, strict=True)) for c in others)
+    assert max(w / n for w, n in zip(work, counts, strict=True)) == fastest
+
+
+def test_kinds_without_work_get_no_worker():
+    assert balance([6.0, 0.0, 3.0], 3) == [2, 0, 1]
+    assert balance([0.0, 0.0], 3) == [0, 0]
+    with pytest.raises(ValueError, match="1 workers cannot be divided among 2"):
+        balance([1.0, 1.0], 1)
+
+
+def test_measured_unit_costs_reproduce_the_measured_step():
+    seconds = {"sample": 14.0, "update": 50.0, "decode": 4.0, "reward": 3.0}
+    unit = unit_seconds({f"seconds/{n}": s for n, s in seconds.items()}, WORK, passes=4)
+    assert unit["seconds_per/evaluation"] == 1
+    assert unit["seconds_per/update"] == 2
+    costs = UnitCosts(**{name.partition("/")[2]: value for name, value in unit.items()})
+    assert sum(gpu_seconds(WORK, costs, 4).values()) == pytest.approx(sum(seconds.values()))
+
+
+def test_measured_costs_are_read_and_other_files_are_refused(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({f"seconds_per/{n}": v for n, v in vars(COSTS).items()} | {"x": 1}))
+    assert read_costs(str(file)) == COSTS
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"--costs .* has no unit costs[\s\S]*flowalign bench"):
+        read_costs(str(file))
+
+
+RUNS = {
+    "outcome": ["configs/shapes.yaml"],
+    "dense, with a reference": [
+        *["configs/shapes.yaml", "recipe.credit=flowalign.credit.Gain"],
+        "recipe.algorithm.kl_coef=0.1",
+    ],
+    "forward process": ["configs/shapes_nft.yaml", "recipe.kl=0.1"],
+    "reward gradient": ["configs/shapes_draft.yaml"],
+    "distillation": ["configs/shapes_tdm_r1.yaml"],
+    "online pairs": ["configs/preference/shapes/online_dpo.yaml"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_work_of_a_step_is_what_its_rows_say(name):
+    file, *changes = RUNS[name]
+    _, step = plan_step(load(file, changes)[0])
+    work, rows = step.work, planned_counts(step.rows)
+    evaluations = work.sampling + work.completing + work.training + work.frozen
+    assert (evaluations, work.decodes, work.reward_calls) == (
+        rows["network_evaluations"],
+        rows["decodes"],
+        rows["reward_calls"],
+    )
+    assert work.training > 0
+
+
+@pytest.mark.slow
+def test_two_gpus_halve_a_step_and_uneven_shares_are_idle_time():
+    run = load("configs/shapes.yaml", [])[0]
+    one, two, three = (capacity_rows(run, Cluster(count=n, measured=COSTS)) for n in (1, 2, 3))
+    whole, half = (float(rows["seconds per step"].replace(",", "")) for rows in (one, two))
+    assert half == pytest.approx(whole / 2, rel=0.01)
+    assert "balanced workers" not in one
+    assert two["idle"].startswith("0%")
+    assert three["idle"].startswith("11%"), "16 prompts for 3 processes: 6 instead of 5.33"
+
+
+def arguments(**given):
+    usual = {"gpus": None, "gpu": None, "costs": None, "reward_seconds": None, "processes": 1}
+    return argparse.Namespace(**usual | {"utilization": 0.4} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gpu": "h100-80gb"}, "need --gpus N"),
+        ({"gpus": 2}, "needs --gpu or --costs"),
+        ({"gpus": 2, "gpu": "h100"}, "--gpu is 'h100'; there are h100-80gb, "),
+        ({"gpus": 2, "gpu": "h100-80gb", "processes": 2}, "leave out --processes"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        _read_cluster(arguments(**given))
+
+
+def test_a_cluster_is_read_from_the_options():
+    assert _read_cluster(arguments()) is None
+    found = _read_cluster(arguments(gpus=2, gpu="h100-80gb"))
+    assert found == Cluster(count=2, name="h100-80gb", gpu=find_gpu("h100-80gb"))
+
+
+def test_rates_of_gpus_are_plausible():
+    for gpu in GPUS.values():
+        assert 1e14 < gpu.flops < 1e16
+        assert gpu.network <= gpu.link < gpu.memory * 10
