@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="TYPE", help="type of the GPUs, such as h100-80gb")
     add(
         "--utilization",
-        type=number(0.01, 1),
+        type=number(0.01, 1.0),
         default=0.4,
         help="share of the peak rate in bf16 that is reached (default: 0.4)",
     )
@@ -31,4 +31,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measured costs of flowalign bench --out, instead of counted operations",
     )
-    add("--reward-seconds", type=number(0), metavar="S", help="seconds of a GPU per reward call")
+    add("--reward-seconds", type=number(0.0), metavar="S", help="seconds of a GPU per reward call")
