@@ -1,9 +1,11 @@
 """Serve one reward model in a separate process, which ends with its parent process."""
 
+import math
 import secrets
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,29 @@ _UNLIMITED = {
 """Limits of a server that only its parent process can reach."""
 
 
-def read_declaration(reward: Mapping[str, Any]) -> RewardSpec:
-    """Return the spec of a reward model, constructed in this process; its weights are not read.
+def declare(reward: Mapping[str, Any], dims: Sequence[str] | None) -> RewardSpec:
+    """Return the spec of a reward model that runs in another process.
+
+    Without `dims` the model is constructed in this process; its weights are not read. With `dims`
+    the rest of the spec is known only when the model is loaded.
 
     Raises:
         ConfigError: The model cannot be imported in this process, or its settings are wrong.
+        ValueError: `reward` is no entry of a run file.
     """
-    (model,), _ = build_reward_models({"rewards": [dict(reward)]}, str(reward.get("class_path")))
-    return model.spec
+    path = reward.get("class_path")
+    if not isinstance(path, str) or set(reward) - {"class_path", "init_args"}:
+        raise ValueError(f"reward is {reward}; it must have class_path, and may have init_args")
+    if not dims:
+        (model,), _ = build_reward_models({"rewards": [dict(reward)]}, path)
+        return replace(model.spec, differentiable=False)
+    return RewardSpec(
+        name=path.rpartition(".")[2],
+        dims=tuple(dims),
+        modality="any",
+        scale=(-math.inf, math.inf),
+        licence="that of the scorer's model",
+    )
 
 
 class Scorer:

@@ -24,11 +24,10 @@ def prepare_ray(module: str, address: str | None = None) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ValueError("--executor ray needs Ray: pip install 'flowalign[ray]'") from error
+        raise ValueError(f"{module} is missing: pip install 'flowalign[ray]'") from error
 
 
-@contextmanager
-def connect(cores: int, address: str | None = None) -> Iterator[None]:
+def join_cluster(cores: int, address: str | None = None) -> None:
     """Connect to the cluster at an address, or to a new one of this machine with `cores` cores.
 
     Only this machine can reach a new cluster. The command keeps its SIGTERM handler, which
@@ -42,10 +41,16 @@ def connect(cores: int, address: str | None = None) -> Iterator[None]:
     else:
         ray.init("local", num_cpus=cores, include_dashboard=False, **quiet)
     signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def connect(cores: int, address: str | None = None) -> Iterator[None]:
+    """Connect to a cluster like `join_cluster`, and disconnect afterwards."""
+    join_cluster(cores, address)
     try:
         yield
     finally:
-        ray.shutdown()
+        prepare_ray("ray", address).shutdown()
 
 
 def check_cores(processes: int) -> int:

@@ -3,14 +3,11 @@
 import re
 import shutil
 import sys
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from flowalign.rewards.checked import RewardGone
 from flowalign.rewards.client import failed_answer, score_usable
-from flowalign.rewards.scorer import Scorer, read_declaration
+from flowalign.rewards.scorer import Scorer, declare
 from flowalign.types import (
     Loadable,
     MediaBatch,
@@ -18,7 +15,6 @@ from flowalign.types import (
     PositiveFloat,
     RewardModel,
     RewardOutput,
-    RewardSpec,
 )
 
 
@@ -47,11 +43,6 @@ class ScorerProcess(RewardModel, Loadable):
         start_timeout: PositiveFloat = 1800.0,
         restarts: NonNegativeInt = 3,
     ):
-        if not isinstance(reward.get("class_path"), str) or set(reward) - {
-            "class_path",
-            "init_args",
-        }:
-            raise ValueError(f"reward is {reward}; it must have class_path, and may have init_args")
         self.python = shutil.which(python or sys.executable) or ""
         if not self.python:
             raise ValueError(
@@ -61,9 +52,7 @@ class ScorerProcess(RewardModel, Loadable):
             raise ValueError(f"device of a scorer is {device!r}; it must be cpu, cuda:N or null")
         self.reward, self.device = reward, device
         self.timeout, self.start_timeout, self.restarts = timeout, start_timeout, restarts
-        self.spec = (
-            _assume_spec(reward, dims) if dims else _without_gradient(read_declaration(reward))
-        )
+        self.spec = declare(reward, dims)
         self._scorer: Scorer | None = None
 
     def load(self) -> None:
@@ -114,18 +103,3 @@ class ScorerProcess(RewardModel, Loadable):
             raise RewardGone(
                 f"the process of the reward {self.spec.name!r} died, and: {error}"
             ) from error
-
-
-def _assume_spec(reward: dict[str, Any], dims: list[str]) -> RewardSpec:
-    """Return the known part of the spec of a reward that cannot be constructed here."""
-    return RewardSpec(
-        name=str(reward["class_path"]).rpartition(".")[2],
-        dims=tuple(dims),
-        modality="any",
-        scale=(-torch.inf, torch.inf),
-        licence="that of the scorer's model",
-    )
-
-
-def _without_gradient(spec: RewardSpec) -> RewardSpec:
-    return replace(spec, differentiable=False)
