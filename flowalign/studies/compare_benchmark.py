@@ -32,9 +32,9 @@ def evaluate_benchmark(
     stem = f"benchmark-{Path(request.benchmark.name).stem}"
     folders = {Path(c[-1]).stem: request.out / Path(c[-1]).stem / stem for c in request.configs}
     jobs = []
-    for configs, out in zip(request.configs, folders.values(), strict=True):
+    for out in folders.values():
         runs = [out.parent / f"seed{seed}" for seed in request.seeds]
-        jobs.append(build_job(request.benchmark, configs, request.overrides, runs, out))
+        jobs.append(build_job(request.benchmark, runs, out))
     if failed := run_all(jobs, 1, log):
         raise TrainingFailure(f"the {failed[0].name} failed, see {failed[0].log}")
     lines = read_lines(folders)
@@ -42,19 +42,16 @@ def evaluate_benchmark(
     return lines
 
 
-def build_job(
-    benchmark: Benchmark,
-    configs: Sequence[str],
-    overrides: Sequence[str],
-    runs: Sequence[Path],
-    out: Path,
-) -> CommandJob:
+def build_job(benchmark: Benchmark, runs: Sequence[Path], out: Path) -> CommandJob:
     """Return the command that evaluates the last weights of a method's runs together.
+
+    It takes the settings of the first run from its folder: overrides of training, such as
+    --num_steps, have another meaning for `flowalign eval`.
 
     Raises:
         ValueError: A run has no checkpoint.
     """
-    command = [sys.executable, "-m", "flowalign", "eval", *configs, *overrides]
+    command = [sys.executable, "-m", "flowalign", "eval", str(runs[0] / "config.yaml")]
     command += ["--benchmark", benchmark.name, "--out", str(out)]
     command += ["--data", benchmark.data] if benchmark.data else []
     for run in runs:

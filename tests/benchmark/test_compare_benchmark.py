@@ -29,7 +29,7 @@ def test_all_seeds_of_a_method_are_evaluated_together_and_compared(tmp_path, mon
     def run_all(jobs, _at_once, _log):
         for job in jobs:
             commands.append(" ".join(job.command[3:]))
-            out = tmp_path / ("a" if "a.yaml" in job.command else "b") / "benchmark-toy"
+            out = tmp_path / ("a" if "/a/" in job.command[4] else "b") / "benchmark-toy"
             out.mkdir()
             values = (1.0, 2.0, 4.0) if out.parent.name == "a" else (1.0, 6.0, 8.0)
             scores = [{"value": value} for value in values]
@@ -40,12 +40,17 @@ def test_all_seeds_of_a_method_are_evaluated_together_and_compared(tmp_path, mon
     monkeypatch.setattr(compare_benchmark, "run_all", run_all)
     monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
     asked = ComparisonRequest(
-        [["a.yaml"], ["b.yaml"]], ["--x", "1"], [0, 1], tmp_path, benchmark=Benchmark("toy", "p")
+        [["a.yaml"], ["b.yaml"]],
+        ["--num_steps", "1"],  # of training; `eval` would take them for denoising steps
+        [0, 1],
+        tmp_path,
+        benchmark=Benchmark("toy", "p"),
     )
     (line,) = evaluate_benchmark(asked, result(), lambda _: None)
     step = "checkpoints/step-000002"
     assert commands[1] == (
-        f"eval b.yaml --x 1 --benchmark toy --out {tmp_path}/b/benchmark-toy --data p "
+        f"eval {tmp_path}/b/seed0/config.yaml --benchmark toy "
+        f"--out {tmp_path}/b/benchmark-toy --data p "
         f"--weights {tmp_path}/b/seed0/{step} --weights {tmp_path}/b/seed1/{step}/ema"
     )
     assert (line.metric, line.base) == ("m", 1.0)
