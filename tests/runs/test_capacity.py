@@ -19,7 +19,7 @@ from flowalign.runs.planning.capacity import (
     imbalance,
     unit_costs,
 )
-from flowalign.runs.planning.capacity_plan import Cluster, capacity_rows, read_costs
+from flowalign.runs.planning.capacity_plan import Cluster, capacity_rows, plan_capacity, read_costs
 from flowalign.runs.planning.gpus import GPUS, Gpu, find_gpu
 from flowalign.runs.planning.plan import plan_step
 from flowalign.training.recipe import StepWork
@@ -162,7 +162,9 @@ def test_the_work_of_a_step_is_what_its_rows_say(name):
 @pytest.mark.slow
 def test_two_gpus_halve_a_step_and_uneven_shares_are_idle_time():
     run = load("configs/shapes.yaml", [])[0]
-    one, two, three = (capacity_rows(run, Cluster(count=n, measured=COSTS)) for n in (1, 2, 3))
+    one, two, three = (
+        capacity_rows(run, plan_capacity(run, Cluster(count=n, measured=COSTS))) for n in (1, 2, 3)
+    )
     whole, half = (float(rows["seconds per step"].replace(",", "")) for rows in (one, two))
     assert half == pytest.approx(whole / 2, rel=0.01)
     assert "balanced workers" not in one
@@ -172,6 +174,7 @@ def test_two_gpus_halve_a_step_and_uneven_shares_are_idle_time():
 
 def arguments(**given):
     usual = {"gpus": None, "gpu": None, "costs": None, "reward_seconds": None, "processes": 1}
+    usual |= {"simulate": False}
     return argparse.Namespace(**usual | {"utilization": 0.4} | given)
 
 

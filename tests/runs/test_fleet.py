@@ -6,7 +6,9 @@ from math import exp, inf, sqrt
 import numpy as np
 import pytest
 
+from flowalign.runs.planning.capacity_plan import Capacity
 from flowalign.runs.planning.fleet import Fleet, expected_segment, simulate, young_interval
+from flowalign.runs.planning.fleet_plan import Trouble, fleet_rows, fleets
 
 QUIET = Fleet(trainers=4, samplers=4, rollout=3.0, update=2.0)
 
@@ -49,11 +51,11 @@ def test_failures_of_trainers_cost_what_daly_computed():
         trainers=8, samplers=0, rollout=1.0, update=1.0, failure=800.0, every=10, save=3.0
     )
     fleet = replace(fleet, restart=5.0)
-    segments = 2000
+    segments = 600
     found = simulate(fleet, 10 * segments)
     expected = (100 + 5) * (exp((20 + 3) / 100) - 1)
     assert expected_segment(fleet, 20.0) == pytest.approx(expected)
-    assert found.seconds / segments == pytest.approx(expected, rel=0.02)
+    assert found.seconds / segments == pytest.approx(expected, rel=0.05)
     assert found.lost > 0
     assert found.replaced == 0
 
@@ -74,17 +76,46 @@ def test_the_best_interval_is_near_youngs(save):
 
     def cost(every: int) -> float:
         seconds = [
-            simulate(replace(fleet, every=every), 12_000 // every * every, seed).seconds
-            for seed in range(3)
+            simulate(replace(fleet, every=every), 3_000 // every * every, seed).seconds
+            for seed in range(2)
         ]
-        return float(np.mean(seconds)) / (12_000 // every * every)
+        return float(np.mean(seconds)) / (3_000 // every * every)
 
     near, shorter, longer = cost(round(best)), cost(round(best / 4)), cost(round(best * 4))
     assert near < shorter
     assert near < longer
-    assert near == pytest.approx(1 + sqrt(2 * save / 400), rel=0.03)
+    assert near == pytest.approx(1 + sqrt(2 * save / 400), rel=0.06)
 
 
 def test_the_formulas_without_failures():
     assert expected_segment(replace(QUIET, save=2.0), 10.0) == 12
     assert young_interval(2.0, inf, 4) == inf
+
+
+CAPACITY = Capacity(
+    stages={"sampling": 6.0, "update": 8.0, "communication": 1.0},
+    idle=0.0,
+    whole={"sampling": 60.0, "completions": 0.0, "decoding": 0.0, "rewards": 20.0, "update": 80.0},
+)
+
+
+def test_fleets_of_a_capacity_plan_divide_its_gpus():
+    found = fleets(CAPACITY, 16, 5, Trouble())
+    assert (found["synchronous"].rollout, found["synchronous"].update) == (6, 9)
+    workers = found["workers, staleness 1"]
+    assert (workers.trainers, workers.samplers, workers.staleness) == (8, 8, 1)
+    assert (workers.rollout, workers.update) == (10, 11)
+
+
+def test_rows_of_a_quiet_fleet_are_closed_forms():
+    quiet = Trouble(failure_hours=1e12, save=0.0, spread=0.0)
+    rows = fleet_rows(CAPACITY, 16, 100, 10, quiet)
+    assert rows["synchronous"].startswith("15 seconds per step, trainers update 60% of the time")
+    assert rows["workers, staleness 0"].startswith("21 seconds per step")
+    assert rows["workers, staleness 1"].startswith("11.1 seconds per step")
+
+
+def test_failures_are_counted_in_the_rows():
+    rows = fleet_rows(CAPACITY, 16, 100, 10, Trouble(failure_hours=2.0))
+    assert " 0 restarts" not in rows["synchronous"]
+    assert "the run file: 10" in rows["checkpoints that lose least"]
