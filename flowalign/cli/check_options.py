@@ -32,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured costs of flowalign bench --out, instead of counted operations",
     )
     add("--reward-seconds", type=number(0.0), metavar="S", help="seconds of a GPU per reward call")
+    _add_failures(parser)
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("failures and stragglers, with --gpus").add_argument
     add("--simulate", action="store_true", help="simulate runs with and without staleness")
     add(
