@@ -58,6 +58,8 @@ class DiffusersPolicy(Policy):
     denoiser: Any
     pipe: Any
     """Pipeline. Set by `load`."""
+    device: torch.device
+    """Where the denoiser computes; its own property visits every layer. Set by `load`."""
     latent_shape: tuple[int, ...]
     """Shape of the latents of one sample. Set by `load`."""
 
@@ -142,6 +144,7 @@ class DiffusersPolicy(Policy):
 
     def load(self, device: torch.device) -> None:
         _check(self)
+        self.device = device
         network, skipped = self.network, self.text_encoder.skipped()
         elsewhere = network.names_in_main_memory + self.text_encoder.names_in_main_memory
         quantizers = network.quantizers()
@@ -161,12 +164,12 @@ class DiffusersPolicy(Policy):
         self.latent_shape = self.shape_of_latents(transformer, pipe.vae.config)
 
     def schedule(self, num_steps: int) -> Tensor:
-        return self.sigmas(self.pipe.scheduler, num_steps).to(self.denoiser.device)
+        return self.sigmas(self.pipe.scheduler, num_steps).to(self.device)
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         x = torch.randn(num_samples, *self.latent_shape, generator=generator)
         scale = 1.0 if self.unit_noise else norm(self.schedule(1)[0])
-        return scale * x.to(self.denoiser.device)
+        return scale * x.to(self.device)
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
         """Evaluate the network in the current precision and return its output in float32."""
