@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.fixtures")
 
-from tests.fixtures import annotations, parsed_components, zygote  # noqa: E402
+from tests.fixtures import annotations, loaded_encoders, parsed_components, zygote  # noqa: E402
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` in a shell ignores Ctrl-C
@@ -58,6 +58,7 @@ def pytest_runtest_setup(item):
     if item.path != item.config.stash.get(_FILE, None):
         item.config.stash[_FILE] = item.path
         annotations.begin_file()
+        loaded_encoders.begin_file()
         parsed_components.forget()
 
 
