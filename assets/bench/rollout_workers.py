@@ -5,7 +5,8 @@
 The run is configs/shapes_nft.yaml with 4 prompts of 12 samples and one thread per process. A pilot
 run measures the seconds of sampling, and the reward then sleeps for as long. Each round trains 30
 steps with sampling in the training process, and 30 steps with one worker and `max_staleness: 1`.
-The first step of each run, in which the worker loads the model, is not counted.
+The first step of each run, in which the worker loads the model, is not counted. `--ten` replaces
+the five second-order steps of the sampler by ten first-order steps, as in the paper.
 """
 
 import argparse
@@ -21,6 +22,10 @@ from typing import Any
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 WORKER = ("configs/tasks/rollout_workers.yaml",)
+TEN = (
+    *("--recipe.data.sampling.num_steps", "10", "--recipe.data.sampling.tail_ratio", "null"),
+    *("--recipe.times.num_steps", "10", "--recipe.times.stop", "9"),
+)
 BUSY = ("utilization/trainer", "utilization/workers")
 
 
@@ -37,7 +42,9 @@ class Slow(RewardModel):
         return RewardOutput.build(self.spec, batch.media.mean((1, 2, 3, 4))[:, None])
 
 
-def train(steps: int, seconds: float, files: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def train(
+    steps: int, seconds: float, options: tuple[str, ...], files: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """Train some steps and one before them; return the metrics of the later steps."""
     init_args = {"seconds": seconds}
     reward = {"class_path": "assets.bench.rollout_workers.Slow", "init_args": init_args}
@@ -46,6 +53,7 @@ def train(steps: int, seconds: float, files: tuple[str, ...] = ()) -> list[dict[
             *(sys.executable, "-m", "flowalign", "train", "configs/shapes_nft.yaml", *files),
             *("--num_steps", str(steps + 1), "--evaluation", "null", "--threads", "1"),
             *("--recipe.data.prompts_per_step", "4", "--checkpoints.every", "1000"),
+            *options,
             *("--rewards", json.dumps([reward | {"weight": 1.0}]), "--output_dir", f"{folder}/run"),
         ]
         subprocess.run(command, check=True, capture_output=True)
@@ -64,12 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--ten", action="store_true")
     args = parser.parse_args()
-    seconds = mean(train(4, 0.0), "timing/data") / 48
+    options = TEN if args.ten else ()
+    seconds = mean(train(4, 0.0, options), "timing/data") / 48
     total = {"here": 0.0, "worker": 0.0}
     for _ in range(args.rounds):
         for name, files in (("here", ()), ("worker", WORKER)):
-            rows = train(args.steps, seconds, files)
+            rows = train(args.steps, seconds, options, files)
             spent = sum(row["timing/step"] for row in rows)
             total[name] += spent
             shown = {
