@@ -118,7 +118,8 @@ class DiffusersPolicy(Policy):
 
     def check_setup(self, setup: Setup) -> None:
         sizes = {"height": self.height, "width": self.width}
-        check_setup(self.network, setup, sizes, partial(_count_tokens, self))
+        count = partial(_count_tokens, self)
+        check_setup(self.network, setup, sizes, count, self.max_sequence_length)
 
     def plan(self) -> ModelPlan:
         _check(self)

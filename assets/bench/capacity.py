@@ -1,23 +1,24 @@
 """Compare the predicted CPU seconds of a step with those of 1, 2 and 4 processes of a toy model.
 
-    python assets/bench/capacity.py             # about four minutes of CPU; writes capacity.json
+    python assets/bench/capacity.py             # about two minutes of CPU; writes capacity.json
 
-Unit costs are measured with one process, as `flowalign bench` does. A step of N processes is the
-difference between runs of 6 and of 2 steps, divided by 4 N. CPU seconds do not depend on other work
-on the machine, and more processes than cores are no slower; waiting is not seen.
+Unit costs are measured with one process, as `flowalign bench` does. Every process then measures the
+CPU seconds of three steps after the first. They hardly depend on other work on the machine, and
+more processes than cores are no slower; waiting is not seen.
 """
 
 import json
-import resource
-import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from flowalign.runs import start  # noqa: E402
 from flowalign.runs.bench.stage_times import start_temporarily, unit_seconds  # noqa: E402
 from flowalign.runs.config import load  # noqa: E402
 from flowalign.runs.planning.capacity import UnitCosts, backward_passes, imbalance  # noqa: E402
@@ -25,9 +26,10 @@ from flowalign.runs.planning.capacity_plan import Cluster, predict  # noqa: E402
 from flowalign.runs.planning.plan import plan_step  # noqa: E402
 from flowalign.utils.files import atomic_write  # noqa: E402
 from flowalign.utils.stages import Stages  # noqa: E402
+from tests.fixtures.ranks import on_ranks  # noqa: E402
 
 CHANGES = ["evaluation=null", "ema=null", "recipe.prompts_per_step=8"]
-FEW, MANY = 2, 6
+STEPS = 3
 METHODS = {"Flow-GRPO": [], "dense credit": ["recipe.credit=flowalign.credit.Gain"]}
 
 
@@ -56,17 +58,23 @@ def predict_step(changes: list[str], costs: UnitCosts, processes: int) -> float:
     return found.seconds / imbalance(step.prompts_per_step, processes)
 
 
-def train(changes: list[str], processes: int, steps: int) -> float:
-    """Return the CPU seconds of a run, of all of its processes."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def measure_rank(processes: object, changes: list[str], folder: str) -> float:  # noqa: ARG001
+    """Return the CPU seconds of this process for a step."""
+    run = load("configs/shapes.yaml", [*CHANGES, *changes])[0]
+    session = start(replace(run, output_dir=folder), "", lambda _: None)
+    steps = session.loop.run(range(1 + STEPS))
+    next(steps)
+    begin = time.process_time()
+    for _ in range(STEPS):
+        next(steps)
+    return (time.process_time() - begin) / STEPS
+
+
+def train(changes: list[str], processes: int) -> float:
+    """Return the mean CPU seconds of a process for a step."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--processes", str(processes), "--num_steps", str(steps)]
-        words += ["--output_dir", f"{folder}/run"]
-        words += [f"--{change}" for change in [*CHANGES, *changes]]
-        command = [sys.executable, "-m", "flowalign", "train", "configs/shapes.yaml", *words]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        ranks = Path(folder, "ranks")
+        return mean(on_ranks(measure_rank, processes, ranks, changes, f"{folder}/run"))
 
 
 def main() -> None:
@@ -75,8 +83,7 @@ def main() -> None:
     for name, changes in METHODS.items():
         costs = measure_units(changes)
         for processes in (1, 2, 4):
-            spent = [train(changes, processes, steps) for steps in (FEW, MANY)]
-            measured = (spent[1] - spent[0]) / (MANY - FEW) / processes
+            measured = train(changes, processes)
             predicted = predict_step(changes, costs, processes)
             row = {"predicted": predicted, "measured": measured, "ratio": predicted / measured}
             results[f"{name}, {processes}"] = row

@@ -12,9 +12,20 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import PACKAGES
 from pipelines.network.speed import check_attention, usable_attention
 
-_CONTEXT_NETWORKS = ("WanTransformer3DModel",)
-"""Networks with divided evaluation tested against the whole network: velocities and gradients."""
-_CONTEXT_POLICIES = "pipelines.Wan, WanI2V, Wan22, Wan22I2V and WanTI2V"
+_CONTEXT_NETWORKS = {
+    "WanTransformer3DModel": False,
+    "FluxTransformer2DModel": True,
+    "Flux2Transformer2DModel": True,
+    "QwenImageTransformer2DModel": True,
+}
+"""Networks with divided evaluation tested against the whole network: velocities and gradients. True
+if the tokens of prompts are divided as well."""
+_CONTEXT_POLICIES = "Wan, FLUX.1, FLUX.2, Qwen-Image and their variants"
+_CONTEXT_FAILURES = {
+    "LTXVideoTransformer3DModel": "masks keep all heads in diffusers 0.42.1, which fails",
+    "LTX2VideoTransformer3DModel": "positions keep all tokens in diffusers 0.42.1, which fails",
+}
+"""Networks with a plan that fails, and why."""
 _FARTHEST = 64
 """Number of steps to other sizes that are searched for a valid size."""
 
@@ -24,11 +35,11 @@ the family does not support."""
 
 
 def check_setup(
-    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens
+    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens, num_text: int
 ) -> None:
     """Check that the network supports the setup, from configs only.
 
-    `sizes` holds the height and the width.
+    `sizes` holds the height and the width. `num_text` is the number of tokens of a prompt.
 
     Raises:
         ValueError: A package or backend is missing, the network does not support a setting, or two
@@ -41,7 +52,7 @@ def check_setup(
     _check_sharding(network, setup)
     _check_offload(network, setup)
     if setup.sharding.context_degree > 1:
-        _check_context(network, setup, sizes, count)
+        _check_context(network, setup, sizes, count, num_text)
     if setup.prompt_cache is not None and network.computes_at_load:
         raise ValueError(
             f"prompt_cache: {network.owner} needs the encoders while it loads, to record "
@@ -135,14 +146,17 @@ def _check_offload(network: Denoisers, setup: Setup) -> None:
 
 
 def _check_context(
-    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens
+    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens, num_text: int
 ) -> None:
     degree, attention = setup.sharding.context_degree, setup.speed.attention
     prefix, kind = f"sharding.context_degree is {degree}, but", network.kind.__name__
     if kind not in _CONTEXT_NETWORKS or network.computes_at_load:
+        reason = _CONTEXT_FAILURES.get(kind, "has no plan in diffusers 0.42.1")
+        if network.computes_at_load:
+            reason = "is not tested with recorded pipelines"
         raise ValueError(
-            f"{prefix} {network.owner} does not support it: {kind} has no plan in diffusers, or is "
-            f"not tested; allowed here: 1. Supported by {_CONTEXT_POLICIES}"
+            f"{prefix} {network.owner} does not support it: {kind}: {reason}; allowed here: 1. "
+            f"Supported by {_CONTEXT_POLICIES}"
         )
     tokens = count({})
     known = _AttentionBackendRegistry._supports_context_parallel
@@ -159,10 +173,19 @@ def _check_context(
             f"{prefix} it must also divide the {heads} heads of {network.folder.path}; "
             f"allowed here: {_divisors(heads, tokens)}"
         )
+    _check_text(network, degree, num_text)
     if tokens % degree:
         raise ValueError(
             f"{prefix} the {tokens} tokens of a clip are not a multiple of it; allowed here: "
             f"{_divisors(heads, tokens)}{_name_other_sizes(sizes, count, degree)}"
+        )
+
+
+def _check_text(network: Denoisers, degree: int, num_text: int) -> None:
+    if _CONTEXT_NETWORKS[network.kind.__name__] and num_text % degree:
+        raise ValueError(
+            f"sharding.context_degree is {degree}, but the {num_text} tokens of a prompt are not a "
+            f"multiple of it: set policy.max_sequence_length to {num_text - num_text % degree}"
         )
 
 

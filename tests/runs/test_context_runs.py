@@ -162,6 +162,7 @@ def test_four_processes_in_two_groups_make_the_updates_of_one(tmp_path, made):
 
 
 VIDEO, SD3 = "configs/models/shapes_video.yaml", "configs/shapes.yaml"
+EDIT = "configs/shapes_edit.yaml"
 CRITIC = "recipe.credit.class_path=flowalign.credit.LambdaReturn"
 
 
@@ -169,7 +170,11 @@ CRITIC = "recipe.credit.class_path=flowalign.credit.LambdaReturn"
     ("file", "changes", "why"),
     [
         (SD3, [], "SD3 does not support it"),
-        (SD3, [], "allowed here: 1. Supported by pipelines.Wan"),
+        (SD3, [], "SD3Transformer2DModel: has no plan in diffusers"),
+        ("configs/models/ltx_video.yaml", [], "masks keep all heads in diffusers 0.42.1"),
+        ("configs/models/ltx2.yaml", [], "positions keep all tokens in diffusers 0.42.1"),
+        (EDIT, [], "set policy.max_sequence_length to 12"),
+        (SD3, [], "allowed here: 1. Supported by Wan, FLUX.1"),
         (VIDEO, ["sharding.context_degree=0"], "is 0; it must be at least 1"),
         (VIDEO, ["sharding.context_degree=3"], "20 tokens of a clip are not a multiple"),
         (VIDEO, ["sharding.context_degree=3"], "1, 2, 4; or a width 48 or height 48"),
