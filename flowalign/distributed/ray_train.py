@@ -90,6 +90,7 @@ def run_on_ray(launch: RayLaunch, main: Callable[[Sequence[str]], None], words: 
         _note_signals() as asked,
     ):
         import ray
+        from ray.exceptions import RayError
 
         gpus = check_cores(launch.workers)
         board = ray.remote(Board).options(num_cpus=0, **_on_this_machine()).remote()
@@ -104,7 +105,12 @@ def run_on_ray(launch: RayLaunch, main: Callable[[Sequence[str]], None], words: 
                 "folder": str(Path.cwd()),
             },
         )
-        code, text = _wait(trainer, board, launch, asked)
+        # The thread that waits for Ray Train loses its cluster if this function returns first.
+        threading.excepthook = lambda _: None
+        try:
+            code, text = _wait(trainer, board, launch, asked)
+        except RayError as error:
+            code, text = 1, f"flowalign: the Ray cluster ended: {str(error).splitlines()[0]}\n"
     if text:
         sys.stderr.write(text)
     return code
@@ -204,11 +210,12 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
 
 
 def _fit(trainer: Any, errors: list[Exception]) -> None:
+    from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 
     try:
         trainer.fit()
-    except TrainingFailedError as error:
+    except (TrainingFailedError, RayError) as error:
         errors.append(error)
 
 

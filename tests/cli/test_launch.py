@@ -117,6 +117,7 @@ def test_check_plans_for_many_processes_in_one(launched, monkeypatch):
         ),
         (["train", SHAPES, "--nodes", "2"], "--nodes is 2 and --rendezvous is not given"),
         (["train", SHAPES, "--rendezvous", "10.0.0.1"], "it must be host:port"),
+        (["train", SHAPES, "--address", "auto"], "--address auto needs --executor ray"),
         (
             [
                 *("train", SHAPES, "--processes", "2", "--nodes", "2", "--rendezvous", "h:1"),

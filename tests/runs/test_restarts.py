@@ -24,6 +24,9 @@ pytestmark = [
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores"),
 ]
 STEPS = 5
+MANY = "FLOWALIGN_TRIALS"
+"""Environment variable with the number of kills of each kind, after different steps."""
+TRIALS = pytest.mark.parametrize("trial", range(int(os.environ.get(MANY, "1"))))
 OPTIONS = "--num_steps", STEPS, "--evaluation", "null", "--processes", 2
 
 
@@ -35,27 +38,29 @@ def straight(tmp_path_factory) -> Path:
     return folder
 
 
-def killed(folder: Path, launcher: subprocess.Popen, pid: int) -> None:
-    """Kill a process of a run after its second step."""
-    wait_for(folder / "checkpoints" / "step-000002", launcher)
+def killed(folder: Path, launcher: subprocess.Popen, pid: int, trial: int) -> None:
+    """Kill a process of a run after its second or third step."""
+    wait_for(folder / "checkpoints" / f"step-{2 + trial % 2:06d}", launcher)
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_process_is_restarted_and_ends_with_the_same_bits(tmp_path, straight):
+@TRIALS
+def test_a_killed_process_is_restarted_and_ends_with_the_same_bits(tmp_path, straight, trial):
     folder = tmp_path / "run"
     launcher = start(folder, *OPTIONS, "--restarts", 1)
     wait_for(folder / "checkpoints" / "step-000001", launcher)
-    killed(folder, launcher, workers(launcher)[-1])
+    killed(folder, launcher, workers(launcher)[trial % 2], trial)
     output = finish(launcher)
     assert output.count("was ended by SIGKILL") == output.count("flowalign: restart 1 of 1") == 1
     assert output.count("Traceback") == 0
     assert_same_run(straight, folder, STEPS)
 
 
-def test_a_killed_launcher_leaves_what_a_later_one_resumes(tmp_path, straight):
+@TRIALS
+def test_a_killed_launcher_leaves_what_a_later_one_resumes(tmp_path, straight, trial):
     folder = tmp_path / "run"
     launcher = start(folder, *OPTIONS)
-    killed(folder, launcher, launcher.pid)
+    killed(folder, launcher, launcher.pid, trial)
     finish(launcher, -signal.SIGKILL)
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None
@@ -73,13 +78,14 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path, straight):
     assert_same_run(straight, folder, STEPS)
 
 
-def test_a_killed_ray_worker_is_restarted_and_ends_with_the_same_bits(tmp_path, straight):
+@TRIALS
+def test_a_killed_ray_worker_is_restarted_and_ends_with_the_same_bits(tmp_path, straight, trial):
     pytest.importorskip("ray")
     folder = tmp_path / "run"
     command = start(folder, *OPTIONS, "--executor", "ray", "--restarts", 1)
     wait_for(folder / "checkpoints" / "step-000001", command)
     holder = (folder / "run.lock").read_text()
-    killed(folder, command, int(re.match(r"process (\d+) ", holder)[1]))
+    killed(folder, command, int(re.match(r"process (\d+) ", holder)[1]), trial)
     output = finish(command)
     assert output.count("flowalign: restart 1 of 1") == 1
     assert output.count("Traceback") == 0

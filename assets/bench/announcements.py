@@ -1,0 +1,81 @@
+"""Measure what announcements of all-gathers cost if both processes make the same calls.
+
+    PYTHONPATH=. python assets/bench/announcements.py
+
+Two processes train configs/shapes.yaml with sharded weights, 4 prompts of 8 samples and one thread
+each. Every second step runs as plain FSDP2, without announcements. It prints, per process, the CPU
+and wall seconds of the steps with announcements relative to the neighbouring ones without.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from math import sqrt
+from typing import Any
+
+import torch.distributed as dist
+
+from flowalign.cli.main import main
+from flowalign.distributed.agent import run_together
+from flowalign.distributed.collective_scheduler import CollectiveScheduler
+from flowalign.distributed.launch import Launch
+from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+
+STEPS = 41
+PLAIN: dict[str, Any] = {
+    "wait_to_gather": lambda *_: None,
+    "wait_for_all": lambda *_: None,
+    "before_backward": lambda _, loss: loss,
+}
+"""Methods that make no announcement."""
+ANNOUNCED = {name: getattr(CollectiveScheduler, name) for name in PLAIN}
+RUN = PolicyGradientLoop.run
+
+
+def time_steps(self: PolicyGradientLoop, steps: Any) -> Iterator[dict[str, float]]:
+    """Run the steps; print the ratios after the last one. The first step, with checks, is left."""
+    seconds: list[tuple[float, float]] = []
+    running = RUN(self, steps)
+    for step in steps:
+        set_methods(PLAIN if step % 2 else ANNOUNCED)
+        dist.barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        metrics = next(running)
+        cpu = time.process_time() - cpu
+        dist.barrier()
+        seconds.append((cpu, time.perf_counter() - wall))
+        set_methods(ANNOUNCED)
+        if step == STEPS - 1:
+            show(seconds)
+        yield metrics
+
+
+def set_methods(methods: dict[str, Any]) -> None:
+    """Replace methods of the scheduler."""
+    for name, method in methods.items():
+        setattr(CollectiveScheduler, name, method)
+
+
+def show(seconds: list[tuple[float, float]]) -> None:
+    """Print the mean and the standard error of the relative costs of announcements."""
+    pairs = list(zip(seconds[1::2], seconds[2::2], strict=True))
+    for i, name in enumerate(("CPU", "wall")):
+        costs = [100 * (announced[i] / plain[i] - 1) for plain, announced in pairs]
+        error = statistics.stdev(costs) / sqrt(len(costs))
+        rank = os.environ["RANK"]
+        print(f"process {rank}, {name} time: {statistics.mean(costs):+.1f} +- {error:.1f} %")  # noqa: T201
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        PolicyGradientLoop.run = time_steps
+        main(sys.argv[1:])
+    words = ["train", "configs/shapes.yaml", "--sharding.weights", "blocks", "--threads", "1"]
+    words += ["--num_steps", str(STEPS), "--evaluation", "null", "--checkpoints.verify", "never"]
+    words += ["--recipe.prompts_per_step", "4", "--recipe.sampling.samples_per_prompt", "8"]
+    with tempfile.TemporaryDirectory() as folder:
+        words += ["--output_dir", f"{folder}/run"]
+        sys.exit(run_together(Launch(2), [sys.executable, __file__, *words]))
