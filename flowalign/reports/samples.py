@@ -1,10 +1,10 @@
 """Prepare the samples of a report: before and after training, prompt by prompt."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -21,6 +21,7 @@ _LOW, _WIDEST = 64, 1200
 (width)."""
 
 
+_FRAME_MILLISECONDS = 700
 _STRIPS, _STRIP_STEPS = 4, 8
 """Largest number of prompts, and of evaluations, that are shown over training."""
 
@@ -64,8 +65,18 @@ def samples(folder: Path) -> dict[str, Any]:
     return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
 
 
-def find_strips(folder: Path) -> list[tuple[str, list[tuple[int, str]]]]:
-    """Return the images of the first fixed prompts at evenly spaced evaluations, oldest first.
+class Strip(NamedTuple):
+    """Images of one fixed prompt over training."""
+
+    prompt: str
+    pictures: list[tuple[int, str]]
+    """Step and address of each image, oldest first."""
+    animation: str
+    """Address of an animated image that shows them in turn."""
+
+
+def find_strips(folder: Path) -> list[Strip]:
+    """Return the images of the first fixed prompts at evenly spaced evaluations.
 
     The list is empty for videos, and with fewer than three readable grids.
     """
@@ -73,14 +84,29 @@ def find_strips(folder: Path) -> list[tuple[str, list[tuple[int, str]]]]:
     prompts, steps = index.get("prompts", []), sorted(index.get("steps", []))
     if index.get("fps") or len(steps) < 3:
         return []
-    rows: list[tuple[str, list[tuple[int, str]]]] = [(p, []) for p in prompts[:_STRIPS]]
+    rows: list[dict[int, Image.Image]] = [{} for _ in prompts[:_STRIPS]]
     last = min(len(steps), _STRIP_STEPS) - 1
     for step in (steps[round(i * (len(steps) - 1) / last)] for i in range(last + 1)):
         if grid := _first_grid(folder, [step]):
             pictures = cut_grid(grid[1], len(prompts), index.get("columns", 1))[:_STRIPS]
-            for (_, row), address in zip(rows, encode_images(pictures), strict=True):
-                row.append((step, address))
-    return [row for row in rows if len(row[1]) > 2]
+            for row, picture in zip(rows, pictures, strict=True):
+                row[step] = picture
+    return [
+        Strip(prompt, list(zip(row, encode_images([*row.values()]), strict=True)), animate(row))
+        for prompt, row in zip(prompts, rows, strict=False)
+        if len(row) > 2
+    ]
+
+
+def animate(pictures: Mapping[int, Image.Image]) -> str:
+    """Return the address of an animated WebP with a frame per step, which loops."""
+    first, *others = [picture.copy() for picture in pictures.values()]
+    is_small = max(first.size) <= _SMALL
+    for picture in (first, *others):
+        picture.thumbnail((_LARGEST, _LARGEST))
+    content, options = io.BytesIO(), {"duration": _FRAME_MILLISECONDS, "loop": 0}
+    first.save(content, "WEBP", save_all=True, append_images=others, lossless=is_small, **options)
+    return data_address("webp", content.getvalue())
 
 
 def _scores(folder: Path, step: int, prompts: Sequence[str]) -> Scores | None:

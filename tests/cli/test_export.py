@@ -37,7 +37,8 @@ def run(tmp_path_factory) -> Path:
     (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
     write_manifest(checkpoint)
     (folder / "samples").mkdir()
-    (folder / "samples" / "step-000003.png").write_bytes(b"a grid")
+    for step in (0, 2, 3):
+        (folder / "samples" / f"step-00000{step}.png").write_bytes(b"grid %d" % step)
     summary = {"status": "finished", "steps": 3, "seed": 7, "seconds": 12.5}
     summary |= {"before": {"eval/exact_match": 0.25}, "after": {"eval/exact_match": 0.75}}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -119,6 +120,9 @@ def test_the_card_s_code_loads_the_weights_and_a_dry_run_publishes_nothing(
     card = (out / "README.md").read_text()
     assert "## Shapes\n\n| metric | base | trained |\n" in card
     assert "(curves.png)" in card
+    assert card.index("(samples_before.png)") < card.index("(samples.png)")
+    shown = [(out / f"samples{name}.png").read_bytes() for name in ("_before", "")]
+    assert shown == [b"grid 0", b"grid 3"]
     with Image.open(out / "curves.png") as picture:
         assert picture.width > 1000  # two panels: reward, and held-out values
     code = card.split("```python\n")[1].split("```")[0]

@@ -125,12 +125,20 @@ def test_a_card_shows_its_prompt_with_the_first_and_the_last_picture(folder):
 
 def test_the_first_prompts_are_shown_over_training(folder):
     strips = find_strips(folder / "samples")
-    assert [prompt for prompt, _ in strips] == PROMPTS[:4]
-    assert [step for step, _ in strips[3][1]] == [0, 20, 40]
-    shown = strips[3][1][1][1].partition("base64,")[2]
-    picture = Image.open(io.BytesIO(base64.b64decode(shown)))
+    assert [strip.prompt for strip in strips] == PROMPTS[:4]
+    assert [step for step, _ in strips[3].pictures] == [0, 20, 40]
     expected = cut_grid(grid(0.6, 20), len(PROMPTS), 4)[3]
+    picture = opened(strips[3].pictures[1][1])
     assert np.array_equal(np.asarray(picture), np.asarray(expected))
+    moving = opened(strips[3].animation)
+    assert (moving.n_frames, moving.info["loop"]) == (3, 0)
+    moving.seek(1)
+    assert np.array_equal(np.asarray(moving.convert("RGB")), np.asarray(expected))
+
+
+def opened(address):
+    """The image of a data URL."""
+    return Image.open(io.BytesIO(base64.b64decode(address.partition("base64,")[2])))
 
 
 def test_large_pictures_are_reduced_and_drawn_smoothly(folder):

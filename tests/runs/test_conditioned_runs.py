@@ -25,7 +25,7 @@ def test_the_folder_of_a_run_says_how_to_ask(tmp_path):
     assert go(run)["sampling_asks"] == "PROMPT, vivid"
     config = tmp_path / "config.yaml"
     config.write_text("policy: {init_args: {path: base}}\nrecipe: {class_path: Recipe}\n")
-    nothing = Evidence(has_grid=False, has_curves=False, benchmarks=())
+    nothing = Evidence(grids=(), has_curves=False, benchmarks=())
     card = model_card(run, config, {}, "diffusers", None, nothing)
     assert "## Words" in card
     assert "\n    PROMPT, vivid\n" in card

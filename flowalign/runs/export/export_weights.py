@@ -13,7 +13,7 @@ from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
 from flowalign.runs.export.adapter_metadata import stamp_adapter
 from flowalign.runs.export.evidence import draw_curves
-from flowalign.runs.export.model_card import Evidence, model_card
+from flowalign.runs.export.model_card import SAMPLES, SAMPLES_BEFORE, Evidence, model_card
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
 from flowalign.utils.files import atomic_write
@@ -39,10 +39,15 @@ class Trained:
         return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
 
     @property
-    def grid(self) -> Path | None:
-        """Return the newest grid of samples."""
+    def grids(self) -> dict[str, Path]:
+        """Return the newest grid of samples and the one before training, by their exported names.
+
+        Without an evaluation before training there is only the newest one.
+        """
         found = sorted((self.run_folder / "samples").glob(_GRIDS)) if self.run_folder else []
-        return found[-1] if found else None
+        named = {SAMPLES: found[-1]} if found else {}
+        before = [file for file in found[:-1] if file.stem == "step-000000"]
+        return named | dict(zip([SAMPLES_BEFORE], before, strict=False))
 
 
 @dataclass(frozen=True)
@@ -119,14 +124,13 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
             raise ValueError(f"the exported weights differ by {difference} when read back")
         if form.target != "merged":
             stamp_adapter(partial, yaml.safe_load(trained.config.read_text(encoding="utf-8")))
-        grid = trained.grid
-        if grid:
-            shutil.copyfile(grid, partial / "samples.png")
+        for name, grid in trained.grids.items():
+            shutil.copyfile(grid, partial / name)
         shutil.copyfile(trained.config, partial / "flowalign.yaml")
         curves = draw_curves(trained.run_folder) if trained.run_folder else None
         if curves:
             (partial / "curves.png").write_bytes(curves)
-        shown = Evidence(bool(grid), bool(curves), form.benchmarks)
+        shown = Evidence([*trained.grids], bool(curves), form.benchmarks)
         card = model_card(run, trained.config, trained.summary, form.target, form.license, shown)
         (partial / "README.md").write_text(card, encoding="utf-8")
     return difference

@@ -12,6 +12,8 @@ from flowalign.rewards.weighted_reward import read_weights
 from flowalign.runs.config import Run
 from flowalign.types import ExportTarget, describe_conditioning
 
+SAMPLES, SAMPLES_BEFORE = "samples.png", "samples_before.png"
+"""Names of the grids of samples after and before training."""
 _TASKS = {
     (False, "none"): "text-to-image",
     (False, "source"): "image-to-image",
@@ -24,8 +26,8 @@ _TASKS = {
 class Evidence:
     """Results that the card shows."""
 
-    has_grid: bool
-    """Whether `samples.png` is next to the card."""
+    grids: Sequence[str]
+    """Names of the grids of samples next to the card: SAMPLES, SAMPLES_BEFORE."""
     has_curves: bool
     """Whether `curves.png` is next to the card."""
     benchmarks: Sequence[tuple[str, str]]
@@ -47,8 +49,8 @@ def model_card(
     front: dict[str, Any] = {"base_model": base, "library_name": "diffusers", "pipeline_tag": task}
     front |= {"license": license} if license else {}
     front["tags"] = ["flowalign", task, "diffusers", *([] if target == "merged" else ["lora"])]
-    if evidence.has_grid:
-        front["widget"] = [{"text": "samples", "output": {"url": "samples.png"}}]
+    if evidence.grids:
+        front["widget"] = [{"text": "samples", "output": {"url": SAMPLES}}]
     before, after = summary.get("before") or {}, summary.get("after") or {}
     text = render(
         "model_card.md.j2",
