@@ -3,16 +3,14 @@
 import argparse
 import logging
 import os
+import sys
 import warnings
 from importlib import import_module
 
-import torch
 from rich.console import Console
 
 from flowalign.distributed.failures import leave_failure
-from flowalign.rewards.checked import RewardFailure
-from flowalign.training.learner import TrainingFailure
-from flowalign.utils.errors import ConfigError
+from flowalign.utils.errors import ConfigError, RunFailure
 from flowalign.utils.interrupts import exit_code, sigterm_stops
 
 MAX_LINES = 5
@@ -32,15 +30,23 @@ def run_verb(args: argparse.Namespace) -> int:
             return import_module(f"{_COMMANDS}.{args.module}").run(args)
     except ConfigError as error:
         return complain(str(error), 2)
-    except torch.OutOfMemoryError as error:  # in a command without a plan
-        first = str(error).splitlines()[0]
-        return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
-    except (TrainingFailure, RewardFailure) as error:
+    except RunFailure as error:
         return complain(str(error), 1)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        first = str(error).splitlines()[0]  # in a command without a plan
+        return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
     except OSError as error:  # such as a full disk
         return complain(_describe(error), 1)
     except KeyboardInterrupt as stop:
         return complain(_describe_stop(args), exit_code(stop))
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a GPU ran out of memory; commands that only read files import no torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _describe(error: OSError) -> str:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.console import Patience, say
+from flowalign.utils.errors import RunFailure
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
 """Reaction to a failed reward. raise: end the run. drop_sample: drop the samples that need it.
 drop_group: drop their whole group."""
 
 
-class RewardFailure(RuntimeError):
+class RewardFailure(RunFailure):
     """Reward that could not be computed, in a run that stops on failures."""
 
 

@@ -8,10 +8,25 @@ summary = train(start(run, settings, print))
 ```
 """
 
-from flowalign.runs.config import Run, load
-from flowalign.runs.planning.plan import plan
-from flowalign.runs.session.session import Session, start
-from flowalign.runs.session.train_session import train
-from flowalign.training.ema import Ema
+from typing import TYPE_CHECKING
+
+from flowalign.utils.imports import export_lazily
+
+if TYPE_CHECKING:
+    from flowalign.runs.config import Run, load
+    from flowalign.runs.planning.plan import plan
+    from flowalign.runs.session.session import Session, start
+    from flowalign.runs.session.train_session import train
+    from flowalign.training.ema import Ema
 
 __all__ = ["Ema", "Run", "Session", "load", "plan", "start", "train"]
+__getattr__ = export_lazily(  # commands that only read files need no torch
+    __name__,
+    {
+        "flowalign.runs.config": ("Run", "load"),
+        "flowalign.runs.planning.plan": ("plan",),
+        "flowalign.runs.session.session": ("Session", "start"),
+        "flowalign.runs.session.train_session": ("train",),
+        "flowalign.training.ema": ("Ema",),
+    },
+)

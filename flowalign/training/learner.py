@@ -24,9 +24,10 @@ from flowalign.types.ranges import (
     UnitInterval,
     require_ranges,
 )
+from flowalign.utils.errors import RunFailure
 
 
-class TrainingFailure(RuntimeError):
+class TrainingFailure(RunFailure):
     """Error that stops training: it cannot continue, or an automatic check failed."""
 
 

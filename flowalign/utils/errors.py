@@ -1,4 +1,4 @@
-"""Define errors that the user can correct."""
+"""Define errors that a command reports in a few lines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,10 @@ from contextlib import contextmanager
 
 class ConfigError(ValueError):
     """Error in a run file, option or override; the message names the allowed values."""
+
+
+class RunFailure(RuntimeError):
+    """Failure of a run that a short message explains."""
 
 
 @contextmanager

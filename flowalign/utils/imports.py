@@ -1,8 +1,10 @@
-"""Import large libraries faster."""
+"""Import large libraries faster, or only if they are needed."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 @contextmanager
@@ -19,3 +21,18 @@ def pause_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def export_lazily(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return `__getattr__` of a package that imports the module of a name when it is used.
+
+    `names` are the exported names by module.
+    """
+    modules = {name: module for module, some in names.items() for name in some}
+
+    def get_export(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name]), name)
+
+    return get_export

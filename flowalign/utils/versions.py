@@ -31,6 +31,8 @@ LIBRARIES = (
     "trackio",
 )
 """Distribution names of the libraries that flowalign uses."""
+_DEVICES = "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"
+"""Devices of NVIDIA's driver, of WSL, and of AMD's driver."""
 
 
 def versions() -> dict[str, str]:
@@ -44,17 +46,22 @@ def versions() -> dict[str, str]:
     return found
 
 
+def has_accelerator() -> bool:
+    """Return whether the system shows a GPU of NVIDIA, AMD or Apple. It needs no torch."""
+    return sys.platform == "darwin" or any(map(os.path.exists, _DEVICES))
+
+
 def machine() -> dict[str, str]:
     """Return the processors and the accelerators that torch sees."""
+    found = {"cpu": f"{os.cpu_count()} cores", "gpu": "none"}
+    if not has_accelerator():
+        return found
     import torch
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = ", ".join(f"{g.name}, {g.total_memory / 2**30:.0f} GiB" for g in gpus)
     rocm = f" (ROCm {torch.version.hip})" if torch.version.hip else ""
-    found = {
-        "cpu": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
-        "gpu": f"{names}{rocm}" if names else "none",
-    }
+    found["gpu"] = f"{names}{rocm}" if names else f"a device that torch {torch.__version__} ignores"
     if torch.backends.mps.is_available():
         found["mps"] = "Apple GPU found, but not supported: runs use the CPU"
     return found
@@ -62,6 +69,8 @@ def machine() -> dict[str, str]:
 
 def gpu_bytes() -> int:
     """Return the memory of the smallest GPU in bytes; 0 without a GPU."""
+    if not has_accelerator():
+        return 0
     import torch
 
     count = torch.cuda.device_count()

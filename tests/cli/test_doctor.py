@@ -1,10 +1,15 @@
 """`flowalign doctor` of a pipeline: its report, and one-line errors."""
 
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flowalign.cli.main import main
+from flowalign.utils import versions
 
 SD3 = ["doctor", "--pipeline", "assets/shapes/sd3", "--height", "32", "--width", "32"]
 
@@ -47,3 +52,48 @@ def test_the_doctor_refuses_in_a_line_before_weights_are_read(capsys, monkeypatc
     told = capsys.readouterr().err
     assert message in told
     assert len(told.strip().splitlines()) <= 2
+
+
+OFFLINE = """
+import socket, sys, time
+def refuse(*_, **__): raise AssertionError("the network was used")
+socket.create_connection = socket.getaddrinfo = socket.socket.connect = refuse
+from flowalign.cli.main import main
+for words in (["doctor"], ["recipes", "models"]):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert ended.code == 0
+assert "torch" not in sys.modules
+print("CPU seconds", time.process_time())
+"""
+
+
+def test_doctor_and_recipes_answer_at_once_without_network_and_torch(tmp_path):
+    """A machine without a GPU needs no torch, whose import alone takes seconds."""
+    if versions.has_accelerator():
+        pytest.skip("torch is asked about the GPU of this machine")
+    command = [sys.executable, "-c", OFFLINE]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "models that this machine can train" in told
+    assert "models/wan21_1_3b" in told
+    assert float(told.rpartition("CPU seconds")[2]) < 4  # of two commands
+
+
+def test_gpus_of_amd_and_apple_are_named(monkeypatch):
+    monkeypatch.setattr(versions, "has_accelerator", lambda: True)
+    card = SimpleNamespace(name="MI300X", total_memory=192 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    found = versions.machine()
+    assert found["gpu"] == "MI300X, 192 GiB (ROCm 6.4)"
+    assert "not supported: runs use the CPU" in found["mps"]
+    assert versions.gpu_bytes() == 192 * 2**30
+
+
+def test_a_device_that_torch_cannot_use_is_told(monkeypatch):
+    monkeypatch.setattr(versions, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert versions.machine()["gpu"] == f"a device that torch {torch.__version__} ignores"

@@ -8,15 +8,9 @@ from typing import get_args
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.runs.library import run_files
-from flowalign.runs.library.run_files import (
-    Label,
-    combination,
-    combinations,
-    memory_of,
-    read_recipe,
-    recipes,
-)
+from flowalign.runs.library import combinations as library
+from flowalign.runs.library.combinations import combination, combinations, memory_of
+from flowalign.runs.library.run_files import Label, read_recipe, recipes
 
 RUN_FILES = sorted(
     file
@@ -116,7 +110,7 @@ def keep_methods(monkeypatch, *methods: str) -> None:
     """Hide the other methods: to load all of them takes ten seconds."""
     names = {f"methods/{name}" for name in methods}
     kept = [one for one in NAMES.values() if one.name in names or "methods/" not in one.name]
-    monkeypatch.setattr(run_files, "recipes", lambda: kept)
+    monkeypatch.setattr(library, "recipes", lambda: kept)
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from itertools import cycle, islice
 import pytest
 
 from flowalign.runs.config import load
-from flowalign.runs.library.run_files import Combination, combination, recipes
+from flowalign.runs.library.combinations import combination
+from flowalign.runs.library.run_files import Combination, recipes
 from flowalign.runs.planning.plan import plan
 from tests.fixtures.matrix import content_hash, write_workspace
 from tests.fixtures.offline import block_sockets

@@ -2,20 +2,22 @@
 
 import argparse
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 from flowalign.cli.commands.common import get_log
 from flowalign.runs.library.run_files import (
     Combination,
     ShippedFile,
-    combinations,
     copy_recipe,
     find_recipe,
-    memory_of,
     recipes,
 )
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
+
+_COMBINATIONS = "flowalign.runs.library.combinations"
+"""Module that is imported by name, because it imports torch."""
 
 
 @convert_value_errors()
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         get_log()(f"{args.out} is written; the next command is:\n{command}")
         return 0
     if args.methods:
-        listed = combinations(find_recipe(args.name or ""))
+        listed = import_module(_COMBINATIONS).combinations(find_recipe(args.name or ""))
     else:
         listed = [one for one in recipes() if one.name.startswith(args.name or "")]
         listed = listed or [find_recipe(args.name)]
@@ -39,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
 def _format_recipe(recipe: ShippedFile | Combination, with_memory: bool) -> str:
     papers = ", ".join(f"arXiv:{paper}" for paper in recipe.papers)
     rows = [f"[{recipe.label}] {recipe.about}", papers]
-    rows += [f"memory {memory_of(recipe)}"] if with_memory else []
+    rows += [f"memory {import_module(_COMBINATIONS).memory_of(recipe)}"] if with_memory else []
     return "\n".join(row for row in rows if row)
