@@ -1,7 +1,7 @@
 """Define the properties of a model that a plan reads before the weights are loaded."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxtyping import Float
@@ -58,8 +58,8 @@ class ModelPlan:
     """Bytes of quantized weights that the backward pass keeps in the policy's precision."""
     savings: Sequence[Saving] = ()
     """Settings that would lower the memory further; empty if all are in use."""
-    evaluation_flops: Callable[[], int] = int
+    evaluation_flops: Callable[[], int] = field(default=int, compare=False)
     """Function that counts the floating-point operations of one network evaluation of one sample,
     without gradient. It returns 0 if the number is unknown."""
-    decode_flops: Callable[[], int] = int
+    decode_flops: Callable[[], int] = field(default=int, compare=False)
     """The same for decoding one sample."""

@@ -54,9 +54,10 @@ class RolloutWorkers:
     def __post_init__(self) -> None:
         """Reject settings outside their ranges."""
         require_ranges(self, "rollouts")
-        devices = self.devices or ["cpu"] * self.workers
-        valid = all(re.fullmatch(r"cpu|cuda:\d+", device) for device in devices)
-        if not valid or len(devices) != self.workers:
+        if self.devices is None:
+            return
+        valid = all(re.fullmatch(r"cpu|cuda:\d+", device) for device in self.devices)
+        if not valid or len(self.devices) != self.workers:
             raise ValueError(
                 f"rollouts.devices is {self.devices}; it must name `cpu` or `cuda:N` for each of "
                 f"the {self.workers} workers, or be null"
