@@ -155,6 +155,8 @@ class Agent(_Agent):
             if code > 0 and code not in STOPPED:
                 text = f"flowalign: process {rank} of {world} ended with exit code {code}\n"
                 return code, text
+        if self.asked:  # torch sends SIGTERM to processes that stop later than the first
+            return 128 + self.asked[0], ""
         return max(abs(code) % 128 + 128 for code in codes.values()), ""
 
 
