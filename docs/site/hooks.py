@@ -90,7 +90,9 @@ def _read_summaries(module: str) -> dict[str, str]:
     path = DOCS.parent / module.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     found: dict[str, str] = {}
-    for node in ast.parse(file.read_text()).body if file.is_file() else ():
+    body = ast.parse(file.read_text()).body if file.is_file() else []
+    guarded = [node for one in body if isinstance(one, ast.If) for node in one.body]
+    for node in (*body, *guarded):
         if isinstance(node, ast.ImportFrom) and path.is_dir():
             known = _read_summaries(node.module or "")
             found |= {alias.name: known.get(alias.name, "") for alias in node.names}
