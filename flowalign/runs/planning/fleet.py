@@ -18,7 +18,7 @@ class Fleet:
     trainers: int
     """Number of trainers."""
     samplers: int
-    """Number of rollout and reward workers. 0: the trainers sample and score, too."""
+    """Number of rollout and reward workers. 0: the trainers also sample and score."""
     rollout: float
     """Mean time of a worker for its share of a step's samples and rewards."""
     update: float
@@ -51,9 +51,9 @@ class Outcome:
     training: float
     """Seconds in which trainers update, including updates that are repeated."""
     restarts: int
-    """Number of failures of trainers, each of which goes back to a checkpoint."""
+    """Number of failures of trainers. After each, trainers go back to a checkpoint."""
     replaced: int
-    """Number of failures of rollout and reward workers, each of which repeats its share."""
+    """Number of failures of rollout and reward workers. Each one repeats its share."""
     lost: int
     """Number of updates that were repeated."""
 
