@@ -46,7 +46,8 @@ class Watch:
 
     metrics: list[str]
     """Reward dimensions without a weight, `diversity`, `sharpness`, `grid_power` (artefacts that
-    repeat every 8 pixels), `dark_share` or `kl`."""
+    repeat every 8 pixels), `dark_share` or `kl`, which costs eight evaluations of the network per
+    sample."""
     on_hacking: Action = "warn"
     """Reaction when a watched metric falls and the optimised reward does not: warn, stop or
     roll_back."""

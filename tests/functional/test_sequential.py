@@ -49,14 +49,33 @@ def test_p_values_by_hand():
     assert sequential.lower_bound(d, 0.25) == pytest.approx(-3.0)
 
 
+def test_skewness_is_corrected_by_hand_and_only_against_alarms():
+    """Mean 1, second and third central moments 3 and 6: t = 1, a = 6 / 3^1.5 / 2 = 1 / sqrt(3)."""
+    d, a = torch.tensor([4.0, 0.0, 0.0, 0.0]), 3**-0.5
+    assert float(sequential.corrected_t(d)) == pytest.approx(1 + a / 3 + a**2 / 27 + a / 6)
+    assert float(sequential.corrected_t(-d)) == pytest.approx(-1)  # Hall: -1 - a / 3 - ... is less
+
+
+def test_skewed_differences_give_few_false_alarms():
+    g = torch.Generator().manual_seed(0)
+    skewed = torch.empty(40_000, 48).exponential_(generator=g) - 1
+    limit, plain = (
+        -sequential.student_quantile(0.0015, 47),
+        skewed.mean(1) / skewed.std(1) * 48**0.5,
+    )
+    rates = [float((t < limit).float().mean()) for t in (plain, sequential.corrected_t(skewed))]
+    assert rates[0] > 6 * 0.0015
+    assert rates[1] < 2.5 * 0.0015
+
+
 def test_a_whole_run_has_few_false_alarms_and_sees_a_fall():
-    """1,000 runs of 20 evaluations, whose differences share most of their noise."""
+    """1,000 runs of 20 evaluations; metrics share some of their noise, evaluations most of it."""
     g = torch.Generator().manual_seed(0)
     runs, evaluations, prompts, metrics = 1000, 20, 32, 4
-    shared = torch.randn(runs, 1, metrics, prompts, generator=g)
+    prompt = torch.randn(runs, 1, 1, prompts, generator=g)
+    shared = 0.8 * torch.randn(runs, 1, metrics, prompts, generator=g) + 0.6 * prompt
     own = torch.randn(runs, evaluations, metrics, prompts, generator=g)
-    d = 0.9 * shared + 0.44 * own
-    t = d.mean(-1) / (d.std(-1) / prompts**0.5)
+    t = sequential.corrected_t(0.9 * shared + 0.44 * own)
     levels = [sequential.spend_level(0.05, e, metrics) for e in range(1, evaluations + 1)]
     limits = torch.tensor([sequential.student_quantile(level, prompts - 1) for level in levels])
     alarms = (t < -limits[None, :, None]).any(2)

@@ -77,13 +77,16 @@ def test_kl_is_tested_against_its_limit():
             Watch(metrics=metrics, kl_limit=limit)
 
 
-def test_the_divergence_of_a_shifted_velocity_is_the_square_of_the_shift():
-    policy, shift = PixelPolicy(), torch.tensor([0.1, 0.2, 0.2])
+def test_the_divergence_is_a_mean_over_noise_levels_that_every_sample_visits():
+    policy = PixelPolicy()
+    policy.denoiser = torch.nn.Linear(5, 3)
+    policy.denoiser.requires_grad_(False).weight.zero_()
     reference = copy.deepcopy(policy)
-    policy.denoiser[-1].bias.data += shift
+    policy.denoiser.weight[:, 3] = torch.tensor([1.0, 2.0, 2.0])  # velocity plus (1, 2, 2) sigma
     requests, latents = plain_requests(["a", "bb", "a"]), torch.randn(3, 3)
     found = measure_divergence(policy, reference, requests, latents, [0, 1, 2], 7, 2)
-    assert found.tolist() == pytest.approx([0.03] * 3, rel=1e-5)
+    squares = (0.125**2 + 0.375**2 + 0.625**2 + 0.875**2) / 4
+    assert found.tolist() == pytest.approx([3 * squares] * 3, rel=1e-5)
 
 
 def test_failed_scores_are_left_out_as_pairs():
