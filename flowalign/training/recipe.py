@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool
 from flowalign.types import ModelPlan, Policy, PromptConditioning
 
 Log = Callable[[str], None]
@@ -44,10 +44,11 @@ class RunContext:
     """Whether the run keeps averaged weights."""
     conditioning: PromptConditioning | None = None
     """Conditioning added to the prompts. None: plain prompts."""
-    workers: WorkerPool | None = None
+    workers: RolloutPool | None = None
     """Processes that sample the rollouts. None: the training process samples."""
-    max_staleness: int = 0
-    """Largest age of the weights that sample rollouts, in training steps."""
+    is_off_policy: bool = False
+    """Whether older weights or other kernels sample rollouts, so that losses with ratios recompute
+    log-probabilities."""
 
     def check_conditioning(self) -> None:
         """Raise ValueError if the conditioning uses dimensions without a reward."""
@@ -212,8 +213,7 @@ class Recipe(ABC):
         """Return the sampler of a worker process. It needs no weights until it samples.
 
         Raises:
-            ValueError: The recipe samples nothing, samples in the training process only, or needs
-                rollouts of newer weights than `run.max_staleness` allows.
+            ValueError: The recipe samples nothing, or samples in the training process only.
         """
         refuse_workers(f"recipe {type(self).__name__}")
 

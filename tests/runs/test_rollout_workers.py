@@ -141,7 +141,7 @@ def test_the_digest_covers_names_types_shapes_and_values():
 @pytest.mark.parametrize(
     ("recipe", "workers", "message"),
     [
-        (GRPO, {"max_staleness": 1}, "recipe.algorithm GRPO trains on transitions"),
+        (GRPO, {"max_clipped": 2.0}, "rollouts.max_clipped"),
         (GROUPS, {"workers": 0}, "rollouts.workers"),
         (GROUPS, {"max_staleness": 2}, "max_staleness"),
         (GROUPS, {"workers": 2, "devices": ["cpu"]}, "for each of the 2 workers"),
@@ -211,6 +211,19 @@ def test_a_stale_step_is_sampled_by_the_weights_before_the_last_update(new_run, 
     for row in stale[1:]:
         assert 0 <= row["utilization/trainer"] <= 1
         assert 0 < row["utilization/workers"] <= 1
+
+
+@pytest.mark.slow
+def test_stale_ratios_are_recomputed_and_refused_above_a_limit(new_run, tmp_path):
+    options = "--num_steps", "2", "--optimizer.learning_rate", "0.05"
+    go(new_run("stale", GRPO, *options, workers=1, max_staleness=1, max_clipped=1.0))
+    fresh, stale = read(tmp_path / "stale")
+    assert (stale["rollout/staleness"], "rollout/ratio_clipped" in fresh) == (1, False)
+    assert 0 < stale["rollout/ratio_clipped"] <= 1
+    assert stale["clip_frac_high"] + stale["clip_frac_low"] < stale["rollout/ratio_clipped"]
+    made = new_run("ended", GRPO, *options, workers=1, max_staleness=1, max_clipped=0.0)
+    with pytest.raises(TrainingFailure, match=r"of the transitions .* Set rollouts.max_staleness"):
+        go(made)
 
 
 @pytest.mark.slow

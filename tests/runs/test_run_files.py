@@ -126,6 +126,7 @@ NEW = [
     ["configs/shapes.yaml", "configs/tasks/shapes_scorer.yaml"],
     ["configs/shapes_nft.yaml", "configs/tasks/rollout_workers.yaml"],
     ["configs/shapes.yaml", "configs/tasks/shapes_ray.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/tasks/sglang.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/credit/toy_shapes/cogni_edit.yaml"],

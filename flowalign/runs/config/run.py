@@ -21,7 +21,8 @@ from flowalign.training.ema import Ema
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.training.workers import RolloutWorkers, WorkerPool
+from flowalign.training.sglang.messages import check_sampler
+from flowalign.training.workers import RolloutPool, RolloutWorkers
 from flowalign.types import (
     Offload,
     Policy,
@@ -65,8 +66,8 @@ class Run:
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Trackers in addition to metrics.jsonl, which is always written."""
     rollouts: RolloutWorkers | None = None
-    """Worker processes that sample the rollouts of PolicyGradient, or of Matching with ScoredGroups
-    or Rollouts. Null: the training process samples."""
+    """Workers that sample the rollouts of PolicyGradient, or of Matching with ScoredGroups or
+    Rollouts: our processes, or SGLang-Diffusion servers. Null: the training process samples."""
     notify: list[str] = field(default_factory=list)
     """Command and its arguments, started without a shell when the run finishes, fails or is
     interrupted, and on an alarm of `evaluation.watch`. It gets the event as JSON on its standard
@@ -123,7 +124,9 @@ class Run:
                 f"sharding is {self.sharding}, but rollout workers load whole weights: set "
                 "rollouts to null, or leave sharding out"
             )
-        self.recipe.open_sampler(self.context(rewards))
+        sampler = self.recipe.open_sampler(self.context(rewards))
+        if self.rollouts and self.rollouts.sglang:
+            check_sampler(sampler)
 
     def _check_setup(self) -> None:
         self.policy.check_setup(self.setup)
@@ -213,7 +216,7 @@ class Run:
         rewards.check_policy(self.policy)
         self._check_prompts(rewards)
 
-    def context(self, rewards: Rewards, workers: WorkerPool | None = None) -> RunContext:
+    def context(self, rewards: Rewards, workers: RolloutPool | None = None) -> RunContext:
         """Return the parts of this run that its recipe reads."""
         return RunContext(
             policy=self.policy,
@@ -226,5 +229,5 @@ class Run:
             has_ema=self.ema is not None,
             conditioning=self.conditioning,
             workers=workers,
-            max_staleness=self.rollouts.max_staleness if self.rollouts else 0,
+            is_off_policy=bool(self.rollouts and self.rollouts.is_off_policy),
         )

@@ -24,8 +24,10 @@ from flowalign.runs.session.run_directory import (
 from flowalign.training import checkpoint
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
+from flowalign.training.sglang import SGLangPool
+from flowalign.training.sglang.messages import check_sampler
 from flowalign.training.watch import HackingMonitor
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool, WorkerPool
 from flowalign.utils.console import Messages
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
@@ -69,7 +71,7 @@ class Session:
     """Whether a stop signal skipped an evaluation that was due."""
     monitor: HackingMonitor | None = None
     """Monitor of watched metrics; None if the run watches none."""
-    workers: WorkerPool | None = None
+    workers: RolloutPool | None = None
     """Processes that sample rollouts; None if this process samples."""
     claim: Claim | None = None
     """Claim of the run directory, held by the main process during training; None on other ranks."""
@@ -130,7 +132,7 @@ def _open_session(
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
     run.encode_prompts(processes)
-    workers = WorkerPool(run.rollouts, config, run.num_steps, messages) if run.rollouts else None
+    workers = _open_workers(run, config, rewards, processes, messages)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
@@ -156,6 +158,18 @@ def _open_session(
         monitor=HackingMonitor(watch, folder) if watch else None,
         workers=workers,
     )
+
+
+def _open_workers(
+    run: Run, config: str, rewards: Rewards, processes: Processes, log: Log
+) -> RolloutPool | None:
+    """Start the rollout workers, or connect to the servers, if the run has any."""
+    if run.rollouts is None:
+        return None
+    if run.rollouts.sglang is None:
+        return WorkerPool(run.rollouts, config, run.num_steps, log)
+    sampler = check_sampler(run.recipe.open_sampler(run.context(rewards)))
+    return SGLangPool(run.rollouts, sampler, rewards, processes, run.num_steps, log)
 
 
 def _resume(session: Session, resume: Path) -> None:

@@ -12,7 +12,7 @@ from flowalign.training.learner import Learner
 from flowalign.training.matching.source import BatchStream
 from flowalign.training.rollouts.credited import CreditedRollouts
 from flowalign.training.rollouts.settings import RolloutSettings
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class CreditedStream(BatchStream):
     learner: Learner
     rewards: Rewards
     requests: Requests
-    workers: WorkerPool | None = field(default=None, kw_only=True)
+    workers: RolloutPool | None = field(default=None, kw_only=True)
     """Processes that sample. None: this process samples."""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from flowalign.training.rollouts.advantages import (
     outcome_credit,
 )
 from flowalign.training.rollouts.settings import RolloutSettings
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool
 from flowalign.types import Examples, Policy, Request, encode_requests
 from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
@@ -72,7 +72,7 @@ class OutcomePairStream(BatchStream):
         rewards: Rewards,
         requests: Requests,
         rule: Rule,
-        workers: WorkerPool | None = None,
+        workers: RolloutPool | None = None,
     ):
         self.cfg, self.learner, self.rewards, self.requests = cfg, learner, rewards, requests
         self.policy, self.processes, self.rule = learner.policy, learner.processes, rule

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RecipePlan, RunContext, Sampler
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool
 from flowalign.types import (
     CreditEstimator,
     Examples,
@@ -37,7 +37,7 @@ class StreamContext:
     log: Log = lambda _: None
     conditioning: PromptConditioning | None = None
     """Conditioning of prompts in sampling and training. None: plain prompts."""
-    workers: WorkerPool | None = None
+    workers: RolloutPool | None = None
     """Processes that sample the rollouts. None: the training process samples."""
 
 

@@ -70,13 +70,6 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
                 "do not follow: set rollouts to null, or calibration to null and sampling.eta to "
                 "the levels of a calibrated run"
             )
-        if run.max_staleness:
-            raise ValueError(
-                f"rollouts.max_staleness is {run.max_staleness}, but recipe.algorithm "
-                f"{type(self.algorithm).__name__} trains on transitions of the current weights: "
-                "set it to 0, or take Matching with a loss on noised samples, such as "
-                "flowalign.losses.NFT"
-            )
         requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
         return RolloutSampler(self.rollouts, run.policy, requests)
 

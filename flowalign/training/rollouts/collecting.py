@@ -21,7 +21,7 @@ from flowalign.training.reference import unguided
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.rollouts.trajectory_tensors import from_tensors, to_tensors
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool
 from flowalign.types import Policy, Request, Trajectory
 from flowalign.utils.seeds import generator
 
@@ -34,7 +34,7 @@ def collect_rollouts(
     seed: int,
     step: int,
     critic: FittedCritic | None = None,
-    workers: WorkerPool | None = None,
+    workers: RolloutPool | None = None,
 ) -> CompletionValues:
     """Sample this rank's share of the requests, and return the values of the trajectories.
 

@@ -22,7 +22,7 @@ from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.training.workers import WorkerPool
+from flowalign.training.workers import RolloutPool
 from flowalign.types import Request, StepCredit
 
 
@@ -39,7 +39,7 @@ class CreditedRollouts:
         learner: Learner,
         rewards: Rewards,
         seed: int,
-        workers: WorkerPool | None = None,
+        workers: RolloutPool | None = None,
     ):
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.workers = workers
