@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.types import DifferentiableDecoder, ModelPlan
+from flowalign.types import DifferentiableDecoder, ModelPlan, Saving
+from pipelines.network.denoisers import Denoisers
 from pipelines.parts.encoding import crop_images, digest
 from pipelines.parts.folder import Folder
 from pipelines.parts.memory import count_operations, peak_bytes
+from pipelines.parts.tiling import check_tile, count_pixels, set_tile, suggest_tile
+
+_LARGE = 10**9
+"""Peak bytes of decoding above which a plan names a setting that lowers it."""
 
 
 class Codec(DifferentiableDecoder):
@@ -30,6 +35,8 @@ class Codec(DifferentiableDecoder):
     shift: float | None = None
     """Shift of the noise schedule at this resolution; None keeps the value in the folder."""
     folder: Folder
+    network: Denoisers
+    """Networks of the policy, whose setup holds the side of the VAE's tiles."""
     vae: Any
     """VAE in float32, once the pipeline is loaded."""
 
@@ -45,6 +52,17 @@ class Codec(DifferentiableDecoder):
 
     def set_up(self) -> None:
         """Apply the memory settings to the VAE."""
+        if tile := self.network.setup.vae_tile:
+            set_tile(self.vae, tile)
+
+    def check_tile(self, side: int) -> None:
+        """Raise ValueError if the VAE cannot run on tiles of `side` x `side` pixels."""
+        if self.network.computes_at_load:
+            raise ValueError(
+                f"vae_tile is {side}, but {self.network.owner} decodes with its pipeline: "
+                "use the policy of the family, or set it to null"
+            )
+        check_tile(self.folder.vae_on_meta(), side, self.height, self.width)
 
     def on_meta(self) -> Any:
         """Return a copy with its VAE on the meta device, for memory estimates."""
@@ -91,19 +109,44 @@ class Codec(DifferentiableDecoder):
 
     def digest(self) -> str:
         """Return the digest of the VAE with these settings."""
-        return digest(self.vae, self.vae.config, self.height, self.width, *self.options)
+        tile = self.network.setup.vae_tile
+        tiles = (f"tiles of {tile}",) if tile else ()
+        return digest(self.vae, self.vae.config, self.height, self.width, *self.options, *tiles)
 
     def extend_plan(self, plan: ModelPlan, encoder_bytes: Callable[[], int]) -> ModelPlan:
         """Return a plan with the memory of decoding, and of VAE and encoders on the device."""
-        encoders, other = encoder_bytes(), self.on_meta()
+        encoders, other, tile = encoder_bytes(), self.on_meta(), self.network.setup.vae_tile
+        decoding, savings = other.decode_bytes(plan.latent_shape, tile), [*plan.savings]
+        smaller = suggest_tile(other.vae, self.height, self.width)
+        if decoding > _LARGE and smaller and not tile and not self.network.computes_at_load:
+            saved = decoding - other.decode_bytes(plan.latent_shape, smaller)
+            savings.append(Saving("decoding", f"vae_tile: {smaller}", saved))
         x = torch.empty(1, *plan.latent_shape, device="meta")
         return replace(
             plan,
-            decode_bytes=peak_bytes(lambda: other.decode(x)),
+            decode_bytes=decoding,
             decode_flops=lambda: count_operations(lambda: other.decode(x)),
             text_bytes=4 * sum(p.numel() for p in other.vae.parameters()) + encoders,
             encoder_bytes=encoders,
+            savings=tuple(savings),
         )
+
+    def decode_bytes(self, latent_shape: Sequence[int], tile: int | None) -> int:
+        """Return the peak bytes of decoding one sample with a VAE on the meta device.
+
+        Only one tile is traced. All decoded tiles are alive until two copies of the image are made.
+        """
+        channels, *size = latent_shape
+        image = self.height, self.width
+        if tile:
+            size = [min(n, n * tile // pixels) for n, pixels in zip(size, image, strict=True)]
+        x = torch.empty(1, channels, *size, device="meta")
+        one = peak_bytes(lambda: self.decode(x))
+        if not tile:
+            return one
+        pixel = 3 * torch.float32.itemsize
+        others = pixel * (count_pixels(tile, *image) - tile**2)
+        return others + max(one, pixel * (tile**2 + 2 * self.height * self.width))
 
 
 class SingleFrameCodec(Codec):

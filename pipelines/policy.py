@@ -94,7 +94,7 @@ class DiffusersPolicy(Policy):
             latents_argument=self.latents_argument,
         )
         self.codec = self.renderer = codec
-        self.codec.folder = self.folder
+        self.codec.folder, self.codec.network = self.folder, self.network
         size = codec.height, codec.width
         self.text_encoder = TextEncoder(  # pyright: ignore[reportIncompatibleVariableOverride]
             self.network, self.input_spec, size, offload_text
@@ -120,6 +120,8 @@ class DiffusersPolicy(Policy):
         sizes = {"height": self.height, "width": self.width}
         count = partial(_count_tokens, self)
         check_setup(self.network, setup, sizes, count, self.max_sequence_length)
+        if setup.vae_tile is not None:
+            self.codec.check_tile(setup.vae_tile)
 
     def plan(self) -> ModelPlan:
         _check(self)

@@ -92,6 +92,12 @@ class VideoCodec(Codec):
         if self.alone:
             self.vae.enable_slicing()
 
+    def check_tile(self, side: int) -> None:
+        raise ValueError(
+            f"vae_tile is {side}, but {self.network.owner} makes videos: set policy.memory.tile to "
+            "true, and vae_tile to null"
+        )
+
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Return mean and std (1 or C values each) that normalise raw VAE latents."""
         return torch.zeros(1), torch.tensor([1 / self.vae.config.scaling_factor])

@@ -24,6 +24,8 @@ class Setup:
     """Folder of cached conditioning; None: no cache, so the prompt encoders stay in memory."""
     decode_micro_batch: int | None = None
     """Number of samples that are decoded together; None: all that a caller passes."""
+    vae_tile: int | None = None
+    """Side of the tiles on which the VAE of images runs, in pixels; None: whole images."""
 
     def changes(self) -> list[str]:
         """Return the settings that differ from the defaults, as texts for messages."""
@@ -36,5 +38,6 @@ class Setup:
             f"offload is {self.offload}": self.offload != "none",
             f"prompt_cache is {self.prompt_cache}": self.prompt_cache is not None,
             f"decode_micro_batch is {self.decode_micro_batch}": self.decode_micro_batch is not None,
+            f"vae_tile is {self.vae_tile}": self.vae_tile is not None,
         }
         return [setting for setting, is_changed in changed.items() if is_changed]

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipelines.parts.unet_memory import unet_activations
+
 
 def count_operations(work: Callable[[], object]) -> int:
     """Return the floating-point operations of matrix products and convolutions in `work`."""
@@ -29,15 +31,11 @@ def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) ->
     """Estimate the number of values kept for the backward pass.
 
     It is about 34 per token, layer and channel. With recomputation (`recomputed`) only the largest
-    layer keeps its 34 values, and every layer keeps one input value per token and channel. A UNet
-    has a quarter of the tokens on each further level, and one more layer on the way up than on the
-    way down.
+    layer keeps its 34 values, and every layer keeps one input value per token and channel.
     """
     if "block_out_channels" in config:
-        depth = 2 * config["layers_per_block"] + 1
-        widths = config["block_out_channels"]
-        layers = [num_tokens * w // 4**i for i, w in enumerate(widths) for _ in range(depth)]
-    elif "n_layers" in config:  # Z-Image; its refiners see a part of the tokens each
+        return unet_activations(config, num_tokens, recomputed)
+    if "n_layers" in config:  # Z-Image; its refiners see a part of the tokens each
         layers = [num_tokens * config["dim"]] * (config["n_layers"] + config["n_refiner_layers"])
     else:
         width = config["num_attention_heads"] * config["attention_head_dim"]

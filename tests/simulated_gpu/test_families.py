@@ -43,8 +43,11 @@ def test_kernels_of_one_dtype_and_a_backward_pass_outside_of_autocast_work(name,
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux1", "qwen_image", "flux2", "wan"])
-def test_decoding_takes_what_check_expects_and_less_in_chunks(name, tmp_path):
+def test_decoding_takes_what_check_expects_and_less_in_chunks_and_tiles(name, tmp_path):
     peaks, _ = on_simulated_gpu(decode_peaks, name, tmp_path)
     assert peaks["one"] == pytest.approx(peaks["expected"], rel=0.15)
     assert peaks["four"] > 3 * peaks["one"]
     assert peaks["chunks"] < 2 * peaks["one"]
+    if name != "wan":
+        assert peaks["tile"] == pytest.approx(peaks["expected tile"], rel=0.15)
+        assert peaks["tile"] < 0.6 * peaks["one"]

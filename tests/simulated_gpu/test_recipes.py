@@ -20,7 +20,7 @@ RECIPES = {
     "critic": ([MODEL, "configs/methods/critic.yaml"], FEW),
     "forward process": (["configs/shapes_nft.yaml"], FEW_SOURCES),
     "reward levels": (["configs/shapes_levels.yaml"], FEW_SOURCES),
-    "reward gradient": (["configs/shapes_draft.yaml"], FEW),
+    "reward gradient": (["configs/shapes_draft.yaml"], [*FEW, "vae_tile=16"]),
     "leaps": (["configs/shapes_leap_align.yaml"], FEW),
     "distillation": (["configs/shapes_tdm.yaml"], FEW),
     "distillation with rewards": (["configs/shapes_tdm_r1.yaml"], FEW),
@@ -56,7 +56,7 @@ def test_measured_step_weights_train(tmp_path, quantity):
 
 def test_two_processes_train_on_their_gpus(tmp_path):
     """Gradients, scores and checks are exchanged as tensors of the device, or by gloo's group."""
-    changes = [*FEW, "policy.precision=bf16"]
+    changes = [*FEW, "policy.precision=bf16", "vae_tile=16"]
     ranks = on_simulated_gpus(2, train, ["configs/shapes.yaml"], tmp_path, *changes)
     assert "finished" in [status for status, _ in ranks]
     assert all(usage.attention for _, usage in ranks)

@@ -91,6 +91,9 @@ class Run:
     decode_micro_batch: PositiveInt | None = None
     """Samples that the VAE decodes together. Null: the micro-batch of the sampler. It changes no
     media but by rounding."""
+    vae_tile: PositiveInt | None = None
+    """Side in pixels of the overlapping tiles on which the VAE of images runs, one after another,
+    as diffusers' `enable_tiling`. It changes media and encodings slightly. Null: whole images."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
@@ -153,6 +156,7 @@ class Run:
             offload=self.offload,
             prompt_cache=self.prompt_cache,
             decode_micro_batch=self.decode_micro_batch,
+            vae_tile=self.vae_tile,
         )
 
     @property

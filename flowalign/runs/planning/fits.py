@@ -19,6 +19,7 @@ LOSSY = (
     "optimizer.kind: adamw_8bit",
     "recipe.sampling.states.dtype",
     "policy.memory.tile",
+    "vae_tile",
     "policy.memory.decode_frames",
 )
 """Prefixes of settings that change results; advice names them last."""

@@ -13,6 +13,7 @@ from pipelines.families.wan import Wan
 from pipelines.network.sharding import count_gathered
 from pipelines.parts.folder import Folder
 from pipelines.parts.memory import peak_bytes
+from pipelines.parts.unet_memory import unet_activations
 from pipelines.video import Memory, Video, decode_bytes
 
 pytestmark = pytest.mark.slow
@@ -165,3 +166,22 @@ def test_the_blocks_of_a_unet_lie_in_one_another_and_are_counted_once():
             self.head = nn.Linear(2, 3, bias=False)
 
     assert count_gathered(Network()) == 2 * 4 + 6
+
+
+def test_activations_of_a_unet_by_hand():
+    """Two levels of 16 and 4 tokens; inputs on the way up join 4 + 4, 4 + 2, 4 + 2 and 2 + 2."""
+    config = {
+        "block_out_channels": (2, 4),
+        "layers_per_block": 1,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    }
+    down, middle = 16 * (2 + 5 * 2) + 4 * 2, 4 * (4 + 5 * 4) + 4 * 4
+    up = 4 * 8 + 4 * 6 + 16 * (6 + 5 * 2) + 16 * (4 + 5 * 2)
+    between = 16 * (2 + 4)
+    assert unet_activations(config, 16, True) == down + middle + up + between + 34 * 2 * 16
+    down, middle = 16 * (4 * 4 + 34 * 2) + 4 * 4 * 6, 4 * (4 * 8 + 34 * 4) + 4 * 4 * 8
+    up = 4 * 4 * 12 + 4 * 4 * 10 + 16 * (4 * 8 + 34 * 2) + 16 * (4 * 6 + 34 * 2)
+    assert unet_activations(config, 16, False) == down + middle + up + between
+    linear = config | {"use_linear_projection": True, "transformer_layers_per_block": [3, 5]}
+    added = 4 * 4 * (5 + 2 - 5)  # 3 + 2 values above, 5 + 2 in the middle, instead of 1 + 4
+    assert unet_activations(linear, 16, True) - unet_activations(config, 16, True) == added
