@@ -1,7 +1,7 @@
 """Estimates memory: peak bytes on the meta device, and activations kept for the backward pass."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ def count_operations(work: Callable[[], object]) -> int:
     return counted.get_total_flops()
 
 
-def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:
-    """Return the peak bytes of the tensors that `work` creates."""
+def peak_bytes(
+    work: Callable[[], object], with_gradient: bool = False, existing: Iterable[Tensor] = ()
+) -> int:
+    """Return the peak bytes of the tensors that `work` creates; views of `existing` are free."""
     with torch.set_grad_enabled(with_gradient), _Alive() as alive:
+        alive.seen.update(tensor.untyped_storage() for tensor in existing)
         work()
     return alive.most
 

@@ -42,6 +42,8 @@ def test_the_peak_is_of_what_is_alive_at_once():
 
     assert peak_bytes(work) == 4 * 130
     assert peak_bytes(lambda: (made(30), made(50), made(60))) == 4 * 140
+    held = made(20)
+    assert peak_bytes(lambda: (held.view(4, 5).T, made(30)), existing=[held]) == 4 * 30
 
 
 def test_the_peak_of_a_network_by_hand():
