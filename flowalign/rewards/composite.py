@@ -17,6 +17,7 @@ from flowalign.types import (
     RewardModel,
     RewardOutput,
     SampleRanks,
+    Sound,
     prompts_of,
 )
 from flowalign.utils.console import say
@@ -80,8 +81,8 @@ class Rewards:
                 f"rewards; there are {', '.join(self.dims)}"
             )
 
-    def check_policy(self, policy: Policy) -> None:
-        """Raise ValueError if a model cannot score the policy's media; needs no weights."""
+    def check_policy(self, policy: Policy, with_sound: bool = True) -> None:
+        """Raise ValueError if a model cannot score the media, or their frames alone."""
         name = type(policy).__name__
         for spec in (model.spec for model in self.models):
             if policy.fps is None and "fps" in spec.needs:
@@ -90,6 +91,9 @@ class Rewards:
                 )
             if policy.fps is None and spec.modality == "video":
                 raise ValueError(f"reward {spec.name!r} scores videos; {name} makes images")
+            if "sound" in spec.needs and not (with_sound and policy.sound_decoder):
+                what = "only frames are scored here" if not with_sound else f"{name} has none"
+                raise ValueError(f"reward {spec.name!r} scores sound; {what}")
             if policy.fps is not None and spec.modality == "image":
                 raise ValueError(
                     f"reward {spec.name!r} scores images; {name} makes videos. "
@@ -107,6 +111,7 @@ class Rewards:
         requests: Sequence[Request],
         groups: Sequence[int] = (),
         fps: float | None = None,
+        sound: Sequence[Sound] = (),
     ) -> MediaBatch:
         """Return media with their requests as a batch; `fps` is None for images."""
         has_metadata = any(request.metadata for request in requests)
@@ -120,7 +125,22 @@ class Rewards:
             [[one.read()[0] for one in r.references] for r in requests] if has_references else (),
             groups,
             [_mask(request) for request in requests] if has_masks else (),
+            sound,
         )
+
+    def decode(
+        self,
+        policy: Policy,
+        latents: Float[Tensor, "n *latent"],
+        requests: Sequence[Request],
+        groups: Sequence[int] = (),
+    ) -> MediaBatch:
+        """Decode latents to a batch with their requests, with sound if a model needs it."""
+        media, sound = policy.decode(latents).cpu(), []
+        if any("sound" in model.spec.needs for model in self.models):
+            assert policy.sound_decoder, "check_policy refuses policies without sound"
+            sound = policy.sound_decoder.decode_sound(latents)
+        return self.batch(media, requests, groups, policy.fps, sound)
 
     def scoring(self) -> "Scoring":
         """Start scoring media that arrive in chunks; every model runs in its own thread."""

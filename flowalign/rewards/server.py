@@ -37,6 +37,11 @@ class Service:
         names = [model.spec.name for model in models]
         if len(set(names)) < len(names):
             raise ValueError(f"two models are both named {max(names, key=names.count)!r}")
+        if deaf := [model.spec.name for model in models if "sound" in model.spec.needs]:
+            raise ValueError(
+                f"reward {deaf[0]!r} scores sound, which requests cannot hold: use it in the run, "
+                "without a server"
+            )
         self.batchers = {model.spec.name: Batcher(model, limits) for model in models}
         self.limits, self.token, self.room = limits, token, Room(limits)
         self.answers: dict[str, asyncio.Task[bytes]] = {}

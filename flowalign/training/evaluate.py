@@ -151,8 +151,7 @@ def evaluate(
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
     The metrics are the mean of each reward dimension, per split and overall, the diversity of
-    samples of the same request, and the sharpness. Sharpness is the variance of the Laplacian of a
-    frame, averaged over all samples. A watched `kl` needs the `reference`.
+    samples of one request, and the mean variance of a frame's Laplacian. `kl` needs `reference`.
     """
     items = cfg.items()
     local = list(processes.share(range(len(items))))
@@ -166,11 +165,12 @@ def evaluate(
     signals: dict[str, list[Tensor]] = {name: [] for name in _list_signals(cfg)}
     for start in range(0, len(local), cfg.micro_batch):
         some = requests[start : start + cfg.micro_batch]
-        media = policy.decode(latents[start : start + len(some)]).cpu()
-        scoring.add(rewards.batch(media, some, [order[request] for request in some], policy.fps))
+        part, groups = latents[start : start + len(some)], [order[request] for request in some]
+        batch = rewards.decode(policy, part, some, groups)
+        scoring.add(batch)
         for name, values in signals.items():
-            values.append(SIGNALS[name](media))
-        kept |= _choose_grid(zip(local[start:], media, strict=False), shown, policy.fps)
+            values.append(SIGNALS[name](batch.media))
+        kept |= _choose_grid(zip(local[start:], batch.media, strict=False), shown, policy.fps)
     signals |= _measure_kl(cfg, policy, reference, requests, latents, local, conditioning)
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
     kept = processes.merge(kept)

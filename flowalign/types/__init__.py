@@ -14,6 +14,7 @@ and `sigma` always a time.
 
 from flowalign.types.completion import Completion
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
+from flowalign.types.decoders import DifferentiableDecoder, Sound, SoundDecoder
 from flowalign.types.gradient_path import GradientPath, Replay, SampleView
 from flowalign.types.input_spec import InputSpec
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
@@ -30,7 +31,6 @@ from flowalign.types.matching import (
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.model_plan import ModelPlan, Saving
 from flowalign.types.policy import (
-    DifferentiableDecoder,
     ExportDtype,
     ExportTarget,
     Policy,

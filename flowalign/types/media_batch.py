@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.types.decoders import Sound
+
 T = TypeVar("T")
 
 
@@ -32,6 +34,9 @@ class MediaBatch:
     masks: Sequence[Float[Tensor, "1 _ _"] | None] = ()
     """Region of the first reference that may change, in [0, 1]; None for a sample without a mask;
     empty if no sample has one."""
+    sound: Sequence[Sound | None] = ()
+    """Sound of each clip; None for a clip without; empty if no clip has one, or no reward needs
+    it."""
 
     def __len__(self) -> int:
         return len(self.media)
@@ -46,6 +51,7 @@ class MediaBatch:
             _pick(self.references, rows),
             _pick(self.groups, rows),
             _pick(self.masks, rows),
+            _pick(self.sound, rows),
         )
 
     def chunks(self, size: int) -> list["MediaBatch"]:
@@ -57,8 +63,8 @@ class MediaBatch:
     def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
         """Return the samples of several batches, one after another.
 
-        If only some batches have metadata, references or masks, samples of the remaining batches
-        get empty ones.
+        If only some batches have metadata, references, masks or sound, samples of the remaining
+        batches get empty ones.
         """
         if len(batches) == 1:
             return batches[0]
@@ -70,6 +76,7 @@ class MediaBatch:
             _join_columns([b.references for b in batches], batches, ()),
             [g for b in batches for g in b.groups],
             _join_columns([b.masks for b in batches], batches, None),
+            _join_columns([b.sound for b in batches], batches, None),
         )
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flowalign.types.decoders import DifferentiableDecoder, SoundDecoder
 from flowalign.types.input_spec import InputSpec
 from flowalign.types.model_plan import ModelPlan
 from flowalign.types.request import Request
@@ -101,8 +102,11 @@ class Policy(metaclass=ABCMeta):
     text_encoder: "PromptEncoder | None" = None
     """Prompt encoders that are loaded and freed separately from the rest; or None."""
 
-    renderer: "DifferentiableDecoder | None" = None
+    renderer: DifferentiableDecoder | None = None
     """Decoder with a gradient to the latents, for differentiable rewards; or None."""
+
+    sound_decoder: SoundDecoder | None = None
+    """Decoder of the sound of clips; None for policies without sound."""
 
     user_conditioning: "UserConditioning | None" = None
     """Conditioning on the user who asks; or None."""
@@ -277,21 +281,3 @@ class UserConditioning(ABC):
     @abstractmethod
     def check_user(self, user: str) -> None:
         """Raise ValueError for a user that the policy does not know; needs no weights."""
-
-
-class DifferentiableDecoder(ABC):
-    """Decoder with a gradient to the latents."""
-
-    @abstractmethod
-    def render(
-        self, x: Float[Tensor, "n *latent"], frames: Sequence[int] | None = None
-    ) -> Float[Tensor, "n F 3 H W"]:
-        """Decode like `Policy.decode`, with a gradient.
-
-        For clips, `frames` selects and orders the frames; None: all. The decoder recomputes its
-        activations in the backward pass if it supports that.
-        """
-
-    @abstractmethod
-    def render_bytes(self, latent_shape: Sequence[int]) -> int:
-        """Return the peak bytes of `render` and its backward pass, per sample; needs no weights."""

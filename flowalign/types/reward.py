@@ -14,7 +14,7 @@ from torch import Tensor
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.request import Request
 
-Need = Literal["prompt", "fps", "references", "groups"]
+Need = Literal["prompt", "fps", "references", "groups", "sound"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RewardSpec:
             raise ValueError(
                 f"reward {self.name!r} has no gradient; its media must not require one"
             )
-        for need in ("fps", "references", "groups"):
+        for need in ("fps", "references", "groups", "sound"):
             if need in self.needs and len(getattr(batch, need)) != len(batch):
                 raise ValueError(f"reward {self.name!r} needs {need} for every sample")
         frames = batch.media.shape[1]
@@ -115,6 +115,8 @@ class RewardSpec:
             failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
         if "references" in self.needs:
             failed |= _without_source(batch)
+        if "sound" in self.needs:
+            failed |= {i: "it has no sound" for i, one in enumerate(batch.sound) if one is None}
         known = batch.metadata or ({},) * len(batch)
         return failed | {i: why for i, row in enumerate(known) if (why := self._problem(row))}
 

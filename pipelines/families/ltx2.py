@@ -27,7 +27,7 @@ class LTX2(DiffusersPolicy):
     """Wraps an `LTX2Pipeline` folder or hub identifier as a policy of clips with sound.
 
     A state holds the latents of the frames followed by those of the sound, see `SoundCodec`.
-    `decode` returns the frames, `sound` the waveform. Stored clips are read without sound, so
+    `decode` returns the frames, `sound_decoder` the sound. Stored clips are read without sound, so
     `embed` raises ValueError; preference pairs must come from rollouts.
     The conditional velocity takes one evaluation. `guidance`, `streams.perturbed` and
     `streams.modality` each take one more if they are in use.
@@ -51,7 +51,7 @@ class LTX2(DiffusersPolicy):
         max_sequence_length: PositiveInt = 1024,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        codec = self.sound_codec = SoundCodec(video, memory)
+        codec = self.sound_decoder = self.sound_codec = SoundCodec(video, memory)
         super().__init__(
             *(path, codec, lora, precision, guidance, max_sequence_length),
             *(memory.gradient_checkpointing, memory.offload_text),
@@ -73,6 +73,7 @@ class LTX2(DiffusersPolicy):
 
     def load(self, device: torch.device) -> None:
         super().load(device)
+        self.sound_codec.pipe = self.pipe
         scale_audio_gradients(self.denoiser.transformer_blocks, self.streams.audio_gradient)
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:  # noqa: ARG002
@@ -84,10 +85,6 @@ class LTX2(DiffusersPolicy):
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         return self.state_parts.noise(num_samples, generator).to(self.denoiser.device)
-
-    def sound(self, x: Tensor) -> Tensor:
-        """Decode the audio of clean states, [n, channels, samples] at the vocoder's rate."""
-        return self.sound_codec.sound(self.pipe, x)
 
     def embed(self, media: Tensor) -> Tensor:  # noqa: ARG002
         raise ValueError(f"{type(self).__name__} {self.no_media}")

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.types import Sound, SoundDecoder
 from pipelines.families.ltx import LTXCodec
 from pipelines.families.ltx2_state import Parts, audio_shape, waveform
 
 
-class SoundCodec(LTXCodec):
+class SoundCodec(LTXCodec, SoundDecoder):
     """Decodes the frames and the sound of a clip from one flat vector of latents.
 
     `state_parts` divides the vector. Code that samples, adds noise, compares or stores states
@@ -18,6 +19,8 @@ class SoundCodec(LTXCodec):
     """
 
     state_parts: Parts
+    pipe: Any
+    """Loaded pipeline, whose audio VAE and vocoder decode the sound."""
 
     def divide(self, clip: tuple[int, ...], audio_vae: Mapping[str, Any]) -> Parts:
         """Set and return the division of states into latents of a clip and of its sound."""
@@ -32,6 +35,7 @@ class SoundCodec(LTXCodec):
         return super().decode(self.state_parts.split(x)[0])
 
     @torch.no_grad()
-    def sound(self, pipe: Any, x: Tensor) -> Tensor:
-        """Decode the audio of clean states, [n, channels, samples] at the vocoder's rate."""
-        return waveform(pipe, self.state_parts.split(x)[1], self.state_parts)
+    def decode_sound(self, x: Tensor) -> list[Sound]:
+        rate = self.pipe.vocoder.config.output_sampling_rate
+        heard = waveform(self.pipe, self.state_parts.split(x)[1], self.state_parts).cpu()
+        return [Sound(one, rate) for one in heard]

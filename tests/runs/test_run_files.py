@@ -91,6 +91,7 @@ NEW = [
     ["configs/shapes_opsd.yaml"],
     ["configs/shapes_adjoint.yaml"],
     ["configs/models/ltx2.yaml", "configs/methods/omni_nft.yaml"],
+    ["configs/models/ltx2.yaml", "configs/methods/omni_nft.yaml", "configs/tasks/sound.yaml"],
     *(["configs/shapes.yaml", f"configs/tasks/shapes_{name}.yaml"] for name in ("places", "star")),
     *(
         [f"configs/models/{model}.yaml", "configs/methods/diffusion_opsd.yaml"]

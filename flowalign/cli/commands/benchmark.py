@@ -175,7 +175,7 @@ def _build_rewards(
     else:
         models, text = build_reward_models({"rewards": card.rewards}, args.benchmark)
     rewards = Rewards(models, {}, "drop_sample")
-    rewards.check_policy(run_file.policy)
+    rewards.check_policy(run_file.policy, with_sound=False)
     check_requests(run_file.policy, models, [(f"row {i}", r) for i, r in enumerate(requests)])
     if missing := [dim for dim in card.dims if dim not in rewards.dims]:
         raise ValueError(

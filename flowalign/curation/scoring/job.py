@@ -198,9 +198,10 @@ def _decode_ahead(
     """Yield items in order; decode ahead for one batch, within the memory limit."""
     pending: deque[tuple[int, Future[DecodedMedium]]] = deque()
     depth = largest = 0
+    options = job.max_frames, any("sound" in model.spec.needs for model in job.models)
     for block, index, record in todo:
         for medium in range(max(len(record.media), 1)):
-            future = decoders.submit(prepare, record, index, medium, job.max_frames)
+            future = decoders.submit(prepare, record, index, medium, *options)
             pending.append((block, future))
             while len(pending) > max(depth, job.workers):
                 yield (found := _wait_for(pending.popleft()))

@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.curation.scoring.table import REFERENCES
-from flowalign.data.media.decode import Clip, MediaProblem, decode
+from flowalign.data.media.decode import Clip, MediaProblem, decode, is_video
 from flowalign.data.media.media import Media
+from flowalign.data.media.sound import read_sound
 from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.functional.maps import average_on_grid
 from flowalign.rewards.checked import RewardError
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, Sound
 from flowalign.utils.files import atomic_write
 
 _MAP_SIDE = 64
@@ -38,6 +39,7 @@ class DecodedMedium:
     clip: Clip | None = None
     references: Sequence[Float[Tensor, "3 _ _"]] = ()
     mask: Float[Tensor, "1 h w"] | None = None
+    sound: Sound | None = None
     reason: str = ""
     """Reason why it could not be decoded; empty if it was."""
 
@@ -48,18 +50,24 @@ class DecodedMedium:
 
 
 def prepare(
-    record: Record, index: int, medium: int, max_frames: int | None = None
+    record: Record,
+    index: int,
+    medium: int,
+    max_frames: int | None = None,
+    with_sound: bool = False,
 ) -> DecodedMedium:
-    """Decode one sample of a record, and the record's references and mask."""
+    """Decode one sample of a record, and the record's references and mask; optionally its sound."""
     if record.problem:
         return DecodedMedium(record, index, medium, reason=record.problem)
     try:
         clip = decode(record.media[medium], max_frames)
         references = [_decode_still(reference) for reference in record.references]
         mask = _decode_still(record.mask).mean(0, keepdim=True) if record.mask else None
+        heard = with_sound and is_video(record.media[medium])
+        sound = read_sound(record.media[medium]) if heard else None
     except MediaProblem as problem:
         return DecodedMedium(record, index, medium, reason=str(problem))
-    return DecodedMedium(record, index, medium, clip, references, mask)
+    return DecodedMedium(record, index, medium, clip, references, mask, sound)
 
 
 def _decode_still(medium: Media) -> Float[Tensor, "3 h w"]:
@@ -78,6 +86,7 @@ def assemble(items: Sequence[DecodedMedium]) -> MediaBatch:
         [item.references for item in items],
         [item.index for item in items],
         [item.mask for item in items] if any(item.mask is not None for item in items) else (),
+        [item.sound for item in items] if any(item.sound for item in items) else (),
     )
 
 
@@ -135,6 +144,8 @@ def _find_unsuited(spec: RewardSpec, items: Sequence[DecodedMedium]) -> dict[int
             reasons[i] = f"{spec.name} scores images, not videos"
         elif "fps" in spec.needs and (item.clip is None or item.clip.fps is None):
             reasons[i] = f"{spec.name} needs frames per second, which are unknown"
+        elif "sound" in spec.needs and item.sound is None:
+            reasons[i] = f"{spec.name} scores sound, and this file has none"
         elif "references" in spec.needs and not item.references:
             reasons[i] = f"{spec.name} needs reference images"
         elif "groups" in spec.needs and together[item.index] < len(item.record.media):

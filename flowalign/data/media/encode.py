@@ -10,11 +10,14 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
+from flowalign.data.media.sound import add_sound_stream, write_sound
 from flowalign.data.media.thumbnails import EXACT, encode_loop, to_bytes
+from flowalign.types import Sound
 from flowalign.utils.files import atomic_write
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
 """File name extensions that `write_clip` supports."""
+_WITH_SOUND = (".mp4", ".webm")
 _CODECS = {".mp4": "libx264", ".webm": "libvpx-vp9", ".gif": "gif"}
 _LOSSY = {".mp4": {"crf": "18"}, ".webm": {"crf": "18", "b:v": "0"}, ".gif": {}}
 _LOSSLESS = {".mp4": {"crf": "0"}, ".webm": {"lossless": "1"}, ".gif": {}}
@@ -24,7 +27,9 @@ _BT709, _LIMITED = 1, 1
 """Codes of the colour space and of its range in video headers."""
 
 
-def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None:
+def write_clip(
+    path: Path, frames: Float[Tensor, "F 3 H W"], fps: float, sound: Sound | None = None
+) -> None:
     """Write RGB in [0, 1] atomically, in the format of the file name extension.
 
     - `.mp4` is H.264 and `.webm` is VP9, both with 4:2:0 colour, which every player supports. Clips
@@ -34,9 +39,12 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
     - `.webp` is meant for web pages; it stores repeated frames as one.
     - No extension: a folder of PNG files, which keeps every pixel but not the frame rate.
 
+    Only `.mp4` and `.webm` hold the `sound`.
+
     Raises:
         ValueError: The extension is not supported, the sides of a larger .mp4 are odd, the rate is
-            not positive or too high (.gif), the folder exists, or av is not installed.
+            not positive or too high (.gif), the sound has more than two channels, the folder
+            exists, or av is not installed.
     """
     ending = path.suffix.lower()
     if ending not in ("", *CLIPS):
@@ -60,7 +68,7 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
         elif ending == ".webp":
             partial.write_bytes(encode_loop(pixels, fps))
         else:
-            _write_video(partial, ending, pixels, Fraction(fps).limit_denominator(1001))
+            _write_video(partial, ending, pixels, Fraction(fps).limit_denominator(1001), sound)
 
 
 def _write_folder(partial: Path, pixels: UInt8[Tensor, "F 3 H W"]) -> None:
@@ -73,7 +81,11 @@ def _write_folder(partial: Path, pixels: UInt8[Tensor, "F 3 H W"]) -> None:
 
 
 def _write_video(
-    partial: Path, ending: str, pixels: UInt8[Tensor, "F 3 H W"], rate: Fraction
+    partial: Path,
+    ending: str,
+    pixels: UInt8[Tensor, "F 3 H W"],
+    rate: Fraction,
+    sound: Sound | None,
 ) -> None:
     try:
         import av
@@ -91,9 +103,13 @@ def _write_video(
         if ending != ".gif":
             stream.codec_context.colorspace = stream.codec_context.color_primaries = _BT709
             stream.codec_context.color_trc, stream.codec_context.color_range = _BT709, _LIMITED
+        heard = sound if ending in _WITH_SOUND else None
+        audio = None if heard is None else add_sound_stream(container, ending, heard)
         for frame in made:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+        if heard is not None:
+            write_sound(container, audio, heard)
 
 
 def _convert_to_yuv(pixels: UInt8[Tensor, "F 3 H W"], colours: str) -> list:

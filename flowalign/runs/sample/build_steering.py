@@ -47,6 +47,7 @@ def build_steering(
     rewards = run_file.build_rewards()
     if isinstance(cfg, Search) or cfg.weighting != "none":
         rewards.check_weights()
+    rewards.check_policy(run_file.policy, with_sound=False)
     steering = Steering(cfg, rewards.weighted(), settings or json.loads(json.dumps(asdict(cfg))))
     steering.check()
     return steering

@@ -1,8 +1,9 @@
 """Sample a run file's model to a grid, or to a folder that can be scored.
 
 A folder holds `metadata.jsonl` and one file per prompt and copy: a PNG file, or an MP4 file from a
-video model. The initial noise is a function of the seed and of the indices of prompt and copy.
-Files are written atomically. After a kill, the same command continues and makes the same files.
+video model, with sound if the model makes it. The initial noise is a function of the seed and of
+the indices of prompt and copy. Files are written atomically. After a kill, the same command
+continues and makes the same files.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.sample.steering import Steering
 from flowalign.sampling.inference import generate
 from flowalign.training import checkpoint
-from flowalign.types import Request
+from flowalign.types import Request, Sound
 from flowalign.utils.console import Progress
 from flowalign.utils.files import digest_file, write_text
 from flowalign.utils.manifest import agree
@@ -79,15 +80,18 @@ class SamplingJob:
 
     def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
         """Return sampled images or videos, [n, F, 3, H, W] in [0, 1], on the CPU."""
+        return self.decoded(self.latents(requests, generators))
+
+    def latents(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
+        """Return sampled clean latents."""
         policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
         if not self.steering:
             guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
             given = requests, steps, generators, size, guidance, self.run.conditioning
-            return self.decoded(generate(policy, *given))
+            return generate(policy, *given)
         if self.run.conditioning:
             requests = [self.run.conditioning.for_inference(request) for request in requests]
-        latents = self.steering.sample(policy, self.decoded, requests, steps, generators, size)
-        return self.decoded(latents)
+        return self.steering.sample(policy, self.decoded, requests, steps, generators, size)
 
     @property
     def planned(self) -> str:
@@ -105,6 +109,11 @@ class SamplingJob:
         """Decode latents to images or videos on the CPU."""
         at_once = 1 if self.fps else DECODED_AT_ONCE
         return torch.cat([self.run.policy.decode(x).cpu() for x in latents.split(at_once)])
+
+    def sound(self, latents: Tensor) -> list[Sound] | list[None]:
+        """Decode the sound of each video; None for models without sound."""
+        decoder = self.run.policy.sound_decoder
+        return decoder.decode_sound(latents) if decoder else [None] * len(latents)
 
 
 def hash_weights(folder: Path) -> str:
@@ -245,19 +254,19 @@ def write_folder(job: SamplingJob) -> str:
 def _draw(job: SamplingJob, batch: Sequence[Medium]) -> int:
     """Sample a batch, write the missing files, and return their number."""
     seeds = [generator(job.seed, "sample", one.number, one.copy) for one in batch]
-    media = job.media([one.request for one in batch], seeds)
-    absent = _find_absent(job.out, batch)
-    for one, frames in zip(batch, media, strict=True):
+    latents = job.latents([one.request for one in batch], seeds)
+    absent, media, sound = _find_absent(job.out, batch), job.decoded(latents), job.sound(latents)
+    for one, frames, heard in zip(batch, media, sound, strict=True):
         if one in absent:
-            _write(job.out / one.file_name, frames, one.fps)
+            _write(job.out / one.file_name, frames, one.fps, heard)
     with (job.out / LISTING).open("a") as listing:
         listing.writelines(_format_rows(absent, job.seed))
     return len(absent)
 
 
-def _write(file: Path, frames: Tensor, fps: float | None) -> None:
+def _write(file: Path, frames: Tensor, fps: float | None, sound: Sound | None) -> None:
     if fps:
-        write_clip(file, frames, fps)
+        write_clip(file, frames, fps, sound)
         return
     write_picture(file, frames[0], alone=True)
 

@@ -146,9 +146,9 @@ class OutcomePairStream(BatchStream):
         for start in range(0, len(repeated), cfg.sampling.micro_batch):
             part = slice(start, start + cfg.sampling.micro_batch)
             with stage("decode"):
-                media = policy.decode(latents[part]).cpu()
-            self.rewards.costs.decodes += len(media)
-            scoring.add(self.rewards.batch(media, repeated[part], groups[part], policy.fps))
+                batch = self.rewards.decode(policy, latents[part], repeated[part], groups[part])
+            self.rewards.costs.decodes += len(batch)
+            scoring.add(batch)
         output = scoring.result()
         if self.rewards.on_failure == "raise":
             self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i].prompt!r}")

@@ -124,12 +124,12 @@ class CompletionValues(ValueFunction):
         everything = torch.cat([latents[request] for request in missing]).split(size)
         chunks = torch.cat(rows).split(size), shown.split(size), groups.split(size)
         for x, row, keep, group in zip(everything, *chunks, strict=True):
-            with stage("decode"):
-                media = self.policy.decode(x).cpu()
-            self.rewards.costs.decodes += len(x)
             asked = [trajectory.requests[int(i)] for i in row]
-            scoring.add(self.rewards.batch(media, asked, group.tolist(), self.policy.fps))
-            kept.append(media[keep])
+            with stage("decode"):
+                batch = self.rewards.decode(self.policy, x, asked, group.tolist())
+            self.rewards.costs.decodes += len(x)
+            scoring.add(batch)
+            kept.append(batch.media[keep])
         self.pending.append(_Pending(missing, rows, scoring))
         self._keep(missing, torch.cat(kept))
 
