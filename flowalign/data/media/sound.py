@@ -49,7 +49,8 @@ def read_sound(medium: Media) -> Sound | None:
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
     source: Any = medium.path or io.BytesIO(medium.data or b"")
-    with av.open(source, "r") as container:
+    container: Any
+    with av.open(source) as container:
         stream = next(iter(container.streams.audio), None)
         if stream is None:
             return None
