@@ -11,6 +11,7 @@ from flowalign.types import plain_requests
 from pipelines.families.sd15 import SD15
 from pipelines.families.sdxl import SDXL
 from pipelines.families.unet import LORA
+from pipelines.parts.unet_memory import unet_activations
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -161,16 +162,12 @@ def test_more_steps_than_times_are_refused(folders):
     assert len(policy.schedule(1000).unique()) == 1001
 
 
-def test_the_memory_estimate_counts_levels_and_recomputation(folders):
-    """8 x 6 tokens of 16 channels and a quarter of them of 32, 3 layers each, 2 bytes.
-
-    Recomputed are the 34 values of one layer at a time; what goes into each of the six is kept.
-    """
-    once, kept = (
+def test_the_memory_estimate_counts_the_tokens_of_an_image_and_recomputation(folders):
+    """48 x 64 pixels are 6 x 8 tokens; 2 bytes per value."""
+    policies = (
         SD15(folders["sd15"], 48, 64, lora=LORA, gradient_checkpointing=recomputed)
-        .plan()
-        .activation_bytes
         for recomputed in (True, False)
     )
-    assert kept == 34 * 3 * (48 * 16 + 12 * 32) * 2
-    assert once == (34 * 48 * 16 + 3 * (48 * 16 + 12 * 32)) * 2
+    config = SD15(folders["sd15"]).folder.config("unet")
+    found = [policy.plan().activation_bytes for policy in policies]
+    assert found == [2 * unet_activations(config, 48, recomputed) for recomputed in (True, False)]
