@@ -34,10 +34,10 @@ class DiffusersPolicy(Policy):
     With `lora` None the whole denoiser is trained.
     """
 
-    pipeline_class: Any
-    """Class of the pipeline."""
-    transformer_class: Any
-    """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
+    pipeline_class: str
+    """Name of the pipeline's class in diffusers, or a dotted name such as "mine.Pipeline"."""
+    transformer_class: str
+    """Name of the denoiser's class, a subclass of both `ModelMixin` and `ConfigMixin`."""
     denoiser_name: str = "transformer"
     """Name of the pipeline component that is the denoiser, or the first of two denoisers."""
     latents_argument: str = "hidden_states"
@@ -215,7 +215,7 @@ def _check(policy: DiffusersPolicy) -> None:
         ValueError: The folder belongs to another family or lacks a component, the model cannot
             produce the requested size, or `max_sequence_length` is below 1.
     """
-    check_folder(policy.folder, policy.denoiser_name, policy.network.kind.__name__)
+    check_folder(policy.folder, policy.denoiser_name, policy.network.kind)
     if policy.max_sequence_length < 1:
         raise ValueError(
             f"max_sequence_length is {policy.max_sequence_length}; it must be at least 1"

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flowalign.types import InputSpec, Policy, PromptEncoder, Request
 from pipelines.network.checkpoint_checks import check_finite
@@ -19,6 +17,7 @@ from pipelines.network.quantization import stored_bytes
 from pipelines.network.weights import float32_bytes, load_pipeline
 from pipelines.parts.encoding import digest, probe_request
 from pipelines.parts.folder import INDEX
+from pipelines.parts.libraries import transformers
 
 PREFIXES = ("text_encoder", "image_encoder")
 """Name prefixes of the components that only `encode` needs."""
@@ -114,7 +113,7 @@ class TextEncoder(PromptEncoder):
             if library != "transformers":
                 continue
             values = folder.config(name)
-            config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+            config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
             with torch.device("meta"):
                 encoder = getattr(transformers, kind)(config)
             is_text = name.startswith("text_encoder")

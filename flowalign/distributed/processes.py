@@ -13,18 +13,23 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
 from flowalign.distributed.heartbeat import Heartbeat
 from flowalign.distributed.launch import ATTEMPT
+from flowalign.utils.imports import LazyModule
+
+if TYPE_CHECKING:
+    from torch.distributed import tensor as dtensor
+else:
+    dtensor = LazyModule("torch.distributed.tensor")
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -170,14 +175,19 @@ def take_turns(processes: Processes) -> Iterator[None]:
         processes.scheduler.wait_for_turn()
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this rank holds only a part of a tensor."""
+    return isinstance(tensor, dtensor.DTensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, with shared memory, or an unsharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor; all ranks that share it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
 
 
 ALONE = Processes(0, 1, torch.device("cpu"))

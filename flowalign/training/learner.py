@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.processes import Processes, gather_whole, local_part
+from flowalign.distributed.processes import Processes, gather_whole, is_sharded, local_part
 from flowalign.training.ema import EMA
 from flowalign.training.optimizers import OptimizerKind, check_kind, new_optimizer
 from flowalign.training.reference import reference_for
@@ -227,7 +226,7 @@ class Learner:
     @property
     def is_sharded(self) -> bool:
         """Return whether trained parameters are sharded."""
-        return any(isinstance(p, DTensor) for p in self.parameters)
+        return any(is_sharded(p) for p in self.parameters)
 
     def gradient_size(self, loss: Tensor | None) -> float:
         """Return the sum of absolute values of a loss's gradient, and clear the gradient.

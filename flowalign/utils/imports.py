@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -36,3 +37,18 @@ def export_lazily(package: str, names: Mapping[str, Sequence[str]]) -> Callable[
         return getattr(import_module(modules[name]), name)
 
     return get_export
+
+
+class LazyModule(ModuleType):
+    """Module that is imported when one of its attributes is first used.
+
+    Type checkers need a plain import of the same module under `TYPE_CHECKING`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Import the module and return its attribute."""
+        return getattr(import_module(self.__name__), name)
+
+    def __dir__(self) -> list[str]:
+        """Import the module and return its names."""
+        return dir(import_module(self.__name__))

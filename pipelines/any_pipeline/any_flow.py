@@ -8,8 +8,6 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
-from diffusers.models import ModelMixin
 from torch import Tensor, nn
 
 from flowalign.types import (
@@ -93,8 +91,8 @@ class AnyFlow(DiffusersPolicy):
     faster, and its plan includes the memory of encoders and decoder.
     """
 
-    pipeline_class: Any = DiffusionPipeline
-    transformer_class: Any = ModelMixin
+    pipeline_class = "DiffusionPipeline"
+    transformer_class = "ModelMixin"
     default_lora = LORA
     has_guidance = False
 
@@ -117,11 +115,12 @@ class AnyFlow(DiffusersPolicy):
 
     def identify(self) -> None:
         """Find the pipeline class, network class and required inputs from configuration files."""
-        if self.folder.pipeline is not DiffusionPipeline:
+        if self.folder.kind != AnyFlow.pipeline_class:
             return  # already found
         name, size = self.denoiser_name, (self.height, self.width)
-        cls, self.network.kind = find_classes(self.path, name, self.call.pictures)
-        self.pipeline_class = self.folder.pipeline = cls
+        names = find_classes(self.path, name, self.call.pictures)
+        self.folder.kind, self.network.kind = names
+        cls = self.folder.pipeline
         check_arguments(cls, self.call.arguments)
         if count := self.call.pictures:
             masked = "mask_image" in inspect.signature(cls.__call__).parameters
@@ -141,7 +140,7 @@ class AnyFlow(DiffusersPolicy):
 
     def plan(self) -> ModelPlan:
         self.identify()
-        check_folder(self.folder, self.denoiser_name, self.network.kind.__name__)
+        check_folder(self.folder, self.denoiser_name, self.network.kind)
         latent_shape, _ = self.stock.trace(2)
         denoiser, counts = plan_network(self.network)
         with torch.device("meta"):

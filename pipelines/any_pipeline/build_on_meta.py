@@ -7,12 +7,12 @@ import textwrap
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor
 
 from pipelines.network.schedules import build_scheduler
 from pipelines.parts.folder import Folder
+from pipelines.parts.libraries import diffusers
 
 _WITHOUT_WEIGHTS = "guider", "processor"
 """Names of pipeline components that have no weights, besides the scheduler."""

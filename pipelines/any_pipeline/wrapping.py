@@ -4,14 +4,13 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import DiffusionPipeline
 
 from flowalign.types import Policy, Request
 from pipelines.any_pipeline.replay import WAY_OUT, Step, failure_context
 from pipelines.any_pipeline.stock_call import StockCall
 from pipelines.parts.folder import Folder
+from pipelines.parts.libraries import diffusers
 
 _OURS = {
     *("self", "prompt", "height", "width", "latents", "generator", "num_inference_steps"),
@@ -22,23 +21,22 @@ _TOLERANCE = 1e-3
 """Largest relative difference of a replayed velocity; GPU kernels may sum in another order."""
 
 
-def find_classes(path: str, name: str, pictures: int) -> tuple[type[DiffusionPipeline], Any]:
-    """Return the class of a pipeline and of its network, the component `name`.
+def find_classes(path: str, name: str, pictures: int) -> tuple[str, str]:
+    """Return the class names of a pipeline and of its network, the component `name`.
 
     `pictures` is the number of images per prompt.
 
     Raises:
         ValueError: The pipeline cannot be wrapped. The message names an alternative.
     """
-    kind = Folder(DiffusionPipeline, path).setting("_class_name")
+    kind = Folder("DiffusionPipeline", path).setting("_class_name")
     if kind not in dir(diffusers):
         raise ValueError(f"{path}: diffusers {diffusers.__version__} has no class {kind}")
-    cls = getattr(diffusers, kind)
-    folder = Folder(cls, path)
+    folder = Folder(kind, path)
     components = folder.components()
-    if reason := _misfit(folder, name, components) or _refuse_images(cls, pictures):
+    if reason := _misfit(folder, name, components) or _refuse_images(folder.pipeline, pictures):
         raise ValueError(f"{path} ({kind}) cannot be replayed: {reason}; {WAY_OUT}")
-    return cls, getattr(diffusers, components[name][1])
+    return kind, components[name][1]
 
 
 def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]) -> str:
@@ -65,7 +63,7 @@ def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]
     return ""
 
 
-def _refuse_images(cls: type[DiffusionPipeline], pictures: int) -> str:
+def _refuse_images(cls: Any, pictures: int) -> str:
     """Return the reason why the pipeline does not take `pictures` images per prompt, or ""."""
     parameters = inspect.signature(cls.__call__).parameters
     if pictures and "image" not in parameters:
@@ -78,7 +76,7 @@ def _refuse_images(cls: type[DiffusionPipeline], pictures: int) -> str:
     return f"it needs {needed[0]} in addition to a prompt{way}"
 
 
-def check_arguments(cls: type[DiffusionPipeline], names: Iterable[str]) -> None:
+def check_arguments(cls: Any, names: Iterable[str]) -> None:
     """Raise ValueError for an argument that the pipeline does not take or that is not a setting."""
     known = inspect.signature(cls.__call__).parameters.keys() - _OURS
     if unknown := sorted(set(names) - known):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, Request, prompts_of
@@ -50,8 +49,8 @@ class CogVideoX(DiffusersPolicy):
     not supported, because its pipeline generates latent frames and then discards them.
     """
 
-    pipeline_class = CogVideoXPipeline
-    transformer_class = CogVideoXTransformer3DModel
+    pipeline_class = "CogVideoXPipeline"
+    transformer_class = "CogVideoXTransformer3DModel"
     default_lora = LORA
 
     def __init__(

@@ -5,7 +5,6 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
@@ -45,8 +44,8 @@ class Flux1(DiffusersPolicy):
     They are packed into tokens of 2 x 2 only for the network.
     """
 
-    pipeline_class = FluxPipeline
-    transformer_class = FluxTransformer2DModel
+    pipeline_class = "FluxPipeline"
+    transformer_class = "FluxTransformer2DModel"
     default_lora = LORA
     has_guidance = False
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from diffusers import FluxFillPipeline
 from torch import Tensor
 from torch.nn.functional import pixel_unshuffle
 
@@ -30,7 +29,7 @@ class Flux1Fill(Flux1):
     inputs.
     """
 
-    pipeline_class = FluxFillPipeline
+    pipeline_class = "FluxFillPipeline"
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-from diffusers import FluxKontextPipeline
 from torch import Tensor
 
 from flowalign.types import Cond, InputSpec, Request
@@ -22,7 +21,7 @@ class Flux1Kontext(Flux1):
     "source" in addition to the text; their tokens follow those of the state.
     """
 
-    pipeline_class = FluxKontextPipeline
+    pipeline_class = "FluxKontextPipeline"
     input_spec = InputSpec(references=(1, 1), kind="source")
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:

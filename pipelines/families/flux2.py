@@ -5,18 +5,19 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import Flux2Pipeline, Flux2Transformer2DModel
-from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from flowalign.utils.imports import LazyModule
 from pipelines.codec import Codec
 from pipelines.network.schedules import round_times, shift_sigmas
 from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.folder import Config
 from pipelines.parts.packing import grid_of, token_places
 from pipelines.policy import DiffusersPolicy, Precision
+
+_pipeline = LazyModule("diffusers.pipelines.flux2.pipeline_flux2")
 
 LORA = Lora(
     target_modules=(
@@ -38,8 +39,8 @@ class Flux2(DiffusersPolicy):
     this shape.
     """
 
-    pipeline_class: Any = Flux2Pipeline
-    transformer_class = Flux2Transformer2DModel
+    pipeline_class = "Flux2Pipeline"
+    transformer_class = "Flux2Transformer2DModel"
     default_lora = LORA
     has_guidance = False
     embedded_guidance: float | None
@@ -75,7 +76,7 @@ class Flux2(DiffusersPolicy):
         return prod(self.grid) + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        mu = compute_empirical_mu(prod(self.grid), num_steps)
+        mu = _pipeline.compute_empirical_mu(prod(self.grid), num_steps)
         return shift_sigmas(scheduler, mu, num_steps)
 
     @torch.no_grad()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from diffusers import Flux2KleinPipeline
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
@@ -23,7 +22,7 @@ class Flux2Klein(Flux2):
     the distillation.
     """
 
-    pipeline_class = Flux2KleinPipeline
+    pipeline_class = "Flux2KleinPipeline"
 
     has_guidance = True
 

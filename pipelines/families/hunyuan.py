@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt
@@ -42,8 +41,8 @@ class HunyuanVideo(HunyuanPolicy):
     `memory.decode_frames` sets another size; a window holds one latent frame more than this size.
     """
 
-    pipeline_class = HunyuanVideoPipeline
-    transformer_class = HunyuanVideoTransformer3DModel
+    pipeline_class = "HunyuanVideoPipeline"
+    transformer_class = "HunyuanVideoTransformer3DModel"
 
     def __init__(
         self,

@@ -1,9 +1,6 @@
 """Wraps HunyuanVideo 1.5 (text to video) as a flowalign policy."""
 
-from typing import Any
-
 import torch
-from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt
@@ -31,8 +28,8 @@ class HunyuanVideo15(HunyuanPolicy):
     weight_name="pytorch_lora_weights.safetensors").
     """
 
-    pipeline_class: Any = HunyuanVideo15Pipeline
-    transformer_class = HunyuanVideo15Transformer3DModel
+    pipeline_class = "HunyuanVideo15Pipeline"
+    transformer_class = "HunyuanVideo15Transformer3DModel"
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from diffusers import HunyuanVideo15ImageToVideoPipeline
 from torch import Tensor
 
 from flowalign.types import Cond, InputSpec, Request
@@ -22,7 +21,7 @@ class HunyuanVideo15I2V(HunyuanVideo15):
     and its "features". In all other respects the class equals `HunyuanVideo15`.
     """
 
-    pipeline_class = HunyuanVideo15ImageToVideoPipeline
+    pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
     input_spec = InputSpec(references=(1, 1), kind="first_frame")
 
     @torch.no_grad()

@@ -4,7 +4,6 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import Krea2Pipeline, Krea2Transformer2DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt
@@ -34,8 +33,8 @@ class Krea2(QwenImage):
     network fuses. With the released model this takes 31 MB for a prompt of 512 tokens in bf16.
     """
 
-    pipeline_class: Any = Krea2Pipeline
-    transformer_class: Any = Krea2Transformer2DModel
+    pipeline_class = "Krea2Pipeline"
+    transformer_class = "Krea2Transformer2DModel"
     default_lora = LORA
     negative = ""
     distilled: bool

@@ -5,7 +5,6 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
@@ -67,8 +66,8 @@ class LTX(DiffusersPolicy):
     and overlapping windows are blended. Without it the clip is decoded at once, as in the pipeline.
     """
 
-    pipeline_class = LTXPipeline
-    transformer_class = LTXVideoTransformer3DModel
+    pipeline_class = "LTXPipeline"
+    transformer_class = "LTXVideoTransformer3DModel"
     default_lora = LORA
     unit_noise = True
 

@@ -5,7 +5,6 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
@@ -33,8 +32,8 @@ class LTX2(DiffusersPolicy):
     `streams.modality` each take one more if they are in use.
     """
 
-    pipeline_class: Any = LTX2Pipeline
-    transformer_class = LTX2VideoTransformer3DModel
+    pipeline_class = "LTX2Pipeline"
+    transformer_class = "LTX2VideoTransformer3DModel"
     default_lora = LORA
     no_media = (
         "denoises clips with sound, but stored clips are read without sound: train on rollouts"

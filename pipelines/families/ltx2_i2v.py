@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 import numpy as np
-from diffusers import LTX2ImageToVideoPipeline
-from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf, resolve_default_image_crf
 from PIL import Image
 from torch import Tensor
 
 from flowalign.types import Cond, InputSpec, Request
+from flowalign.utils.imports import LazyModule
 from pipelines.families.first_frame import (
     encode_first_frames,
     insert_first_frame,
@@ -18,6 +17,8 @@ from pipelines.families.first_frame import (
 )
 from pipelines.families.ltx2 import LTX2
 from pipelines.parts.folder import Config
+
+_utils = LazyModule("diffusers.pipelines.ltx2.utils")
 
 
 class LTX2I2V(LTX2):
@@ -28,7 +29,7 @@ class LTX2I2V(LTX2):
     is compressed like the frames of clips that the model was trained on.
     """
 
-    pipeline_class = LTX2ImageToVideoPipeline
+    pipeline_class = "LTX2ImageToVideoPipeline"
     input_spec = InputSpec(references=(1, 1), kind="first_frame")
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
@@ -43,8 +44,8 @@ class LTX2I2V(LTX2):
         }
 
     def _compress(self, frame: Image.Image) -> Image.Image:
-        crf = resolve_default_image_crf(self.pipe.text_encoder)
-        return Image.fromarray(apply_image_conditioning_crf(np.array(frame), crf))
+        crf = _utils.resolve_default_image_crf(self.pipe.text_encoder)
+        return Image.fromarray(_utils.apply_image_conditioning_crf(np.array(frame), crf))
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         parts, first = self.state_parts, cond["first"]

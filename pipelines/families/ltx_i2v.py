@@ -1,6 +1,5 @@
 """Wraps LTX-Video image-to-video as a flowalign policy: a request has its first frame."""
 
-from diffusers import LTXImageToVideoPipeline
 from torch import Tensor
 
 from pipelines.families.first_frame import FixedFirstFrame, mask_first_times
@@ -15,7 +14,7 @@ class LTXI2V(FixedFirstFrame, LTX):
     this policy uses the mode. In all other respects the class equals `LTX`.
     """
 
-    pipeline_class = LTXImageToVideoPipeline
+    pipeline_class = "LTXImageToVideoPipeline"
 
     def times(self, x: Tensor, sigma: Tensor) -> Tensor:
         tokens = x[0, 0].numel()

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
-from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from torch import Tensor, nn
 
 from flowalign.types import (
@@ -21,13 +19,17 @@ from flowalign.types import (
     UserConditioning,
 )
 from flowalign.utils.files import bundled
+from flowalign.utils.imports import LazyModule
 from pipelines.families.extended import ExtendedPolicy
 from pipelines.families.sd15 import SD15
 from pipelines.families.sdxl import SDXL
 from pipelines.families.unet import UNetPolicy
 from pipelines.network.weights import DTYPES
+from pipelines.parts.libraries import diffusers
 from pipelines.parts.tensors import read_tensors, require_file
 from pipelines.policy import Precision
+
+_processors = LazyModule("diffusers.models.attention_processor")
 
 
 class UserEmbeddings(UserConditioning):
@@ -126,7 +128,7 @@ class PersonalSD15(ExtendedPolicy):
         config = self.base.folder.config("unet")
         dim = self.user_conditioning.read()[""].shape[1]
         with torch.device("meta"):
-            unet: Any = UNet2DConditionModel.from_config(config)
+            unet: Any = diffusers.UNet2DConditionModel.from_config(config)
             attend_to_users(unet, dim, self.strength)
         trainable = sum(p.numel() for p in _attention(unet).values())
         return replace(self.base.plan(), trainable=trainable)
@@ -196,12 +198,13 @@ def attend_to_users(unet: Any, dim: int, strength: float) -> None:
     The keys are drawn from a fixed seed, so every load gets the same ones.
     """
     processors, device = dict(unet.attn_processors), unet.device
+    attend = _processors.IPAdapterAttnProcessor2_0
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         for name in processors:
             attention = unet.get_submodule(name.removesuffix(".processor"))
             if attention.is_cross_attention:
-                added = IPAdapterAttnProcessor2_0(attention.inner_dim, dim, (1,), strength)
+                added = attend(attention.inner_dim, dim, (1,), strength)
                 added.to_v_ip.load_state_dict({"0.weight": torch.zeros(attention.inner_dim, dim)})
                 processors[name] = added.to(device)
     unet.set_attn_processor(processors)

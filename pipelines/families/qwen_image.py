@@ -5,7 +5,6 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,8 +31,8 @@ class QwenImage(DiffusersPolicy):
     truncated to `max_sequence_length`; `cond` holds their mask.
     """
 
-    pipeline_class: Any = QwenImagePipeline
-    transformer_class: Any = QwenImageTransformer2DModel
+    pipeline_class = "QwenImagePipeline"
+    transformer_class = "QwenImageTransformer2DModel"
     codec_class = SingleFrameCodec
     negative: str = NEGATIVE
     """Negative prompt of guidance."""

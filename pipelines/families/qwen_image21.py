@@ -1,10 +1,8 @@
 """Wraps Qwen-Image 2.1 as a flowalign policy: no padding, and images with an alpha channel."""
 
 from math import prod
-from typing import Any
 
 import torch
-from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -46,8 +44,8 @@ class QwenImage21(QwenImage):
     Decoded images are blended over white by their alpha channel; images are encoded as opaque.
     """
 
-    pipeline_class: Any = QwenImage21Pipeline
-    transformer_class: Any = QwenImage21Transformer2DModel
+    pipeline_class = "QwenImage21Pipeline"
+    transformer_class = "QwenImage21Transformer2DModel"
     default_lora = LORA
     no_features = "evaluates prompts of different lengths separately"
     codec_class = AlphaCodec

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-from diffusers import QwenImageEditPlusPipeline
 from PIL import Image
 from torch import Tensor
 
@@ -35,7 +34,7 @@ class QwenImageEdit(QwenImage):
     pipeline truncates nothing.
     """
 
-    pipeline_class = QwenImageEditPlusPipeline
+    pipeline_class = "QwenImageEditPlusPipeline"
 
     def __init__(
         self,

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
-    CONDITION_IMAGE_SIZE,
-    calculate_dimensions,
-)
 from PIL import Image
 
 from flowalign.types import PositiveInt
+from flowalign.utils.imports import LazyModule
+
+_pipeline = LazyModule("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class References:
         Raises:
             ValueError: The area is too small for one token.
         """
-        width, height = calculate_dimensions(self.area, proportion)
+        width, height = _pipeline.calculate_dimensions(self.area, proportion)
         if height < patch or width < patch:
             raise ValueError(
                 f"policy.references.area is {self.area}: images of {width}x{height} are smaller "
@@ -41,5 +40,5 @@ class References:
 
 def for_text(pipe: Any, pictures: Sequence[Image.Image], proportion: float) -> list[Image.Image]:
     """Return images in the size that the text encoder sees."""
-    width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, proportion)
+    width, height = _pipeline.calculate_dimensions(_pipeline.CONDITION_IMAGE_SIZE, proportion)
     return [pipe.image_processor.resize(one, height, width) for one in pictures]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
@@ -14,6 +13,7 @@ from pipelines.network.schedules import shift_sigmas
 from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.folder import Config
 from pipelines.parts.guidance import guide, with_negatives
+from pipelines.parts.libraries import diffusers
 from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
@@ -33,8 +33,8 @@ class Sana(DiffusersPolicy):
     given sigmas, and without `use_resolution_binning`.
     """
 
-    pipeline_class = SanaPipeline
-    transformer_class = SanaTransformer2DModel
+    pipeline_class = "SanaPipeline"
+    transformer_class = "SanaTransformer2DModel"
     default_lora = LORA
 
     def __init__(
@@ -72,7 +72,7 @@ class Sana(DiffusersPolicy):
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         config = scheduler.config
         shift = config["flow_shift"] if "flow_shift" in config else config["shift"]
-        return shift_sigmas(FlowMatchEulerDiscreteScheduler(shift=shift), 0.0, num_steps)
+        return shift_sigmas(diffusers.FlowMatchEulerDiscreteScheduler(shift=shift), 0.0, num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
@@ -101,5 +101,5 @@ class Sana(DiffusersPolicy):
 
 def _instruction() -> list[str]:
     """Return the instruction that the pipeline prepends to a prompt."""
-    call = inspect.signature(SanaPipeline.__call__)
+    call = inspect.signature(diffusers.SanaPipeline.__call__)
     return call.parameters["complex_human_instruction"].default

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from diffusers import StableDiffusionPipeline
 
 from flowalign.types import Cond, Request, prompts_of
 from pipelines.families.unet import UNetPolicy
@@ -16,7 +15,7 @@ class SD15(UNetPolicy):
     checker is not loaded.
     """
 
-    pipeline_class = StableDiffusionPipeline
+    pipeline_class = "StableDiffusionPipeline"
     skip_components = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder")) | {
         "requires_safety_checker": False
     }

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
@@ -23,8 +22,8 @@ class SD3(DiffusersPolicy):
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each.
     """
 
-    pipeline_class = StableDiffusion3Pipeline
-    transformer_class = SD3Transformer2DModel
+    pipeline_class = "StableDiffusion3Pipeline"
+    transformer_class = "SD3Transformer2DModel"
     extra_text_tokens = 77  # of CLIP
 
     def __init__(

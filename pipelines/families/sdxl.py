@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from diffusers import StableDiffusionXLPipeline
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.families.unet import LORA, UNetPolicy
@@ -19,7 +18,7 @@ class SDXL(UNetPolicy):
     not cropped.
     """
 
-    pipeline_class = StableDiffusionXLPipeline
+    pipeline_class = "StableDiffusionXLPipeline"
     conditions_on_size = True
     skip_components = dict.fromkeys(("feature_extractor", "image_encoder")) | {
         "add_watermarker": False

@@ -3,7 +3,6 @@
 from math import prod
 from typing import Any
 
-from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt
@@ -33,7 +32,7 @@ class UNetPolicy(DiffusersPolicy):
     condition that differs without the prompt.
     """
 
-    transformer_class = UNet2DConditionModel
+    transformer_class = "UNet2DConditionModel"
     default_lora = LORA
     denoiser_name = "unet"
     latents_argument = "sample"

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt, Request, prompts_of
@@ -56,8 +55,8 @@ class Wan(DiffusersPolicy):
     `memory.decode_frames` is exact (`parts.streaming`); without it decoding holds two videos.
     """
 
-    pipeline_class: Any = WanPipeline
-    transformer_class = WanTransformer3DModel
+    pipeline_class = "WanPipeline"
+    transformer_class = "WanTransformer3DModel"
     default_lora = LORA
     unit_noise = True
     experts: Experts | None = None

@@ -1,7 +1,5 @@
 """Wraps Wan 2.2 with two networks (A14B), for high and for low noise, as flowalign policies."""
 
-from diffusers import WanImageToVideoPipeline
-
 from flowalign.types import Guidance, InputSpec, PositiveInt
 from pipelines.families.wan import LORA, VIDEO, Wan
 from pipelines.families.wan_experts import Experts
@@ -43,7 +41,7 @@ class Wan22I2V(Wan22):
     are networks for high and low noise. Released folders have no encoder of image features.
     """
 
-    pipeline_class = WanImageToVideoPipeline
+    pipeline_class = "WanImageToVideoPipeline"
     input_spec = InputSpec(references=(1, 1), kind="first_frame")
     sees_first_frame = True
 

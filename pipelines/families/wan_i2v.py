@@ -1,6 +1,5 @@
 """Wraps Wan image-to-video with one network: every request has its first frame."""
 
-from diffusers import WanImageToVideoPipeline
 from torch import Tensor
 
 from flowalign.types import InputSpec
@@ -20,7 +19,7 @@ class WanI2V(Wan):
     these networks need prompts of 512 tokens.
     """
 
-    pipeline_class = WanImageToVideoPipeline
+    pipeline_class = "WanImageToVideoPipeline"
     input_spec = InputSpec(references=(1, 1), kind="first_frame")
     sees_first_frame = True
 
@@ -32,7 +31,7 @@ class WanTI2V(FixedFirstFrame, Wan):
     its tokens have time 0, see `first_frame`. In all other respects the class equals `Wan`.
     """
 
-    pipeline_class = WanImageToVideoPipeline
+    pipeline_class = "WanImageToVideoPipeline"
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if not self.folder.setting("expand_timesteps"):

@@ -5,12 +5,11 @@ from math import prod
 from typing import Any
 
 import torch
-from diffusers import ZImagePipeline, ZImageTransformer2DModel
-from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from flowalign.utils.imports import LazyModule
 from pipelines.codec import Codec
 from pipelines.network.schedules import shift_by_size
 from pipelines.network.weights import ATTENTION, Lora
@@ -20,6 +19,8 @@ from pipelines.parts.guidance import with_negatives
 from pipelines.parts.packing import grid_of
 from pipelines.parts.rows import read_once
 from pipelines.policy import DiffusersPolicy, Precision
+
+_pipeline = LazyModule("diffusers.pipelines.z_image.pipeline_z_image")
 
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter: attention of all blocks including refiners, as in diffusers' dreambooth."""
@@ -35,8 +36,8 @@ class ZImage(DiffusersPolicy):
     The network sees texts without padding. `cond` holds them padded, with their lengths.
     """
 
-    pipeline_class = ZImagePipeline
-    transformer_class = ZImageTransformer2DModel
+    pipeline_class = "ZImagePipeline"
+    transformer_class = "ZImageTransformer2DModel"
     default_lora = LORA
     no_features = "has a last layer per patch size"
     latents_argument = "x"
@@ -65,7 +66,7 @@ class ZImage(DiffusersPolicy):
         return prod(self.grid) + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        even = get_default_z_image_sigmas(num_steps)
+        even = _pipeline.get_default_z_image_sigmas(num_steps)
         return shift_by_size(scheduler, prod(self.grid), num_steps, even)
 
     @torch.no_grad()

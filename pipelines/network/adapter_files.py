@@ -18,20 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    LTX2VideoTransformer3DModel,
-    LTXVideoTransformer3DModel,
-    UNet2DConditionModel,
-    WanTransformer3DModel,
-)
-from diffusers.models import ModelMixin
-from peft.tuners.lora import LoraLayer
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pipelines.parts.folder import read_json
+from pipelines.parts.libraries import diffusers, peft
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -52,7 +44,7 @@ _WAN_LAYERS = {
 """
 
 
-def is_adapted(denoiser: ModelMixin) -> bool:
+def is_adapted(denoiser: Any) -> bool:
     """Return whether the denoiser has a LoRA adapter."""
     return bool(denoiser._hf_peft_config_loaded)
 
@@ -66,14 +58,14 @@ def adapter_place(part: str, folder: str) -> tuple[str, Path]:
     return name, Path(folder) if name == part else Path(folder) / part
 
 
-def save_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
+def save_adapter(part: str, denoiser: Any, folder: str) -> None:
     """Save the adapter for diffusers and ComfyUI, and for PEFT."""
     save_for_diffusers(part, denoiser, folder)
     save_for_peft(part, denoiser, folder)
 
 
 def save_for_diffusers(
-    part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
+    part: str, denoiser: Any, folder: str, dtype: torch.dtype = torch.float32
 ) -> None:
     """Save the adapter with alpha / rank folded into lora_B, under keys that diffusers reads."""
     name, where = adapter_place(part, folder)
@@ -88,7 +80,7 @@ def save_for_diffusers(
 
 
 def save_for_peft(
-    part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
+    part: str, denoiser: Any, folder: str, dtype: torch.dtype = torch.float32
 ) -> None:
     """Save the adapter as it was trained, with the alpha of every layer and the PEFT config."""
     _, where = adapter_place(part, folder)
@@ -111,7 +103,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict(), default=sorted))
 
 
-def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
+def load_adapter(part: str, denoiser: Any, folder: str) -> None:
     """Load files that `save_adapter` or PEFT wrote, or a single file for diffusers.
 
     Raises:
@@ -132,7 +124,7 @@ def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
             f"{file} was trained with lora.alpha {trained}, not {alpha}: "
             f"set policy.init_args.lora.alpha to {trained}"
         )
-    set_peft_model_state_dict(denoiser, state)
+    peft.set_peft_model_state_dict(denoiser, state)
 
 
 def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
@@ -145,7 +137,7 @@ def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
     pipe.load_lora_weights(where, **second)
 
 
-def difference_of_copy(part: str, denoiser: ModelMixin, folder: str) -> float:
+def difference_of_copy(part: str, denoiser: Any, folder: str) -> float:
     """Return the largest difference of the adapter from the file that flowalign reads."""
     _, where = adapter_place(part, folder)
     state, _ = _read_peft(where)
@@ -154,16 +146,16 @@ def difference_of_copy(part: str, denoiser: ModelMixin, folder: str) -> float:
 
 
 @contextmanager
-def fold_alpha(denoisers: Iterable[ModelMixin]) -> Iterator[None]:
+def fold_alpha(denoisers: Iterable[Any]) -> Iterator[None]:
     """Fold alpha / rank into lora_B inside this context, as in the file for diffusers.
 
     Velocities change by rounding only, and not at all if alpha / rank is a power of two.
     """
-    layers: list[tuple[LoraLayer, Any, float]] = [
+    layers: list[tuple[Any, Any, float]] = [
         (layer, layer.lora_B["default"].weight, layer.scaling["default"])
         for denoiser in denoisers
         for layer in denoiser.modules()
-        if isinstance(layer, LoraLayer)
+        if isinstance(layer, peft.tuners.lora.LoraLayer)
     ]
     kept = [weight.data for _, weight, _ in layers]
     for layer, weight, strength in layers:
@@ -175,19 +167,20 @@ def fold_alpha(denoisers: Iterable[ModelMixin]) -> Iterator[None]:
             weight.data, layer.scaling["default"] = data, strength
 
 
-def adapter_keys(part: str, denoiser: ModelMixin, names: Iterable[str]) -> dict[str, str]:
+def adapter_keys(part: str, denoiser: Any, names: Iterable[str]) -> dict[str, str]:
     """Return the keys of adapter tensors in the file for diffusers, which ComfyUI also reads.
 
     If ComfyUI's network has other layer names than diffusers' network, the keys use a form that
     both can read: the original names for Wan, LTX-Video and LTX-2, and the attention processors'
     names for UNets. If an adapter has layers outside of Wan's blocks, it keeps diffusers' names.
     """
-    if isinstance(denoiser, UNet2DConditionModel):
+    if isinstance(denoiser, diffusers.UNet2DConditionModel):
         return {name: _unet_key(name) for name in names}
-    if isinstance(denoiser, LTXVideoTransformer3DModel | LTX2VideoTransformer3DModel):
+    ltx = diffusers.LTXVideoTransformer3DModel, diffusers.LTX2VideoTransformer3DModel
+    if isinstance(denoiser, ltx):
         return {name: f"diffusion_model.{name}" for name in names}
     plain = {name: f"{part}.{name}" for name in names}
-    if not isinstance(denoiser, WanTransformer3DModel):
+    if not isinstance(denoiser, diffusers.WanTransformer3DModel):
         return plain
     parted = {name: re.fullmatch(r"(blocks\.\d+)\.(.+)(\.lora_.+)", name) for name in plain}
     known = {
@@ -212,9 +205,9 @@ def _peft_name(key: str) -> str:
     return key.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B.")
 
 
-def adapter_tensors(denoiser: ModelMixin) -> dict[str, Tensor]:
+def adapter_tensors(denoiser: Any) -> dict[str, Tensor]:
     """Return the adapter's tensors, keyed by their names in the network."""
-    state: Any = get_peft_model_state_dict(denoiser)
+    state: Any = peft.get_peft_model_state_dict(denoiser)
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
@@ -225,7 +218,7 @@ def _read_peft(where: Path) -> tuple[dict[str, Tensor], Any]:
     return state, read_json(require_file(where / PEFT_CONFIG)).get("lora_alpha")
 
 
-def _read_diffusers(part: str, denoiser: ModelMixin, file: Path) -> tuple[dict[str, Tensor], Any]:
+def _read_diffusers(part: str, denoiser: Any, file: Path) -> tuple[dict[str, Tensor], Any]:
     """Return tensors and alpha of a diffusers file that has no PEFT file next to it."""
     found = read_tensors(file)
     names = {

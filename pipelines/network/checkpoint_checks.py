@@ -7,12 +7,12 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import diffusers
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
 from pipelines.parts.folder import Folder, read_json
+from pipelines.parts.libraries import diffusers
 from pipelines.parts.tensors import dequantize
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -37,9 +37,7 @@ def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
         return
     components = folder.components()
     if reason := _describe_mismatch(folder, denoiser, kind):
-        raise ValueError(
-            f"{folder.path} belongs to another family than {folder.pipeline.__name__}: " + reason
-        )
+        raise ValueError(f"{folder.path} belongs to another family than {folder.kind}: " + reason)
     for name in components.keys() - set(folder.skipped) if is_local else ():
         if not (Path(folder.path) / name).is_dir():
             raise ValueError(folder.refuse(f"{name}/ is missing"))
@@ -51,7 +49,7 @@ def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
     parameters = inspect.signature(folder.pipeline.__init__).parameters
     index, components = folder.index(), folder.components()
     own_kind = components.get(denoiser, ("", "missing"))[1]
-    if own_kind != kind:
+    if own_kind != kind.rpartition(".")[2]:
         return f"its {denoiser} is {own_kind}, not {kind}"
     unexpected = components.keys() - parameters.keys()
     if encoders := sorted(name for name in unexpected if name.startswith("text_encoder")):
@@ -81,7 +79,7 @@ def loading_context(folder: Folder, given: Collection[str]) -> Iterator[None]:
     try:
         yield
     except _REFUSALS as error:
-        place, cause = _find_culprit(folder, given) or (folder.pipeline.__name__, error)
+        place, cause = _find_culprit(folder, given) or (folder.kind, error)
         raise ValueError(f"{folder.path} cannot be loaded: {place}: {_shorten(cause)}") from error
 
 

@@ -13,17 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
+
+from flowalign.utils.imports import LazyModule
+
+_hooks = LazyModule("diffusers.hooks.context_parallel")
+_parallel = LazyModule("diffusers.models._modeling_parallel")
 
 
 def divide_context(networks: Sequence[Any], mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
     """Evaluate networks together with the other processes of a mesh, see `TrainedNetwork`."""
     group = mesh["ulysses"]
-    config = ContextParallelConfig(ulysses_degree=group.size(), mesh=mesh)
+    config = _parallel.ContextParallelConfig(ulysses_degree=group.size(), mesh=mesh)
     device = torch.device(mesh.device_type)
     config.setup(dist.get_rank(), dist.get_world_size(), device, mesh)
     for network in networks:
@@ -48,18 +51,18 @@ def undivide(networks: Sequence[Any]) -> Iterator[None]:
             _divide(network, config)
 
 
-def _divide(network: Any, config: ContextParallelConfig | None) -> None:
+def _divide(network: Any, config: Any) -> None:
     """Divide a network by the plan of its class; `config` None removes the division.
 
     diffusers' `enable_parallelism` does the same, but only on an accelerator.
     """
     if config is None:
-        remove_context_parallel(network, network._cp_plan)
+        _hooks.remove_context_parallel(network, network._cp_plan)
     else:
         # diffusers 0.42.1 gathers by a name that torch 2.15 calls deprecated
         warnings.filterwarnings("ignore", ".*all_gather_tensor", FutureWarning)
-        apply_context_parallel(network, config, network._cp_plan)
-    parallel = ParallelConfig(context_parallel_config=config) if config else None
+        _hooks.apply_context_parallel(network, config, network._cp_plan)
+    parallel = _parallel.ParallelConfig(context_parallel_config=config) if config else None
     network._parallel_config = parallel
     for module in network.modules():
         if hasattr(getattr(module, "processor", None), "_parallel_config"):

@@ -21,6 +21,7 @@ from pipelines.network.weights import (
     save_weights,
 )
 from pipelines.parts.folder import Folder
+from pipelines.parts.libraries import find_class
 
 
 @dataclass(kw_only=True)
@@ -28,8 +29,8 @@ class Denoisers:
     """One or several denoisers of a pipeline. Separate functions implement their capabilities."""
 
     folder: Folder
-    kind: Any
-    """Class of a denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
+    kind: str
+    """Name of the denoiser's class, see `find_class`."""
     owner: str
     """Class name of the policy, for error messages."""
     lora: Lora | None
@@ -56,6 +57,11 @@ class Denoisers:
     def __post_init__(self) -> None:
         """Train the denoiser unless other components are named."""
         self.trained = self.trained or (self.name,)
+
+    @property
+    def network_class(self) -> Any:
+        """Return the class of a denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
+        return find_class(self.kind)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +94,7 @@ class Denoisers:
 
     def on_meta(self, name: str | None = None) -> Any:
         """Build a denoiser from its config. Call it inside `torch.device("meta")`."""
-        return self.kind.from_config(self.folder.config(name or self.name))
+        return self.network_class.from_config(self.folder.config(name or self.name))
 
     def place(self, device: torch.device) -> None:
         """Move the denoisers to a device, except those that are sharded from main memory."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,6 +26,7 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.verification import Probe
 from pipelines.network.weights import Lora, load_pipeline, prepare_training
 from pipelines.parts.folder import read_json
+from pipelines.parts.libraries import peft
 from pipelines.parts.tensors import require_file
 
 COMFYUI_FILE = "comfyui_lora.safetensors"
@@ -54,7 +54,7 @@ def check_export(network: Denoisers, folder: str, target: ExportTarget) -> None:
         ValueError: The adapter belongs to another network or is missing, or ComfyUI does not
             support the network.
     """
-    kind = network.kind.__name__
+    kind = network.kind
     if target == "comfyui" and kind not in COMFYUI_PREFIXES:
         raise ValueError(
             f"ComfyUI has no known key prefix for adapters of {kind}; "
@@ -95,7 +95,7 @@ def _check_fits(network: Denoisers, part: str, folder: str) -> None:
 
 def _describe_misfit(network: Denoisers, where: Path) -> str:
     return (
-        f"the adapter in {where} does not fit the {network.kind.__name__} of "
+        f"the adapter in {where} does not fit the {network.kind} of "
         f"{network.folder.path}; set --model to the model that it was trained on"
     )
 
@@ -163,7 +163,7 @@ def _difference(network: Denoisers, probe: Probe, out: str, target: ExportTarget
             read_back[name] = fresh.components[name]
         else:
             _, where = adapter_place(name, out)
-            loaded: Any = PeftModel.from_pretrained(fresh.components[name], str(where))
+            loaded: Any = peft.PeftModel.from_pretrained(fresh.components[name], str(where))
             read_back[name] = loaded.base_model.model
         read_back[name].to(expected.device)
         _keep_float32(read_back[name])

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
+
+from pipelines.parts.libraries import diffusers
 
 _PER_SAMPLE = re.compile(
     r"norm|mod|time|pooled|guidance|adaln|scale_shift|temb|\bt_embedder", re.IGNORECASE
@@ -36,7 +37,7 @@ def evaluation_flops(denoiser: nn.Module, latent_shape: Any, num_tokens: int, nu
     `num_tokens` counts the tokens of self-attention. They include the `num_text` text tokens unless
     the blocks attend to the text separately. UNets run on the meta device.
     """
-    if isinstance(denoiser, UNet2DConditionModel):
+    if isinstance(denoiser, diffusers.UNet2DConditionModel):
         return _trace_unet(denoiser, latent_shape, num_text)
     blocks: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)
     for name, layer in denoiser.named_modules():

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 
 from flowalign.types import Offload
+from pipelines.parts.libraries import peft
 
 
 def place(network: Any, device: torch.device, offload: Offload) -> None:
@@ -19,7 +19,7 @@ def place(network: Any, device: torch.device, offload: Offload) -> None:
 def place_adapter(network: Any, device: torch.device) -> None:
     """Move only the adapter of a network to a device."""
     for layer in network.modules():
-        if isinstance(layer, LoraLayer):
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
             for name in layer.adapter_layer_names:
                 for parameter in getattr(layer, name).parameters():
                     parameter.data = parameter.data.to(device)

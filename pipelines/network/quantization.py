@@ -4,13 +4,12 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from torch import Tensor, nn
 
 from pipelines.network.speed import blocks_of
 from pipelines.parts.folder import Folder
+from pipelines.parts.libraries import diffusers, transformers
 
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 """Package that implements each quantization; both are in the extra `quantized`."""

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
+from flowalign.utils.imports import LazyModule
 from pipelines.network.weights import DTYPES, Precision
+from pipelines.parts.libraries import diffusers
+
+_flux = LazyModule("diffusers.pipelines.flux.pipeline_flux")
 
 
 def build_scheduler(config: Mapping[str, Any]) -> Any:
@@ -65,7 +67,7 @@ def shift_by_size(
 ) -> Tensor:
     """Return the sigmas that a pipeline sets for `num_tokens` tokens; more tokens shift more."""
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu = calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
+    mu = _flux.calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
     return shift_sigmas(scheduler, mu, num_steps, even)
 
 

@@ -4,14 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule
 
 from pipelines.network.speed import blocks_of
+from pipelines.parts.libraries import fsdp, state_dict
 
 
 def count_gathered(network: Any) -> int:
@@ -29,10 +24,10 @@ def gather_whole(network: Any) -> Any:
     other processes get None.
     """
     module: nn.Module = network
-    if not isinstance(module, FSDPModule):
+    if not isinstance(module, fsdp.FSDPModule):
         return network
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(network, options=options)
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = state_dict.get_model_state_dict(network, options=options)
     if not state:
         return None
     own = type(network).__bases__[1]  # FSDP2 makes a subclass of (FSDPModule, own)
@@ -45,8 +40,8 @@ def gather_whole(network: Any) -> Any:
 def load_whole(network: Any, state: dict[str, Tensor]) -> None:
     """Load all weights of a network that may be sharded."""
     module: nn.Module = network
-    if isinstance(module, FSDPModule):
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(network, dict(state), options=options)
+    if isinstance(module, fsdp.FSDPModule):
+        options = state_dict.StateDictOptions(full_state_dict=True)
+        state_dict.set_model_state_dict(network, dict(state), options=options)
     else:
         network.load_state_dict(state)

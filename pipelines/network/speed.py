@@ -6,10 +6,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from diffusers.models import attention_dispatch
 from torch import nn
 
 from flowalign.types import Reduced, Speed
+from pipelines.parts.libraries import attention_dispatch
 
 _WITHOUT_BACKWARD = "sage", "sage_hub"
 """Backends that compute no gradient. Source: attention_dispatch of diffusers 0.42.1."""

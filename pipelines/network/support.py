@@ -5,12 +5,12 @@ from importlib.util import find_spec
 from math import gcd
 
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 from flowalign.types import Quantization, Setup
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import PACKAGES
 from pipelines.network.speed import check_attention, usable_attention
+from pipelines.parts.libraries import attention_dispatch
 
 _CONTEXT_NETWORKS = {
     "WanTransformer3DModel": False,
@@ -138,9 +138,9 @@ def _check_offload(network: Denoisers, setup: Setup) -> None:
             f"offload is layers, but {network.checkpointing} is false, so the backward pass would "
             "keep every layer's weights on the device: set it to true"
         )
-    if not network.kind._supports_group_offloading:
+    if not network.network_class._supports_group_offloading:
         raise ValueError(
-            f"offload is layers, but {network.kind.__name__} of diffusers does not "
+            f"offload is layers, but {network.kind} of diffusers does not "
             "support it: set it to none"
         )
 
@@ -149,7 +149,7 @@ def _check_context(
     network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens, num_text: int
 ) -> None:
     degree, attention = setup.sharding.context_degree, setup.speed.attention
-    prefix, kind = f"sharding.context_degree is {degree}, but", network.kind.__name__
+    prefix, kind = f"sharding.context_degree is {degree}, but", network.kind
     if kind not in _CONTEXT_NETWORKS or network.computes_at_load:
         reason = _CONTEXT_FAILURES.get(kind, "has no plan in diffusers 0.42.1")
         if network.computes_at_load:
@@ -159,7 +159,7 @@ def _check_context(
             f"Supported by {_CONTEXT_POLICIES}"
         )
     tokens = count({})
-    known = _AttentionBackendRegistry._supports_context_parallel
+    known = attention_dispatch._AttentionBackendRegistry._supports_context_parallel
     if attention not in known:
         usable = ", ".join(sorted(known & {*usable_attention()}))
         raise ValueError(
@@ -182,7 +182,7 @@ def _check_context(
 
 
 def _check_text(network: Denoisers, degree: int, num_text: int) -> None:
-    if _CONTEXT_NETWORKS[network.kind.__name__] and num_text % degree:
+    if _CONTEXT_NETWORKS[network.kind] and num_text % degree:
         raise ValueError(
             f"sharding.context_degree is {degree}, but the {num_text} tokens of a prompt are not a "
             f"multiple of it: set policy.max_sequence_length to {num_text - num_text % degree}"

@@ -66,7 +66,7 @@ def _velocity_of_saved(network: Denoisers, probe: Probe, name: str, folder: str)
 def _load_saved(network: Denoisers, name: str, folder: str, device: torch.device) -> Any:
     """Load only this denoiser from `folder`, as a user of plain diffusers would."""
     if network.lora is None:
-        return network.kind.from_pretrained(folder, subfolder=name)
+        return network.network_class.from_pretrained(folder, subfolder=name)
     components = network.components
     given: dict[str, Any] = {}
     for other, component in components.items():

@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
-from diffusers import PipelineQuantizationConfig
-from diffusers.models import ModelMixin
-from diffusers.utils import logging as diffusers_logging
-from peft import LoraConfig
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from flowalign.types import PositiveInt
 from pipelines.network.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.network.checkpoint_checks import check_complete, loading_context
 from pipelines.network.sharding import gather_whole, load_whole
 from pipelines.parts.folder import INDEX, Folder
+from pipelines.parts.libraries import diffusers, peft, transformers
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -85,12 +80,12 @@ def load_pipeline(
     """
     settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
     if quantizers:
-        mapping = dict(quantizers)
-        settings["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
+        config = diffusers.PipelineQuantizationConfig(quant_mapping=dict(quantizers))
+        settings["quantization_config"] = config
     if not Path(folder.path).exists():
         folder.file(INDEX)
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), loading_context(folder, settings):
         if streams(device, quantizers):
             names = [name for name in in_main_memory if name not in settings]
@@ -115,13 +110,13 @@ def streams(
 
 def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return whether `from_pretrained` keeps some layers of this model in float32."""
-    if isinstance(part, PreTrainedModel):
+    if isinstance(part, transformers.PreTrainedModel):
         always, in_float16 = part._keep_in_fp32_modules_strict, part._keep_in_fp32_modules
         return bool(always or (dtype == torch.float16 and in_float16))
-    return isinstance(part, ModelMixin) and bool(part._keep_in_fp32_modules)
+    return isinstance(part, diffusers.ModelMixin) and bool(part._keep_in_fp32_modules)
 
 
-def float32_bytes(part: PreTrainedModel, dtype: torch.dtype) -> int:
+def float32_bytes(part: Any, dtype: torch.dtype) -> int:
     """Return the bytes that layers of a text encoder take in float32 beyond those in `dtype`.
 
     With float16 these are for example T5's last projections of each block.
@@ -132,12 +127,12 @@ def float32_bytes(part: PreTrainedModel, dtype: torch.dtype) -> int:
     return (4 - dtype.itemsize) * sum(p.numel() for p in kept)
 
 
-def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
+def prepare_training(denoiser: Any, lora: Lora | None) -> None:
     """Enable gradients, in float32, for the trained parameters only: the adapter or all."""
     if lora is None:
         denoiser.requires_grad_(True).float()
         return
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         init_lora_weights="gaussian",
@@ -174,7 +169,7 @@ def count_trained(denoiser: torch.nn.Module, lora: Lora | None) -> int:
     return lora.rank * sum(weight[0].numel() + len(weight) for weight in weights)
 
 
-def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
+def save_weights(part: str, denoiser: Any, folder: str) -> None:
     """Save the adapter in the formats of diffusers, ComfyUI and PEFT, or the whole denoiser."""
     if is_adapted(denoiser):
         save_adapter(part, denoiser, folder)
@@ -182,7 +177,7 @@ def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
         one.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
 
 
-def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
+def load_weights(part: str, denoiser: Any, folder: str) -> None:
     """Load the weights that `save_weights` wrote.
 
     Raises:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import DiffusionPipeline
 
 from flowalign.utils.hub import cached_file, file_of
+from pipelines.parts.libraries import diffusers, find_class
 from pipelines.parts.published import PublishedModel, find
 
 INDEX = "model_index.json"
@@ -29,10 +28,16 @@ class Folder:
     The configs of published models come from the package, so that plans contact no hub.
     """
 
-    pipeline: type[DiffusionPipeline]
+    kind: str
+    """Name of the pipeline's class, see `find_class`."""
     path: str
     skipped: Mapping[str, Any] = field(default_factory=dict)
     """Arguments to `from_pretrained` that skip components which are not needed."""
+
+    @property
+    def pipeline(self) -> Any:
+        """Return the class of the pipeline."""
+        return find_class(self.kind)
 
     def file(self, name: str, component: str | None = None) -> Path:
         """Return the path of a file of the folder, downloaded from the hub if needed.
@@ -122,7 +127,7 @@ class Folder:
 
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
-        return f"{self.path} is not a {self.pipeline.__name__} folder: {reason}"
+        return f"{self.path} is not a {self.kind} folder: {reason}"
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _pipeline_of(family: str) -> str:
     """Return the name of the diffusers pipeline that a family's policy wraps."""
     policy = _policy(family)["class_path"]
     module, _, name = policy.rpartition(".")
-    return getattr(importlib.import_module(module), name).pipeline_class.__name__
+    return getattr(importlib.import_module(module), name).pipeline_class
 
 
 def _policy(family: str) -> dict[str, Any]:

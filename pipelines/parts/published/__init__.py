@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
+from pipelines.parts.libraries import diffusers
 
 _FOLDER = Path(__file__).parent
 Config = Mapping[str, Any]
