@@ -4,24 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_session,
-    get_token,
-    hf_hub_download,
-    try_to_load_from_cache,
-)
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+import huggingface_hub as hf  # imports its modules lazily; errors and downloads take a second
 
-_HTTP_ERROR: type[Exception] = next(c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
-"""HTTP error class of huggingface_hub, which changes its HTTP client between versions."""
 _SECONDS = 3.0
 """Time that the Hub has to answer the first request of a process."""
 
@@ -42,13 +26,18 @@ def contact() -> None:
 
     Without this, each missing file would wait for several attempts.
     """
-    if _connection.is_tried or constants.HF_HUB_OFFLINE:
+    if _connection.is_tried or hf.constants.HF_HUB_OFFLINE:
         return
     _connection.is_tried = True
     try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except (OSError, _HTTP_ERROR):
-        _connection.is_silent = constants.HF_HUB_OFFLINE = True
+        hf.get_session().head(hf.constants.ENDPOINT, timeout=_SECONDS)
+    except (OSError, _http_error()):
+        _connection.is_silent = hf.constants.HF_HUB_OFFLINE = True
+
+
+def _http_error() -> type[Exception]:
+    """Return the HTTP error of huggingface_hub, which changes its HTTP client between versions."""
+    return next(c for c in hf.errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
 
 
 def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
@@ -59,8 +48,8 @@ def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
     """
     contact()
     try:
-        return Path(hf_hub_download(model, name, subfolder=subfolder))
-    except (OSError, EntryNotFoundError) as error:
+        return Path(hf.hf_hub_download(model, name, subfolder=subfolder))
+    except (OSError, hf.errors.EntryNotFoundError) as error:
         raise ValueError(
             why_not(model, "/".join(filter(None, (subfolder, name))), error)
         ) from error
@@ -68,7 +57,7 @@ def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
 
 def cached_file(model: str, name: str, subfolder: str | None = None) -> Path | None:
     """Return the downloaded copy of a file of a model, or None; the Hub is not contacted."""
-    file = try_to_load_from_cache(model, "/".join(filter(None, (subfolder, name))))
+    file = hf.try_to_load_from_cache(model, "/".join(filter(None, (subfolder, name))))
     return Path(file) if isinstance(file, str) else None
 
 
@@ -84,13 +73,13 @@ def check_publishing(name: str) -> None:
     Raises:
         ValueError: The Hub is not reachable, or rejects the token.
     """
-    if get_token() is None:
+    if hf.get_token() is None:
         raise ValueError(
             "there is no token for the Hugging Face Hub: hf auth login, or set HF_TOKEN"
         )
     try:
-        HfApi().whoami()
-    except (OSError, _HTTP_ERROR, OfflineModeIsEnabled) as error:
+        hf.HfApi().whoami()
+    except (OSError, _http_error(), hf.errors.OfflineModeIsEnabled) as error:
         raise ValueError(_unpublished(name, error)) from error
 
 
@@ -100,18 +89,18 @@ def publish(folder: Path, name: str, private: bool) -> str:
     Raises:
         ValueError: The upload failed; the folder is kept and can be uploaded later.
     """
-    api = HfApi()
+    api = hf.HfApi()
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights by flowalign")
-    except (OSError, _HTTP_ERROR, OfflineModeIsEnabled) as error:
+    except (OSError, _http_error(), hf.errors.OfflineModeIsEnabled) as error:
         later = f"{folder} is kept; upload it later: hf upload {name} {folder}"
         raise ValueError(f"{_unpublished(name, error)}\n{later}") from error
     return str(address)
 
 
 def _unpublished(name: str, error: Exception) -> str:
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    status = error.response.status_code if isinstance(error, hf.errors.HfHubHTTPError) else None
     if status in (401, 403):
         return f"the Hugging Face Hub does not let this token publish {name}: hf auth login"
     if status is not None:
@@ -123,19 +112,19 @@ def _unpublished(name: str, error: Exception) -> str:
 
 def why_not(model: str, what: str, error: Exception) -> str:
     """Return a message of a few lines with the reason of a failed download, and a remedy."""
-    if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+    if isinstance(error, hf.errors.LocalEntryNotFoundError | hf.errors.OfflineModeIsEnabled):
         offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
         return (
             f"{model} is not a local folder, and the Hugging Face Hub could not be reached"
             f"{offline}.\nDownload it on a machine with a network: hf download {model}\n"
             "or set the path of a local copy."
         )
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, hf.errors.RepositoryNotFoundError):
         return (
             f"{model} is not a local folder, and was not found on the Hugging Face Hub.\n"
             "Check the name; a gated model needs its licence accepted, and: hf auth login"
         )
-    if isinstance(error, EntryNotFoundError):
+    if isinstance(error, hf.errors.EntryNotFoundError):
         return f"{model} is not a local folder, and on the Hugging Face Hub it has no {what}"
     reason = " ".join(str(error).split())[:200]
     return (
@@ -146,4 +135,4 @@ def why_not(model: str, what: str, error: Exception) -> str:
 
 def _is_set_offline() -> bool:
     """Return whether the user, and not `contact`, has chosen to work offline."""
-    return constants.HF_HUB_OFFLINE and not _connection.is_silent
+    return hf.constants.HF_HUB_OFFLINE and not _connection.is_silent

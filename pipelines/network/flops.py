@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils.flop_counter import FlopCounterMode
 
-from pipelines.parts.libraries import diffusers
+from pipelines.parts.libraries import diffusers, flop_counter
 
 _PER_SAMPLE = re.compile(
     r"norm|mod|time|pooled|guidance|adaln|scale_shift|temb|\bt_embedder", re.IGNORECASE
@@ -109,6 +108,6 @@ def _trace_unet(unet: Any, latent_shape: Any, num_text: int) -> int:
         }
     x = torch.empty(1, *latent_shape, device=meta)
     text = torch.empty(1, num_text, config.cross_attention_dim, device=meta)
-    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+    with torch.no_grad(), flop_counter.FlopCounterMode(display=False) as counted:
         unet(x, torch.empty(1, device=meta), text, added_cond_kwargs=added)
     return counted.get_total_flops()

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from diffusers.models import attention_dispatch
     from torch.distributed import fsdp
     from torch.distributed.checkpoint import state_dict
+    from torch.utils import flop_counter
 else:
     diffusers, peft, transformers = map(LazyModule, ("diffusers", "peft", "transformers"))
     attention_dispatch = LazyModule("diffusers.models.attention_dispatch")
+    flop_counter = LazyModule("torch.utils.flop_counter")
     fsdp = LazyModule("torch.distributed.fsdp")
     state_dict = LazyModule("torch.distributed.checkpoint.state_dict")
 
@@ -26,6 +28,7 @@ __all__ = [
     "attention_dispatch",
     "diffusers",
     "find_class",
+    "flop_counter",
     "fsdp",
     "peft",
     "state_dict",

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+
+from pipelines.parts.libraries import flop_counter
 
 from pipelines.parts.unet_memory import unet_activations
 
 
 def count_operations(work: Callable[[], object]) -> int:
     """Return the floating-point operations of matrix products and convolutions in `work`."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+    with torch.no_grad(), flop_counter.FlopCounterMode(display=False) as counted:
         work()
     return counted.get_total_flops()
 

@@ -1,13 +1,10 @@
 """Finds the vocabulary tokens that represent a given answer."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 
-
-def find_answer_tokens(
-    tokenizer: PreTrainedTokenizerBase, word: str, canonical: bool = True
-) -> list[int]:
+def find_answer_tokens(tokenizer: Any, word: str, canonical: bool = True) -> list[int]:
     """Return the tokens for the word, in any spelling or only capitalised (`canonical` false).
 
     Raises:
@@ -18,7 +15,7 @@ def find_answer_tokens(
     return find_single_tokens(tokenizer, spellings)
 
 
-def find_single_tokens(tokenizer: PreTrainedTokenizerBase, spellings: Sequence[str]) -> list[int]:
+def find_single_tokens(tokenizer: Any, spellings: Sequence[str]) -> list[int]:
     """Return the distinct tokens that equal one of the spellings.
 
     Raises:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import open_clip
 import torch
 from jaxtyping import Float
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +17,7 @@ from flowalign.types import Backbone, MediaBatch, PositiveInt, require_ranges
 from reward_models.backbones.checkpoints import find_file, fingerprint_of
 from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
 from reward_models.backbones.efficientnet import EfficientNetLite0
+from reward_models.backbones.libraries import open_clip, peft
 
 Part = Literal["image", "text", "product", "source"]
 """Parts of a sample that a head may see."""
@@ -250,8 +249,8 @@ def _adapt(network: nn.Module, lora: Lora) -> None:
             f"lora.targets {lora.targets} match no linear layer; the network has "
             f"{', '.join(_linear_layers(network)[:6]) or 'none'}"
         )
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found)
-    inject_adapter_in_model(config, network)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found)
+    peft.inject_adapter_in_model(config, network)
 
 
 def _linear_layers(network: nn.Module) -> list[str]:

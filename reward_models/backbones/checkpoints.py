@@ -9,15 +9,15 @@ from pathlib import Path
 from pickle import UnpicklingError  # only caught: pickles are never loaded
 from typing import Any
 
+import huggingface_hub
 import torch
-from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowalign.utils.files import bundled
 from flowalign.utils.hub import contact, file_of, why_not
+from reward_models.backbones.libraries import accelerate
 
 Renames = Sequence[tuple[str, str]]
 """Regular expressions with their replacements, applied to every key in this order."""
@@ -56,7 +56,9 @@ def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
         raise ValueError(f"{source}: no such folder")
     contact()
     try:
-        return Path(snapshot_download(source, allow_patterns=list(only) if only else None))
+        return Path(
+            huggingface_hub.snapshot_download(source, allow_patterns=list(only) if only else None)
+        )
     except OSError as error:
         raise ValueError(why_not(source, "all of it", error)) from error
 
@@ -141,7 +143,7 @@ def on_meta_device() -> AbstractContextManager[None]:
 
     Their buffers are real, because checkpoints often lack buffers such as positions and masks.
     """
-    return init_empty_weights(include_buffers=False)
+    return accelerate.init_empty_weights(include_buffers=False)
 
 
 def fingerprint_of(source: str | None) -> str:

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import open_clip
 import torch
 from jaxtyping import Float
-from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.checkpoints import (
@@ -25,6 +22,7 @@ from reward_models.backbones.checkpoints import (
     read_weights,
     to_float32,
 )
+from reward_models.backbones.libraries import open_clip, transformers
 from reward_models.backbones.pixels import (
     CLIP_MEAN,
     CLIP_STD,
@@ -171,7 +169,7 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
 
     If `processor`, another folder or repository, is set, tokenizer and preprocessing come from it.
     """
-    kinds = {"clip": (CLIPConfig, CLIPModel), "siglip": (SiglipConfig, SiglipModel)}
+    kinds = {"clip": "CLIP", "siglip": "Siglip"}
     folder = find_folder(source, DESCRIPTIONS)
     config = read_json(find_file(str(folder), "config.json"))
     if config.get("model_type") not in kinds:
@@ -180,10 +178,11 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
         )
     described = find_folder(processor, DESCRIPTIONS) if processor else folder
     preprocessing = _preprocessing(find_file(str(described), "preprocessor_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(described, local_files_only=True)
-    make_config, make_model = kinds[config["model_type"]]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(described, local_files_only=True)
+    kind = kinds[config["model_type"]]
+    make_config = getattr(transformers, f"{kind}Config")
     with on_meta_device():
-        model = make_model(make_config.from_dict(config))
+        model = getattr(transformers, f"{kind}Model")(make_config.from_dict(config))
     load_exactly(model, to_float32(read_weights(source)), source, unused=UNUSED)
     return HuggingFaceTowers(model, tokenizer, preprocessing)
 
@@ -205,7 +204,7 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
     with on_meta_device():
         network = make(**sizes)
     load_exactly(network, to_float32(read_tensors(weights)), weights)
-    tokenizer = SimpleTokenizer(context_length=text.get("context_length", 77))
+    tokenizer = open_clip.tokenizer.SimpleTokenizer(context_length=text.get("context_length", 77))
     described = {"size": network.visual.image_size, **content.get("preprocess_cfg", {})}
     return OpenClipTowers(network, tokenizer, _open_clip_preprocessing(described))
 

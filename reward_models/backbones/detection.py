@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
 from flowalign.types import Loadable, UnitInterval
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.libraries import transformers
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class TransformersDetector(Detector):
         """Read the weights once; raise ValueError if they do not fit."""
         if self._network is not None:
             return
-        network = read_transformers(AutoModelForObjectDetection, self.model)
+        network = read_transformers(transformers.AutoModelForObjectDetection, self.model)
         self._network = network.eval().requires_grad_(False).to(self.device)
-        self._processor = AutoImageProcessor.from_pretrained(find_folder(self.model))
+        self._processor = transformers.AutoImageProcessor.from_pretrained(find_folder(self.model))
 
     def classes(self) -> frozenset[str]:
         """Return the labels of the model's config."""

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.transforms import functional as TF
 
 from flowalign.types import Loadable
 from reward_models.backbones.checkpoints import (
@@ -22,6 +21,7 @@ from reward_models.backbones.checkpoints import (
     load_exactly,
     read_tensors,
 )
+from reward_models.backbones.libraries import TF
 from reward_models.backbones.pixels import crop_shortest_side, normalise
 
 _STAGES = (

@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as TF
+
+from reward_models.backbones.libraries import TF
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -37,7 +37,7 @@ def resize(
         return resize_like_pil(frames, height, width)
     if frames.shape[-2:] == (height, width):
         return frames
-    bicubic = InterpolationMode.BICUBIC
+    bicubic = TF.InterpolationMode.BICUBIC
     return TF.resize(frames, [height, width], interpolation=bicubic, antialias=True)
 
 

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.qwen2_vl import Chat, Qwen2VLReward
 
 K = TypeVar("K")
@@ -85,7 +85,7 @@ def continue_clips(
     seen = network.backbone(
         input_ids=ids,
         position_ids=start + torch.arange(ids.shape[1], device=device),
-        past_key_values=DynamicCache(layers),
+        past_key_values=transformers.DynamicCache(layers),
         use_cache=True,
     )
     return _head_at(network, seen, ids, mark)

@@ -15,16 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    PretrainedConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLModel,
-    Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen2VLModel,
-    Qwen3VLConfig,
-    Qwen3VLModel,
-)
 
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -33,6 +23,7 @@ from reward_models.backbones.checkpoints import (
     read_json,
     rename_tensors,
 )
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import CLIP_MEAN, CLIP_STD, normalise
 
 PositionMode = Literal["sequential", "mrope"]
@@ -47,13 +38,13 @@ KEYS = (
 )
 """Maps key names of transformers 4, which wrote these checkpoints, to names in this module. The
 language model is `model` in 4.45, and `model.language_model` in 4.52 and later."""
-Config = Qwen2VLConfig | Qwen2_5_VLConfig | Qwen3VLConfig
 Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-_CLASSES: dict[str, tuple[type[Config], Callable[[Any], nn.Module]]] = {
-    "qwen2_vl": (Qwen2VLConfig, Qwen2VLModel),
-    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLModel),
-    "qwen3_vl": (Qwen3VLConfig, Qwen3VLModel),
+_CLASSES = {
+    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLModel"),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLModel"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLModel"),
 }
+"""Names of the classes of configuration and model in transformers."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +67,9 @@ class Qwen2VLReward(nn.Module):
     which gives other scores.
     """
 
-    def __init__(self, config: Config, head: nn.Module, position_mode: PositionMode):
+    def __init__(self, config: Any, head: nn.Module, position_mode: PositionMode):
         super().__init__()
-        self.backbone: Any = _CLASSES[config.model_type][1](config)
+        self.backbone: Any = getattr(transformers, _CLASSES[config.model_type][1])(config)
         self.head = head
         self.position_mode: PositionMode = position_mode
         self.pads = {"image": config.image_token_id, "video": config.video_token_id}
@@ -120,9 +111,7 @@ class Qwen2VLReward(nn.Module):
         return self.backbone.get_rope_index(**kwargs)[0]
 
 
-def read_base(
-    source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl"
-) -> tuple[Config, Qwen2Tokenizer]:
+def read_base(source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl") -> tuple[Any, Any]:
     """Read the architecture and the tokenizer of a base model, and add special tokens.
 
     Raises:
@@ -133,22 +122,22 @@ def read_base(
     if (found := read_json(paths[0]).get("model_type")) != kind:
         raise ValueError(f"{source} is of type {found!r}, not {kind}")
     folder = paths[0].parent
-    config = _CLASSES[kind][0].from_pretrained(folder)
-    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    config = getattr(transformers, _CLASSES[kind][0]).from_pretrained(folder)
+    tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     text_config(config).vocab_size = len(tokenizer)
     return config, tokenizer
 
 
-def text_config(config: Config) -> Any:
+def text_config(config: Any) -> Any:
     """Return the config of the language model."""
-    if not isinstance(config.text_config, PretrainedConfig):
+    if not isinstance(config.text_config, transformers.PretrainedConfig):
         raise ValueError("the configuration has no language model")
     return config.text_config
 
 
 def build_network(
-    config: Config,
+    config: Any,
     head: Callable[[int], nn.Module],
     tensors: Mapping[str, Tensor],
     source: str | Path,
@@ -191,7 +180,7 @@ def collect_chats(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat
     return chats, failed
 
 
-def fill_instruction(tokenizer: Qwen2Tokenizer, instruction: str, prompt: str) -> str:
+def fill_instruction(tokenizer: Any, instruction: str, prompt: str) -> str:
     """Insert the prompt into the instruction.
 
     Raises:
@@ -203,7 +192,7 @@ def fill_instruction(tokenizer: Qwen2Tokenizer, instruction: str, prompt: str) -
 
 
 def tokenize_chat(
-    tokenizer: Qwen2Tokenizer,
+    tokenizer: Any,
     text: str,
     modality: Literal["image", "video"],
     *num_tokens: int,

@@ -10,17 +10,19 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor
-from transformers.video_utils import VideoMetadata
 
 from flowalign.functional.path_gradient import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
+from flowalign.utils.imports import LazyModule
 from reward_models.backbones.answer_tokens import find_answer_tokens, find_single_tokens
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_json
 from reward_models.backbones.frames import at_rate, each_second
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.packing import PackedQuestions, pack_questions
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.qwen2_vl import cut_patches, fit_size
+
+_video_utils = LazyModule("transformers.video_utils")
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -206,7 +208,7 @@ class QwenYesNo(YesNoJudge):
             given = {
                 "videos": [clip.detach() for clip in media],
                 "video_metadata": [
-                    VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
+                    _video_utils.VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
                     for i, f in zip(rows, frames, strict=True)
                 ],
                 "do_sample_frames": False,
@@ -264,7 +266,7 @@ def _read_processor(folder: Path) -> Any:
     if kind not in ARCHITECTURES:
         raise ValueError(f"{folder} holds a {kind}; a judge is one of {', '.join(ARCHITECTURES)}")
     try:
-        return AutoProcessor.from_pretrained(folder)
+        return transformers.AutoProcessor.from_pretrained(folder)
     except OSError as error:
         raise ValueError(
             f"{folder} has no processor: {' '.join(str(error).split())[:200]}"
@@ -274,7 +276,7 @@ def _read_processor(folder: Path) -> Any:
 def _read_network(folder: Path, dtype: torch.dtype) -> Any:
     """Load the native class; a subclass would lose its language model when old keys are renamed."""
     try:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = transformers.AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="sdpa",

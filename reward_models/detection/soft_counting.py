@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoModelForZeroShotObjectDetection, AutoTokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import BatchScores, NetworkReward
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 from reward_models.backbones.rule import Unscorable
@@ -68,10 +68,10 @@ class SoftCounting(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read the detector and its tokenizer."""
-        self.tokenizer = AutoTokenizer.from_pretrained(
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
             find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
         )
-        return read_transformers(AutoModelForZeroShotObjectDetection, self.model)
+        return read_transformers(transformers.AutoModelForZeroShotObjectDetection, self.model)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score each sample with its own classes, one at a time."""

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, BlipForImageTextRetrieval
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.clip_towers import Preprocessing
 from reward_models.backbones.frames import evenly
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import NetworkReward
 
 DIMS = ("text_video_consist", "img_video_consist")
@@ -42,7 +42,7 @@ class AnimeReward(NetworkReward):
     image-text retrieval; `frames` evenly spaced frames are used.
     """
 
-    network: BlipForImageTextRetrieval
+    network: "transformers.BlipForImageTextRetrieval"
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class AnimeReward(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read BLIP and its tokenizer."""
-        network = read_transformers(BlipForImageTextRetrieval, self.model)
+        network = read_transformers(transformers.BlipForImageTextRetrieval, self.model)
         self.longest: int = network.config.text_config.max_position_embeddings
         self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
-        self.tokenizer = AutoTokenizer.from_pretrained(
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
             find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
         )
         return network

@@ -16,7 +16,6 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Qwen2Tokenizer
 from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
@@ -28,6 +27,7 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
     read_weights,
 )
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 from reward_models.preference.hpsv3 import preference_head
@@ -82,7 +82,7 @@ class EditReward(NetworkReward):
     the original, which passes its own embeddings to the language model.
     """
 
-    tokenizer: Qwen2Tokenizer
+    tokenizer: "transformers.Qwen2Tokenizer"
 
     def __init__(
         self,

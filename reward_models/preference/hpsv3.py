@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import Qwen2Tokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import find_file, fingerprint_of, read_tensors
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 
@@ -29,7 +29,7 @@ class HPSv3(NetworkReward):
     the config and tokenizer of Qwen2-VL.
     """
 
-    tokenizer: Qwen2Tokenizer
+    tokenizer: "transformers.Qwen2Tokenizer"
 
     def __init__(
         self,

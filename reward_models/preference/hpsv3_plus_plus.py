@@ -13,7 +13,6 @@ from typing import Annotated, Literal, get_args
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Qwen2Tokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
 from reward_models.backbones import qwen2_vl
@@ -23,6 +22,7 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
     rename_tensors,
 )
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 from reward_models.preference.hpsv3 import INSTRUCTION as HPSV3_INSTRUCTION
@@ -99,7 +99,7 @@ class HPSv3PlusPlus(NetworkReward):
     Scores are differentiable, including through the inferred capability.
     """
 
-    tokenizer: Qwen2Tokenizer
+    tokenizer: "transformers.Qwen2Tokenizer"
 
     def __init__(
         self,

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig
-from transformers.models.blip.modeling_blip import BlipVisionModel
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import (
@@ -24,6 +22,7 @@ from reward_models.backbones.checkpoints import (
     rename_tensors,
     to_float32,
 )
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import NetworkReward
 from reward_models.backbones.pixels import average_over_frames, crop_shortest_side, normalise
 from reward_models.preference.aesthetic import LinearStack
@@ -65,8 +64,8 @@ class ImageRewardNetwork(nn.Module):
 
     def __init__(self, sizes: Mapping[str, int], med: Mapping[str, Any], vocabulary: int):
         super().__init__()
-        self.vision = BlipVisionModel(
-            BlipVisionConfig(
+        self.vision = transformers.models.blip.modeling_blip.BlipVisionModel(
+            transformers.BlipVisionConfig(
                 hidden_size=sizes["vision_width"],
                 intermediate_size=4 * sizes["vision_width"],
                 num_hidden_layers=sizes["vision_depth"],
@@ -85,8 +84,8 @@ class ImageRewardNetwork(nn.Module):
             "layer_norm_eps",
             "hidden_act",
         )
-        self.text = BlipTextModel(
-            BlipTextConfig(
+        self.text = transformers.BlipTextModel(
+            transformers.BlipTextConfig(
                 vocab_size=vocabulary,
                 encoder_hidden_size=sizes["vision_width"],
                 bos_token_id=None,
@@ -147,7 +146,9 @@ class ImageReward(NetworkReward):
         path = find_file(self.model, "ImageReward.pt")
         med = read_json(find_file(self.model, "med_config.json"))
         self.sizes = _read_sizes(path.parent)
-        self.tokenizer = BertTokenizer(str(find_file(self.tokenizer_source, "vocab.txt")))
+        self.tokenizer = transformers.BertTokenizer(
+            str(find_file(self.tokenizer_source, "vocab.txt"))
+        )
         tensors = to_float32(read_tensors(path))
         words = tensors.get("blip.text_encoder.embeddings.word_embeddings.weight")
         if words is None:

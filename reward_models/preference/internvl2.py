@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import InternVLConfig, InternVLModel, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from reward_models.backbones.checkpoints import (
@@ -26,6 +25,7 @@ from reward_models.backbones.checkpoints import (
     read_json,
     rename_tensors,
 )
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.qwen2_vl import Dtype
 from reward_models.preference import mj_video
 from reward_models.preference.mj_video import Reader, Reading
@@ -97,7 +97,7 @@ def convert_tensors(
     return result
 
 
-def convert_config(released: Mapping[str, Any], source: str | Path, image: int) -> InternVLConfig:
+def convert_config(released: Mapping[str, Any], source: str | Path, image: int) -> Any:
     """Translate a config of type `internvl_chat`; `image` is the id of an image token.
 
     Raises:
@@ -124,7 +124,7 @@ def convert_config(released: Mapping[str, Any], source: str | Path, image: int) 
     if wrong := {name: value for name, value in given.items() if value != wanted[name]}:
         name, value = next(iter(wrong.items()))
         raise ValueError(f"{name} of {source} is {value!r}; only {wanted[name]!r} is supported")
-    return InternVLConfig(
+    return transformers.InternVLConfig(
         vision_config=_vision(vision, side),
         text_config=_text(text),
         image_token_id=image,
@@ -162,7 +162,7 @@ class InternVL2(Reader):
         text: Any = config.text_config
         self.width = text.hidden_size
         with on_meta_device():
-            backbone = InternVLModel(config)
+            backbone = transformers.InternVLModel(config)
         native = convert_tensors(tensors, text.num_attention_heads, text.num_key_value_heads)
         dtype = getattr(torch, self.dtype)
         native = {name: tensor.to(dtype) for name, tensor in native.items()}
@@ -178,7 +178,7 @@ class InternVL2(Reader):
 class _Network(nn.Module):
     """Native InternVL that is prompted in the format of the release."""
 
-    def __init__(self, backbone: InternVLModel, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, backbone: Any, tokenizer: Any):
         super().__init__()
         self.backbone, self.tokenizer = backbone, tokenizer
 
@@ -203,10 +203,10 @@ class _Network(nn.Module):
         return torch.tensor([self.tokenizer.bos_token_id, *ids])
 
 
-def read_tokenizer(source: str) -> PreTrainedTokenizerFast:
+def read_tokenizer(source: str) -> Any:
     """Read a tokenizer; raise ValueError if it encodes the end of a turn with other ids."""
     paths = [find_file(source, name) for name in ("tokenizer.json", "tokenizer_config.json")]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(paths[0].parent)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(paths[0].parent)
     found = tokenizer.encode(_END, add_special_tokens=False)
     if tuple(found) != mj_video.TURN or tokenizer.bos_token_id is None:
         raise ValueError(

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import Qwen2Tokenizer
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones import qwen2_vl
@@ -27,6 +26,7 @@ from reward_models.backbones.checkpoints import (
     rename_tensors,
 )
 from reward_models.backbones.frames import at_rate
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.prefix import (
@@ -77,7 +77,7 @@ class VideoReward(NetworkReward):
     VQ and MQ are known, and another prompt only costs the computation of TA.
     """
 
-    tokenizer: Qwen2Tokenizer
+    tokenizer: "transformers.Qwen2Tokenizer"
     config: dict[str, Any]
 
     def __init__(

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Blip2ForImageTextRetrieval
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.clip_towers import Preprocessing
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import NetworkReward
 
 
@@ -30,7 +30,7 @@ class ContextConsistency(NetworkReward):
     is the metadata's `context` if present, else the prompt.
     """
 
-    network: Blip2ForImageTextRetrieval
+    network: "transformers.Blip2ForImageTextRetrieval"
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class ContextConsistency(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read BLIP-2's image encoder, Q-Former and heads, and its tokenizer."""
-        network = read_transformers(Blip2ForImageTextRetrieval, self.model)
+        network = read_transformers(transformers.Blip2ForImageTextRetrieval, self.model)
         network.config.image_token_index = None  # the text has no image placeholders
         self.longest: int = network.config.qformer_config.max_position_embeddings
         self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
-        self.tokenizer = AutoTokenizer.from_pretrained(
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
             find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
         )
         return network

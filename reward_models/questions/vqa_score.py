@@ -8,13 +8,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoTokenizer,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
 from reward_models.backbones.checkpoints import (
@@ -27,6 +20,7 @@ from reward_models.backbones.checkpoints import (
     read_weights,
     rename_tensors,
 )
+from reward_models.backbones.libraries import transformers
 from reward_models.backbones.network import NetworkReward, place_rows
 from reward_models.backbones.pixels import CLIP_MEAN, normalise, resize
 from reward_models.backbones.yes_no import Dtype, YesNoJudge
@@ -147,7 +141,7 @@ class ClipFlanT5(NetworkReward):
             raise ValueError(f"the config of {self.source} must contain {_LAYOUT}")
         tower = find_file(self.vision or config.get("mm_vision_tower", ""), "config.json")
         words = find_folder(self.tokenizer_source, ("*.json", "*.model"))
-        self.tokenizer = AutoTokenizer.from_pretrained(words)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(words)
         tensors = {
             key: tensor.to(self.dtype)
             for key, tensor in rename_tensors(read_weights(self.source), _RENAMES).items()
@@ -155,7 +149,7 @@ class ClipFlanT5(NetworkReward):
         for name in _TIED:
             tensors.setdefault(name, tensors.get("t5.shared.weight", torch.zeros(())))
         with on_meta_device():
-            network = _ClipT5(config, CLIPVisionConfig.from_pretrained(tower.parent))
+            network = _ClipT5(config, transformers.CLIPVisionConfig.from_pretrained(tower.parent))
         load_exactly(network, tensors, self.source, unused=_ALIASES)
         return network
 
@@ -180,10 +174,12 @@ class ClipFlanT5(NetworkReward):
 
 
 class _ClipT5(nn.Module):
-    def __init__(self, config: Mapping[str, Any], vision: CLIPVisionConfig):
+    def __init__(self, config: Mapping[str, Any], vision: Any):
         super().__init__()
-        self.t5 = T5ForConditionalGeneration(T5Config.from_dict(dict(config)))
-        self.vision = CLIPVisionModel(vision)
+        self.t5 = transformers.T5ForConditionalGeneration(
+            transformers.T5Config.from_dict(dict(config))
+        )
+        self.vision = transformers.CLIPVisionModel(vision)
         width = self.t5.config.d_model
         self.mm_projector = nn.Sequential(
             nn.Linear(vision.hidden_size, width), nn.GELU(), nn.Linear(width, width)

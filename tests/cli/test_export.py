@@ -194,11 +194,11 @@ def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_refused(run, tmp_pa
 
 @pytest.mark.usefixtures("_reads_nothing")
 def test_without_a_token_or_a_hub_nothing_is_exported(run, capsys, monkeypatch):
-    monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: None)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     code, said = told(capsys, run, *PUBLISH)
     assert (code, "no token for the Hugging Face Hub: hf auth login" in said) == (2, True)
-    monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: "a token")
-    monkeypatch.setattr("flowalign.utils.hub.HfApi", _unreachable)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
+    monkeypatch.setattr("huggingface_hub.HfApi", _unreachable)
     code, said = told(capsys, run, *PUBLISH)
     assert (code, "Hub could not be reached" in said) == (2, True)
 
@@ -270,9 +270,9 @@ def _connect(monkeypatch, stand_in: Hub) -> None:
     from huggingface_hub import HfApi
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: "a token")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
     monkeypatch.setattr(
-        "flowalign.utils.hub.HfApi", lambda: HfApi(endpoint=stand_in.url, token="a token")
+        "huggingface_hub.HfApi", lambda: HfApi(endpoint=stand_in.url, token="a token")
     )
 
 

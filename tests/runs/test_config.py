@@ -406,7 +406,7 @@ def unloadable(monkeypatch):
 def test_mistakes_end_in_exit_code_2_before_weights_are_read(
     capsys, monkeypatch, tmp_path, verb, overrides, said
 ):
-    monkeypatch.setattr("flowalign.utils.hub.hf_hub_download", _no_network)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", _no_network)
     code, message = exit_code(
         capsys, verb, SHAPES, "--output_dir", str(tmp_path / "run"), *overrides
     )
