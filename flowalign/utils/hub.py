@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub as hf  # imports its modules lazily; errors and downloads take a second
 
@@ -99,7 +100,7 @@ def publish(folder: Path, name: str, private: bool) -> str:
     return str(address)
 
 
-def _unpublished(name: str, error: Exception) -> str:
+def _unpublished(name: str, error: Any) -> str:
     status = error.response.status_code if isinstance(error, hf.errors.HfHubHTTPError) else None
     if status in (401, 403):
         return f"the Hugging Face Hub does not let this token publish {name}: hf auth login"
