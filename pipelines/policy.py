@@ -22,6 +22,7 @@ from pipelines.network.support import check_setup
 from pipelines.network.verification import verify_saved
 from pipelines.network.weights import JOINT_ATTENTION, Lora, Precision, load_pipeline
 from pipelines.parts.folder import Config, Folder
+from pipelines.parts.recorded_plans import find_plan
 from pipelines.text_encoder import TextEncoder
 
 
@@ -124,26 +125,8 @@ class DiffusersPolicy(Policy):
             self.codec.check_tile(setup.vae_tile)
 
     def plan(self) -> ModelPlan:
-        _check(self)
-        transformer, vae, scheduler = (
-            self.folder.config(name) for name in (self.denoiser_name, "vae", "scheduler")
-        )
-        with missing_keys_context(self.path):
-            scheduler = build_scheduler(shift_schedule(scheduler, self.codec.shift, self.path))
-            latent_shape = self.shape_of_latents(transformer, vae)
-            denoiser, counts = plan_network(self.network)
-            tokens = self.num_tokens(latent_shape, transformer)
-        text = self.max_sequence_length + self.extra_text_tokens
-        activation_bytes, savings = plan_activations(self.network, transformer, tokens)
-        counts["savings"] += savings
-        plan = ModelPlan(
-            latent_shape=latent_shape,
-            activation_bytes=activation_bytes,
-            evaluation_flops=partial(evaluation_flops, denoiser, latent_shape, tokens, text),
-            sigmas=partial(self.sigmas, scheduler),
-            **counts,
-        )
-        return self.codec.extend_plan(plan, self.text_encoder.stored_bytes)
+        compute = partial(compute_plan, self)
+        return find_plan(self, compute) or compute()
 
     def load(self, device: torch.device) -> None:
         _check(self)
@@ -206,6 +189,30 @@ class DiffusersPolicy(Policy):
 
     def verify_weights(self, folder: str) -> float:
         return verify_saved(self.network, self, folder)
+
+
+def compute_plan(policy: DiffusersPolicy) -> ModelPlan:
+    """Return the plan of a policy, from networks on the meta device."""
+    _check(policy)
+    transformer, vae, scheduler = (
+        policy.folder.config(name) for name in (policy.denoiser_name, "vae", "scheduler")
+    )
+    with missing_keys_context(policy.path):
+        scheduler = build_scheduler(shift_schedule(scheduler, policy.codec.shift, policy.path))
+        latent_shape = policy.shape_of_latents(transformer, vae)
+        denoiser, counts = plan_network(policy.network)
+        tokens = policy.num_tokens(latent_shape, transformer)
+    text = policy.max_sequence_length + policy.extra_text_tokens
+    activation_bytes, savings = plan_activations(policy.network, transformer, tokens)
+    counts["savings"] += savings
+    plan = ModelPlan(
+        latent_shape=latent_shape,
+        activation_bytes=activation_bytes,
+        evaluation_flops=partial(evaluation_flops, denoiser, latent_shape, tokens, text),
+        sigmas=partial(policy.sigmas, scheduler),
+        **counts,
+    )
+    return policy.codec.extend_plan(plan, policy.text_encoder.stored_bytes)
 
 
 def _check(policy: DiffusersPolicy) -> None:

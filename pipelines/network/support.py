@@ -26,6 +26,8 @@ _CONTEXT_FAILURES = {
     "LTX2VideoTransformer3DModel": "positions keep all tokens in diffusers 0.42.1, which fails",
 }
 """Networks with a plan that fails, and why."""
+_WITHOUT_OFFLOAD = ("DiTTransformer2DModel", "HunyuanDiT2DModel")
+"""Networks without group offloading in diffusers 0.42.1."""
 _FARTHEST = 64
 """Number of steps to other sizes that are searched for a valid size."""
 
@@ -138,7 +140,7 @@ def _check_offload(network: Denoisers, setup: Setup) -> None:
             f"offload is layers, but {network.checkpointing} is false, so the backward pass would "
             "keep every layer's weights on the device: set it to true"
         )
-    if not network.network_class._supports_group_offloading:
+    if network.kind in _WITHOUT_OFFLOAD:
         raise ValueError(
             f"offload is layers, but {network.kind} of diffusers does not "
             "support it: set it to none"

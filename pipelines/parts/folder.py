@@ -95,6 +95,26 @@ class Folder:
                 f"Set policy.path to the downloaded folder to use its values: {folder}"
             )
 
+    def compare_downloads(self) -> None:
+        """Raise ValueError if a downloaded file differs from the values in the package."""
+        if self.published:
+            self._compare(None, INDEX)
+            for component in self.published.components:
+                self._compare(component, _FILES.get(component, "config.json"))
+
+    def describe(self) -> list[Any]:
+        """Return the names and texts of the files that a plan reads, as values for JSON."""
+        if self.published:
+            return [self.published.index, self.published.components]
+        folders = sorted(one for one in Path(self.path).glob("*/") if one.is_dir())
+        files = [Path(self.path, INDEX), *(file for one in folders for file in one.glob("*.json"))]
+        texts = {
+            str(file.relative_to(self.path)): file.read_text(encoding="utf-8", errors="replace")
+            for file in sorted(files)
+            if file.is_file() and file.name.endswith(("config.json", INDEX))
+        }
+        return [[one.name for one in folders], texts]
+
     def setting(self, name: str) -> Any:
         """Return a value of `model_index.json`, or None if the key is missing."""
         return self.index().get(name)

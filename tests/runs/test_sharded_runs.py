@@ -122,6 +122,8 @@ AVERAGED = {
 WIDE = {"wide": policy_gradient(prompts_per_step=5)}
 """Enough prompts for four processes."""
 EVERY = RECIPES | AVERAGED | WIDE
+WHOLE = ("outcome", "branches", "DPO", "reward gradient", "NFT", *AVERAGED)
+"""Recipes that also train all weights."""
 SMOOTH = {"class_path": "tests.fixtures.pixel.SmoothRedness", "weight": {"redness": 1.0}}
 
 
@@ -205,13 +207,21 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A function that returns the folder of a run on one, two or two sharded processes."""
+    """A function that returns the folder of a run on one, two or two sharded processes.
+
+    Processes start once for all runs with the same settings, because starting takes longer than a
+    run.
+    """
     root = tmp_path_factory.mktemp("runs")
 
     @cache
-    def folder(name, world, weights="replicated", trained="adapter"):
+    def launch(names, world, weights, trained):
         changes = {"sharding": {"weights": weights}, "whole": trained == "all"}
-        return run(root / f"{name}{world}{weights}{trained}", [name], world, **changes) / name
+        return run(root / f"{names[0]}{world}{weights}{trained}", names, world, **changes)
+
+    def folder(name, world, weights="replicated", trained="adapter"):
+        names = {"adapter": tuple(RECIPES), "all": WHOLE}[trained]
+        return launch(names if name in names else (name,), world, weights, trained) / name
 
     return folder
 
@@ -244,9 +254,7 @@ def test_a_sharded_run_goes_on_as_two_processes_and_as_one(tmp_path, made):
 
 
 @slow
-@pytest.mark.parametrize(
-    "name", ["outcome", "branches", "DPO", "reward gradient", "NFT", *AVERAGED]
-)
+@pytest.mark.parametrize("name", WHOLE)
 def test_all_weights_are_trained_in_parts_as_in_one_piece(name, made):
     one, sharded = made(name, 1, trained="all"), made(name, 2, "blocks", "all")
     final, first = saved(one), saved(one, 2)
