@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from diffusers import StableDiffusion3Pipeline
+from huggingface_hub import HfApi
 from PIL import Image
 from safetensors import safe_open
 
@@ -204,8 +205,6 @@ def test_without_a_token_or_a_hub_nothing_is_exported(run, capsys, monkeypatch):
 
 
 def _unreachable():
-    from huggingface_hub import HfApi
-
     return HfApi(endpoint="http://127.0.0.1:9", token="a token")
 
 
@@ -267,8 +266,6 @@ def hub(monkeypatch):
 
 
 def _connect(monkeypatch, stand_in: Hub) -> None:
-    from huggingface_hub import HfApi
-
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
 """Messages if the hub has no file, and that the hub is not contacted without need."""
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import (
@@ -20,7 +21,7 @@ def complaint(monkeypatch, error: Exception) -> str:
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     monkeypatch.setattr(hub, "contact", lambda: None)
     with pytest.raises(ValueError, match=MODEL) as raised:
         hub.file_of(MODEL, "config.json", "vae")
@@ -74,7 +75,7 @@ def test_a_silent_hub_is_contacted_once_and_named(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_connection", hub._Connection())
-    monkeypatch.setattr(hub, "get_session", Session)
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"could not be reached\.\n"):
             hub.file_of("owner/model", "config.json")
@@ -104,7 +105,7 @@ def test_check_of_a_hub_model_says_that_it_is_offline(monkeypatch, capsys, tmp_p
 
 
 def test_a_name_that_no_model_can_have_is_not_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked"))
     with pytest.raises(SystemExit, match="2"):
         main(["check", "configs/shapes.yaml", "--policy.path", "/no/such/folder"])
     assert "'/no/such/folder' is neither a folder nor the id of a model" in capsys.readouterr().err
