@@ -17,7 +17,7 @@ from flowalign.runs.planning.plan import plan
 from flowalign.types import ModelPlan
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import write_text
-from pipelines.parts.recorded_plans import FILE, describe, identify, library_versions
+from pipelines.parts.recorded_plans import FILE, describe, identify
 from pipelines.policy import DiffusersPolicy
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -66,8 +66,7 @@ def main() -> None:
         for key, file in files.items()
     }
     lines = ",\n".join(f'"{key}": {json.dumps(one)}' for key, one in plans.items())
-    versions = json.dumps(library_versions())
-    write_text(FILE, f'{{"versions": {versions}, "plans": {{\n{lines}\n}}}}\n')
+    write_text(FILE, f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipelines.parts.libraries import flop_counter
-
 from pipelines.parts.unet_memory import unet_activations
 
 

@@ -3,7 +3,8 @@
 A plan builds networks on the meta device. This imports diffusers, transformers and peft, which
 takes seven of ten seconds of CPU time. `assets/bench/plans.py` writes the records. Each belongs to
 one policy class with all settings that a plan depends on, to the configuration files of the model,
-and to the versions of the libraries. Any other plan is computed.
+to the code that plans, and to the versions of the libraries. Any other plan is computed, so a
+change of the code costs time, and never gives a plan of before.
 """
 
 import hashlib
@@ -23,12 +24,13 @@ from flowalign.types import ModelPlan, Saving
 FILE = Path(__file__).with_name("recorded_plans.json")
 _UNUSED = {"self", "path", "guidance"}
 """Arguments of policies that are identified in another way, see `identify`."""
+_LIBRARIES = ("diffusers", "torch", "transformers")
 _COUNTED = ("evaluation_flops", "decode_flops")
 
 
 def find_plan(policy: Any, compute: Callable[[], ModelPlan]) -> ModelPlan | None:
     """Return the recorded plan of a policy, or None. `compute` makes it for further schedules."""
-    if not (records := read_records()) or (record := records.get(identify(policy))) is None:
+    if (record := read_records().get(identify(policy))) is None:
         return None
     policy.folder.compare_downloads()
     return restore(record["plan"], compute)
@@ -41,14 +43,25 @@ def identify(policy: Any) -> str:
     settings = {name: repr(known[name]) for name in names}
     settings["quantization"] = repr(policy.network.setup.quantization)
     settings["guided"] = str(policy.guidance > 1)
-    content = f"{kind.__module__}.{kind.__qualname__}", settings, policy.folder.describe()
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
+    content = [f"{kind.__module__}.{kind.__qualname__}", settings, policy.folder.describe()]
+    content += [
+        {name: version(name) for name in _LIBRARIES},
+        _digest_code(kind, type(policy.codec)),
+    ]
+    return _digest(json.dumps(content).encode())
 
 
-def library_versions() -> dict[str, str]:
-    """Return the major and minor versions of the libraries that define the networks."""
-    names = ("diffusers", "torch", "transformers")
-    return {name: ".".join(version(name).split(".")[:2]) for name in names}
+@cache
+def _digest_code(*classes: type) -> str:
+    """Return the digest of the code that plans: shared modules, and those of these classes."""
+    root, bases = Path(__file__).parents[1], {base for one in classes for base in one.__mro__}
+    own = {Path(inspect.getfile(one)) for one in bases if one.__module__.startswith("pipelines.")}
+    shared = {*root.glob("*.py"), *root.glob("network/*.py"), *root.glob("parts/**/*.py")}
+    return _digest(b"".join(file.read_bytes() for file in sorted(own | shared)))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
 
 
 def describe(plan: ModelPlan, schedules: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -78,6 +91,5 @@ def _schedule(known: Mapping[str, list[float]], compute: Callable[[], ModelPlan]
 
 @cache
 def read_records() -> Mapping[str, Any]:
-    """Return the records by key; none if they were made with other versions of the libraries."""
-    content = json.loads(FILE.read_text(encoding="utf-8"))
-    return content["plans"] if content["versions"] == library_versions() else {}
+    """Return the records by key: a run file with the policy, and its plan."""
+    return json.loads(FILE.read_text(encoding="utf-8"))

@@ -2,12 +2,14 @@
 
 import json
 import math
+import sys
 from functools import partialmethod
 
 import pytest
 import torch
 
 from assets.bench import gpu, gpu_parts, gpu_sizes, gpu_stages
+from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
 
@@ -66,11 +68,13 @@ EVALUATIONS = {
 }
 
 
-def test_a_part_that_fails_or_takes_too_long_is_named_and_loses_nothing(tmp_path):
+def test_a_part_that_fails_or_takes_too_long_is_named_and_loses_nothing(tmp_path, monkeypatch):
     late = gpu.run_part("parity", "small", str(tmp_path), 1.0)
     assert late["state"] == "stopped after 1 seconds"
     (tmp_path / "attention.jsonl").write_text('["native", {"seconds": 1.5}]\n')
-    failed = gpu.run_part("attention", "small", str(tmp_path / "absent"), 300.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", python())
+        failed = gpu.run_part("attention", "small", str(tmp_path / "absent"), 300.0)
     assert failed["state"].startswith("failed (1): FileNotFoundError")
     kept = gpu.run_part("attention", "small", str(tmp_path), 1.0)
     assert kept["figures"] == {"native": {"seconds": 1.5}}

@@ -242,14 +242,19 @@ def test_one_process_two_and_two_that_share_weights_make_the_same_updates(name, 
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
 
 
+def continued(stopped, folder, name, world, **changes):
+    """The folder of a copy of a stopped run that `world` processes continue."""
+    shutil.copytree(stopped / name, folder / name)
+    saved = folder / name / "checkpoints/step-000002"
+    return run(folder, [name], world, sharding=BLOCKS, resume=saved, **changes) / name
+
+
 @slow
 def test_a_sharded_run_goes_on_as_two_processes_and_as_one(tmp_path, made):
     straight = state(made("outcome", 2, "blocks"))
+    stopped = run(tmp_path / "stopped", ["outcome"], 2, sharding=BLOCKS, num_steps=2)
     for world in (2, 1):
-        folder = run(tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2)
-        saved = folder / "outcome/checkpoints/step-000002"
-        run(folder, ["outcome"], world, sharding=BLOCKS, resume=saved)
-        resumed = state(folder / "outcome")
+        resumed = state(continued(stopped, tmp_path / str(world), "outcome", world))
         assert_close(resumed, straight, tolerance=0.0 if world == 2 else 1e-6)
 
 
@@ -273,12 +278,17 @@ def test_four_processes_with_two_copies_of_all_weights_make_the_updates_of_one(t
     assert_close(saved(four), saved(made("wide", 1, trained="all")))
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Folder of runs that train all weights in parts and stop after two of three steps."""
+    folder = tmp_path_factory.mktemp("stopped") / "runs"
+    return run(folder, ["NFT", "outcome"], 2, sharding=BLOCKS, num_steps=2, whole=True)
+
+
 @slow
-def test_a_run_with_an_old_policy_in_parts_goes_on_as_it_would_have(tmp_path, made):
-    folder = run(tmp_path / "first", ["NFT"], 2, sharding=BLOCKS, num_steps=2, whole=True)
-    resumed = folder / "NFT/checkpoints/step-000002"
-    run(folder, ["NFT"], 2, sharding=BLOCKS, resume=resumed, whole=True)
-    assert_close(saved(folder / "NFT"), saved(made("NFT", 2, "blocks", "all")), tolerance=0.0)
+def test_a_run_with_an_old_policy_in_parts_goes_on_as_it_would_have(tmp_path, made, stopped):
+    resumed = saved(continued(stopped, tmp_path / "2", "NFT", 2, whole=True))
+    assert_close(resumed, saved(made("NFT", 2, "blocks", "all")), tolerance=0.0)
 
 
 @slow
@@ -296,15 +306,13 @@ def test_a_teacher_of_all_weights_is_the_same_in_parts(tmp_path, made, monkeypat
 
 
 @slow
-def test_a_run_that_trains_all_in_parts_goes_on_as_two_processes_and_as_one(tmp_path, made):
+def test_a_run_that_trains_all_in_parts_goes_on_as_two_processes_and_as_one(
+    tmp_path, made, stopped
+):
     straight = saved(made("outcome", 2, "blocks", "all"))
     for world in (2, 1):
-        folder = run(
-            tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2, whole=True
-        )
-        resumed = folder / "outcome/checkpoints/step-000002"
-        run(folder, ["outcome"], world, sharding=BLOCKS, resume=resumed, whole=True)
-        assert_close(saved(folder / "outcome"), straight, tolerance=0.0 if world == 2 else 1e-6)
+        resumed = saved(continued(stopped, tmp_path / str(world), "outcome", world, whole=True))
+        assert_close(resumed, straight, tolerance=0.0 if world == 2 else 1e-6)
 
 
 def test_a_world_that_groups_do_not_divide_is_refused_with_those_that_do():
