@@ -1,20 +1,18 @@
 """Measure hacking detection on the toy model against the ground truth, and draw the results.
 
-    python assets/figures/hacking.py runs/hacking    # twenty minutes on one core; resumes
-    python assets/figures/hacking.py runs/hacking --seeds 0 --only "few pairs" "honest rule"
+    python assets/figures/hacking.py runs/hacking    # half an hour on one core; resumes
+    python assets/figures/hacking.py runs/hacking --seeds 5 --only "few pairs" "honest rule"
     python assets/figures/hacking.py                 # draws the stored numbers
-
-`hacking_often.json` has runs with twice as many evaluations (`--evaluations 12`, of the kinds "few
-pairs", "guidance leak" and honest ones).
 
 Five kinds of runs are hacked: a reward from 100 pairs without KL, JPEG size, a reward from 24
 pairs, a reward from pairs with a brightness cue, and the latter with DiffusionNFT on samples with
 guidance 3, so that guidance leaks into the weights. Honest runs optimise the rule, or the reward
 from 100 pairs with a KL term. Rewards are trained in `hacking_rewards.py`. The ground truth
-`exact_match` is neither optimised nor watched. All runs watch the same panel and only warn; a
-hacked run ends one evaluation after the true reward has lost a third. Detection is in time if the
-alarm comes at an earlier evaluation. Rates, rewards, `KL_LIMIT` and the test were chosen with seed
-100. Writes `hacking.json` and `.png` next to this script, or into --to.
+`exact_match` is neither optimised nor watched. All runs watch the same panel after each step and
+only warn; a hacked run ends one evaluation after the true reward has lost a third. Detection is in
+time if the alarm comes at an earlier evaluation. Rates, rewards and `KL_LIMIT` were chosen with
+seed 100, the panel and the number of evaluations with seeds 0 to 4. Writes `hacking.json` and
+`.png` next to this script, or into --to.
 """
 
 import argparse
@@ -42,12 +40,12 @@ from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent
-STEPS, EVALUATIONS, PROMPTS = 12, 6, 48
+STEPS, PROMPTS, SEEDS = 12, 48, range(5, 10)
 RECORD, HONEST = "panels.json", ("honest rule", "honest KL")
 NOISE = 0.1
 """Gain of the true reward that counts as one: two standard errors of an evaluation."""
 SPLITS = ("seen", "unseen")
-PANEL = ["judge", "diversity", "sharpness", "grid_power", "dark_share", "kl"]
+PANEL = ["judge", "diversity", "sharpness", "dark_share", "kl"]
 KL_LIMIT = 0.05
 DIMS = ("colour", "shape", "count", "position", "clean")
 VERIFIER = {"class_path": "reward_models.ShapesVerifier"}
@@ -123,22 +121,21 @@ def settings(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def overlay(kind: Mapping[str, Any], held_out: Path, evaluations: int) -> dict[str, Any]:
+def overlay(kind: Mapping[str, Any], held_out: Path) -> dict[str, Any]:
     """Return the complete settings of a kind of run, with the panel and the ground truth."""
     rewards = [*kind["rewards"], JUDGE]
     if RULE not in rewards:
         rewards.append(VERIFIER)
     own = {name: value for name, value in kind.items() if name not in ("file", "steps")}
-    steps = kind.get("steps", STEPS)
     return own | {
         "rewards": rewards,
-        "num_steps": steps,
+        "num_steps": kind.get("steps", STEPS),
         "optimizer": kind["optimizer"] | {"decay": "constant"},
         "ema": None,
         "evaluation": {
             "prompts": {split: str(held_out / f"{split}.txt") for split in SPLITS},
             "num_prompts": 2 * PROMPTS,
-            "every": max(1, steps // evaluations),
+            "every": 1,
             "micro_batch": 2 * PROMPTS,
             "bounds": None,
             "watch": {"metrics": PANEL, "kl_limit": KL_LIMIT},
@@ -156,7 +153,7 @@ class RunEnd(Exception):
     """Signal that the true reward was lost, so further steps add nothing."""
 
 
-def train(folder: Path, name: str, seed: int, evaluations: int) -> None:
+def train(folder: Path, name: str, seed: int) -> None:
     """Train one run unless it is finished; write its panels and its true reward.
 
     A run ends one evaluation after the true reward has lost a third.
@@ -165,7 +162,7 @@ def train(folder: Path, name: str, seed: int, evaluations: int) -> None:
     if (run / RECORD).exists():
         return
     kind, file = settings(folder)[name], folder / f"{run.name}.yaml"
-    file.write_text(yaml.safe_dump(overlay(kind, folder, evaluations)))
+    file.write_text(yaml.safe_dump(overlay(kind, folder)))
     cfg, text = load([kind["file"], str(file)], ["--seed", str(seed), "--output_dir", str(run)])
     began = time.process_time()
     session = runs.start(cfg, text, print, overwrite=run.exists())
@@ -332,9 +329,8 @@ def main() -> None:
     """Train what is missing, write the numbers, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--only", nargs="+")
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="per run")
     parser.add_argument("--to", type=Path, default=HERE)
     args = parser.parse_args()
     stored = args.to / "hacking.json"
@@ -345,12 +341,13 @@ def main() -> None:
         kinds = args.only or list(settings(args.folder))
         for seed in args.seeds:
             for kind in kinds:
-                train(args.folder, kind, seed, args.evaluations)
-        names = [(kind, seed) for kind in settings(args.folder) for seed in args.seeds]
-        records = [args.folder / run_name(*name) / RECORD for name in names]
-        found = [judge_run(read_yaml(file)) for file in records if file.exists()]
-        used = {"evaluations": args.evaluations, "prompts": PROMPTS, "panel": PANEL}
-        content = {"settings": used | {"kl_limit": KL_LIMIT}, "summary": summarise(found)}
+                train(args.folder, kind, seed)
+        records = [read_yaml(file) for file in sorted(args.folder.glob(f"*/{RECORD}"))]
+        order = list(settings(args.folder))
+        records.sort(key=lambda record: (order.index(record["kind"]), record["seed"]))
+        found = [judge_run(record) for record in records]
+        used = {"prompts": PROMPTS, "panel": PANEL, "kl_limit": KL_LIMIT}
+        content = {"settings": used, "summary": summarise(found)}
         write_json(stored, content | {"runs": found})
     content = read_yaml(stored)
     print(yaml.safe_dump(content["summary"], sort_keys=False))  # noqa: T201
