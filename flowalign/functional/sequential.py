@@ -3,8 +3,8 @@
 Evaluation e of a run tests J metrics at the level alpha * 6 / (pi^2 e^2 J). The levels of all
 evaluations and metrics add up to alpha, so the probability of any false alarm is at most alpha,
 however long the run is and however its evaluations depend on each other. The units are prompts.
-Each test is exact for normal differences. For exponential ones of 48 prompts (skewness 2), it has
-twice the rate of its level 0.0004, where Student's test has fifteen times that rate.
+Each test is exact for normal differences. With exponential differences of 48 prompts (skewness 2),
+a test at the level 0.0004 rejects 2.3 times too often, and Student's test 15 times.
 """
 
 import math
