@@ -83,6 +83,8 @@ def run_on_ray(launch: RayLaunch, main: Callable[[Sequence[str]], None], words: 
     """
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths resolve as in the command
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
+    # Ray's default is a minute, and it tries again forever: too short for a busy machine.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
     prepare_ray("ray.train.torch", launch.address)
     with (
         tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder,

@@ -17,6 +17,10 @@ from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring import ray_data
 from flowalign.curation.scoring.job import BlockScorer, block_numbers
 from flowalign.curation.scoring.table import PartFiles
+from flowalign.data.readers import open_dataset
+from flowalign.rewards.checked import RewardFailure
+from tests.fixtures.ray_nodes import two_machines
+from tests.fixtures.scorers import Mortal
 from tests.fixtures.scoring_rewards import Brightness, picture
 from tests.fixtures.zygote import python
 
@@ -59,12 +63,30 @@ def score(
     return done.stdout + done.stderr
 
 
+@pytest.fixture(scope="module")
+def machines():
+    with two_machines() as made:
+        yield made
+
+
 @pytest.mark.slow
-def test_a_worker_that_is_killed_loses_no_row_and_repeats_none(tmp_path):
-    data = pictures(tmp_path / "data", COUNT)
+def test_a_killed_worker_and_a_killed_machine_lose_no_row_and_repeat_none(tmp_path, machines):
+    data, calls = pictures(tmp_path / "data", COUNT), tmp_path / "calls"
     score(data, tmp_path / "plain", tmp_path / "plain_calls")
-    ray = "--executor", "ray", "--processes", "2"
-    score(data, tmp_path / "ray", tmp_path / "ray_calls", *ray, dies_at=(20,))
+    ray = "--executor", "ray", "--processes", "2", "--address", machines.address
+
+    def processes() -> set[str]:
+        return {words[0] for path in calls.glob("*") if (words := path.read_text().split())}
+
+    with ThreadPoolExecutor() as pool:
+        out = tmp_path / "ray"
+        scored = pool.submit(score, data, out, calls, *ray, dies_at=(20,), code=None)
+        while len(processes()) < 3 and not scored.done():  # two workers, and one more after a kill
+            time.sleep(0.05)
+        machines.kill_second()
+        if "scores.jsonl" not in scored.result():  # it ended, and goes on when it is repeated
+            assert "a worker died more than 3 times" in scored.result()
+            score(data, out, calls, *ray, dies_at=(20,))
     tables = [(tmp_path / name / "scores.jsonl").read_text() for name in ("plain", "ray")]
     assert tables[0] == tables[1]
     rows = [json.loads(line) for line in tables[1].splitlines()]
@@ -72,49 +94,24 @@ def test_a_worker_that_is_killed_loses_no_row_and_repeats_none(tmp_path):
     (failed,) = [row for row in rows if not row["brightness_valid"]]
     assert failed["brightness"] is None
     assert failed["reason"]
-    workers = {path.read_text().split()[0] for path in (tmp_path / "ray_calls").iterdir()}
-    assert len(workers) == 3, "two workers, and the one in place of the killed one"
+    assert len(processes()) > 3, "another worker came in place of the one that left"
 
 
 @pytest.mark.slow
-def test_workers_that_always_die_end_the_job(tmp_path):
-    data = pictures(tmp_path / "data", 9)
-    ray = "--executor", "ray", "--processes", "1"
-    said = score(data, tmp_path / "out", tmp_path / "calls", *ray, dies_at=(-1,), code=1)
-    assert "a worker died more than 3 times" in said
-    assert len(list((tmp_path / "calls").iterdir())) == 4
+def test_workers_that_always_die_end_the_job(tmp_path, machines, monkeypatch):
+    monkeypatch.setattr(ray_data, "RESTARTS", 1)
+    data, calls = pictures(tmp_path / "data", 9), tmp_path / "calls"
+    calls.mkdir()
 
+    def open_job() -> scoring.ScoringJob:
+        models = [Mortal(str(calls), [-1])]
+        return scoring.ScoringJob(open_dataset(str(data)), models, tmp_path / "out", 3, 1, 9)
 
-@pytest.mark.slow
-def test_a_running_cluster_that_loses_a_machine_loses_no_row(tmp_path, monkeypatch):
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
-        monkeypatch.setenv(name, "0")
-    from ray.cluster_utils import Cluster
-
-    data, calls = pictures(tmp_path / "data", COUNT), tmp_path / "calls"
-    score(data, tmp_path / "plain", tmp_path / "plain_calls")
-    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    leaving = cluster.add_node(num_cpus=1)
-    ray = "--executor", "ray", "--processes", "2", "--address", cluster.address
-
-    def processes() -> set[str]:
-        return {words[0] for path in calls.glob("*") if (words := path.read_text().split())}
-
-    with ThreadPoolExecutor() as pool:  # machines come and go in the main thread only
-        scored = pool.submit(score, data, tmp_path / "ray", calls, *ray, code=None)
-        try:
-            while len(processes()) < 2 and not scored.done():
-                time.sleep(0.05)
-            cluster.remove_node(leaving, allow_graceful=False)
-            cluster.add_node(num_cpus=1)
-            if "scores.jsonl" not in scored.result():  # it ended, and goes on when it is repeated
-                assert "a worker died more than 3 times" in scored.result()
-                score(data, tmp_path / "ray", calls, *ray)
-        finally:
-            cluster.shutdown()
-    plain, ours = (tmp_path / name / "scores.jsonl" for name in ("plain", "ray"))
-    assert ours.read_text() == plain.read_text()
-    assert len(processes()) > 2, "another worker came in place of the one that left"
+    cluster = ray_data.Cluster(1, machines.address)
+    speed = scoring.Throughput()
+    with pytest.raises(RewardFailure, match="a worker died more than 1 times"):
+        cluster.run(open_job(), open_job, speed, lambda stats, speed: None)
+    assert len(list(calls.iterdir())) == 2
 
 
 @pytest.mark.slow
@@ -140,7 +137,6 @@ with connect(1):
 def test_blocks_are_scored_in_any_order_once(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "RECORDS_PER_PART", 4)
     data = pictures(tmp_path / "data", 14)
-    from flowalign.data.readers import open_dataset
 
     def job(folder: str, log: str = ""):
         model = Brightness(log)

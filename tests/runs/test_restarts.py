@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from flowalign.training import checkpoint
+from tests.fixtures.ray_nodes import two_machines
 from tests.fixtures.stopped_runs import (
+    PIXELS,
     assert_same_run,
     finish,
     free_port,
@@ -23,33 +25,48 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores"),
 ]
-STEPS = 5
+STEPS = PIXELS["num_steps"]
 MANY = "FLOWALIGN_TRIALS"
 """Environment variable with the number of kills of each kind, after different steps."""
 TRIALS = pytest.mark.parametrize("trial", range(int(os.environ.get(MANY, "1"))))
-OPTIONS = "--num_steps", STEPS, "--evaluation", "null", "--processes", 2
+
+
+def begin(folder: Path, *options: object, processes: int = 2) -> subprocess.Popen:
+    return start(folder, "--processes", processes, *options, run=PIXELS)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     """A run of two processes that nothing disturbed."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    finish(start(folder, *OPTIONS))
+    finish(begin(folder))
     return folder
 
 
-def killed(folder: Path, launcher: subprocess.Popen, pid: int, trial: int) -> None:
-    """Kill a process of a run after its second or third step."""
-    wait_for(folder / "checkpoints" / f"step-{2 + trial % 2:06d}", launcher)
-    os.kill(pid, signal.SIGKILL)
+@pytest.fixture(scope="module")
+def machines():
+    with two_machines() as made:
+        yield made
+
+
+def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
+    wait_for(folder / "checkpoints" / f"step-{step:06d}", launcher)
+
+
+def newest(folder: Path) -> int:
+    """Number of steps of the newest checkpoint, which is complete."""
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    checkpoint.check_complete(found)
+    return int(found.name.partition("-")[2])
 
 
 @TRIALS
 def test_a_killed_process_is_restarted_and_ends_with_the_same_bits(tmp_path, straight, trial):
     folder = tmp_path / "run"
-    launcher = start(folder, *OPTIONS, "--restarts", 1)
-    wait_for(folder / "checkpoints" / "step-000001", launcher)
-    killed(folder, launcher, workers(launcher)[trial % 2], trial)
+    launcher = begin(folder, "--restarts", 1)
+    wait_for_step(folder, 2 + trial % 2, launcher)
+    os.kill(workers(launcher)[trial % 2], signal.SIGKILL)
     output = finish(launcher)
     assert output.count("was ended by SIGKILL") == output.count("flowalign: restart 1 of 1") == 1
     assert output.count("Traceback") == 0
@@ -59,50 +76,79 @@ def test_a_killed_process_is_restarted_and_ends_with_the_same_bits(tmp_path, str
 @TRIALS
 def test_a_killed_launcher_leaves_what_a_later_one_resumes(tmp_path, straight, trial):
     folder = tmp_path / "run"
-    launcher = start(folder, *OPTIONS)
-    killed(folder, launcher, launcher.pid, trial)
+    launcher = begin(folder)
+    wait_for_step(folder, 2 + trial % 2, launcher)
+    os.kill(launcher.pid, signal.SIGKILL)
     finish(launcher, -signal.SIGKILL)
-    newest = checkpoint.latest(folder / "checkpoints")
-    assert newest is not None
-    checkpoint.check_complete(newest)
-    finish(start(folder, *OPTIONS, "--resume"))
+    assert newest(folder) >= 2
+    finish(begin(folder, "--resume"))
+    assert_same_run(straight, folder, STEPS)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a small disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a disk needs rights")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@TRIALS
+def test_a_full_disk_ends_all_processes_and_loses_no_state(small_disk, straight, trial):
+    folder = small_disk / "run"
+    launcher = begin(folder)
+    wait_for_step(folder, 2 + trial, launcher)
+    filler = small_disk / "filler"
+    subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], capture_output=True)
+    output = finish(launcher, 1)
+    assert output.count("No space left on device") == 1, output
+    assert output.count("Traceback") == 0
+    assert newest(folder) >= 2 + trial
+    filler.unlink()
+    finish(begin(folder, "--resume"))
     assert_same_run(straight, folder, STEPS)
 
 
 def test_two_machines_train_as_two_processes_of_one(tmp_path, straight):
     folder = tmp_path / "run"
-    meeting = "--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}", "--processes", 1
-    launchers = [start(folder, *OPTIONS[:-2], *meeting) for _ in range(2)]
+    meeting = "--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}"
+    launchers = [begin(folder, *meeting, processes=1) for _ in range(2)]
     for launcher in launchers:
         finish(launcher)
     assert_same_run(straight, folder, STEPS)
 
 
 @TRIALS
-def test_a_killed_ray_worker_is_restarted_and_ends_with_the_same_bits(tmp_path, straight, trial):
-    pytest.importorskip("ray")
+def test_a_killed_ray_worker_and_a_killed_machine_change_no_bit(
+    tmp_path, straight, machines, trial
+):
     folder = tmp_path / "run"
-    command = start(folder, *OPTIONS, "--executor", "ray", "--restarts", 1)
-    wait_for(folder / "checkpoints" / "step-000001", command)
+    ray = "--executor", "ray", "--address", machines.address
+    command = begin(folder, *ray, "--restarts", 2)
+    wait_for_step(folder, 2 + trial % 2, command)
     holder = (folder / "run.lock").read_text()
-    killed(folder, command, int(re.match(r"process (\d+) ", holder)[1]), trial)
+    os.kill(int(re.match(r"process (\d+) ", holder)[1]), signal.SIGKILL)
+    wait_for_step(folder, newest(folder) + 3, command)
+    machines.kill_second()
     output = finish(command)
-    assert output.count("flowalign: restart 1 of 1") == 1
+    for restart in (1, 2):
+        assert output.count(f"flowalign: restart {restart} of 2") == 1
     assert output.count("Traceback") == 0
     assert_same_run(straight, folder, STEPS)
 
 
-def test_a_ray_worker_stops_and_saves_after_the_step(tmp_path):
-    pytest.importorskip("ray")
+def test_a_ray_worker_stops_and_saves_after_the_step(tmp_path, machines):
     folder = tmp_path / "run"
-    options = "--num_steps", 1000, "--evaluation", "null", "--executor", "ray", "--restarts", 9
-    command = start(folder, *options)
-    wait_for(folder / "checkpoints" / "step-000001", command)
+    ray = "--executor", "ray", "--address", machines.address, "--num_steps", 1000
+    command = begin(folder, *ray, "--restarts", 9, processes=1)
+    wait_for_step(folder, 1, command)
     command.send_signal(signal.SIGTERM)
     output = finish(command, 143)
     told = json.loads((folder / "summary.json").read_text())
     assert told["status"] == "interrupted", output
     assert "restart" not in output
-    newest = checkpoint.latest(folder / "checkpoints")
-    assert newest is not None
-    checkpoint.check_complete(newest)
+    assert newest(folder) >= 1

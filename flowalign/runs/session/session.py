@@ -129,10 +129,12 @@ def _open_session(
     rewards.ranks = processes
     if processes.is_main:  # other ranks have no progress bar, and print long waits directly
         rewards.log = messages
+    workers = _open_servers(run, rewards, processes, messages)
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
     run.encode_prompts(processes)
-    workers = _open_workers(run, config, rewards, processes, messages)
+    if run.rollouts and workers is None:
+        workers = WorkerPool(run.rollouts, config, run.num_steps, messages)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
@@ -160,14 +162,10 @@ def _open_session(
     )
 
 
-def _open_workers(
-    run: Run, config: str, rewards: Rewards, processes: Processes, log: Log
-) -> RolloutPool | None:
-    """Start the rollout workers, or connect to the servers, if the run has any."""
-    if run.rollouts is None:
+def _open_servers(run: Run, rewards: Rewards, processes: Processes, log: Log) -> RolloutPool | None:
+    """Connect to the servers that sample, if there are any, before the model is loaded."""
+    if run.rollouts is None or run.rollouts.sglang is None:
         return None
-    if run.rollouts.sglang is None:
-        return WorkerPool(run.rollouts, config, run.num_steps, log)
     sampler = check_sampler(run.recipe.open_sampler(run.context(rewards)))
     return SGLangPool(run.rollouts, sampler, rewards, processes, run.num_steps, log)
 

@@ -16,6 +16,7 @@ from flowalign.training.recipe import Sampler
 from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings
 from flowalign.types import InputSpec, Policy, Request, Trajectory, encode_requests
+from flowalign.utils.optional import import_optional
 
 KINDS = {FlowSDE: "sde", CPS: "cps"}
 """Names of the server's stochastic steps, by kernel."""
@@ -30,8 +31,9 @@ def check_sampler(sampler: Sampler) -> RolloutSampler:
     """Return the sampler of a recipe if servers can sample its rollouts.
 
     Raises:
-        ValueError: A server cannot follow a setting.
+        ValueError: A server cannot follow a setting, or the reader of its answers is not installed.
     """
+    import_optional("msgpack", "sglang")
     if not isinstance(sampler, RolloutSampler):
         _refuse("data without trajectories", "take PolicyGradient, or Matching with ScoredGroups")
     cfg, policy = sampler.cfg, sampler.policy

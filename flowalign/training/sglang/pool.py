@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
@@ -58,7 +59,6 @@ class SGLangPool(RolloutPool):
         self.sglang, self.sampler, self.policy, self.log = cfg.sglang, sampler, sampler.policy, log
         self.costs, self.restarts = rewards.costs, cfg.restarts
         sampling, seed = sampler.cfg.sampling, sampler.requests.seed
-        self.reader = SampleReader(self.policy, sampling.num_steps)
         self.comparison = BackendComparison(self.policy, rewards, sampling, seed)
         self.weights = SyncedWeights(cfg.sglang)
         self.precision, *_ = [self._ask(one, self._check_model) for one in self.servers]
@@ -66,9 +66,15 @@ class SGLangPool(RolloutPool):
         self._parts: list[tuple[Sequence[int], Future[tuple[Samples, float]]]] = []
         self._step, self._noise = 0, dict[str, Tensor]()
 
+    @cached_property
+    def reader(self) -> SampleReader:
+        """Return the reader of answers; it needs the loaded policy."""
+        return SampleReader(self.policy, self.sampler.cfg.sampling.num_steps)
+
     @override
     def begin(self, step: int, parts: Sequence[Sequence[int]], learner: Learner) -> None:
         self._step, self.checks = step, {}
+        _ = self.reader  # made here, because the servers' threads use it
         self.weights.write(self.policy.denoiser, self.precision)
         with self.costs.paused():  # checks are no cost of training
             for server in self.servers:
@@ -148,11 +154,11 @@ class SGLangPool(RolloutPool):
         (sample,) = self._ask(server, lambda s: self._generate(s, fixed))
         noise = self._noise.get(server.url)
         if noise is not None and not noise.equal(sample["latents"][0]):
-            self._fail(server, "gives other initial noise for the same seed than before")
+            _fail(server, "gives other initial noise for the same seed than before")
         gap = self.comparison.seed_gap(requests[0], sample)
         self.checks["check/seed_gap"] = gap
         if not gap <= self.sglang.tolerance:
-            self._fail(
+            _fail(
                 server,
                 f"samples another result for the fixed seed: the distance is {gap:.3g} of the "
                 f"norm, above rollouts.sglang.tolerance {self.sglang.tolerance:g}. Compare model, "
@@ -170,13 +176,13 @@ class SGLangPool(RolloutPool):
         try:
             gaps = self.comparison.reward_gap(requests, self._sample(server, bodies)[0])
         except ValueError as error:
-            self._fail(server, f"sends media that cannot be scored: {error}")
+            _fail(server, f"sends media that cannot be scored: {error}")
         self.checks |= {f"check/reward_gap_{name}": gap for name, gap in gaps.items()}
         shown = ", ".join(f"{name} {gap:.2g}" for name, gap in gaps.items())
         self.log(f"rewards of equal samples, difference in standard deviations: {shown}")
         worst = max(gaps, key=lambda name: gaps[name], default=None)
         if worst is not None and not gaps[worst] <= self.sglang.max_reward_gap:
-            self._fail(
+            _fail(
                 server,
                 f"gets another {worst} for equal samples: the means differ by {gaps[worst]:.2g} "
                 "standard deviations, above rollouts.sglang.max_reward_gap "
@@ -226,5 +232,6 @@ class SGLangPool(RolloutPool):
                     raise TrainingFailure(f"SGLang server did not return: {again}") from again
                 time.sleep(min(1.0, self.cfg.start_timeout / 10))
 
-    def _fail(self, server: SGLangServer, what: str) -> NoReturn:
-        raise TrainingFailure(f"the SGLang server {server.url} {what}")
+
+def _fail(server: SGLangServer, what: str) -> NoReturn:
+    raise TrainingFailure(f"the SGLang server {server.url} {what}")

@@ -27,7 +27,9 @@ class SyncedWeights:
 
     def __init__(self, cfg: SGLang):
         self.cfg = cfg
-        self._folder = tempfile.mkdtemp(prefix="flowalign-", dir=cfg.folder)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="flowalign-", dir=cfg.folder, ignore_cleanup_errors=True
+        )
         self.version = 0
         self.digests: dict[str, str] = {}
 
@@ -74,11 +76,11 @@ class SyncedWeights:
     @property
     def path(self) -> str:
         """Return the folder of the newest weights."""
-        return str(Path(self._folder, f"version-{self.version}"))
+        return str(Path(self._folder.name, f"version-{self.version}"))
 
     def close(self) -> None:
         """Delete the weights."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
 
     def _require(self, server: SGLangServer, path: str, body: Mapping[str, object]) -> None:
         try:
