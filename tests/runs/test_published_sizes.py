@@ -78,6 +78,15 @@ def test_shared_text_encoders_have_the_published_number_of_parameters(name):
     assert sum(p.numel() for p in encoder.parameters()) == ENCODERS[name]
 
 
+def test_changes_of_a_config_stay_outside_of_the_package():
+    """Building a network changes nested values of its config."""
+    known = find("Qwen/Qwen-Image")
+    config = known.config("text_encoder")
+    name = next(name for name, value in config.items() if isinstance(value, dict))
+    config[name]["changed"] = True
+    assert "changed" not in known.config("text_encoder")[name]
+
+
 def download(monkeypatch, folder, component, values):
     """Let one configuration file of SD3.5 be in the cache of the hub."""
     file = folder / (component or "") / "config.json"

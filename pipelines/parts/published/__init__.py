@@ -8,6 +8,7 @@ Values that a file leaves out are the defaults of the component's class in diffu
 import inspect
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,8 @@ class PublishedModel:
         if component not in self.components:
             return None
         library, kind = self.components[component]["class"]
-        values = dict(self.components[component].get("config", {}))
+        # transformers changes nested values of a config, and the values here are shared
+        values = deepcopy(dict(self.components[component].get("config", {})))
         if library != "diffusers":
             return values
         parameters = inspect.signature(getattr(diffusers, kind).__init__).parameters.values()
