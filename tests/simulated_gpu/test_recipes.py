@@ -54,9 +54,11 @@ def test_measured_step_weights_train(tmp_path, quantity):
     assert not of_ours(usage.float64)
 
 
-def test_two_processes_train_on_their_gpus(tmp_path):
-    """Gradients, scores and checks are exchanged as tensors of the device, or by gloo's group."""
-    changes = [*FEW, "policy.precision=bf16", "vae_tile=16"]
+@pytest.mark.parametrize("weights", ["replicated", "blocks"])
+def test_two_processes_train_on_their_gpus(tmp_path, weights):
+    """Gradients, scores, checks and weights that FSDP2 gathers are tensors of the device."""
+    changes = [*FEW, "policy.precision=bf16", "vae_tile=16", "recipe.sampling.num_steps=4"]
+    changes += [f"sharding.weights={weights}"]
     ranks = on_simulated_gpus(2, train, ["configs/shapes.yaml"], tmp_path, *changes)
     assert "finished" in [status for status, _ in ranks]
     assert all(usage.attention for _, usage in ranks)
