@@ -42,6 +42,7 @@ def identify(policy: Any) -> str:
     names = sorted(inspect.signature(kind.__init__).parameters.keys() - _UNUSED)
     settings = {name: repr(known[name]) for name in names}
     settings["quantization"] = repr(policy.network.setup.quantization)
+    settings["vae_tile"] = repr(policy.network.setup.vae_tile)
     settings["guided"] = str(policy.guidance > 1)
     content = [f"{kind.__module__}.{kind.__qualname__}", settings, policy.folder.describe()]
     content += [

@@ -12,7 +12,7 @@ from flowalign.runs.config import load
 from flowalign.runs.library.combinations import combination
 from flowalign.runs.library.run_files import Combination, recipes
 from flowalign.runs.planning.plan import plan
-from flowalign.types import ModelPlan
+from flowalign.types import ModelPlan, Setup
 from pipelines.families.sd3 import SD3
 from pipelines.parts.recorded_plans import describe, identify, read_records, restore
 from pipelines.policy import compute_plan
@@ -98,6 +98,9 @@ def test_a_recorded_plan_belongs_to_its_settings_and_files(tmp_path):
     assert identify(SD3(str(shapes), 32, 32, guidance=1.0)) != key
     assert identify(SD3(str(shapes), 32, 64)) != key
     assert identify(SD3(str(shapes), 32, 32, lora=None)) != key
+    tiles = SD3(str(shapes), 32, 32)
+    tiles.network.setup = Setup(vae_tile=16)
+    assert identify(tiles) != key
     config = copy / "transformer/config.json"
     config.write_text(config.read_text().replace('"num_layers": ', '"num_layers": 1'))
     assert identify(SD3(str(copy), 32, 32)) != key
