@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowalign.data.media.frame_sampling import MediaProblem
 from flowalign.data.media.media import Media
 from flowalign.types import Sound
 
@@ -42,6 +43,7 @@ def read_sound(medium: Media) -> Sound | None:
     """Return the first sound of a video file that `decode` has read; None if it has none.
 
     Raises:
+        MediaProblem: The sound is damaged.
         ValueError: av is not installed.
     """
     try:
@@ -49,6 +51,16 @@ def read_sound(medium: Media) -> Sound | None:
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
     source: Any = medium.path or io.BytesIO(medium.data or b"")
+    try:
+        return _decode_sound(source)
+    except av.FFmpegError as error:
+        raise MediaProblem(f"damaged sound of {medium.path or 'a video'}: {error}") from error
+
+
+def _decode_sound(source: Any) -> Sound | None:
+    """Return the first sound of a path or of a file of bytes; None if there is none."""
+    import av
+
     container: Any
     with av.open(source) as container:
         stream = next(iter(container.streams.audio), None)

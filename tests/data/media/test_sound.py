@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowalign.data.media.encode import write_clip
+from flowalign.data.media.frame_sampling import MediaProblem
 from flowalign.data.media.media import Media
 from flowalign.data.media.sound import read_sound
 from flowalign.types import Sound
@@ -48,6 +49,12 @@ def test_a_silent_video_has_no_sound(tmp_path):
     write_clip(tmp_path / "a.gif", FRAMES, 12.0, tone(440.0))  # GIF holds frames alone
     assert read_sound(Media(path=str(tmp_path / "a.mp4"))) is None
     assert read_sound(Media(path=str(tmp_path / "a.gif"))) is None
+
+
+def test_unreadable_sound_is_a_problem_of_its_file(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    with pytest.raises(MediaProblem, match=r"damaged sound of .*a\.mp4: .*Invalid data"):
+        read_sound(Media(path=str(tmp_path / "a.mp4")))
 
 
 def test_three_channels_are_refused_and_leave_no_file(tmp_path):
