@@ -19,7 +19,7 @@ ROUNDING_TESTS := tests/contracts/pipelines/test_krea2.py tests/contracts/pipeli
   tests/functional/test_signal.py tests/training/matching/test_references.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit test matrix lint bench bench-gpu docs venv
+.PHONY: help demo quick unit test test-all older-cpu matrix lint bench bench-gpu docs venv
 
 help: ## list the targets; times are of two idle cores
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -30,12 +30,19 @@ demo: $(STAMP) ## align the toy text-to-image model on the CPU, minutes
 quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
 	$(BIN)/pytest $(SPREAD) -q tests/functional tests/credit tests/losses
 
-unit: $(STAMP) ## the unit tests, under 2 minutes
+unit: $(STAMP) ## the unit tests, 2 minutes
 	$(BIN)/pytest $(SPREAD)
 
-test: lint ## lint, unit tests, then the end-to-end runs, 28 minutes
+test: $(STAMP) ## lint, unit tests, and a part of the slow tests that each version draws, 12 minutes
+	$(MAKE) --jobs 2 lint older-cpu
+	$(BIN)/pytest $(SPREAD) -m 'not gpu' --slow-one-of 4
+
+test-all: $(STAMP) ## lint and all tests, half an hour
+	$(MAKE) --jobs 2 lint older-cpu
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
-	$(OLDER_CPU) $(BIN)/pytest $(SPREAD) -q -m 'not gpu' -k 'test_krea2 or not slow' $(ROUNDING_TESTS)
+
+older-cpu: $(STAMP) ## tests of rounding on the kernels of an older CPU, a minute
+	$(OLDER_CPU) $(BIN)/pytest -q -m 'not gpu' -k 'test_krea2 or not slow' $(ROUNDING_TESTS)
 
 matrix: $(STAMP) ## check and train every method on every model at toy size, hours
 	mkdir -p build

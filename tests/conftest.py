@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.fixtures")
 
-from tests.fixtures import annotations, loaded_encoders, parsed_components, zygote  # noqa: E402
+from tests.fixtures import annotations, draw, loaded_encoders, parsed_components, zygote  # noqa: E402
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` in a shell ignores Ctrl-C
@@ -40,6 +40,21 @@ def _refuse_to_fork() -> NoReturn:
 
 os.fork = _refuse_to_fork
 _FILE = pytest.StashKey[Path]()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow-one-of", type=int, default=1, metavar="N", help="run every Nth slow test"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after tests with other marks have been left out
+def pytest_collection_modifyitems(config, items):
+    left_out = draw.left_out(items, config.getoption("--slow-one-of"))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [test for test in items if test not in gone]
 
 
 def pytest_configure(config):

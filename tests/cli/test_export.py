@@ -288,6 +288,7 @@ def test_publishing_creates_the_model_and_commits_every_file_of_the_folder(
     assert "license: apache-2.0" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_token_that_the_hub_does_not_know_is_refused(monkeypatch):
     stand_in = Hub(status=401)
     _connect(monkeypatch, stand_in)

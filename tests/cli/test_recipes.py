@@ -129,6 +129,7 @@ def test_methods_behind_a_model_are_those_that_are_valid_runs_there(monkeypatch)
     assert dense.about == NAMES["methods/dense_grpo"].about
 
 
+@pytest.mark.slow
 def test_a_method_with_prompts_of_its_own_gets_those_that_the_model_s_file_trains_on():
     edits = combination(NAMES["models/flux1_kontext"], "nft_distilled", NAMES)
     assert edits is not None

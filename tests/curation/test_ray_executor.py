@@ -191,6 +191,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, capsys, options, message)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_ray_is_refused_with_its_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.data", None)
     words = ["score", "x", "--rewards", "y", "--out", str(tmp_path / "out"), "--executor", "ray"]

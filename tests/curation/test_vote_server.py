@@ -173,6 +173,7 @@ def test_a_run_gets_the_votes_on_its_samples(tmp_path):
         assert again.values[:, 0].tolist() == output.values[:3, 0].tolist()
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_votes_alone(tmp_path):
     """A voter ranks by redness whatever the run asks; the run waits for each answer."""
 

@@ -18,6 +18,7 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_rows_with_the_columns_of_a_kind_pass(data):
     PreferenceDataset(path=str(data / "attributes.jsonl"), kind="attributes").check_rows(PLAIN)
     PreferenceDataset(path=str(data / "captions.jsonl"), kind="samples").check_rows(PLAIN)
@@ -25,6 +26,7 @@ def test_rows_with_the_columns_of_a_kind_pass(data):
     pairs.check_rows(PLAIN)
 
 
+@pytest.mark.slow
 def test_rows_without_the_columns_of_a_kind_are_refused(data):
     dataset = PreferenceDataset(path=str(data / "captions.jsonl"), kind="attributes")
     with pytest.raises(ValueError, match="missing texts positive and negative") as error:
@@ -32,12 +34,14 @@ def test_rows_without_the_columns_of_a_kind_are_refused(data):
     assert len(str(error.value).splitlines()) <= 5
 
 
+@pytest.mark.slow
 def test_rows_without_required_references_are_refused(data):
     dataset = PreferenceDataset(path=str(data / "captions.jsonl"), kind="samples")
     with pytest.raises(ValueError, match="unfit request"):
         dataset.check_rows(EDITS)
 
 
+@pytest.mark.slow
 def test_clips_that_are_too_short_are_refused(data):
     clips = PreferenceDataset(path=str(data / "clips/captions.jsonl"), kind="samples")
     clips.check_rows(PLAIN, num_frames=300)
@@ -48,6 +52,7 @@ def test_clips_that_are_too_short_are_refused(data):
         images.check_rows(PLAIN, num_frames=5)
 
 
+@pytest.mark.slow
 def test_one_usable_row_among_the_first_is_enough(data):
     file = data / "captions.jsonl"
     lines = file.read_text().splitlines()

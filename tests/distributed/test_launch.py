@@ -51,6 +51,7 @@ def launcher(code: str) -> subprocess.Popen:
     return subprocess.Popen([python(), "-c", launch], stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_each_process_knows_its_place(tmp_path):
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     place = f"Path({str(tmp_path)!r}, str(rank)).write_text"
@@ -58,6 +59,7 @@ def test_each_process_knows_its_place(tmp_path):
     assert [(tmp_path / str(r)).read_text() for r in range(3)] == ["0 0 3 3", "1 1 3 3", "2 2 3 3"]
 
 
+@pytest.mark.slow
 def test_the_process_that_failed_first_speaks_alone_and_sets_the_exit_code(capfd):
     failing = (
         "code = 2 if rank else 1; leave_failure(code, f'rank {rank} is wrong\\n'); sys.exit(code)"
@@ -67,6 +69,7 @@ def test_the_process_that_failed_first_speaks_alone_and_sets_the_exit_code(capfd
     assert capfd.readouterr().err == "rank 1 is wrong\n"
 
 
+@pytest.mark.slow
 def test_a_crash_is_told_by_one_traceback(capfd):
     assert run(LAST + "raise RuntimeError(f'rank {rank} broke')") == 1
     told = capfd.readouterr().err
@@ -74,10 +77,12 @@ def test_a_crash_is_told_by_one_traceback(capfd):
     assert told.endswith("RuntimeError: rank 1 broke\n")
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_processes_that_would_wait_forever(capfd):
     assert run(f"leave_failure(2, 'no\\n')\nif rank == 0:\n    {SLEEP}\nsys.exit(2)") == 2
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_though_the_others_fail_after_it(capfd):
     die = "if rank == 1:\n    os.kill(os.getpid(), 9)\nleave(1, 'lost\\n')\ntime.sleep(600)"
     assert run(die) == 1
@@ -86,17 +91,20 @@ def test_a_killed_process_is_named_though_the_others_fail_after_it(capfd):
     assert "lost" not in told
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_a_word_is_named_with_its_exit_code(capfd):
     assert run("sys.exit(7 * rank)") == 7
     assert capfd.readouterr().err == "flowalign: process 1 of 2 ended with exit code 7\n"
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_launch_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run("leave_failure(2, 'no\\n'); assert file.is_file(); sys.exit(2)") == 2
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failure_restarts_all_processes_as_often_as_asked_for(capfd):
     assert run("sys.exit(3 * (attempt < 2 and rank))", restarts=2) == 0
     told = capfd.readouterr().err.splitlines()
@@ -107,12 +115,14 @@ def test_a_failure_restarts_all_processes_as_often_as_asked_for(capfd):
     assert run("sys.exit(3 * rank)", restarts=1) == 3
 
 
+@pytest.mark.slow
 def test_an_error_of_the_user_and_a_stop_are_final(capfd):
     assert run("leave_failure(2, 'no\\n'); sys.exit(2)", restarts=5) == 2
     assert run("sys.exit(leave_stop(143 * rank))", restarts=5) == 143
     assert capfd.readouterr().err == "no\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_end_with_a_launcher_that_is_killed(tmp_path, number):
     watched = Watched(tmp_path)
@@ -123,6 +133,7 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path, number):
     started.communicate(timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_every_process_and_is_no_failure(tmp_path):
     watched = Watched(tmp_path)
     stop = "import signal; signal.signal(signal.SIGINT, lambda *_: sys.exit(130))"
@@ -133,6 +144,7 @@ def test_ctrl_c_reaches_every_process_and_is_no_failure(tmp_path):
     assert started.returncode == 130
 
 
+@pytest.mark.slow
 def test_a_third_ctrl_c_ends_processes_that_ignore_it(tmp_path):
     watched = Watched(tmp_path)
     count = "import signal; signal.signal(signal.SIGINT, lambda *_: os.write(alive, b'c'))"

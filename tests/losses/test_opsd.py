@@ -94,6 +94,7 @@ def settings(data, **changes):
     return Matching(data=data, **defaults | changes)
 
 
+@pytest.mark.slow
 def test_training_raises_the_reward(tmp_path):
     learner = new_learner(PixelPolicy(seed=1), learning_rate=0.02)
     cfg = settings(groups(tmp_path, ascent=ASCENT))

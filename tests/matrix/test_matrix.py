@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.matrix import METHODS, MODELS, ROOT, Matrix, content_hash
+from tests.fixtures.draw import content_hash
+from tests.fixtures.matrix import METHODS, MODELS, ROOT, Matrix
 from tests.fixtures.run_files import CONFIGS
 
 pytestmark = pytest.mark.slow

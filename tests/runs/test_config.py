@@ -257,6 +257,7 @@ def test_fp16_on_the_cpu_is_refused():
     assert "fp16 needs a GPU" in message
 
 
+@pytest.mark.slow
 def test_three_forms_of_override_mean_the_same(written):
     forms = [
         ["--recipe.sampling.eta", "0.25"],

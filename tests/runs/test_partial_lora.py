@@ -17,6 +17,7 @@ def test_a_partial_lora_keeps_the_layers_of_the_family(model):
     assert (lora.rank, lora.target_modules) == (3, run.policy.default_lora.target_modules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["cpo", "cpo_expert"])
 def test_an_adapter_over_a_network_without_one_gets_the_layers_of_the_family(
     method, tmp_path, monkeypatch

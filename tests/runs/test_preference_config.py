@@ -165,6 +165,7 @@ def with_rollouts(stored: str, **changes) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_rollouts_without_rewards_are_refused(written):
     for wrong in ({"rewards": []}, {"weight": {"exact_match": 0.0}}, {}):
         message = complaint(with_rollouts(written(), **wrong))
@@ -173,6 +174,7 @@ def test_rollouts_without_rewards_are_refused(written):
     assert isinstance(run.recipe, Matching)
 
 
+@pytest.mark.slow
 def test_attributes_and_a_teacher_come_together(written, tmp_path):
     one = {"expert": {"path": str(tmp_path)}}
     without = complaint(written({DATA + "kind": "attributes"}))
@@ -182,6 +184,7 @@ def test_attributes_and_a_teacher_come_together(written, tmp_path):
     load(written({DATA + "kind": "attributes", RECIPE + "teachers": one}))
 
 
+@pytest.mark.slow
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
     rewarded = {"weight": {"exact_match": 1.0}}
     for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "masks")):
@@ -206,6 +209,7 @@ def test_held_out_pairs_that_nobody_evaluates_are_refused(written):
     load(written({"evaluation": None, DATA + "held_out": None}))
 
 
+@pytest.mark.slow
 def test_a_reference_that_nobody_looks_at_is_refused(written):
     average = {"class_path": MATCHING + "EMAReference"}
     changes = {
@@ -226,6 +230,7 @@ def test_hiding_users_from_a_policy_that_never_hears_of_them_is_refused(written)
     )
 
 
+@pytest.mark.slow
 def test_stored_pairs_are_refused_for_a_policy_whose_states_hold_more_than_media(written):
     arguments = {
         "path": "nowhere",
@@ -340,6 +345,7 @@ def test_without_any_reward_a_run_trains_evaluates_reports_and_resumes(written, 
     assert losses[0] == pytest.approx(0.693147, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_used_are_a_message_and_no_traceback(written, tmp_path, capsys):
     for file in tmp_path.glob("data_red*.png"):
         file.unlink()
@@ -347,6 +353,7 @@ def test_data_that_cannot_be_used_are_a_message_and_no_traceback(written, tmp_pa
     assert "4 of the 4 pairs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_times_the_stages_of_online_runs(written, capsys):
     assert exit_code("bench", written(), "--repeats", "1") == 0
     assert "overhead" in capsys.readouterr().out

@@ -101,6 +101,7 @@ def test_no_weight_moves_and_costs_are_those_of_the_batches(run):
     assert not torch.equal(sums[0, 0, 1], sums[0, 0, 2])
 
 
+@pytest.mark.slow
 def test_a_critic_learns_from_batch_to_batch_and_costs_nothing(tmp_path):
     """The first batch is credited by outcome alone."""
     plain = found_of(new_run(tmp_path / "plain", new_recipe()), 6)
@@ -112,6 +113,7 @@ def test_a_critic_learns_from_batch_to_batch_and_costs_nothing(tmp_path):
     assert not torch.allclose(ours[4, :, 4], theirs[4, :, 4], rtol=0.01)
 
 
+@pytest.mark.slow
 def test_figures_do_not_depend_on_the_micro_batches(tmp_path):
     def products(folder, own, sampling):
         recipe = new_recipe({"micro_batch": sampling}, step_weight="std", micro_batch=own)
@@ -178,6 +180,7 @@ def test_the_update_is_the_gradient_over_the_root_of_its_mean_square(run):
     assert float(found.update.sums[1, 0, 2, 1]) == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_moments_of_a_checkpoint_are_those_that_the_optimizer_goes_on_with(tmp_path):
     run = new_run(tmp_path / "run", device="cpu")
     go(run)
@@ -207,6 +210,7 @@ def test_projected_gradients_have_the_products_of_the_whole_ones_on_average(monk
     assert 0 < values.std() < a.norm() * b.norm()
 
 
+@pytest.mark.slow
 def test_gradients_that_need_too_much_memory_are_projected_with_and_without_moments(
     tmp_path, monkeypatch
 ):

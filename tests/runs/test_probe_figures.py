@@ -63,6 +63,7 @@ def test_noise_that_two_settings_share_is_no_error_of_their_difference(tmp_path)
     assert apart["behind"]["error"] > 0
 
 
+@pytest.mark.slow
 def test_weights_of_noise_are_not_recommended_on_average(tmp_path):
     """Judged by other batches, they show more than equal weights about every other time."""
     found = [recommend_weights(new_judged(tmp_path, "x", NOTHING, seed=k)) for k in range(30)]
@@ -70,6 +71,7 @@ def test_weights_of_noise_are_not_recommended_on_average(tmp_path):
     assert all(any(weights) for weights in found if weights)
 
 
+@pytest.mark.slow
 def test_recommended_are_the_best_weights_of_the_best_setting_at_the_last_weights(tmp_path):
     judged = [
         new_judged(tmp_path, "early", EARLY, "step-000010", evaluations=10),

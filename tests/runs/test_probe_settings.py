@@ -42,6 +42,7 @@ def test_values_are_yaml_and_named_by_the_last_part_of_their_key():
     assert last.overrides == ("--recipe.sampling.sde_window=flowalign.sampling.AllButLast",)
 
 
+@pytest.mark.slow
 def test_settings_are_the_product_of_all_axes_and_weights_come_last_in_their_names():
     found = settings(
         [SHAPES],
@@ -143,6 +144,7 @@ def test_a_difference_changes_arguments_of_the_recipe_and_whole_components():
     assert difference(base, base) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [[1.0, 0.5, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0], None])
 def test_an_overlay_behind_the_run_file_gives_what_was_probed(tmp_path, weights, capsys):
     """All axes at once, and settings of the command line."""
@@ -167,6 +169,7 @@ def test_an_overlay_behind_the_run_file_gives_what_was_probed(tmp_path, weights,
     assert "64 = 4 prompts x 12" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_overlay_that_changes_nothing_is_refused(tmp_path):
     (best,) = settings([SHAPES], [], [], [])
     with pytest.raises(ConfigError, match="there is nothing to write"):

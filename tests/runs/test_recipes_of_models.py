@@ -16,7 +16,8 @@ from flowalign.types import ModelPlan, Setup
 from pipelines.families.sd3 import SD3
 from pipelines.parts.recorded_plans import describe, identify, read_records, restore
 from pipelines.policy import compute_plan
-from tests.fixtures.matrix import content_hash, write_workspace
+from tests.fixtures.draw import content_hash
+from tests.fixtures.matrix import write_workspace
 from tests.fixtures.offline import block_sockets
 from tests.fixtures.run_files import CONFIGS
 

@@ -472,6 +472,7 @@ def test_model_files_of_one_update_per_rollout_say_so(file):
     assert once == ("one update" in " ".join(header(str(file)))), file
 
 
+@pytest.mark.slow
 def test_step_credit_of_nft_costs_what_its_file_says():
     """Per prompt 1 + 5 + 9 + 3 x 12 distinct states; four levels of each of the three steps."""
     run, _ = loaded(CONFIGS / "shapes_nft.yaml", CONFIGS / "tasks/shapes_step_credit.yaml")

@@ -165,6 +165,7 @@ def test_a_resumption_that_is_refused_changes_no_file(tmp_path, config, changes,
     resumed(folder, "num_steps: 2\nseed: 4\n", num_steps=2)  # it still goes on as it was
 
 
+@pytest.mark.slow
 def test_a_run_that_is_going_on_is_not_started_again(tmp_path):
     folder = tmp_path / "run"
     session = runs.start(new_run(folder), "config: 1\n", quiet)

@@ -211,6 +211,7 @@ def test_tails_may_follow_averaged_or_untrained_weights(weights):
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_tails_without_guidance_cost_half_and_are_those_of_the_unguided_policy():
     guided, plain = new_sd3(guidance=2.5), new_sd3(guidance=1.0)

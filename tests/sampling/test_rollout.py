@@ -331,6 +331,7 @@ def test_network_evaluations_are_those_worked_out_by_hand(kl):
     assert (costs.decodes, costs.reward_calls) == (12, 12)
 
 
+@pytest.mark.slow
 def test_guidance_costs_two_evaluations_a_sample():
     costs = []
     for guidance in (1.0, 3.0):

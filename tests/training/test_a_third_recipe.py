@@ -127,6 +127,7 @@ def test_a_recipe_of_ones_own_is_planned_trained_and_evaluated(run_file, capsys)
     assert (folder / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ones_own_resumes_with_the_state_of_its_loop(run_file):
     folder = run_file.parent / "run"
     assert exit_code("train", run_file, "--num_steps", 4) == 0

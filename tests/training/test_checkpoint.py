@@ -29,6 +29,7 @@ from tests.fixtures.stopped_runs import assert_same_run, metrics, state
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, after):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -54,6 +55,7 @@ def measured_run(folder: Path, models=(), **settings) -> Run:
     return new_run(folder, recipe, models=models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measured", ["gradient", "update"])
 def test_averages_of_measured_weights_resume_bit_for_bit(tmp_path, measured):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -92,6 +94,7 @@ def test_a_critic_resumes_bit_for_bit(tmp_path):
     assert any(share != 0 for share in explained)
 
 
+@pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_drops_what_came_later(tmp_path):
     folder = tmp_path / "run"
     go(new_run(folder, checkpoints=Checkpoints(every=1, keep=0)))

@@ -122,6 +122,7 @@ def test_a_checkpoint_without_companions_is_refused_where_there_are_some(tmp_pat
         checkpoint.restore(folder, family())
 
 
+@pytest.mark.slow
 def test_adapters_of_an_image_model_share_its_base_and_are_guided_alike():
     policy = new_sd3()
     move(policy, 0.02)

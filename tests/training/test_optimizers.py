@@ -55,6 +55,7 @@ def test_moments_in_8_bits_give_nearly_the_same_updates():
     assert sizes == MOMENT_BYTES["adamw_8bit"] * small[0].numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_bit_for_bit(tmp_path, kind):
     cfg = Optimizer(kind=kind, learning_rate=1e-2, warmup=3, decay="cosine")
@@ -66,6 +67,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, kind):
     assert_same_run(straight, broken, 5)
 
 
+@pytest.mark.slow
 def test_a_run_with_offloaded_moments_goes_on_with_those_of_torch(tmp_path):
     runs = {}
     for kind in ("adamw", "adamw_offloaded"):
@@ -104,6 +106,7 @@ def test_moments_are_put_back_to_the_bit(kind):
     assert all(torch.equal(a, b) for a, b in zip(*grown, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_divided_parameters_are_refused_by_the_plan(kind):
     settings = ["sharding.weights=blocks", f"optimizer.kind={kind}"]

@@ -106,6 +106,7 @@ def test_seeds_of_a_run_do_not_repeat():
     assert max(seeds) < 2**63
 
 
+@pytest.mark.slow
 def test_merged_weights_are_those_of_a_network_without_adapter(policy):
     merged = merged_weights(policy.denoiser)
     assert len(merged) == len(adapters_of(policy.denoiser)) > 0
@@ -153,6 +154,7 @@ def synced(policy, shared, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "window"),
     [(FlowSDE(), AllButLast()), (CPS(), AllButLast()), (CPS(density="gaussian"), AllButLast())],
@@ -306,6 +308,7 @@ def test_a_run_trains_on_a_server_that_is_killed_once(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

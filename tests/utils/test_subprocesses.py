@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from flowalign.utils.subprocesses import CommandJob, run_all
 
 
@@ -34,6 +36,7 @@ def test_a_failure_is_named_its_output_is_kept_and_the_others_go_on(tmp_path):
     assert str(jobs[1].log) in said[3]
 
 
+@pytest.mark.slow
 def test_no_more_than_asked_for_run_at_once(tmp_path):
     """Each of four leaves a mark while it lives and tells how many marks it saw."""
     code = (

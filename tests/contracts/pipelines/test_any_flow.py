@@ -49,6 +49,7 @@ def encoded(policy, prompts=PROMPTS):
     return policy.encode(asked(policy, prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.93, 0.2])
 def test_velocities_and_gradients_are_those_of_the_family_s_own_policy(pair, sigma):
     x, time = noise(pair.adapter), torch.tensor(sigma)
@@ -76,6 +77,7 @@ def test_rows_of_different_times_are_those_of_the_family_s_own_policy(pair):
     torch.testing.assert_close(found, pair.packed(wanted), **CLOSE)
 
 
+@pytest.mark.slow
 def test_schedules_media_and_latents_are_those_of_the_family_s_own_policy(pair):
     adapter, generic = pair.adapter, pair.generic
     for num_steps in (1, 4, 11):
@@ -218,6 +220,7 @@ def test_a_pipeline_whose_steps_depend_on_their_number_is_refused(tmp_path, monk
         new_any(path, call=Call(arguments={"max_sequence_length": 24}))
 
 
+@pytest.mark.slow
 def test_the_encoders_are_named_by_weights_and_arguments():
     policy, other = new_embedded(), new_embedded(lora=None)
     assert policy.encoders() == other.encoders()

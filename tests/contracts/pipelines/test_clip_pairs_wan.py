@@ -40,6 +40,7 @@ def clips(regenerator) -> Clips:
     )
 
 
+@pytest.mark.slow
 def test_segments_are_of_the_frames_that_a_causal_vae_makes_of_latent_ones(regenerator, clips):
     results = DensePairs(seconds=0.5, min_decided=0.0).make(regenerator, clips)
     for made in results:

@@ -11,6 +11,7 @@ from tests.fixtures.embedded import new_sd3
 from tests.fixtures.families import assert_one_time_per_row
 
 
+@pytest.mark.slow
 def test_rows_of_different_times_are_the_rows_alone_with_guidance():
     assert_one_time_per_row(new_sd3(guidance=3.0), ["a red circle", "two blue squares"])
 
@@ -54,6 +55,7 @@ def test_the_name_of_the_text_encoder_depends_on_the_length_of_prompts():
     assert (short[0] == long[0], short[1] == long[1]) == (True, False)
 
 
+@pytest.mark.slow
 def test_the_name_of_the_text_encoder_tells_guided_conditions_apart():
     plain, guided = new_sd3(guidance=1.0).encoders(), new_sd3(guidance=3.0).encoders()
     assert (plain[0] == guided[0], plain[1] == guided[1]) == (True, False)

@@ -46,6 +46,7 @@ def gradients(policy):
     return v.detach(), torch.cat([p.grad.flatten() for p in trained])
 
 
+@pytest.mark.slow
 def test_offloaded_layers_compute_the_same_and_the_adapter_stays(tmp_path):
     plain = new_sd3(gradient_checkpointing=True)
     policy = new_sd3(gradient_checkpointing=True, setup=Setup(offload="layers"))

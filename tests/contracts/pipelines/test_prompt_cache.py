@@ -59,6 +59,7 @@ def one_by_one(policy, requests):
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_conditioning_equals_that_of_encoders_to_the_bit(tmp_path, guidance):
     plain, policy = new_sd3(guidance=guidance), stored(tmp_path, guidance=guidance)
@@ -70,6 +71,7 @@ def test_conditioning_equals_that_of_encoders_to_the_bit(tmp_path, guidance):
     assert policy.text_encoder.cache.num_encoded == 2
 
 
+@pytest.mark.slow
 def test_what_is_found_needs_no_encoders(tmp_path, monkeypatch):
     first = stored(tmp_path)
     first.text_encoder.cache.prepare(first, ASKED)

@@ -95,6 +95,7 @@ def test_as_many_bytes_are_planned_as_are_held(stored, kind, precision):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stored_network_computes_nearly_the_same_and_is_trained(stored, kind):
     plain, policy = new_sd3(), stored(kind)
@@ -114,6 +115,7 @@ def inputs(policy):
     return x, torch.tensor([0.9, 0.3]), cond
 
 
+@pytest.mark.slow
 def test_the_adapter_starts_as_that_of_a_plain_network(stored):
     plain = {n: p for n, p in new_sd3().denoiser.named_parameters() if p.requires_grad}
     for kind in KINDS:
@@ -121,6 +123,7 @@ def test_the_adapter_starts_as_that_of_a_plain_network(stored):
         assert all(torch.equal(named[n], p) for n, p in plain.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kept"), [("int8", True), ("nf4", False), ("layerwise", True)])
 def test_the_backward_pass_keeps_what_is_planned_of_cast_weights(stored, kind, kept):
     policy = stored(kind)
@@ -145,6 +148,7 @@ def test_the_backward_pass_keeps_what_is_planned_of_cast_weights(stored, kind, k
     assert (held > planned / 2) == kept
 
 
+@pytest.mark.slow
 def test_check_counts_stored_weights_and_offers_fewer_bits():
     plain = load(SHAPES)[0].policy.plan()
     savings = {s.setting: s.saved_bytes for s in plain.savings if s.part == "weights"}
@@ -162,6 +166,7 @@ def test_check_counts_stored_weights_and_offers_fewer_bits():
     assert "memory of recast weights" in plan(run)
 
 
+@pytest.mark.slow
 def test_quantized_encoders_are_other_encoders():
     def ltx(kind):
         video = Video(height=64, width=96, num_frames=17, fps=8.0)

@@ -24,11 +24,13 @@ def test_losses_that_need_what_the_rollout_computed_refuse_it(files, key, why):
         load(files, [f"{key}.sampling.precision=bf16"])
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_not_in_fp32_refuses_it():
     with pytest.raises(ConfigError, match=r"precision is bf16, but policy\.precision is bf16"):
         load(NFT, ["recipe.data.sampling.precision=bf16", "policy.precision=bf16"])
 
 
+@pytest.mark.slow
 def test_velocities_are_rounded_inside_the_context_alone():
     policy = new_sd3()
     move(policy)

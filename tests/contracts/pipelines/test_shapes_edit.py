@@ -69,6 +69,7 @@ def test_training_asks_the_network_what_the_plain_pipeline_asks(folder):
     torch.testing.assert_close(found, x, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_every_word_is_known_and_words_and_source_matter(folder):
     pipe = plain(folder)
@@ -89,6 +90,7 @@ def test_every_word_is_known_and_words_and_source_matter(folder):
         assert (editor.velocity(x, sigma, *other) - velocity).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_picture_and_an_instruction_give_a_picture_of_that_size(folder):
     source = to_pil_image(edited_world.picture(edited_world.splits()["seen"][0].change.source))
     result = plain(folder)(image=source, prompt="make the circle red", **CALL).images[0]

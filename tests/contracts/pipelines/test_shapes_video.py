@@ -30,6 +30,7 @@ def test_model_and_prompts_take_less_than_10_megabytes():
     assert sum(f.stat().st_size for f in files) < 10e6
 
 
+@pytest.mark.slow
 def test_sampling_by_euler_steps_gives_the_clips_of_the_plain_pipeline():
     from diffusers import FlowMatchEulerDiscreteScheduler
 

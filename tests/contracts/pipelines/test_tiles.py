@@ -93,6 +93,7 @@ def shapes(tile):
     return policy
 
 
+@pytest.mark.slow
 def test_tiles_lower_the_plan_and_change_the_digest():
     """Stored latents of tiles are not those of whole images."""
     whole, tiles = shapes(None), shapes(16)
@@ -120,6 +121,7 @@ def test_models_without_tiles_are_refused_by_name():
         check_tile(diffusers.VQModel(norm_num_groups=2, block_out_channels=(8,)), 64, 512, 512)
 
 
+@pytest.mark.slow
 def test_a_large_image_is_planned_with_the_tiles_that_take_less(monkeypatch):
     monkeypatch.setattr("pipelines.codec._LARGE", 1000)
     savings = {one.setting: one.saved_bytes for one in shapes(None).plan().savings}

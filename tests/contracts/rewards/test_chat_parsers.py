@@ -407,6 +407,7 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(PIECES | st.text(max_size=5) | st.floats().map(str), max_size=14).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(TEXTS)
 def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kind(text):

@@ -116,6 +116,7 @@ def test_the_context_of_a_row_takes_the_place_of_its_prompt(reward):
     assert (without[:2, :2] - reward.score(batch).values[:2, :2]).abs().min() > 1e-4
 
 
+@pytest.mark.slow
 def test_what_every_reward_promises(reward, monkeypatch):
     """The slope without the rounding to 8 bits, through which the gradient passes straight."""
     batch = pictures()

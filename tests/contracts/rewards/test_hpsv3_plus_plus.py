@@ -44,6 +44,7 @@ def features():
     return torch.cat([model.network.hidden([c], [mark], "image")[:, 0] for c in chats]), model
 
 
+@pytest.mark.slow
 def test_tokens_and_pixels_are_those_of_the_original(features):
     chats = [features[1]._chat(recorded(i), 0) for i in range(4)]
     for i, chat in enumerate(chats):

@@ -157,6 +157,7 @@ def test_the_engine_gets_the_channels_in_the_order_of_opencv():
     assert reader.read(np.zeros((2, 2, 3), dtype=np.uint8)) == []
 
 
+@pytest.mark.slow
 def test_the_real_engine_reads_what_pil_wrote():
     model = OCR(RapidOCR(threads=1))
     prompts = ['a sign that says "Hello World"', 'a sign that says "Hello World"']

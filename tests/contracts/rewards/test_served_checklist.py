@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from flowalign.types import MediaBatch
@@ -39,6 +40,7 @@ def test_each_question_about_each_sample_gets_its_own_probability():
     torch.testing.assert_close(alone[0], found[1], equal_nan=True)
 
 
+@pytest.mark.slow
 def test_the_released_video_checklist_runs_on_a_server_that_says_yes_to_everything():
     def yes(request):
         return Reply("Yes", [("Yes", {"Yes": -0.01, "No": -5.0})])

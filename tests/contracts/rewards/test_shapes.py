@@ -43,6 +43,7 @@ def one(prompt, picture):
     return by_name(score(picture[None], [prompt]).values[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "seen", "unseen"])
 def test_ground_truth_of_every_split_is_strictly_right(split):
     prompts = world.splits()[split]
@@ -56,6 +57,7 @@ def test_ground_truth_of_every_split_is_strictly_right(split):
     assert mean["clean"] >= 0.8
 
 
+@pytest.mark.slow
 def test_scores_are_in_the_unit_interval_and_named_in_order():
     assert DIMS == ("colour", "shape", "count", "position", "clean", "exact_match")
     prompts = world.splits()["unseen"]

@@ -122,6 +122,7 @@ def reward(folder, threshold=0.999):
     return SoftCounting(str(folder), threshold, side=64, device="cpu", batch_size=2)
 
 
+@pytest.mark.slow
 def test_what_every_reward_promises(folder):
     model, batch = reward(folder), counted()
     check_spec(model, batch)

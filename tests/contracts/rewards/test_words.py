@@ -72,6 +72,7 @@ def test_a_prompt_of_another_form_is_refused():
             parse_prompt(prompt)
 
 
+@pytest.mark.slow
 def test_the_matcher_reads_what_was_rendered_also_under_noise():
     labels = sampled(60, hidden=False) + sampled(60, hidden=True)
     images = rendered(labels)
@@ -125,6 +126,7 @@ def test_the_verifier_keeps_the_contract():
     check_contract(VERIFIER, MediaBatch(rendered(labels)[:, None], prompts))
 
 
+@pytest.mark.slow
 def test_the_line_reader_reads_small_words_without_a_detector():
     labels = [label for label in sampled(16, hidden=True) if not set(label.word) & set("IO")]
     model = OCR(RapidOCRLine(), mode="cer")

@@ -85,6 +85,7 @@ def test_a_video_that_is_turned_by_no_right_angle_is_a_reason(tmp_path):
         decode(Media(str(tmp_path / "a.mp4")))
 
 
+@pytest.mark.slow
 def test_no_more_than_a_frame_of_a_decoded_clip_waits_for_garbage_collection(tmp_path):
     """It would hold memory, and a forked process may not free this memory."""
     import av

@@ -245,6 +245,7 @@ def test_steps_without_pairs_make_no_update_and_go_on():
     assert learner.num_updates == 1
 
 
+@pytest.mark.slow
 def test_dpo_on_red_and_blue_makes_pixels_redder_and_puts_held_out_pairs_in_order():
     learner = new_learner()
 

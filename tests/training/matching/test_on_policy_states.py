@@ -250,6 +250,7 @@ class MortalPolicy(PixelPolicy):
         return super().encode(requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["regression", "gradient"])
 def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, kind):
     def whole(folder, policy):
@@ -282,6 +283,7 @@ def test_a_student_and_its_averages_start_as_the_mean_of_the_teachers(tmp_path):
     assert_close(torch.cat([a.flatten() for a in learner.ema.average]), mean)
 
 
+@pytest.mark.slow
 def test_adapters_start_with_the_update_nearest_to_the_mean_of_the_teachers(tmp_path):
     products, paths = [], []
     for seed in (1, 2):

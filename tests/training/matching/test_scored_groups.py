@@ -294,6 +294,7 @@ def test_extremes_of_steps_are_chosen_step_by_step(tmp_path):
 # The run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_samples_become_redder(tmp_path):
     learner = new_learner()
     stream = opened(groups(tmp_path, {"samples_per_prompt": 8}), learner)

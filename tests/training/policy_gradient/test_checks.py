@@ -86,6 +86,7 @@ def test_no_gate_fires_on_a_healthy_run_and_each_leaves_its_measure(surrogate):
     assert not any(name.startswith("check/") for name in third)
 
 
+@pytest.mark.slow
 def test_no_gate_fires_on_a_healthy_lora_of_an_image_model():
     policy = new_sd3()
     cfg = new_recipe({"num_steps": 3}, algorithm=GRPO(PPOClip(0.01), kl_coef=0.01))

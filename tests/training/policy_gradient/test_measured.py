@@ -153,6 +153,7 @@ def bandit(learner, cfg: MeasuredWeight, count: int) -> StepGradients:
     return steps
 
 
+@pytest.mark.slow
 def test_weights_become_the_known_best_ones():
     """Noise is 3 s^2 a prompt in three dimensions, and a third of it in an update of three."""
     steps = bandit(new_learner(), MeasuredWeight(half_life=30.0), 150)
