@@ -35,7 +35,7 @@ unit: $(STAMP) ## the unit tests, 2 minutes
 
 test: $(STAMP) ## lint, unit tests, and a part of the slow tests that each version draws, 12 minutes
 	$(MAKE) --jobs 2 lint older-cpu
-	$(BIN)/pytest $(SPREAD) -m 'not gpu' --slow-one-of 4
+	$(BIN)/pytest $(SPREAD) -m 'not gpu' --slow-one-of 6
 
 test-all: $(STAMP) ## lint and all tests, half an hour
 	$(MAKE) --jobs 2 lint older-cpu

@@ -149,9 +149,18 @@ def _load(args) -> None:
         load(*read_settings(args))
 
 
+RUN = [
+    pytest.param(
+        page, marks=pytest.mark.always if page.name == "README.md" else (), id=name_of(page)
+    )
+    for page in PAGES
+    if blocks(page)
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page, desk):
     for block in blocks(page):
         desk.run(block)

@@ -42,6 +42,7 @@ def test_the_recorded_table_has_every_combination_and_no_failure():
     assert {state for row in rows for state in row[1:]} == {"trained", "accepted", "refused"}
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("model", "method"), drawn())
 def test_an_accepted_combination_trains(matrix, model, method):
     result = matrix.result(model, method)
