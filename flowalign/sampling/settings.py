@@ -26,6 +26,8 @@ from flowalign.types.ranges import (
 )
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
+StepNoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=1000)]
+"""Noise level of one step; calibrated levels of `DanceSDE` exceed 10 next to pure noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Sampling:
     samples_per_prompt: GroupSize = 24
     """Group size G, the number of samples per prompt that are compared. Default: 24, as in
     Flow-GRPO's SD3.5 runs."""
-    eta: NoiseLevel | list[NoiseLevel] = 0.7
+    eta: NoiseLevel | list[StepNoiseLevel] = 0.7
     """Noise level inside the window, or a list with one level per step. The kernel defines its
     meaning. Default: 0.7, as in Flow-GRPO."""
     kernel: Kernel = field(default_factory=FlowSDE)

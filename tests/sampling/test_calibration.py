@@ -9,8 +9,10 @@ from torch.testing import assert_close
 
 from flowalign.data.requests import Requests
 from flowalign.functional.noise_calibration import initial_levels
+from flowalign.functional.transition import DanceSDE
 from flowalign.reports.calibration_chart import calibration_charts
 from flowalign.sampling.calibration import Calibration, calibrate, read_calibration
+from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.calibrate import draws
 from flowalign.types import plain_requests
 
@@ -234,6 +236,16 @@ def test_each_rule_has_its_own_defaults():
     assert [(s["threshold"], s["step"]) for s in found.values()] == [(0.2, 1.0), (2.0, 0.01)]
     assert [s["ceiling"] for s in found.values()] == [1.0, None]
     assert Calibration(rule="paper", threshold=9.0, step=0.5).settings()["threshold"] == 9
+
+
+def test_sampling_takes_the_levels_of_a_schedule_that_stays_near_pure_noise():
+    """Twenty steps with shift 12."""
+    plain = torch.linspace(1, 0, 21)
+    levels = initial_levels(12 * plain / (1 + 11 * plain), 0.7).tolist()
+    assert max(levels) > 10
+    assert Sampling(num_steps=20, kernel=DanceSDE(), eta=levels).eta == levels
+    with pytest.raises(ValueError, match="eta is 11"):
+        Sampling(eta=11.0)
 
 
 def test_every_sample_has_its_own_prompt_and_noise():
