@@ -1,13 +1,9 @@
-"""Convert InternLM2's sentencepiece tokenizer to a `tokenizer.json`, which MJ-VIDEO's reader needs.
-
-    python -m reward_models.preference.internlm2_tokenizer OpenGVLab/InternVL2-2B FOLDER
+"""Converts InternLM2's sentencepiece tokenizer to a fast tokenizer, which MJ-VIDEO's reader needs.
 
 The release has `tokenizer.model` and code for transformers 4. The merges of byte-pair encoding
 follow from the scores of the pieces, so neither sentencepiece nor protobuf is needed.
 """
 
-import argparse
-import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from reward_models.backbones.checkpoints import find_file, read_json
-from reward_models.preference.internvl2 import read_tokenizer
+from reward_models.backbones.libraries import transformers
 
 _NORMAL = 1
 """Type of the pieces that merges make; the other types are control tokens and single bytes."""
@@ -127,12 +123,11 @@ def build_tokenizer(model: SentencePieceModel, added: Mapping[int, str]) -> Toke
     return tokenizer
 
 
-def convert_tokenizer(source: str, folder: Path) -> None:
-    """Convert the tokenizer of a folder or hub repository, and write it to a folder.
+def convert_tokenizer(source: str) -> Any:
+    """Return the tokenizer of a folder or hub repository, in the form of transformers.
 
     Raises:
-        ValueError: Its files are damaged, or it encodes the end of a turn with other ids than
-            MJ-VIDEO.
+        ValueError: A file is missing or damaged.
     """
     config = read_json(find_file(source, "tokenizer_config.json"))
     known = config.get("added_tokens_decoder")
@@ -140,22 +135,5 @@ def convert_tokenizer(source: str, folder: Path) -> None:
         raise ValueError(f"tokenizer_config.json of {source} has no added_tokens_decoder")
     added = {int(i): str(token["content"]) for i, token in known.items()}
     tokenizer = build_tokenizer(read_model(find_file(source, "tokenizer.model")), added)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
     named = {name: config[name] for name in ("bos_token", "eos_token", "unk_token")}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    read_tokenizer(str(folder))
-
-
-def main() -> None:
-    """Convert the tokenizer that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", help="folder or hub repository with tokenizer.model")
-    parser.add_argument("folder", type=Path, help="folder of the converted tokenizer")
-    args = parser.parse_args()
-    convert_tokenizer(args.source, args.folder)
-
-
-if __name__ == "__main__":
-    main()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)

@@ -28,6 +28,7 @@ from reward_models.backbones.checkpoints import (
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.qwen2_vl import Dtype
 from reward_models.preference import mj_video
+from reward_models.preference.internlm2_tokenizer import convert_tokenizer
 from reward_models.preference.mj_video import Reader, Reading
 
 SYSTEM = (Path(__file__).parents[1] / "instructions" / "internvl2.txt").read_text().strip()
@@ -137,10 +138,9 @@ def convert_config(released: Mapping[str, Any], source: str | Path, image: int) 
 class InternVL2(Reader):
     """Reader of videos and prompts with the InternVL2-2B in an MJ-VIDEO checkpoint.
 
-    `base` has the config in the released form. `tokenizer` has the `tokenizer.json` of InternLM2's
-    tokenizer; null takes it from `base`. InternLM2 was released with a sentencepiece file, which
-    `python -m reward_models.preference.internlm2_tokenizer` converts. A tokenizer that encodes
-    the end of a turn with other ids than the released one raises ValueError.
+    `base` has the config in the released form. `tokenizer` has InternLM2's tokenizer; null takes it
+    from `base`. Its released sentencepiece file is converted on load. A tokenizer that encodes the
+    end of a turn with other ids than the released one raises ValueError.
     """
 
     def __init__(
@@ -204,9 +204,18 @@ class _Network(nn.Module):
 
 
 def read_tokenizer(source: str) -> Any:
-    """Read a tokenizer; raise ValueError if it encodes the end of a turn with other ids."""
-    paths = [find_file(source, name) for name in ("tokenizer.json", "tokenizer_config.json")]
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(paths[0].parent)
+    """Read a `tokenizer.json`, or convert a `tokenizer.model` where there is none.
+
+    Raises:
+        ValueError: Neither can be read, or the end of a turn has other ids.
+    """
+    try:
+        path = find_file(source, "tokenizer.json")
+    except ValueError:
+        tokenizer = convert_tokenizer(source)
+    else:
+        find_file(source, "tokenizer_config.json")
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent)
     found = tokenizer.encode(_END, add_special_tokens=False)
     if tuple(found) != mj_video.TURN or tokenizer.bos_token_id is None:
         raise ValueError(

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from reward_models.preference import mj_video
-from reward_models.preference.internlm2_tokenizer import convert_tokenizer, list_merges, read_model
+from reward_models.preference.internlm2_tokenizer import list_merges, read_model
 from reward_models.preference.internvl2 import read_tokenizer
 
 PIECES = [
@@ -54,14 +54,14 @@ def _turn() -> tuple[int, ...]:
 
 
 def test_texts_get_the_ids_that_sentencepiece_gives_them(release):
-    convert_tokenizer(str(release), release / "out")
-    tokenizer = read_tokenizer(str(release / "out"))
+    tokenizer = read_tokenizer(str(release))
     text = "abab<|im_end|> \u00e9"
     # ba has the best score, so it merges before ab
     wanted = [ID["a"], ID["ba"], ID["b"], ID["[UNUSED]"], ID["\u2581"], 3 + 0xC3, 3 + 0xA9]
     assert tokenizer.encode(text, add_special_tokens=False) == wanted
     assert tokenizer.decode(wanted) == text
     assert tokenizer.bos_token_id == 1
+    assert set(tokenizer.get_added_vocab()) == set(ADDED.values())
 
 
 def test_pieces_merge_in_the_order_of_their_scores():
@@ -78,7 +78,10 @@ def test_a_prefix_is_read_from_the_file(tmp_path):
 def test_other_files_and_tokens_are_refused(release, monkeypatch):
     monkeypatch.setattr(mj_video, "TURN", (1, 2))
     with pytest.raises(ValueError, match="encodes the end of a turn as"):
-        convert_tokenizer(str(release), release / "out")
+        read_tokenizer(str(release))
     (release / "tokenizer.model").write_bytes(b"\x0a\xff")
     with pytest.raises(ValueError, match="is no sentencepiece model"):
-        convert_tokenizer(str(release), release / "out")
+        read_tokenizer(str(release))
+    (release / "tokenizer.model").unlink()
+    with pytest.raises(ValueError, match=r"nor a folder with tokenizer\.model"):
+        read_tokenizer(str(release))
