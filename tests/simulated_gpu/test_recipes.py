@@ -62,3 +62,13 @@ def test_two_processes_train_on_their_gpus(tmp_path, weights):
     ranks = on_simulated_gpus(2, train, ["configs/shapes.yaml"], tmp_path, *changes)
     assert "finished" in [status for status, _ in ranks]
     assert all(usage.attention for _, usage in ranks)
+
+
+def test_two_processes_divide_the_tokens_of_a_clip_on_their_gpus(tmp_path):
+    """Tokens that are exchanged for heads, and gradients of parts, are tensors of the device."""
+    changes = [*FEW, "policy.precision=bf16", "sharding.context_degree=2"]
+    changes += ["recipe.sampling.num_steps=4", "recipe.sampling.samples_per_prompt=2"]
+    files = ["configs/models/shapes_video.yaml"]
+    ranks = on_simulated_gpus(2, train, files, tmp_path, *changes)
+    assert "finished" in [status for status, _ in ranks]
+    assert all(usage.attention["bfloat16/bfloat16/bfloat16"] for _, usage in ranks)
