@@ -22,7 +22,7 @@ from flowalign.cli.main import main
 from flowalign.distributed.agent import run_together
 from flowalign.distributed.collective_scheduler import CollectiveScheduler
 from flowalign.distributed.launch import Launch
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 
 STEPS = 41
 PLAIN: dict[str, Any] = {

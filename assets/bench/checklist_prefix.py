@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.question_set import read_question_set
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -15,7 +15,7 @@ from assets.bench.gpu_sizes import Size, network, pictures
 from assets.bench.scoring import RandomClip
 from flowalign.runs import load
 from flowalign.runs.bench.stage_times import measure, start_temporarily
-from flowalign.runs.planning import memory
+from flowalign.runs.planning import run_memory
 from flowalign.runs.planning.plan import memory_parts
 from flowalign.types import MediaBatch
 
@@ -53,7 +53,7 @@ def planned(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
     """Compare a step of Flow-GRPO at SD3.5-M's size with its planned memory and operations."""
     few = [f"recipe.sampling.samples_per_prompt={size.group}"]
     run = pictures(size, folder, [], None, few)
-    expected = memory.peak(memory_parts(run)) / 2**30
+    expected = run_memory.peak(memory_parts(run)) / 2**30
     yield "plan", {"gib": expected}
     found = measure(run, 1)
     peak = max((v for name, v in found.items() if name.startswith("gib/")), default=0.0)

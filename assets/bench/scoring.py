@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from flowalign.curation.scoring import job as scoring
+from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.data.readers import open_dataset
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 

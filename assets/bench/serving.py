@@ -34,7 +34,7 @@ import sys, uvicorn
 sys.path.insert(0, {folder!r})
 from serving import Nothing
 from flowalign.rewards.batching import Limits
-from flowalign.rewards.server import Service, application
+from flowalign.rewards.reward_server import Service, application
 app = application(Service([Nothing()], Limits(max_wait_ms={wait})))
 uvicorn.run(app, port={port}, log_level="error")
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from flowalign.runs.config import Run, load
 from flowalign.runs.library.draft_run_file import models
-from flowalign.runs.planning.memory import peak
 from flowalign.runs.planning.plan import memory_parts
+from flowalign.runs.planning.run_memory import peak
 from flowalign.utils.files import write_text
 
 OUT = Path(__file__).parents[2] / "flowalign" / "runs" / "library" / "trainable.json"

@@ -28,10 +28,10 @@ from flowalign.functional.agreement import spearman
 from flowalign.functional.maps import average_on_grid
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import evaluate_velocity
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.spatial import AttentionMap
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import RewardModel, Trajectory

@@ -28,7 +28,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling import Fixed, FlowNRG, Sampling
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.credited import compute_credit
 from flowalign.types import MediaBatch, Request, RewardModel

@@ -20,7 +20,7 @@ from equal_cost import HERE, splits, trained
 from flowalign.distributed.processes import join
 from flowalign.runs.config import load
 from flowalign.training import checkpoint
-from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import PromptConditioning
 
 CONFIG = "configs/shapes_levels.yaml"

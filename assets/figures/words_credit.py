@@ -40,10 +40,10 @@ from flowalign.functional.weight import StepWeight, step_weights
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Branching, Chain, Comb, Tree
 from flowalign.sampling.complete_states import credit_requirements, evaluate_velocity
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import CreditEstimator, Request, Trajectory
 from flowalign.types.completion import Completion
 from flowalign.utils.seeds import generator

@@ -31,7 +31,7 @@ from flowalign.functional.advantage import advantages
 from flowalign.losses import GRPO, PPOClip
 from flowalign.rewards import Rewards
 from flowalign.sampling import Fixed, Sampling, complete, sample
-from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Completion

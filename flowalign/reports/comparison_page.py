@@ -24,7 +24,7 @@ from flowalign.reports.comparison_chart import (
     swatch,
     words,
 )
-from flowalign.reports.credit import CreditView, read_credit
+from flowalign.reports.credit_view import CreditView, read_credit
 from flowalign.reports.pages import render
 from flowalign.reports.records import read_json
 from flowalign.reports.run_report import COMPARISON_LINK, write_report

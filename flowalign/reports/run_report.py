@@ -15,7 +15,7 @@ import numpy as np
 
 from flowalign.reports.calibration_chart import calibration_charts
 from flowalign.reports.charts import Chart
-from flowalign.reports.credit import read_credit
+from flowalign.reports.credit_view import read_credit
 from flowalign.reports.pages import render
 from flowalign.reports.panels import (
     chart,

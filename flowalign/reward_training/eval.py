@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from flowalign.functional import agreement, resampling
+from flowalign.reward_training.evaluation_page import Content
 from flowalign.reward_training.labelled_pairs import (
     ScoredPairs,
     ScoredTable,
@@ -20,7 +21,6 @@ from flowalign.reward_training.labelled_pairs import (
     number_groups,
     pair_rows,
 )
-from flowalign.reward_training.report import Content
 
 MEASURES = {
     "accuracy_without_ties": "accuracy, ties left out",

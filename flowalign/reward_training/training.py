@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features, Rater, Ratings
-from flowalign.reward_training.agreement import measure_agreement
 from flowalign.reward_training.embeddings import Frames, RewardSample, embed_samples
+from flowalign.reward_training.label_agreement import measure_agreement
 from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.ridge import first_stage

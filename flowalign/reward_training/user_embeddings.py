@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowalign.data.preference.dataset import PreferenceDataset
-from flowalign.data.preference.pairs import Pair
+from flowalign.data.preference.preference_data import Pair
 from flowalign.reward_training.embeddings import RewardSample, embed_samples
 from flowalign.reward_training.training import frames_for
 from flowalign.types import Backbone

@@ -20,7 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from flowalign.rewards.pixels import Pixels, check_range, check_shape, pack_pixels, unpack_pixels
+from flowalign.rewards.request_pixels import (
+    Pixels,
+    check_range,
+    check_shape,
+    pack_pixels,
+    unpack_pixels,
+)
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 
 VERSION = 1

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from flowalign.rewards.client import RewardClient
 from flowalign.rewards.config import build_reward_models
+from flowalign.rewards.reward_client import RewardClient
 from flowalign.types import RewardSpec
 from flowalign.utils.child_process import ChildProcess, select_device
 from flowalign.utils.local_modules import name_files

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.complete_states import evaluate_velocity
-from flowalign.sampling.guidance import GuidedTransition, RewardGuidance, compute_pushes
 from flowalign.sampling.prompt_guidance import PromptGuidedField
+from flowalign.sampling.reward_guidance import GuidedTransition, RewardGuidance, compute_pushes
 from flowalign.types import (
     Cond,
     Policy,

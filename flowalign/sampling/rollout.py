@@ -12,7 +12,7 @@ from flowalign.functional.entropy import merge_steps
 from flowalign.functional.solver import thin_schedule
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.recording import RolloutOutputs, RolloutRecorder
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.stepping import RolloutNoise, RolloutVelocities, Stepper
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
 from flowalign.utils.stages import stage

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowalign.functional.transition import FlowSDE, Kernel, sample_next, transition
 from flowalign.sampling.complete_states import evaluate_velocity, take_rows
 from flowalign.sampling.inference import encode_once
-from flowalign.sampling.settings import NoiseLevel
+from flowalign.sampling.sampling_settings import NoiseLevel
 from flowalign.types import Cond, LatentReward, Policy, Request
 from flowalign.types.completion import Completion
 from flowalign.types.ranges import PositiveInt, require_ranges

@@ -11,8 +11,8 @@ from flowalign.functional.transition import Gaussian, sample_next, transition
 from flowalign.sampling.complete_states import BatchedCompletion, CompletionRequest
 from flowalign.sampling.features import FeatureRecorder
 from flowalign.sampling.frame_windows import draw_frame_windows, share_outside_windows
-from flowalign.sampling.guidance import GuidedTransition, compute_pushes
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.reward_guidance import GuidedTransition, compute_pushes
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.types import Policy, Trajectory
 
 

@@ -7,7 +7,7 @@ checkpoints, evaluation and checks.
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.distillation import TDM
 from flowalign.training.ema import EMA
-from flowalign.training.evaluate import Evaluation
+from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.matching import Matching
 from flowalign.training.online_reward import OnlineReward

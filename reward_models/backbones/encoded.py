@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowalign.types import PositiveInt, RewardSpec
 from reward_models.backbones.backbones import EfficientNet, Encoder
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 
 
 class EncoderReward(NetworkReward):

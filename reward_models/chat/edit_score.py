@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
-from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_frames, encode_source
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known

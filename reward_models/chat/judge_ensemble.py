@@ -19,8 +19,8 @@ from flowalign.types import (
     Seed,
     require_ranges,
 )
+from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.circuit_breaker import ChatError
-from reward_models.chat.client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.parsers import Unparsable
 
 Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flowalign.types import FiniteFloat, MediaBatch, PositiveInt, RewardSpec
-from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_frames, pad_to_square
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_images, resize_shortest_side
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive

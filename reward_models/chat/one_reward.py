@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from flowalign.types import Column, MediaBatch, RewardSpec
 from reward_models.backbones.rule import metadata_of
-from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_frames, encode_references
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling
-from reward_models.chat.pairs import PairJudge
+from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import word_probabilities
 from reward_models.chat.template import describe, read_template
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_models.chat.client import ChatAnswer
+from reward_models.chat.chat_client import ChatAnswer
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?![.,]?\w|%)"
 """Pattern of a decimal number that is not the beginning of a longer token."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from flowalign.types import MediaBatch, RewardSpec
-from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_frames, encode_source
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
-from reward_models.chat.pairs import PairJudge
+from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.rational_rewards import EDIT, T2I, split_sections
 from reward_models.chat.template import describe, read_template

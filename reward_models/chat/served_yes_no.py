@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flowalign.types import MediaBatch, PositiveInt
 from reward_models.backbones.rule import Unscorable
-from reward_models.backbones.yes_no import YesNoJudge
-from reward_models.chat.client import ChatAnswer, Server
+from reward_models.backbones.yes_no_judges import YesNoJudge
+from reward_models.chat.chat_client import ChatAnswer, Server
 from reward_models.chat.images import encode_frames
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import word_probabilities

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_models.chat.pairs import read_winner
+from reward_models.chat.pair_judges import read_winner
 from reward_models.chat.parsers import (
     NUMBER,
     Unparsable,

@@ -13,7 +13,7 @@ from typing import Literal
 from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
 from reward_models.backbones.frames import at_rate
 from reward_models.backbones.rule import Unscorable
-from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_images
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import BatchScores, NetworkReward
+from reward_models.backbones.network_reward import BatchScores, NetworkReward
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 from reward_models.backbones.rule import Unscorable
 from reward_models.detection.geneval import Clause, parse_clauses

@@ -19,7 +19,7 @@ from reward_models.backbones.checkpoints import (
     to_float32,
 )
 from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 from reward_models.backbones.pixels import average_over_frames
 
 

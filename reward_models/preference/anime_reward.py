@@ -19,7 +19,7 @@ from reward_models.backbones.checkpoints import find_folder, fingerprint_of, rea
 from reward_models.backbones.clip_towers import Preprocessing
 from reward_models.backbones.frames import evenly
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 
 DIMS = ("text_video_consist", "img_video_consist")
 MISSING = {

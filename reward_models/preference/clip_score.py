@@ -14,7 +14,7 @@ from reward_models.backbones.clip_towers import (
     read_hugging_face,
     read_open_clip,
 )
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 
 
 class CLIPScore(NetworkReward):

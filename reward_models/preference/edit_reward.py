@@ -28,7 +28,7 @@ from reward_models.backbones.checkpoints import (
     read_weights,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 from reward_models.preference.hpsv3 import preference_head
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import find_file, fingerprint_of
 from reward_models.backbones.clip_towers import Towers, prompt_similarity, read_open_clip
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 
 FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 

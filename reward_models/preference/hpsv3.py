@@ -13,7 +13,7 @@ from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import find_file, fingerprint_of, read_tensors
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text()

@@ -23,7 +23,7 @@ from reward_models.backbones.checkpoints import (
     rename_tensors,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 from reward_models.preference.hpsv3 import INSTRUCTION as HPSV3_INSTRUCTION
 from reward_models.preference.hpsv3 import PIXELS, TOKEN, preference_head

@@ -23,7 +23,7 @@ from reward_models.backbones.checkpoints import (
     to_float32,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 from reward_models.backbones.pixels import average_over_frames, crop_shortest_side, normalise
 from reward_models.preference.aesthetic import LinearStack
 

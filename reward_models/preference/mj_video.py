@@ -24,7 +24,7 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
 )
 from reward_models.backbones.frames import starts
-from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 
 CRITERIA = {

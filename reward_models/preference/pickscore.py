@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import fingerprint_of
 from reward_models.backbones.clip_towers import Towers, prompt_similarity, read_hugging_face
-from reward_models.backbones.network import NetworkReward
+from reward_models.backbones.network_reward import NetworkReward
 
 DIVISORS = {"none": 1, "divided by 26": 26}
 

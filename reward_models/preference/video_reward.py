@@ -27,7 +27,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.frames import at_rate
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.prefix import (
     ClipCache,

@@ -12,7 +12,7 @@ Source: questions, weights and conditions from the files in github.com/THUDM/Vis
 from typing import Literal
 
 from flowalign.types import RewardModel
-from reward_models.backbones.yes_no import YesNoJudge
+from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.questions.checklist import Checklist
 from reward_models.questions.question_set import Answers
 

@@ -20,7 +20,7 @@ from flowalign.types import (
     RewardOutput,
     RewardSpec,
 )
-from reward_models.backbones.yes_no import YesNoJudge
+from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.questions.checklist_fit import fit_question_set
 from reward_models.questions.question_set import (
     Answers,

@@ -21,9 +21,9 @@ from reward_models.backbones.checkpoints import (
     rename_tensors,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network import NetworkReward, place_rows
+from reward_models.backbones.network_reward import NetworkReward, place_rows
 from reward_models.backbones.pixels import CLIP_MEAN, normalise, resize
-from reward_models.backbones.yes_no import Dtype, YesNoJudge
+from reward_models.backbones.yes_no_judges import Dtype, YesNoJudge
 
 QUESTION = 'Does this figure show "[[prompt]]"? Please answer yes or no.'
 """Question to the judge; `[[prompt]]` stands for the sample's prompt."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.vqa_score import QUESTION, score_answers
 
 QUESTIONS = {

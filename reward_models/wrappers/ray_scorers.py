@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flowalign.rewards.client import score_usable
-from flowalign.rewards.ray_scorers import PoolSettings, ScorerPool
+from flowalign.rewards.reward_client import score_usable
 from flowalign.rewards.scorer import declare
+from flowalign.rewards.scorer_pool import PoolSettings, ScorerPool
 from flowalign.types import (
     Loadable,
     MediaBatch,

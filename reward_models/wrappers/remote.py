@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from flowalign.rewards.client import RewardClient, failed_answer, score_usable
 from flowalign.rewards.protocol import Pixels
+from flowalign.rewards.reward_client import RewardClient, failed_answer, score_usable
 from flowalign.types import (
     Loadable,
     MediaBatch,

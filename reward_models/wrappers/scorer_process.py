@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from flowalign.rewards.checked import RewardGone
-from flowalign.rewards.client import failed_answer, score_usable
+from flowalign.rewards.reward_client import failed_answer, score_usable
 from flowalign.rewards.scorer import Scorer, declare
 from flowalign.types import (
     Loadable,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowalign.functional.rating import Features, Rater
 from flowalign.types import Backbone, Head, MediaBatch, Need, PositiveInt, Refreshable, RewardSpec
 from reward_models.backbones.checkpoints import find_file, load_exactly, read_tensors
-from reward_models.backbones.network import BatchScores, NetworkReward
+from reward_models.backbones.network_reward import BatchScores, NetworkReward
 
 FORMAT = "flowalign trained reward 1"
 

@@ -12,9 +12,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from flowalign.cli import main as cli
-from flowalign.curation.clip_pairs import job
-from flowalign.curation.clip_pairs.dense_dpo import DensePairs
-from flowalign.curation.clip_pairs.local_dpo import LocalPairs
+from flowalign.curation.clip_pairs import clip_pairs_job
+from flowalign.curation.clip_pairs.dense_pairs import DensePairs
+from flowalign.curation.clip_pairs.local_pairs import LocalPairs
 from flowalign.curation.clip_pairs.run_file import ClipPairs, load
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
@@ -68,7 +68,7 @@ def written(tmp_path):
 
 
 def rows(folder: Path, *names: str) -> list[dict]:
-    lists = [folder / name for name in names or (job.TRAIN, job.HELD_OUT)]
+    lists = [folder / name for name in names or (clip_pairs_job.TRAIN, clip_pairs_job.HELD_OUT)]
     return [json.loads(x) for file in lists if file.exists() for x in file.read_text().splitlines()]
 
 
@@ -128,7 +128,7 @@ def test_the_same_command_after_a_kill_makes_the_same_files(written, tmp_path, m
 
     monkeypatch.setattr(DensePairs, "make", once)
     assert exit_code("clip-pairs", config, f"output_dir={broken}") == 130
-    assert not (broken / job.TRAIN).exists()
+    assert not (broken / clip_pairs_job.TRAIN).exists()
     monkeypatch.setattr(DensePairs, "make", make)
     assert exit_code("clip-pairs", config, f"output_dir={broken}") == 0
     names = files(whole)
@@ -143,10 +143,10 @@ def test_a_finished_folder_reads_no_weights_and_refuses_other_settings(
 ):
     config = written(DENSE)
     assert exit_code("clip-pairs", config) == 0
-    before = (tmp_path / "out" / job.TRAIN).read_bytes()
+    before = (tmp_path / "out" / clip_pairs_job.TRAIN).read_bytes()
     monkeypatch.setattr(VideoPixel, "load", lambda *_: pytest.fail("weights are read"))
     assert exit_code("clip-pairs", config) == 0
-    assert (tmp_path / "out" / job.TRAIN).read_bytes() == before
+    assert (tmp_path / "out" / clip_pairs_job.TRAIN).read_bytes() == before
     assert exit_code("clip-pairs", config, "seed=1") == 2
     assert "seed was '0', now '1'" in capsys.readouterr().err
 
@@ -168,14 +168,16 @@ def test_a_process_that_ends_while_another_writes_lists_changes_nothing(
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
     out = tmp_path / "out"
     cfg, _ = load(str(tmp_path / "make.yaml"))
-    lists = {name: (out / name).read_bytes() for name in (job.TRAIN, job.HELD_OUT)}
+    lists = {
+        name: (out / name).read_bytes() for name in (clip_pairs_job.TRAIN, clip_pairs_job.HELD_OUT)
+    }
     replace, unlink, own = Path.replace, Path.unlink, os.getpid()
     whole = []
 
     def interleaved(self, target):
         if os.getpid() == own:
             monkeypatch.setattr(os, "getpid", lambda: own + 1)
-            job.finish(cfg, 3)
+            clip_pairs_job.finish(cfg, 3)
             monkeypatch.setattr(os, "getpid", lambda: own)
         whole.append({name: (out / name).read_bytes() for name in lists} == lists)
         return replace(self, target)
@@ -186,7 +188,7 @@ def test_a_process_that_ends_while_another_writes_lists_changes_nothing(
 
     monkeypatch.setattr(Path, "replace", interleaved)
     monkeypatch.setattr(Path, "unlink", kept)
-    assert job.finish(cfg, 3) is not None
+    assert clip_pairs_job.finish(cfg, 3) is not None
     assert len(whole) == 3 + 3 * 3, "three files, before each of which the other writes three"
     assert all(whole)
     assert not [path for path in out.iterdir() if path.name.endswith(".tmp")]
@@ -194,15 +196,17 @@ def test_a_process_that_ends_while_another_writes_lists_changes_nothing(
 
 def test_a_list_that_has_no_rows_any_more_is_removed(written, tmp_path):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
-    assert (tmp_path / "out" / job.HELD_OUT).exists()
+    assert (tmp_path / "out" / clip_pairs_job.HELD_OUT).exists()
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
-    assert not (tmp_path / "out" / job.HELD_OUT).exists()
-    assert len(rows(tmp_path / "out", job.TRAIN)) == 5
+    assert not (tmp_path / "out" / clip_pairs_job.HELD_OUT).exists()
+    assert len(rows(tmp_path / "out", clip_pairs_job.TRAIN)) == 5
 
 
 def test_held_out_pairs_are_of_other_prompts(written, tmp_path):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
-    train, held = (rows(tmp_path / "out", name) for name in (job.TRAIN, job.HELD_OUT))
+    train, held = (
+        rows(tmp_path / "out", name) for name in (clip_pairs_job.TRAIN, clip_pairs_job.HELD_OUT)
+    )
     assert train
     assert held
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held}
@@ -356,7 +360,7 @@ def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[di
 @pytest.mark.parametrize("ema", [None, {"decay": 0.5}])
 def test_the_end_names_the_weights_that_it_tells_of(written, tmp_path, capsys, ema):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
-    trained(tmp_path, "DenseDPO", tmp_path / "out" / job.TRAIN, ema)
+    trained(tmp_path, "DenseDPO", tmp_path / "out" / clip_pairs_job.TRAIN, ema)
     saved = tmp_path / "DenseDPO" / "checkpoints" / "step-000002"
     averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if ema else ""
     assert f"weights: {saved}{averaged}\n" in capsys.readouterr().err
@@ -367,7 +371,7 @@ def test_dense_dpo_trains_on_latents_alone_and_starts_where_it_must(written, tmp
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
     for file in (tmp_path / "out" / "clips").iterdir():
         file.unlink()  # for eyes, and for rewards that come later
-    summary, metrics = trained(tmp_path, "DenseDPO", tmp_path / "out" / job.TRAIN)
+    summary, metrics = trained(tmp_path, "DenseDPO", tmp_path / "out" / clip_pairs_job.TRAIN)
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
     assert metrics[1]["policy_loss"] != metrics[0]["policy_loss"]
@@ -376,7 +380,7 @@ def test_dense_dpo_trains_on_latents_alone_and_starts_where_it_must(written, tmp
 
 def test_plain_dpo_trains_on_the_same_pairs_by_the_scores_of_whole_copies(written, tmp_path):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
-    path = tmp_path / "out" / job.TRAIN
+    path = tmp_path / "out" / clip_pairs_job.TRAIN
     summary, metrics = trained(tmp_path, "DPO", path, dimensions=["overall"])
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
@@ -385,7 +389,7 @@ def test_plain_dpo_trains_on_the_same_pairs_by_the_scores_of_whole_copies(writte
 def test_local_dpo_trains_on_its_pairs_with_errors_of_the_mask_emphasised(written, tmp_path):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
     loss = "LocalDPO"
-    summary, metrics = trained(tmp_path, loss, tmp_path / "out" / job.TRAIN)
+    summary, metrics = trained(tmp_path, loss, tmp_path / "out" / clip_pairs_job.TRAIN)
     assert summary["status"] == "finished"
     # Twice log 2, and the winner's errors.
     assert metrics[0]["policy_loss"] > 2 * log(2)
@@ -397,7 +401,7 @@ def test_latents_of_another_policy_are_refused_with_both_encoders(written, tmp_p
     for file in (tmp_path / "out" / "latents").iterdir():
         save_file(load_file(file), file, {"encoder": "of yesterday"})
     with pytest.raises(AssertionError):
-        trained(tmp_path, "DPO", tmp_path / "out" / job.TRAIN)
+        trained(tmp_path, "DPO", tmp_path / "out" / clip_pairs_job.TRAIN)
     assert "was encoded by of yesterday, the policy has video-pixel" in capsys.readouterr().err
 
 
@@ -480,9 +484,9 @@ def test_a_training_of_the_package_reads_what_each_run_file_writes(file):
     for training in (file.parents[1] / "preference").rglob("*.yaml"):
         content = compose([str(training)]).values
         data = content["recipe"]["init_args"]["data"]["init_args"]
-        if data.get("path") == f"{cfg.output_dir}/{job.TRAIN}":
+        if data.get("path") == f"{cfg.output_dir}/{clip_pairs_job.TRAIN}":
             readers += 1
-            assert data["held_out"] == f"{cfg.output_dir}/{job.HELD_OUT}"
+            assert data["held_out"] == f"{cfg.output_dir}/{clip_pairs_job.HELD_OUT}"
             # A latent says which encoder made it: sizes and frames must be those of the training.
             assert content["policy"]["init_args"]["video"] == mine
     assert readers
@@ -491,7 +495,7 @@ def test_a_training_of_the_package_reads_what_each_run_file_writes(file):
 def test_a_training_with_a_cache_says_that_latents_were_there(written, tmp_path, capsys):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
     cache = str(tmp_path / "cache")
-    trained(tmp_path, "DPO", tmp_path / "out" / job.TRAIN, cache=cache)
+    trained(tmp_path, "DPO", tmp_path / "out" / clip_pairs_job.TRAIN, cache=cache)
     told = capsys.readouterr().err
     assert "0 latents: 0 encoded now, 0 from the cache" in told
     assert "latents that the dataset holds: 10" in told

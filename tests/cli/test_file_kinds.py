@@ -6,7 +6,7 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.curation.clip_pairs.run_file import ClipPairs
-from flowalign.reward_training.run import RewardRun
+from flowalign.reward_training.reward_run import RewardRun
 from flowalign.reward_training.user_embeddings import UserEmbeddings
 from flowalign.rewards.config import RewardFile
 from flowalign.runs.config import Run

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from flowalign.cli.commands import pairs as command
 from flowalign.cli.main import parse
-from flowalign.data.preference.pairs import samples_of
+from flowalign.data.preference.preference_data import samples_of
 from flowalign.data.readers import open_dataset
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.stored_pairs import read_pairs, read_samples

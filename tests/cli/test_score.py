@@ -14,7 +14,7 @@ from pyarrow import parquet
 from flowalign.cli.commands import score as score_command
 from flowalign.cli.commands import score_shards
 from flowalign.cli.main import main, parse
-from flowalign.curation.scoring import job as scoring
+from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.prompt_means import average_prompts
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.scoring_rewards import Brightness, picture

@@ -18,8 +18,8 @@ from flowalign.functional.transition import FlowSDE, log_density, sample_next, t
 from flowalign.sampling.branching import Chain, Comb, Tree
 from flowalign.sampling.complete_states import credit_requirements
 from flowalign.sampling.rollout import empty_trajectory
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.sampling.settings import Sampling
 from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
 from flowalign.types.completion import Completion
 from tests.fixtures.golden import GOLDEN, load

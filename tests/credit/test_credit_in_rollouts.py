@@ -13,7 +13,7 @@ from flowalign.credit.turning_point import TurningPoint
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import RewardOutput, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import (

@@ -15,7 +15,7 @@ from flowalign.credit.outcome import Outcome
 from flowalign.data.requests import Requests
 from flowalign.runs.planning.plan import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.credited import compute_credit
 from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests

@@ -6,8 +6,8 @@ from torch import Tensor, nn, tensor
 from torch.testing import assert_close
 
 from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
-from flowalign.curation.clip_pairs.dense_dpo import DensePairs
-from flowalign.curation.clip_pairs.local_dpo import LocalPairs
+from flowalign.curation.clip_pairs.dense_pairs import DensePairs
+from flowalign.curation.clip_pairs.local_pairs import LocalPairs
 from flowalign.curation.clip_pairs.method import ClipPair, SkippedClip
 from flowalign.functional.noise_matching import add_noise
 from flowalign.rewards.composite import Rewards

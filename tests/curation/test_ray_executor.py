@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from flowalign.cli.main import main
-from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring import ray_data
-from flowalign.curation.scoring.job import BlockScorer, block_numbers
-from flowalign.curation.scoring.table import PartFiles
+from flowalign.curation.scoring import scoring_job as scoring
+from flowalign.curation.scoring.part_files import PartFiles
+from flowalign.curation.scoring.scoring_job import BlockScorer, block_numbers
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardFailure
 from tests.fixtures.ray_nodes import two_machines

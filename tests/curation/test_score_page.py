@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from flowalign.curation.scoring.page import (
+from flowalign.curation.scoring.scores_page import (
     EXAMPLES,
     Findings,
     describe_failures,

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from flowalign.curation.scoring import job as scoring
-from flowalign.curation.scoring.job import ScoringJob, finish, run
+from flowalign.curation.scoring import scoring_job as scoring
+from flowalign.curation.scoring.part_files import PartFiles, hold_lock
+from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import RunningStats, Throughput, TooManyFailures
-from flowalign.curation.scoring.table import PartFiles, hold_lock
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.types import RewardModel, RewardOutput

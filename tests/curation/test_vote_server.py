@@ -17,11 +17,11 @@ from PIL import Image
 from flowalign.cli.commands import vote
 from flowalign.cli.dispatch import run_verb
 from flowalign.cli.main import parse
-from flowalign.curation.votes import server as serving
+from flowalign.curation.votes import vote_server as serving
 from flowalign.curation.votes.poll import Poll, PollSettings
 from flowalign.curation.votes.questions import Question
-from flowalign.curation.votes.reward import VoteReward
-from flowalign.curation.votes.table import VoteTable
+from flowalign.curation.votes.vote_reward import VoteReward
+from flowalign.curation.votes.vote_table import VoteTable
 from flowalign.data.media.media import Media
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError

@@ -8,11 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.curation.pairing.table import find_table, read_table
+from flowalign.curation.pairing.score_table import find_table, read_table
 from flowalign.curation.votes.poll import Poll, PollSettings, measure_agreement
 from flowalign.curation.votes.questions import Question, divide, make_questions
 from flowalign.curation.votes.run_samples import find_run_questions
-from flowalign.curation.votes.table import VoteTable
+from flowalign.curation.votes.vote_table import VoteTable
 from flowalign.data.media.media import Media
 from flowalign.data.preference.convert import read_pairs
 from flowalign.data.preference.dropped import DropReport

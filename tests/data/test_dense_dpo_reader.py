@@ -6,7 +6,7 @@ import pytest
 
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
-from flowalign.data.preference.pairs import Segment
+from flowalign.data.preference.preference_data import Segment
 from flowalign.data.readers import open_dataset
 from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.video_pixel import clip

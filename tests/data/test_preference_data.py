@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from flowalign.data.media.media import Media
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Pair, Segment
+from flowalign.data.preference.preference_data import Pair, Segment
 from tests.fixtures.stored_pairs import read_pairs, read_samples
 
 SIZE = (12, 8)

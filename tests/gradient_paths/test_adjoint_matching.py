@@ -10,7 +10,7 @@ from flowalign.gradient_paths.adjoint_matching import draw_steps
 from flowalign.losses import Maximise
 from flowalign.rewards.composite import Rewards
 from flowalign.training.reward_gradient import FromNoisyRollouts, FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from flowalign.functional.transition import CPS
 from flowalign.losses.matching.fdfo import FDFO, pair_contrast, simple_policy_loss
 from flowalign.sampling.sde_windows import AllButLast
+from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.state_source import VisitedStates

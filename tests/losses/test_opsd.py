@@ -8,8 +8,8 @@ from torch.testing import assert_close
 from flowalign.functional.forward_process import nft
 from flowalign.losses.matching.opsd import OPSD, opsd
 from flowalign.rewards.composite import Rewards
+from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.state_source import VisitedStates

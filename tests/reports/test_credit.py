@@ -16,8 +16,8 @@ from flowalign.credit.granular import Granular
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import Requests
-from flowalign.reports.credit import Scale, make_tables, read_credit
 from flowalign.reports.credit_schema import CreditRecord
+from flowalign.reports.credit_view import Scale, make_tables, read_credit
 from flowalign.reports.run_report import write_report
 from flowalign.sampling.branching import Chain, Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
@@ -29,7 +29,7 @@ from flowalign.training.policy_gradient.credit_record import (
     record,
     weigh_rewards,
 )
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from tests.fixtures.credit_rollouts import (

@@ -16,7 +16,7 @@ from flowalign.data.media.thumbnails import LONGEST, reduce_size
 from flowalign.reports import run_report as report
 from flowalign.reports.run_report import write_report
 from flowalign.reports.samples import cut_grid, find_strips
-from flowalign.training.evaluate import EvaluationResult, save_grid
+from flowalign.training.held_out_evaluation import EvaluationResult, save_grid
 from flowalign.training.policy_gradient.credit_record import _small
 from flowalign.types import plain_requests
 from tests.fixtures.fake_run import PROMPTS, SUMMARY, fake_run, grid, rows, write_rows

@@ -10,8 +10,8 @@ from torch import nn
 from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.functional.rating import Features, ridge
-from flowalign.reward_training.agreement import measure_agreement
 from flowalign.reward_training.embeddings import RewardSample
+from flowalign.reward_training.label_agreement import measure_agreement
 from flowalign.reward_training.labels import PARTS, Preferences, gather_preferences
 from flowalign.reward_training.losses import (
     BradleyTerry,

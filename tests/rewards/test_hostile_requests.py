@@ -15,7 +15,7 @@ from flowalign.cli.options import Parser
 from flowalign.cli.serve_options import add_arguments
 from flowalign.rewards.batching import Limits, Refusal, Room
 from flowalign.rewards.protocol import pack_batch
-from flowalign.rewards.server import listen
+from flowalign.rewards.reward_server import listen
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.remote import RemoteReward
@@ -197,7 +197,7 @@ def test_bodies_are_received_up_to_a_number_and_a_size():
 
 
 def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr("flowalign.rewards.server.RETRY_AFTER_S", 0)
+    monkeypatch.setattr("flowalign.rewards.reward_server.RETRY_AFTER_S", 0)
     gate = threading.Event()
 
     class Slow(Level):
@@ -225,7 +225,7 @@ def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatc
 
 
 def test_a_busy_server_is_no_failure_of_a_client_without_retries(monkeypatch):
-    monkeypatch.setattr("flowalign.rewards.server.RETRY_AFTER_S", 0)
+    monkeypatch.setattr("flowalign.rewards.reward_server.RETRY_AFTER_S", 0)
     with Running(Level(), max_requests=1) as there:
         reward = RemoteReward(there.url, ["level"], retries=0, timeout=60.0)
         reward.load()

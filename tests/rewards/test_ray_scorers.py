@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.rewards import ray_scorers
+from flowalign.rewards import scorer_pool
 from flowalign.rewards.checked import CheckedReward, RewardFailure, RewardGone
 from flowalign.rewards.protocol import output_from_json, pack_batch
-from flowalign.rewards.ray_scorers import ScorerActor, ScorerPool
+from flowalign.rewards.scorer_pool import ScorerActor, ScorerPool
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.ray_scorers import RayScorers
@@ -77,7 +77,7 @@ def test_equal_settings_name_the_same_actors():
 
 def test_several_processes_need_a_running_cluster(monkeypatch):
     unconnected = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setattr(ray_scorers, "prepare_ray", lambda *_: unconnected)
+    monkeypatch.setattr(scorer_pool, "prepare_ray", lambda *_: unconnected)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="`ray start --head`, and set address"):
         RayScorers(PLACES).load()

@@ -434,7 +434,7 @@ def test_serving_imports_no_library_that_needs_another_version_of_transformers()
 import sys
 from flowalign.cli import main, dispatch
 from flowalign.cli.commands import serve
-from flowalign.rewards import server
+from flowalign.rewards import reward_server
 from flowalign.rewards.config import load_rewards
 load_rewards("configs/rewards/ixc_reward.yaml")
 print([name for name in ("transformers", "diffusers", "peft") if name in sys.modules])

@@ -13,7 +13,7 @@ from flowalign.credit.gain import Gain
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.times import SamplerGrid

@@ -8,8 +8,8 @@ import torch
 from flowalign.conditioning import RewardLevels, RewardWords
 from flowalign.runs.export.model_card import Evidence, model_card
 from flowalign.runs.planning.plan import plan
-from flowalign.runs.sample.job import SamplingJob, write_folder
-from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.runs.sample.sampling_job import SamplingJob, write_folder
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import Request
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy

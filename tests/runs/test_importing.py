@@ -12,7 +12,7 @@ from PIL import Image
 from flowalign.cli.commands import import_config as command
 from flowalign.cli.main import parse
 from flowalign.runs.config import load
-from flowalign.runs.importing.job import ImportOptions, import_config
+from flowalign.runs.importing.import_job import ImportOptions, import_config
 from flowalign.runs.importing.python_config import PythonConfig
 from flowalign.utils.errors import ConfigError
 

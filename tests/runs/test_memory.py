@@ -8,7 +8,7 @@ import torch
 from flowalign.credit import Branch, Gain
 from flowalign.losses import SpanGRPO
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning import memory
+from flowalign.runs.planning import run_memory
 from flowalign.runs.planning.plan import plan
 from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
@@ -80,7 +80,7 @@ def test_states_kept_in_main_memory_and_halves_are_counted_as_such():
     parts = rollout(run)
     states = parts["states"]
     assert (states.num_bytes, states.stage, states.savings) == (640_000_000, "main", {})
-    table = memory.rows([*parts.values()], None)
+    table = run_memory.rows([*parts.values()], None)
     assert "memory of states" not in table
     assert table["main memory, about"] == "640 MB per process: states 640 MB"
     half = rollout(shapes(states=Storage(dtype="bfloat16")))
@@ -127,7 +127,7 @@ def test_decoding_takes_the_larger_micro_batch_of_rollout_and_evaluation(
     run = shapes(micro_batch=sampling)
     held_out = replace(run.evaluation, micro_batch=evaluation) if evaluation else None
     run = replace(run, evaluation=held_out)
-    decoding = memory.decoding(run, MODEL, step(run).decode_batches)
+    decoding = run_memory.decoding(run, MODEL, step(run).decode_batches)
     assert (decoding.num_bytes, decoding.stage) == (largest * 900_000_000, "sampling")
     assert decoding.savings == {
         "policy.memory.decode_frames: 1": largest * 700_000_000,
@@ -139,15 +139,15 @@ def test_a_preference_run_decodes_what_it_evaluates():
     files = [f"recipe.data.{name}={CONFIGS / 'shapes.yaml'}" for name in ("path", "held_out")]
     run, _ = load(str(CONFIGS / "preference" / "shapes_dpo.yaml"), files)
     some = replace(run, evaluation=replace(run.evaluation, micro_batch=7))
-    assert memory.decoding(some, MODEL, step(some).decode_batches).num_bytes == 7 * 900_000_000
+    assert run_memory.decoding(some, MODEL, step(some).decode_batches).num_bytes == 7 * 900_000_000
     data = replace(run.recipe.data, held_out=None)
     none = replace(run, evaluation=None, recipe=replace(run.recipe, data=data))
-    assert memory.decoding(none, MODEL, step(none).decode_batches).num_bytes == 0
+    assert run_memory.decoding(none, MODEL, step(none).decode_batches).num_bytes == 0
 
 
 def test_where_samples_are_decoded_one_after_another_one_is_counted():
     one = replace(MODEL, decodes_together=False)
-    decoding = memory.decoding(shapes(), one, step(shapes(), one).decode_batches)
+    decoding = run_memory.decoding(shapes(), one, step(shapes(), one).decode_batches)
     assert decoding.num_bytes == 900_000_000
     assert decoding.savings == {"policy.memory.decode_frames: 1": 700_000_000}
 
@@ -156,7 +156,7 @@ def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
     """2 transitions, each evaluated with and without its prompt."""
     run = shapes()
     monkeypatch.setattr(run.policy, "evaluations_per_velocity", 2)
-    part = memory.update(run, MODEL, step(run).evaluations_per_example)
+    part = run_memory.update(run, MODEL, step(run).evaluations_per_example)
     assert (part.num_bytes, part.stage) == (4 * 5_000_000_000, "updating")
     assert part.savings == {
         "policy.memory.gradient_checkpointing: true": 4 * 4_000_000_000,
@@ -167,10 +167,10 @@ def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
 def test_the_activations_of_all_steps_of_a_span_are_kept_at_once():
     """Three trained steps make a span of two and one of one."""
     run = shapes(sde_window=Fixed(2, 5))
-    single = memory.update(run, MODEL, step(run).evaluations_per_example)
+    single = run_memory.update(run, MODEL, step(run).evaluations_per_example)
     spans = replace(run, recipe=replace(run.recipe, algorithm=SpanGRPO(span_steps=2)))
     plan = step(spans)
-    joined = memory.update(spans, MODEL, plan.evaluations_per_example)
+    joined = run_memory.update(spans, MODEL, plan.evaluations_per_example)
     assert joined.num_bytes == 2 * single.num_bytes
     assert joined.savings["recipe.micro_batch: 1"] == 2 * 5_000_000_000
     assert plan.rows["spans of each sample"].startswith("[2, 3], [4]; at most 2 evaluations")
@@ -180,7 +180,7 @@ def test_the_activations_of_all_steps_of_a_span_are_kept_at_once():
 
 def test_the_network_is_counted_once_more_while_it_is_verified():
     """Adapters: gradient, two moments and the weights themselves in float32."""
-    parts = by_name(memory.network(shapes(), MODEL, 0))
+    parts = by_name(run_memory.network(shapes(), MODEL, 0))
     assert parts["weights"].num_bytes == 4_000_000_000
     assert parts["optimizer"].num_bytes == 4 * 4 * 30_000_000
     assert parts["copies"].num_bytes == 0
@@ -193,17 +193,17 @@ def test_the_network_is_counted_once_more_while_it_is_verified():
 def test_shared_weights_are_counted_in_parts_beside_the_gathered_block():
     """2 billion parameters at 2 bytes over 4 processes, or 2 of them; .3 billion gathered."""
     model = replace(MODEL, gathered_parameters=300_000_000)
-    whole = by_name(memory.network(shapes(), model, 0, 4))["weights"]
+    whole = by_name(run_memory.network(shapes(), model, 0, 4))["weights"]
     assert whole.num_bytes == 4_000_000_000
     assert whole.savings == {"sharding.weights: blocks": 4_000_000_000 - 1_600_000_000}
     for degree, held in ((None, 1_000_000_000), (2, 2_000_000_000)):
         run = replace(shapes(), sharding=Sharding(weights="blocks", shard_degree=degree))
-        parts = by_name(memory.network(run, model, 0, 4))
+        parts = by_name(run_memory.network(run, model, 0, 4))
         assert (parts["weights"].num_bytes, parts["weights"].stage) == (held, "always")
         assert parts["weights"].savings == {}
         assert parts["gathered block"].num_bytes == 600_000_000
         assert parts["optimizer"].num_bytes == 4 * 4 * 30_000_000, "the adapter is not shared"
-        alone = by_name(memory.network(run, model, 0, 1))
+        alone = by_name(run_memory.network(run, model, 0, 1))
         assert alone["weights"].num_bytes == 4_000_000_000
 
 
@@ -211,7 +211,7 @@ def test_a_whole_network_is_trained_in_parts():
     """Weights, a frozen copy, gradients, two moments, in float32, over 4; the block is whole."""
     model = replace(MODEL, trainable=MODEL.parameters, gathered_parameters=300_000_000)
     run = replace(shapes(), sharding=Sharding(weights="blocks"))
-    parts = by_name(memory.network(run, model, 0, 4))
+    parts = by_name(run_memory.network(run, model, 0, 4))
     assert parts["weights"].num_bytes == 2_000_000_000
     assert parts["copies"].num_bytes == 2_000_000_000
     assert parts["optimizer"].num_bytes == 3 * 2_000_000_000
@@ -219,16 +219,16 @@ def test_a_whole_network_is_trained_in_parts():
 
 
 def test_of_several_networks_one_at_a_time_is_verified():
-    part = by_name(memory.network(shapes(), replace(MODEL, networks=2), 0))["saved weights"]
+    part = by_name(run_memory.network(shapes(), replace(MODEL, networks=2), 0))["saved weights"]
     assert part.num_bytes == 2_000_000_000
 
 
 def test_offloaded_encoders_leave_main_memory_while_prompts_are_encoded():
     offloaded = replace(MODEL, text_bytes=1, offloaded_bytes=7_000_000_000)
-    parts = memory.network(shapes(), offloaded, 0)
+    parts = run_memory.network(shapes(), offloaded, 0)
     stages = {part.stage: part.num_bytes for part in parts if part.num_bytes == 7_000_000_000}
     assert set(stages) == {"encoding", "main"}
-    table = memory.rows(parts, None)
+    table = run_memory.rows(parts, None)
     assert table["memory of text encoders"] == "7 GB while encoding"
     assert table["main memory, about"] == "7 GB per process: offloaded text encoders 7 GB"
 
@@ -243,9 +243,9 @@ TURNS = [
 
 
 def test_sampling_and_updating_take_turns_on_the_device():
-    assert memory.peak(TURNS) == 70 + 23
-    assert memory.peak([*TURNS, MemoryPart("reference", 9, "updating")]) == 70 + 28
-    assert memory.peak([*TURNS, MemoryPart("saved weights", 31, "verifying")]) == 70 + 31
+    assert run_memory.peak(TURNS) == 70 + 23
+    assert run_memory.peak([*TURNS, MemoryPart("reference", 9, "updating")]) == 70 + 28
+    assert run_memory.peak([*TURNS, MemoryPart("saved weights", 31, "verifying")]) == 70 + 31
 
 
 @pytest.mark.parametrize(
@@ -253,12 +253,12 @@ def test_sampling_and_updating_take_turns_on_the_device():
     [(93, "93 B, enough"), (92, "92 B, too little by 1 B"), (60, "60 B, too little by 33 B")],
 )
 def test_an_estimate_is_held_against_the_memory_of_the_device(available, verdict):
-    assert memory.rows(TURNS, available)["memory of the device"] == verdict
+    assert run_memory.rows(TURNS, available)["memory of the device"] == verdict
 
 
 def test_a_cpu_has_no_memory_of_its_own():
-    assert memory.available("cpu") is None
-    assert "memory of the device" not in memory.rows(TURNS, None)
+    assert run_memory.available("cpu") is None
+    assert "memory of the device" not in run_memory.rows(TURNS, None)
 
 
 def test_only_a_large_part_is_listed_with_what_would_lower_it():
@@ -269,10 +269,10 @@ def test_only_a_large_part_is_listed_with_what_would_lower_it():
         MemoryPart("small", 999_999_999, savings={"d: 1": 5}),
         MemoryPart("fixed", 3_000_000_000, "sampling"),
     ]
-    table = memory.rows(parts[:2], None)
+    table = run_memory.rows(parts[:2], None)
     assert table["to lower weights"] == "a: 1 saves 5 B"
     assert table["to lower states"] == "b: 1 saves 250 MB"
-    lowered = {row for row in memory.rows(parts, None) if row.startswith("to lower ")}
+    lowered = {row for row in run_memory.rows(parts, None) if row.startswith("to lower ")}
     assert lowered == {"to lower weights"}
 
 
@@ -345,6 +345,6 @@ LARGE = replace(MODEL, parameters=10**9, trainable=10**6, bytes_per_parameter=2)
     ],
 )
 def test_main_memory_to_load_weights(changes, model, world, told):
-    found = memory.loading(replace(shapes(), **{"device": "auto"} | changes), model, world)
+    found = run_memory.loading(replace(shapes(), **{"device": "auto"} | changes), model, world)
     row = found.get("main memory to load weights")
     assert row == told or (told and row and row.startswith(told))

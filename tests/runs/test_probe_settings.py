@@ -8,9 +8,9 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.runs.config import load
-from flowalign.studies.probe import settings as module
+from flowalign.studies.probe import probe_settings as module
 from flowalign.studies.probe.overlay import difference, write_overlay
-from flowalign.studies.probe.settings import (
+from flowalign.studies.probe.probe_settings import (
     Option,
     checkpoints,
     find_checkpoint,

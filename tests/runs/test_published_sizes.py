@@ -10,7 +10,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flowalign.runs.config import load
-from flowalign.runs.planning import memory
+from flowalign.runs.planning import run_memory
 from flowalign.runs.planning.plan import memory_parts
 from pipelines.families.sd3 import SD3
 from pipelines.parts.published import find, names
@@ -131,7 +131,7 @@ SIMULATED = {"sd35_medium": 26.4e9, "flux1_dev": 62.4e9}
 def test_the_peak_of_image_models_counts_encoders_vae_and_decoding(model):
     run = load([str(CONFIGS / f"models/{model}.yaml")])[0]
     parts = {part.name: part for part in memory_parts(run, 8)}
-    assert memory.peak([*parts.values()]) == pytest.approx(SIMULATED[model], rel=0.15)
+    assert run_memory.peak([*parts.values()]) == pytest.approx(SIMULATED[model], rel=0.15)
     assert "prompt_cache: FOLDER" in parts["text encoders and VAE"].savings
     assert "checkpoints.verify: never" in parts["saved weights"].savings
     assert "decode_micro_batch: 1" in parts["decoding"].savings

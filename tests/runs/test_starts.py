@@ -14,7 +14,7 @@ from flowalign.runs.session.run_directory import begin_directory
 from flowalign.studies.compare import todo
 from flowalign.training import PolicyGradient, checkpoint
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.evaluate import Evaluation
+from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.utils.interrupts import Terminated, sigterm_stops
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run

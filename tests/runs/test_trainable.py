@@ -10,8 +10,8 @@ from flowalign.cli.main import parse
 from flowalign.runs.config import load
 from flowalign.runs.library import trainable
 from flowalign.runs.library.trainable import describe_models
-from flowalign.runs.planning.memory import peak
 from flowalign.runs.planning.plan import memory_parts
+from flowalign.runs.planning.run_memory import peak
 
 TABLE = json.loads(trainable._TABLE.read_text())
 

@@ -8,8 +8,8 @@ from flowalign.credit.gain import Gain
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.complete_states import complete, take_rows
 from flowalign.sampling.rollout import sample
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.sampling.settings import Sampling
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.collecting import completion_values, finish_states, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests

@@ -14,7 +14,7 @@ from flowalign.sampling.frame_windows import (
 )
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
-from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import rollout
 from flowalign.types import ModelPlan, plain_requests
 from flowalign.utils.seeds import generator

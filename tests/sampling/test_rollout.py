@@ -22,8 +22,8 @@ from flowalign.sampling.complete_states import complete, evaluate_velocity, take
 from flowalign.sampling.inference import generate
 from flowalign.sampling.recording import RolloutOutputs, Storage
 from flowalign.sampling.rollout import sample
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests

@@ -17,7 +17,7 @@ from flowalign.sampling.rollout import concat_trajectories
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import plain_requests
 from flowalign.types.completion import Completion
 from tests.fixtures.pixel import PixelPolicy

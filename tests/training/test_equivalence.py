@@ -15,11 +15,11 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
 from flowalign.rewards.composite import Rewards
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import Random
-from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.reward_gradient import FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness

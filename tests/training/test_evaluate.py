@@ -9,8 +9,8 @@ import yaml
 
 from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
-from flowalign.sampling.guidance import FlowNRG
-from flowalign.training.evaluate import Evaluation, evaluate, save_grid
+from flowalign.sampling.reward_guidance import FlowNRG
+from flowalign.training.held_out_evaluation import Evaluation, evaluate, save_grid
 from flowalign.types import prompts_of
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy

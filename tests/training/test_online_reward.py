@@ -10,7 +10,7 @@ from flowalign.functional.rating import Features
 from flowalign.rewards.composite import Rewards
 from flowalign.training import OnlineReward, checkpoint
 from flowalign.training.learner import Optimizer
-from flowalign.training.online_reward.loop import RewardHead
+from flowalign.training.online_reward.online_reward_loop import RewardHead
 from flowalign.training.online_reward.recorder import Recorder
 from flowalign.training.recipe import RunContext
 from flowalign.types import MediaBatch, Refreshable, RewardModel, RewardOutput, RewardSpec

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign.runs.config import load
-from flowalign.runs.planning import memory
+from flowalign.runs.planning import run_memory
 from flowalign.runs.planning.plan import plan
 from flowalign.training import checkpoint
 from flowalign.training.learner import Optimizer
@@ -136,7 +136,7 @@ def test_check_counts_moments_and_offers_smaller_ones():
     for kind in ("adamw", *KINDS):
         some = replace(run, ema=None, optimizer=replace(run.optimizer, kind=kind))
         model = run.policy.plan()
-        found = memory.network(some, model, 0)
+        found = run_memory.network(some, model, 0)
         parts[kind] = {part.name: part for part in found}
     trained, optimizer = model.trainable, {k: p["optimizer"] for k, p in parts.items()}
     assert optimizer["adamw"].num_bytes == 16 * trained

@@ -8,7 +8,7 @@ import yaml
 
 from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
-from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.sample_bounds import SampleBounds
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards

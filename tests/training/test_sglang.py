@@ -16,12 +16,12 @@ from flowalign.functional.transition import CPS, FlowSDE
 from flowalign.rewards.composite import Rewards
 from flowalign.runs import load, plan, start, train
 from flowalign.sampling.rollout import sample
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, NoSteps
-from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.old_log_probs import OldLogProbs, replay
 from flowalign.training.rollouts.collecting import RolloutSampler
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.sglang import SGLangPool
 from flowalign.training.sglang.client import ServerError, ServerLost, SGLangServer, decode_answer
 from flowalign.training.sglang.messages import (

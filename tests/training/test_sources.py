@@ -13,17 +13,17 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.cli.main import main
-from flowalign.curation.scoring.rows import assemble, prepare
+from flowalign.curation.scoring.table_rows import assemble, prepare
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import Requests, read_requests
 from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.sample.job import Medium, _format_rows
-from flowalign.training.evaluate import Evaluation, evaluate, save_grid
+from flowalign.runs.sample.sampling_job import Medium, _format_rows
+from flowalign.training.held_out_evaluation import Evaluation, evaluate, save_grid
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.types.request import Request
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources

@@ -11,7 +11,7 @@ import torch
 from flowalign.functional.image_signals import dark_share, grid_power
 from flowalign.rewards.weighted_reward import WeightedReward
 from flowalign.training.divergence import measure_divergence
-from flowalign.training.evaluate import Evaluation
+from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.watch import HackingMonitor, Watch, judge, measure_panel
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests

@@ -15,10 +15,10 @@ from flowalign.distributed.processes import check_fits
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import build_reward_models, load_rewards
 from flowalign.runs.config import Run, load
-from flowalign.runs.sample.job import SamplingJob, hash_weights, usual_sampler
+from flowalign.runs.sample.sampling_job import SamplingJob, hash_weights, usual_sampler
+from flowalign.studies.benchmark.benchmark_job import BASE, BenchmarkJob, Model
 from flowalign.studies.benchmark.card import Card, load_card
 from flowalign.studies.benchmark.deviations import Used
-from flowalign.studies.benchmark.job import BASE, BenchmarkJob, Model
 from flowalign.studies.benchmark.prompts import read_prompts
 from flowalign.studies.benchmark.report import BenchmarkRun, write_report
 from flowalign.studies.benchmark.vbench import link_clips

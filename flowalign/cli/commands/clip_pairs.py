@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flowalign.curation.clip_pairs import job
+from flowalign.curation.clip_pairs import clip_pairs_job
 from flowalign.curation.clip_pairs.run_file import ClipPairs, load, settings_of
 from flowalign.distributed.processes import join
 from flowalign.utils.console import Progress, say, table
@@ -23,7 +23,7 @@ _LISTED = 4
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if too many videos are unusable or no pair was made."""
     cfg, text = load(args.config, args.overrides)
-    outcome = job.finish(cfg, _make_batches(cfg, text, args.shard))
+    outcome = clip_pairs_job.finish(cfg, _make_batches(cfg, text, args.shard))
     if outcome is None:
         say(f"shard {args.shard[0]}/{args.shard[1]} is done; other shards are not")
         return 0
@@ -35,11 +35,11 @@ def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
     check_folder_path(folder, "output_dir")
     make_folder(folder)
-    agree(folder / job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
+    agree(folder / clip_pairs_job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
     size = dataset.size() or sum(1 for _ in dataset)
     total = min(size, cfg.limit or size)
     with Progress(total, console=Console(stderr=True)) as progress:
-        return job.run(
+        return clip_pairs_job.run(
             cfg,
             dataset,
             shard,
@@ -48,7 +48,7 @@ def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
         )
 
 
-def _print_summary(cfg: ClipPairs, outcome: job.BatchOutcome) -> int:
+def _print_summary(cfg: ClipPairs, outcome: clip_pairs_job.BatchOutcome) -> int:
     """Print the number of pairs, their cost and the dropped videos; return the exit code."""
     folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
     evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]

@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run, load
 from flowalign.runs.policy_setup import check_world
 from flowalign.training import checkpoint
-from flowalign.training.evaluate import evaluate
+from flowalign.training.held_out_evaluation import evaluate
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.files import to_json

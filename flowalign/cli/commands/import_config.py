@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from flowalign.runs.config import load
-from flowalign.runs.importing.job import ImportOptions, import_config, write
+from flowalign.runs.importing.import_job import ImportOptions, import_config, write
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_file_path

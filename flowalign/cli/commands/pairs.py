@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.pairing import page
-from flowalign.curation.pairing.job import (
+from flowalign.curation.pairing import pairs_page
+from flowalign.curation.pairing.pairing_job import (
     HELD_OUT,
     PAGE,
     SUMMARY,
@@ -24,7 +24,7 @@ from flowalign.curation.pairing.job import (
     write_rows,
 )
 from flowalign.curation.pairing.rules import PairChoice, PairingRule
-from flowalign.curation.pairing.table import find_table, read_table
+from flowalign.curation.pairing.score_table import find_table, read_table
 from flowalign.utils.console import table as print_table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_text
@@ -139,7 +139,9 @@ def _write_files(args: argparse.Namespace, job: PairingJob, found: PairSelection
         "dropped_media": found.media.summary(),
         "dropped_pairs": found.pairs.summary(),
     }
-    write_text(folder / PAGE, page.render(folder.name, job, found, train or held_out, summary))
+    write_text(
+        folder / PAGE, pairs_page.render(folder.name, job, found, train or held_out, summary)
+    )
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 

@@ -18,7 +18,7 @@ from flowalign.studies.probe.figures import (
 )
 from flowalign.studies.probe.measure import probes
 from flowalign.studies.probe.overlay import write_overlay
-from flowalign.studies.probe.settings import (
+from flowalign.studies.probe.probe_settings import (
     Setting,
     check_metric,
     checkpoints,

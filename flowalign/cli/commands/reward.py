@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
+from flowalign.reward_training.evaluation_page import page
 from flowalign.reward_training.fit import find_fittable, fit_to_table
 from flowalign.reward_training.labelled_pairs import find_table, read_scores
-from flowalign.reward_training.report import page
-from flowalign.reward_training.run import MODEL, load_run, train
+from flowalign.reward_training.reward_run import MODEL, load_run, train
 from flowalign.rewards.config import load_rewards
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors

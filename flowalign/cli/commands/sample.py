@@ -10,7 +10,7 @@ from flowalign.cli.commands.common import read_settings
 from flowalign.data.requests import hash_requests, locate_prompts, read_located_requests_once
 from flowalign.runs.config import load
 from flowalign.runs.sample.build_steering import build_steering
-from flowalign.runs.sample.job import (
+from flowalign.runs.sample.sampling_job import (
     SamplingJob,
     hash_weights,
     is_file_name,

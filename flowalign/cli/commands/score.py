@@ -13,14 +13,14 @@ from rich.console import Console
 
 from flowalign.cli.commands.score_progress import show_progress
 from flowalign.cli.commands.score_shards import run_shards
-from flowalign.curation.scoring import job as scoring
-from flowalign.curation.scoring import page as score_page
 from flowalign.curation.scoring import ray_data
-from flowalign.curation.scoring.job import ScoringJob, Watch
+from flowalign.curation.scoring import scores_page as score_page
+from flowalign.curation.scoring import scoring_job as scoring
+from flowalign.curation.scoring.part_files import PartFiles, hold_lock, needs_pyarrow
 from flowalign.curation.scoring.prompt_means import write_prompts
-from flowalign.curation.scoring.rows import join_fingerprints
+from flowalign.curation.scoring.scoring_job import ScoringJob, Watch
 from flowalign.curation.scoring.stats import Throughput, TooManyFailures
-from flowalign.curation.scoring.table import PartFiles, hold_lock, needs_pyarrow
+from flowalign.curation.scoring.table_rows import join_fingerprints
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.distributed.processes import check_fits
 from flowalign.rewards.checked import load

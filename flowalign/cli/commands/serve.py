@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
     import_optional("fastapi", "serve")
     # The server imports FastAPI, which only the extra `serve` installs.
-    from flowalign.rewards.server import Service, build_server, listen
+    from flowalign.rewards.reward_server import Service, build_server, listen
 
     with _adopt_socket(args.socket) or listen(args.host, args.port) as listening:
         service = Service(load_rewards(args.rewards)[0], limits, token)

@@ -11,10 +11,10 @@ from flowalign.cli.commands.common import LOOPBACK, get_log, is_loopback, refuse
 from flowalign.cli.commands.serve import format_entries
 from flowalign.curation.votes.poll import Poll, PollSettings, measure_agreement
 from flowalign.curation.votes.questions import Question, make_questions
-from flowalign.curation.votes.reward import NAME, VoteReward
 from flowalign.curation.votes.run_samples import find_run_questions
-from flowalign.curation.votes.server import VoteServer
-from flowalign.curation.votes.table import VOTES, VoteTable
+from flowalign.curation.votes.vote_reward import NAME, VoteReward
+from flowalign.curation.votes.vote_server import VoteServer
+from flowalign.curation.votes.vote_table import VOTES, VoteTable
 from flowalign.data.readers import open_dataset
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError, convert_value_errors

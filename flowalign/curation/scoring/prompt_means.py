@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flowalign.curation.scoring.table import REFERENCES, Row
+from flowalign.curation.scoring.part_files import REFERENCES, Row
 from flowalign.utils.files import write_text
 
 FILE = "prompts.jsonl"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.job import (
+from flowalign.curation.scoring.part_files import PartFiles
+from flowalign.curation.scoring.scoring_job import (
     ROWS_BEFORE_CHECK,
     BlockScorer,
     ScoringJob,
@@ -22,7 +23,6 @@ from flowalign.curation.scoring.job import (
     block_numbers,
 )
 from flowalign.curation.scoring.stats import RunningStats, Throughput
-from flowalign.curation.scoring.table import PartFiles
 from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.console import say
 from flowalign.utils.ray_cluster import check_cores, connect

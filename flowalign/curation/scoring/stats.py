@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowalign.curation.scoring.table import Row
+from flowalign.curation.scoring.part_files import Row
 
 _LISTED_REASONS = 50
 

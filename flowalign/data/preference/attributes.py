@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Keep, Pair, Sample
+from flowalign.data.preference.preference_data import Keep, Pair, Sample
 from flowalign.data.readers import Dataset
 from flowalign.types import ConditionedPrompt, insert_words
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.pairs import (
+from flowalign.data.preference.preference_data import (
     Example,
     Pair,
     Sample,

@@ -10,7 +10,7 @@ from flowalign.data.latents.latent_files import is_latent
 from flowalign.data.media.decode import MediaProblem
 from flowalign.data.media_record import Record
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import (
+from flowalign.data.preference.preference_data import (
     Example,
     Keep,
     Pair,

@@ -9,7 +9,7 @@ from flowalign.data.media_record import Record
 from flowalign.data.preference.attributes import read_attributes, read_captions
 from flowalign.data.preference.convert import drop_misfits, drop_short, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Example, Keep, Kind, Pair
+from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.types import InputSpec, Policy, PromptConditioning
 

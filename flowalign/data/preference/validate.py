@@ -20,7 +20,7 @@ from flowalign.data.media.decode import (
 )
 from flowalign.data.media.media import Media, describe_missing
 from flowalign.data.media.orientation import Orientation
-from flowalign.data.preference.pairs import Pair, Sample
+from flowalign.data.preference.preference_data import Pair, Sample
 
 _ORIENTATION = 0x0112
 """EXIF tag of the orientation of an image."""

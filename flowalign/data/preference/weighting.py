@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flowalign.data.preference.pairs import Pair, Sample
+from flowalign.data.preference.preference_data import Pair, Sample
 from flowalign.functional.combine import gap_weights, unit_range
 from flowalign.types.ranges import FiniteFloat, NonNegativeFloat
 

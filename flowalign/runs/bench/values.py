@@ -13,7 +13,7 @@ from flowalign.runs.session.opening import open_run
 from flowalign.sampling.complete_states import complete
 from flowalign.sampling.rollout import sample
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.settings import (
+from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
 )

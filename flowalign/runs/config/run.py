@@ -18,7 +18,7 @@ from flowalign.runs.policy_setup import check_device, encode_prompts, load_polic
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.compatibility import check_requests
 from flowalign.training.ema import Ema
-from flowalign.training.evaluate import Evaluation
+from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
 from flowalign.training.sglang.messages import check_sampler

@@ -9,7 +9,7 @@ from typing import Any
 from flowalign.reports.charts import PALETTE
 from flowalign.reports.panels import num_smoothed, to_arrays
 from flowalign.reports.records import Lines, Series, collect
-from flowalign.runs.sample.job import hash_weights
+from flowalign.runs.sample.sampling_job import hash_weights
 from flowalign.utils.tracking import read_metrics
 
 _HELD_OUT = "eval/"

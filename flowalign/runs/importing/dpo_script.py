@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from flowalign.runs.importing.draft import Draft, Facts, Source
+from flowalign.runs.importing.conversion import Draft, Facts, Source
 
 _BASE: dict[str, Any] = {
     "resolution": 512,

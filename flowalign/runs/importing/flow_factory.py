@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowalign.runs.importing.draft import Draft, Facts, Source, divide, find_rewards
+from flowalign.runs.importing.conversion import Draft, Facts, Source, divide, find_rewards
 from flowalign.utils.strict_yaml import read_mapping
 
 _TRAINERS = ("grpo", "grpo-guard", "nft")

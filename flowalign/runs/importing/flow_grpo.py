@@ -7,7 +7,7 @@ Defaults are those of the base configurations of flow_grpo @ 54809b5fcf and of D
 from pathlib import Path
 from typing import Any
 
-from flowalign.runs.importing.draft import Draft, Facts, Source, divide, find_rewards
+from flowalign.runs.importing.conversion import Draft, Facts, Source, divide, find_rewards
 from flowalign.runs.importing.python_config import PythonConfig
 
 _BASE: dict[str, Any] = {

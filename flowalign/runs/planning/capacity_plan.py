@@ -17,8 +17,8 @@ from flowalign.runs.planning.capacity import (
     unit_costs,
 )
 from flowalign.runs.planning.gpus import Gpu
-from flowalign.runs.planning.memory import peak, size
 from flowalign.runs.planning.plan import parts_of, plan_step
+from flowalign.runs.planning.run_memory import peak, size
 from flowalign.training.recipe import RecipePlan, StepWork
 from flowalign.types import ModelPlan
 

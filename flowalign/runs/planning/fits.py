@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flowalign.runs.planning.memory import peak, size
+from flowalign.runs.planning.run_memory import peak, size
 from flowalign.training.recipe import MemoryPart
 
 SIZES = (16, 24, 48, 80)

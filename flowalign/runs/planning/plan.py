@@ -2,7 +2,7 @@
 
 from flowalign.data.requests import read_requests
 from flowalign.runs.config import Run
-from flowalign.runs.planning import fits, memory
+from flowalign.runs.planning import fits, run_memory
 from flowalign.runs.policy_setup import check_world
 from flowalign.training.optimizers import check_kind
 from flowalign.training.recipe import MemoryPart, RecipePlan
@@ -39,8 +39,8 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         **{f"warning: {one.spec.name}": one.caveat for one in rewards.models if one.caveat},
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
-        **memory.rows(parts, memory.available(run.device)),
-        **memory.loading(run, model, groups),
+        **run_memory.rows(parts, run_memory.available(run.device)),
+        **run_memory.loading(run, model, groups),
         **fits.rows(parts, model.text_bytes > 0),
     }
 
@@ -80,8 +80,8 @@ def parts_of(run: Run, model: ModelPlan, step: RecipePlan, world: int) -> list[M
     """Return the memory parts of a run with these plans on each of `world` processes."""
     world = run.sharding.groups(world)
     return [
-        *memory.network(run, model, step.weight_copies, world),
+        *run_memory.network(run, model, step.weight_copies, world),
         *step.parts,
-        memory.decoding(run, model, step.decode_batches),
-        memory.update(run, model, step.evaluations_per_example),
+        run_memory.decoding(run, model, step.decode_batches),
+        run_memory.update(run, model, step.evaluations_per_example),
     ]

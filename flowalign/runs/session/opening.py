@@ -11,8 +11,8 @@ from flowalign.runs.config import Run
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.build_batch import build_batch
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.settings import (
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
 )

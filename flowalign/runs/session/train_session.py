@@ -18,7 +18,7 @@ from flowalign.runs.session.hacking import get_state, roll_back, watch
 from flowalign.runs.session.session import Session
 from flowalign.runs.session.velocity_check import VelocityCheck
 from flowalign.training import checkpoint
-from flowalign.training.evaluate import EvaluationResult, evaluate, save_grid
+from flowalign.training.held_out_evaluation import EvaluationResult, evaluate, save_grid
 from flowalign.training.learner import TrainingFailure
 from flowalign.types import describe_conditioning
 from flowalign.utils.console import Progress

@@ -13,11 +13,11 @@ from flowalign.data.media.thumbnails import THUMBNAIL_FRAMES, encode_thumbnail
 from flowalign.reports.benchmark_page import ScoredImages, write_benchmark
 from flowalign.reports.charts import data_address
 from flowalign.studies.benchmark import results as tables
+from flowalign.studies.benchmark.benchmark_job import BenchmarkJob
 from flowalign.studies.benchmark.card import Card
 from flowalign.studies.benchmark.deviations import Used, find_deviations
 from flowalign.studies.benchmark.external import read_scores
 from flowalign.studies.benchmark.items import Item, collect
-from flowalign.studies.benchmark.job import BenchmarkJob
 from flowalign.studies.benchmark.statistics import Table, compute_lines, join_dimensions
 from flowalign.studies.benchmark.vbench import read_results
 from flowalign.types import Request

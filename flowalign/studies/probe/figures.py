@@ -21,7 +21,7 @@ from flowalign.functional.signal import (
     standard_error,
 )
 from flowalign.studies.probe.measure import Probe
-from flowalign.studies.probe.settings import Setting
+from flowalign.studies.probe.probe_settings import Setting
 
 Metric = Literal["gradient", "update"]
 """Vector that is analysed: the gradient, or the gradient scaled as AdamW scales it."""

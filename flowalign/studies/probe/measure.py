@@ -12,12 +12,12 @@ from torch import Tensor
 from flowalign.functional.signal import Products
 from flowalign.runs.config import Run
 from flowalign.runs.session.opening import RunParts, compute_batch, open_run
-from flowalign.studies.probe.settings import Setting, Weights, remove_place
+from flowalign.studies.probe.probe_settings import Setting, Weights, remove_place
 from flowalign.studies.probe.sums import GradientSums, adam_scale
 from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.training.policy_gradient.batches import TrainBatch, portions
 from flowalign.training.policy_gradient.batches import minibatch as minibatch_of
-from flowalign.training.policy_gradient.settings import (
+from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from flowalign.runs.config import load_with_origins
-from flowalign.studies.probe.settings import Setting, remove_place
+from flowalign.studies.probe.probe_settings import Setting, remove_place
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import atomic_write
 

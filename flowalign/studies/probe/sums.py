@@ -18,7 +18,7 @@ from flowalign.functional.signal import Products, inner_products, project, rando
 from flowalign.runs.config import Run
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.batches import TrainBatch
-from flowalign.training.policy_gradient.settings import require_policy_gradient
+from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient
 from flowalign.utils.seeds import generator
 
 BLOCKS = 16

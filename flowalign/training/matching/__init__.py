@@ -1,8 +1,8 @@
 """Train with matching losses on noised clean latents, from stored preferences or rollouts."""
 
 from flowalign.training.ema import Ramp
+from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.on_policy_states import OnPolicyStates
-from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.reference_models import (
     Average,
     EMAReference,

@@ -11,7 +11,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import BatchStream
 from flowalign.training.rollouts.credited import CreditedRollouts
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.workers import RolloutPool
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from flowalign.training.auxiliary_terms import AuxiliaryTerms
 from flowalign.training.learner import Learner
-from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.recipe import Log
 from flowalign.training.update_checks import WeightChecks
 

@@ -8,8 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from flowalign.distributed.processes import Processes
+from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import NoiseLevels
-from flowalign.training.matching.settings import MatchingSettings
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import torch
 from flowalign.functional.noise_matching import sample_error
 from flowalign.training.learner import Learner
 from flowalign.training.matching.example_parts import num_examples, on
+from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import NoiseLevels, noise_for
 from flowalign.training.matching.residuals import add_users, matching_residuals
-from flowalign.training.matching.settings import MatchingSettings
 from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.types import Examples
 

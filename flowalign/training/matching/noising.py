@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowalign.functional.noise_matching import step_at
 from flowalign.training.matching.example_parts import num_examples, take
-from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.source import StepAdvantages
 from flowalign.training.matching.state_source import NoisedExamples
 from flowalign.training.matching.visited import noise_of, transitions_from

@@ -15,8 +15,8 @@ from flowalign.data.requests import Requests, read_located_requests, read_reques
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.recording import DTYPES, RolloutOutputs
 from flowalign.sampling.rollout import empty_trajectory, sample
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import (
     NO_LABELS,
@@ -27,7 +27,7 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.plan_rows import check_prompts_per_step, samples_row
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
-from flowalign.training.rollouts.settings import SEVERAL
+from flowalign.training.rollouts.rollout_settings import SEVERAL
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
 from flowalign.types.ranges import PositiveInt, require_ranges

@@ -25,7 +25,7 @@ from flowalign.training.rollouts.advantages import (
     mask_unused_rewards,
     outcome_credit,
 )
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.workers import RolloutPool
 from flowalign.types import Examples, Policy, Request, encode_requests
 from flowalign.utils.seeds import generator

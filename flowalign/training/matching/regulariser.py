@@ -8,9 +8,9 @@ from math import ceil
 from flowalign.losses.matching.sft import SFT
 from flowalign.training.learner import Learner
 from flowalign.training.matching.example_parts import on
-from flowalign.training.matching.loop import micro_batch_loss
+from flowalign.training.matching.matching_loop import micro_batch_loss
+from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.residuals import add_users
 from flowalign.training.matching.source import Batch, BatchStream, StreamContext
 from flowalign.training.matching.stored import StoredDataset

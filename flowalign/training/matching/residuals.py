@@ -10,7 +10,7 @@ from torch import Tensor
 from flowalign.functional.noise_matching import space_factor
 from flowalign.functional.transition import per_row
 from flowalign.training.learner import Learner
-from flowalign.training.matching.settings import MatchingSettings
+from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.state_source import MatchedStates
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Policy, Residuals, VelocityField

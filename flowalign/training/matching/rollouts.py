@@ -13,7 +13,7 @@ from flowalign.credit.critic import Critic
 from flowalign.data.preference.pair_rules import BestWorst, Rule
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
-from flowalign.sampling.settings import StochasticSampling
+from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.training.learner import Learner
 from flowalign.training.matching.outcome_pairs import LatentSampler, OutcomePairStream
 from flowalign.training.matching.source import (
@@ -28,7 +28,7 @@ from flowalign.training.recipe import RecipePlan, RunContext, Sampler, StepWork
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited
-from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings
+from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, Label, ModelPlan
 from flowalign.types.completion import Completion

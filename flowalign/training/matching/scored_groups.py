@@ -12,8 +12,8 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.sampling.settings import Sampling
 from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
 from flowalign.training.matching.reward_ascent import RewardAscent
@@ -22,7 +22,7 @@ from flowalign.training.matching.source import DataSource, StreamContext, Worker
 from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited
-from flowalign.training.rollouts.settings import SEVERAL, RolloutFields, RolloutSettings
+from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, Label, ModelPlan, Policy

@@ -17,7 +17,7 @@ from flowalign.training.matching.credited_stream import CreditedStream
 from flowalign.training.matching.reward_ascent import RewardAscent, with_states
 from flowalign.training.matching.source import Batch, StepAdvantages
 from flowalign.training.rollouts.advantages import GatheredCredit
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.spatial import SpatialCredit
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Cond, Examples, Trajectory

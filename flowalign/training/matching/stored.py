@@ -17,7 +17,7 @@ from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import drop_misfits
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import (
+from flowalign.data.preference.preference_data import (
     Example,
     Pair,
     Sample,

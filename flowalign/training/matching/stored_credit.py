@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.data.preference.pairs import Pair
+from flowalign.data.preference.preference_data import Pair
 from flowalign.functional.transition import FlowSDE
 from flowalign.training.matching.source import StepAdvantages
 from flowalign.training.matching.step_pairs import weigh_gaps

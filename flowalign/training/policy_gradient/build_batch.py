@@ -13,7 +13,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.chunks import prepare_for_loss
 from flowalign.training.policy_gradient.measured import Averages
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.advantages import AdvantageEstimate
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import StepCredit, Trajectory

@@ -15,9 +15,9 @@ from flowalign.sampling.branching import Chain
 from flowalign.sampling.calibration import Gains, calibrate
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.rollout import sample
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.rollouts.collecting import completion_values
 from flowalign.types import Request

@@ -10,7 +10,7 @@ from flowalign.functional.span import find_spans
 from flowalign.sampling.complete_states import credit_requirements
 from flowalign.training.plan_rows import evaluations_row
 from flowalign.training.policy_gradient.batches import alternatives
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import projected_size
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
 from flowalign.training.rollouts.rollout_plan import (

@@ -14,11 +14,11 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import CompletionRequest, complete
 from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import concat_trajectories, sample
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Sampler
 from flowalign.training.reference import unguided
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.rollouts.trajectory_tensors import from_tensors, to_tensors
 from flowalign.training.workers import RolloutPool

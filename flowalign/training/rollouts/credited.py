@@ -20,7 +20,7 @@ from flowalign.training.rollouts.advantages import (
 )
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.workers import RolloutPool
 from flowalign.types import Request, StepCredit

@@ -14,7 +14,7 @@ from flowalign.training.plan_rows import (
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.latent_values import check_latent_dims
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import ModelPlan
 from flowalign.utils.seeds import generator
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import Request, Trajectory
 
 _FIELDS = ("states", "means", "hidden")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import evaluate_velocity
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.sglang.messages import as_media, relative_distance, rollout_request
 from flowalign.types import Policy, Request, encode_requests
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flowalign.functional.transition import CPS, FlowSDE
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.recipe import Sampler
 from flowalign.training.rollouts.collecting import RolloutSampler
-from flowalign.training.rollouts.settings import SEVERAL, RolloutSettings
+from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.types import InputSpec, Policy, Request, Trajectory, encode_requests
 from flowalign.utils.optional import import_optional
 

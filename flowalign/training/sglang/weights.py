@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowalign.training.sglang.client import ServerError, SGLangServer
-from flowalign.training.workers.settings import SGLang
+from flowalign.training.workers.worker_settings import SGLang
 from flowalign.utils.adapters import merged_weights
 from flowalign.utils.files import atomic_write
 

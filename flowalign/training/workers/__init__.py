@@ -1,7 +1,7 @@
 """Sample rollouts in separate processes, which get the trained weights at each step."""
 
-from flowalign.training.workers.pool import WorkerPool
 from flowalign.training.workers.rollout_pool import RolloutPool
-from flowalign.training.workers.settings import RolloutWorkers, SGLang
+from flowalign.training.workers.worker_pool import WorkerPool
+from flowalign.training.workers.worker_settings import RolloutWorkers, SGLang
 
 __all__ = ["RolloutPool", "RolloutWorkers", "SGLang", "WorkerPool"]

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from flowalign.training.learner import Learner
-from flowalign.training.workers.settings import RolloutWorkers
+from flowalign.training.workers.worker_settings import RolloutWorkers
 from flowalign.utils.costs import Costs
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
-from flowalign.curation.clip_pairs.dense_dpo import DensePairs
-from flowalign.curation.clip_pairs.local_dpo import LocalPairs
+from flowalign.curation.clip_pairs.dense_pairs import DensePairs
+from flowalign.curation.clip_pairs.local_pairs import LocalPairs
 from flowalign.curation.clip_pairs.method import ClipPair
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate

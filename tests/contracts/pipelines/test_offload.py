@@ -10,7 +10,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from flowalign.runs.config import load
-from flowalign.runs.planning import memory
+from flowalign.runs.planning import run_memory
 from flowalign.types import ModelPlan, Request, Setup
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.embedded import move, new_sd3
@@ -80,9 +80,9 @@ def test_check_counts_offloaded_weights_in_main_memory():
         gathered_parameters=100,
     )
     run = load(SHAPES, RECOMPUTED)[0]
-    before = {p.name: p for p in memory.network(run, model, 0)}["weights"]
+    before = {p.name: p for p in run_memory.network(run, model, 0)}["weights"]
     assert before.savings == {"offload: layers": 1800}
-    parts = {p.name: p for p in memory.network(replace(run, offload="layers"), model, 0)}
+    parts = {p.name: p for p in run_memory.network(replace(run, offload="layers"), model, 0)}
     assert parts["layers at work"].num_bytes == 200
     assert (parts["offloaded weights"].num_bytes, parts["offloaded weights"].stage) == (
         1980,
@@ -90,4 +90,4 @@ def test_check_counts_offloaded_weights_in_main_memory():
     )
     assert "weights" not in parts
     kept = load(SHAPES)[0]  # without recomputation it would be refused
-    assert {p.name: p for p in memory.network(kept, model, 0)}["weights"].savings == {}
+    assert {p.name: p for p in run_memory.network(kept, model, 0)}["weights"].savings == {}

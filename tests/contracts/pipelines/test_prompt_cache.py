@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from flowalign import runs
 from flowalign.data.latents.prompt_store import StoredPrompts
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning import memory
+from flowalign.runs.planning import run_memory
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.types import ModelPlan, Request, encode_requests
 from flowalign.utils.errors import ConfigError
@@ -188,9 +188,9 @@ def test_check_counts_encoders_only_while_they_encode(tmp_path):
         encoder_bytes=60,
     )
     run = run_of(tmp_path)
-    before = {p.name: p for p in memory.network(run, model, 0)}["text encoders and VAE"]
+    before = {p.name: p for p in run_memory.network(run, model, 0)}["text encoders and VAE"]
     assert before.savings == {"prompt_cache: FOLDER": 60}
-    after = memory.network(replace(run, prompt_cache="x"), model, 0)
+    after = run_memory.network(replace(run, prompt_cache="x"), model, 0)
     found = {(p.name, p.stage): p.num_bytes for p in after}
     assert found["text encoders and VAE", "always"] == 10
     assert found["text encoders", "encoding"] == 60

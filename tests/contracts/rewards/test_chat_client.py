@@ -11,8 +11,8 @@ import pytest
 
 from reward_models.chat import circuit_breaker
 from reward_models.chat.cache import AnswerCache
+from reward_models.chat.chat_client import ChatClient, Server
 from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
-from reward_models.chat.client import ChatClient, Server
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 
 pytestmark = pytest.mark.slow

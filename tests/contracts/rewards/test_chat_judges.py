@@ -11,7 +11,7 @@ import yaml
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.backbones.detection import Detection
-from reward_models.chat.client import Server
+from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.images import encode_image, pad_to_square
 from reward_models.chat.judge import ChatJudge
@@ -19,7 +19,7 @@ from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_kno
 from reward_models.chat.levels import Levels, deqa
 from reward_models.chat.magic_assessor import MagicAssessor
 from reward_models.chat.one_reward import OneReward
-from reward_models.chat.pairs import WinRate
+from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
 from reward_models.chat.template import read_template

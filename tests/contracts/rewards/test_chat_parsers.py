@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward_models.chat.client import ChatAnswer
+from reward_models.chat.chat_client import ChatAnswer
 from reward_models.chat.edit_score import DIMS, HIGHEST, parse_answers, reduce_passes
 from reward_models.chat.magic_assessor import parse_assessment
 from reward_models.chat.parsers import (

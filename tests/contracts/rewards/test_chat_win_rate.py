@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.chat.client import Server
+from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.one_reward import OneReward
-from reward_models.chat.pairs import WinRate
+from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.unified_reward import UnifiedRewardPair
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from flowalign.functional.rating import Features
-from flowalign.reward_training.run import load_run, train
+from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import plain_requests
 from reward_models.backbones.drm import ConvHead, OutputMap, shorten
 from reward_models.wrappers.latent import TrainedLatentReward

@@ -9,11 +9,11 @@ import torch
 from flowalign.rewards.composite import Rewards
 from flowalign.training.compatibility import check_requests
 from flowalign.types import Column, MediaBatch, Reference, Request, RewardSpec
-from reward_models.chat.client import Server
+from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.one_reward import OneReward
-from reward_models.chat.pairs import WinRate
+from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
 from reward_models.signals.source_consistency import UnchangedPixels

@@ -11,8 +11,8 @@ from PIL import Image
 from torch.testing import assert_close
 
 from flowalign.functional.rating import Features
-from flowalign.reward_training.run import load_run, train
-from flowalign.sampling.guidance import FlowNRG, compute_gradient
+from flowalign.reward_training.reward_run import load_run, train
+from flowalign.sampling.reward_guidance import FlowNRG, compute_gradient
 from flowalign.types import MediaBatch, plain_requests
 from flowalign.utils.errors import ConfigError
 from reward_models.backbones.first_blocks import BlockFeatures, FirstBlocks, find_stacks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.chat.client import Server
+from reward_models.chat.chat_client import Server
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.served_yes_no import ServedYesNo
 from reward_models.preference.vision_reward import vision_reward_video

@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from reward_models.backbones.answer_tokens import find_single_tokens
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.soft_tifa import SoftTIFA, read_questions, soft_tifa, spell_answer
 from tests.fixtures.reward_contract import (
     check_fingerprints,

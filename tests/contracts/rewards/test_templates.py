@@ -9,10 +9,10 @@ from flowalign.cli.main import main
 from flowalign.runs.config import load
 from flowalign.runs.planning.plan import plan
 from reward_models.chat import template
-from reward_models.chat.client import Server
+from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.magic_assessor import MagicAssessor
-from reward_models.chat.pairs import WinRate
+from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.template import OFFICIAL, read_template
 from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
 

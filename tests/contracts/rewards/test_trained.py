@@ -18,7 +18,7 @@ from flowalign.cli.commands.reward import run as run_reward
 from flowalign.cli.main import parse
 from flowalign.data.media.media import Media
 from flowalign.reward_training.embeddings import Embeddings, RewardSample, embed_samples
-from flowalign.reward_training.run import load_run, train
+from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.folders import Claim
@@ -191,7 +191,7 @@ def test_z_scores_of_the_training_media_have_mean_0_and_deviation_1(trained):
     reward = TrainedReward(str(folder / "run" / "model"), device="cpu")
     assert config["data"]["records"] == {"train": 14, "held_out": 6, "test": 4}
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    from flowalign.reward_training.run import read_preferences
+    from flowalign.reward_training.reward_run import read_preferences
 
     table, _ = read_preferences(run)
     keep = [rows[int(i)] for i in table.rows("train")]

@@ -8,9 +8,9 @@ import torch
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.frames import parts
-from reward_models.chat.client import Server
+from reward_models.chat.chat_client import Server
 from reward_models.chat.judge_ensemble import Sampling
-from reward_models.chat.pairs import WinRate
+from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.unified_answers import (
     parse_higher,

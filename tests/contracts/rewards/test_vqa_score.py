@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.vqa_score import QUESTION, ClipFlanT5, VQAScore, padded_square
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch

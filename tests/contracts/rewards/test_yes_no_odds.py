@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.yes_no import QwenYesNo
+from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.yes_no_odds import QUESTIONS, YesNoOdds
 from tests.fixtures.reward_contract import (
     check_failures,

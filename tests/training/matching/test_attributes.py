@@ -10,11 +10,11 @@ from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.functional.noise_matching import add_noise
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.matching.example_parts import on
-from flowalign.training.matching.loop import MatchingLoop
+from flowalign.training.matching.matching_loop import MatchingLoop
+from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Teacher
 from flowalign.training.matching.residuals import matching_residuals, select_fields
-from flowalign.training.matching.settings import MatchingSettings
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.training.matching.stored import StoredDataset

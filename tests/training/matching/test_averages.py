@@ -12,7 +12,7 @@ from flowalign.training import checkpoint
 from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching import norms
-from flowalign.training.matching.loop import micro_batch_loss
+from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import (
     Average,

@@ -7,7 +7,7 @@ import torch
 
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields
-from flowalign.data.preference.pairs import Pair, Sample
+from flowalign.data.preference.preference_data import Pair, Sample
 from flowalign.losses.matching.dpo import DPO
 from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.rewards.checked import RewardFailure

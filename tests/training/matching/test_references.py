@@ -14,9 +14,9 @@ from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.ema import Ema
-from flowalign.training.evaluate import Evaluation
+from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
-from flowalign.training.matching import loop
+from flowalign.training.matching import matching_loop
 from flowalign.training.matching.reference_models import (
     EMAReference,
     FrozenBase,
@@ -314,7 +314,7 @@ def metrics(folder) -> list[dict]:
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight))
-    update, left = loop.MatchingLoop._update, 2 * after + 1
+    update, left = matching_loop.MatchingLoop._update, 2 * after + 1
 
     def mortal(*args):
         nonlocal left
@@ -324,7 +324,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
         return update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.MatchingLoop, "_update", mortal)
+        patch.setattr(matching_loop.MatchingLoop, "_update", mortal)
         with pytest.raises(Killed):
             go(new_run(broken))
     newest = checkpoint.latest(broken / "checkpoints")

@@ -8,7 +8,7 @@ import torch
 from flowalign.gradient_paths import DRaFT
 from flowalign.losses import DPO, NFT, SFT
 from flowalign.rewards.composite import Rewards
-from flowalign.training.matching.loop import MatchingLoop
+from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.regulariser import Regulariser
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset

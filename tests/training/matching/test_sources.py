@@ -17,7 +17,7 @@ from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields, Collator, read_map
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
-from flowalign.data.preference.pairs import Pair, Sample, Segment
+from flowalign.data.preference.preference_data import Pair, Sample, Segment
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
 from flowalign.distributed.processes import Processes

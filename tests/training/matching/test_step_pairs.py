@@ -12,8 +12,8 @@ from flowalign.credit.gain import Gain
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
 from flowalign.functional.noise_matching import step_at
 from flowalign.sampling.branching import Comb
+from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.sampling.sde_windows import Fixed, NoSteps
-from flowalign.sampling.settings import StochasticSampling
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext

@@ -16,7 +16,7 @@ from torch import Tensor
 from flowalign.data.latents import encode_once as cache
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
-from flowalign.data.preference.pairs import media_of
+from flowalign.data.preference.preference_data import media_of
 from flowalign.distributed.collective_scheduler import CollectiveScheduler
 from flowalign.training.matching import noising
 from flowalign.types import plain_requests

@@ -14,7 +14,7 @@ from flowalign.losses.policy_gradient.surrogates import DivergenceMask, LogHinge
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.chunks import join_chunks
-from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests
 from tests.fixtures.training import ALONE, credited, new_learner, new_recipe, new_rewards, train

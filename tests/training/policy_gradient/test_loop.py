@@ -25,8 +25,8 @@ from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.build_batch import best_samples
-from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_loop import update
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
     CreditEstimator,

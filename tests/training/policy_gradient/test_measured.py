@@ -12,8 +12,8 @@ from flowalign.runs.config import load
 from flowalign.sampling.sde_windows import Random
 from flowalign.training.policy_gradient import step_gradients
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
+from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.step_gradients import StepGradients, halves
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowalign.training.policy_gradient.batches import parts
-from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.step_plan import evaluations, plan_step
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests

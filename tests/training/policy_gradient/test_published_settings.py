@@ -15,7 +15,7 @@ from flowalign.data.requests import Requests
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.sde_windows import Fixed, RandomSubset
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import completion_values, rollout

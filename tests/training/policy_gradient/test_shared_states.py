@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.credit import Branch
 from flowalign.sampling import Comb, Fixed, Tree
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests

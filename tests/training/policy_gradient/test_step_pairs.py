@@ -15,7 +15,7 @@ from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, pair_best_and_worst
-from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy

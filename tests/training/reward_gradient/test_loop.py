@@ -15,7 +15,7 @@ from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.control_words import ControlWords
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import Reference, Request, RewardOutput, plain_requests
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness
 from tests.fixtures.training import PROMPTS, flat, new_learner

@@ -10,9 +10,9 @@ from flowalign.losses.matching.awm import AWM
 from flowalign.losses.matching.nft import NFT
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
-from flowalign.reports.credit import read_credit
+from flowalign.reports.credit_view import read_credit
 from flowalign.rewards.composite import Rewards
-from flowalign.training.matching.recipe import Matching
+from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.policy_gradient.batches import minibatches

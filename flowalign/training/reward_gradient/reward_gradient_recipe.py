@@ -20,8 +20,8 @@ from flowalign.training.recipe import (
     StepWork,
 )
 from flowalign.training.reward_gradient.frame_choice import check_frames
-from flowalign.training.reward_gradient.loop import RewardGradientLoop
-from flowalign.training.reward_gradient.settings import RewardGradientSettings
+from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_settings import RewardGradientSettings
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import ModelPlan, Policy, Request
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowalign.curation.scoring.table import Row
+from flowalign.curation.scoring.part_files import Row
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.thumbnails import THUMBNAIL_FRAMES, encode_thumbnail
 from flowalign.data.readers import Dataset

@@ -14,7 +14,7 @@ from flowalign.sampling.complete_states import (
     credit_requirements,
 )
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import CreditEstimator, Trajectory, plain_requests
 from flowalign.types.completion import Completion

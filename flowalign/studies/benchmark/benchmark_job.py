@@ -18,7 +18,7 @@ from flowalign.data.media.encode import write_clip
 from flowalign.data.media.image_grid import write_picture
 from flowalign.data.media.media import Media
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.sample.job import SamplingJob
+from flowalign.runs.sample.sampling_job import SamplingJob
 from flowalign.studies.benchmark.items import Item, ModelFolder, Place, split_blocks, summarise
 from flowalign.types import Request
 from flowalign.utils.console import Progress

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.curation.votes.scores import read_votes
-from flowalign.curation.votes.table import VOTES
+from flowalign.curation.votes.vote_scores import read_votes
+from flowalign.curation.votes.vote_table import VOTES
 from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.data.readers.find_files import FORMATS
 from flowalign.data.readers.stream_rows import Row

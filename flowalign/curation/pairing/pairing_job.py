@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.curation.pairing.rules import PairChoice, PairingRule, assign_stages
-from flowalign.curation.pairing.table import ScoredMedium, ScoreTable
+from flowalign.curation.pairing.score_table import ScoredMedium, ScoreTable
 from flowalign.data.media.media import Media
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.validate import Inspection

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.rows import (
+from flowalign.curation.scoring.part_files import FIXED, PartFiles, merge
+from flowalign.curation.scoring.stats import RunningStats, Throughput
+from flowalign.curation.scoring.table_rows import (
     Column,
     DecodedMedium,
     assemble,
@@ -19,8 +21,6 @@ from flowalign.curation.scoring.rows import (
     prepare,
     score,
 )
-from flowalign.curation.scoring.stats import RunningStats, Throughput
-from flowalign.curation.scoring.table import FIXED, PartFiles, merge
 from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
 from flowalign.rewards.checked import CheckedReward

@@ -31,11 +31,11 @@ from flowalign.functional.noise_matching import sample_error
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import sample
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.sampling.settings import Sampling
 from flowalign.training.distillation.boundaries import Boundaries
 from flowalign.training.distillation.roles import Roles
-from flowalign.training.distillation.settings import RewardSurrogate, TDMSettings
+from flowalign.training.distillation.tdm_settings import RewardSurrogate, TDMSettings
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import find_scale
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit

@@ -16,7 +16,7 @@ from flowalign.runs.config import LoadedRun, load_with_origins
 from flowalign.runs.planning.plan import plan
 from flowalign.studies.probe.sums import is_projected
 from flowalign.training import checkpoint
-from flowalign.training.policy_gradient.settings import require_policy_gradient
+from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import parse_yaml
 

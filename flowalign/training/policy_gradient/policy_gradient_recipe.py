@@ -12,8 +12,8 @@ from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.calibrate import FILE, calibrate_noise_levels
 from flowalign.training.policy_gradient.credit_record import CreditRecorder, differs_from_outcome
-from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.training.rollouts.collecting import RolloutSampler

@@ -16,7 +16,7 @@ from flowalign.training.workers.process import (
     digest_tensors,
 )
 from flowalign.training.workers.rollout_pool import Answer, RolloutPool
-from flowalign.training.workers.settings import RolloutWorkers
+from flowalign.training.workers.worker_settings import RolloutWorkers
 from flowalign.utils.files import atomic_write, write_text
 
 T = TypeVar("T")

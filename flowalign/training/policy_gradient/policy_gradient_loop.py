@@ -27,7 +27,7 @@ from flowalign.training.policy_gradient.build_batch import StepObserver, StepRes
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
 from flowalign.training.policy_gradient.old_log_probs import OldLogProbs
-from flowalign.training.policy_gradient.settings import PolicyGradientSettings
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit

@@ -18,7 +18,7 @@ from PIL import Image
 
 from flowalign.curation.votes.poll import Poll, Task, measure_agreement
 from flowalign.curation.votes.questions import Question
-from flowalign.curation.votes.reward import NAME, VoteReward
+from flowalign.curation.votes.vote_reward import NAME, VoteReward
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.media import Media
 from flowalign.data.media.thumbnails import EXACT, MOST_FRAMES, UNKNOWN_RATE, encode_loop

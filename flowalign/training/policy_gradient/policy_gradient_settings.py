@@ -14,7 +14,7 @@ from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import Recipe
-from flowalign.training.rollouts.settings import (
+from flowalign.training.rollouts.rollout_settings import (
     SEVERAL,
     RolloutFields,
     RolloutSettings,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.rewards.checked import CheckedReward, RewardFailure, RewardGone, load
-from flowalign.rewards.client import failed_answer
 from flowalign.rewards.config import build_reward_models
 from flowalign.rewards.protocol import (
     CONTENT_TYPE,
@@ -24,6 +23,7 @@ from flowalign.rewards.protocol import (
     pack_batch,
     read_request,
 )
+from flowalign.rewards.reward_client import failed_answer
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 from flowalign.utils.ray_cluster import join_cluster, prepare_ray
 

@@ -22,6 +22,7 @@ from flowalign.training.matching.displacement_checks import MatchingChecks
 from flowalign.training.matching.dividing import divide_updates
 from flowalign.training.matching.evaluation import measure_held_out
 from flowalign.training.matching.example_parts import flatten_pairs, on
+from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.norms import means_by_third, norm_ratios
 from flowalign.training.matching.residuals import (
@@ -30,7 +31,6 @@ from flowalign.training.matching.residuals import (
     matching_residuals,
     select_fields,
 )
-from flowalign.training.matching.settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.source import Batch, BatchStream
 from flowalign.training.matching.state_source import NoisedExamples
 from flowalign.training.recipe import Log, Loop

@@ -18,8 +18,8 @@ from flowalign.functional.rating import Features
 from flowalign.functional.reward_loss import bradley_terry
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
+from flowalign.training.online_reward.online_reward_settings import OnlineRewardSettings
 from flowalign.training.online_reward.recorder import Recorder
-from flowalign.training.online_reward.settings import OnlineRewardSettings
 from flowalign.training.recipe import Loop
 from flowalign.training.trained_weights import TrainedSet
 from flowalign.types import MediaBatch, Refreshable, RewardModel

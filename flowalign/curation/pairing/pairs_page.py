@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flowalign.curation.pairing.job import PairingJob, PairSelection, collect_scores
+from flowalign.curation.pairing.pairing_job import PairingJob, PairSelection, collect_scores
 from flowalign.curation.pairing.rules import PairChoice
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.media import Media

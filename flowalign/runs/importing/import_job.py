@@ -11,7 +11,7 @@ import yaml
 
 from flowalign.runs.config.compose import compose
 from flowalign.runs.importing import dpo_script, flow_factory, flow_grpo
-from flowalign.runs.importing.draft import Draft
+from flowalign.runs.importing.conversion import Draft
 from flowalign.runs.library.draft_run_file import models
 from flowalign.utils.files import bundled, write_text
 from flowalign.utils.strict_yaml import read_mapping

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowalign.curation.scoring.table import REFERENCES
+from flowalign.curation.scoring.part_files import REFERENCES
 from flowalign.data.media.decode import Clip, MediaProblem, decode, is_video
 from flowalign.data.media.media import Media
 from flowalign.data.media.sound import read_sound

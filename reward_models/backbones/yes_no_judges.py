@@ -18,8 +18,8 @@ from reward_models.backbones.answer_tokens import find_answer_tokens, find_singl
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_json
 from reward_models.backbones.frames import at_rate, each_second
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.packing import PackedQuestions, pack_questions
 from reward_models.backbones.pixels import resize
+from reward_models.backbones.question_packing import PackedQuestions, pack_questions
 from reward_models.backbones.qwen2_vl import cut_patches, fit_size
 
 _video_utils = LazyModule("transformers.video_utils")

@@ -17,8 +17,8 @@ from flowalign.data.media.thumbnails import LONGEST, MOST_FRAMES, reduce_size, t
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.inference import generate
+from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.training.divergence import measure_divergence
 from flowalign.training.sample_bounds import SampleBounds
 from flowalign.training.watch import DIVERSITY, KL, SIGNALS, Watch, measure_panel

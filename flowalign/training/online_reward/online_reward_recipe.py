@@ -8,9 +8,9 @@ from typing_extensions import override
 
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.online_reward.loop import OnlineRewardLoop, RewardHead
+from flowalign.training.online_reward.online_reward_loop import OnlineRewardLoop, RewardHead
+from flowalign.training.online_reward.online_reward_settings import OnlineRewardSettings
 from flowalign.training.online_reward.recorder import Recorder
-from flowalign.training.online_reward.settings import OnlineRewardSettings
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan, Refreshable, RewardModel
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowalign.curation.votes.table import VoteTable
+from flowalign.curation.votes.vote_table import VoteTable
 from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.data.readers.stream_rows import Row
 from flowalign.functional.pairing import beaten_share

@@ -28,7 +28,7 @@ from flowalign.training.matching.regulariser import StoredGradient
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import pull_back, unguided
 from flowalign.training.reward_gradient.frame_choice import chosen_frames
-from flowalign.training.reward_gradient.settings import RewardGradientSettings
+from flowalign.training.reward_gradient.reward_gradient_settings import RewardGradientSettings
 from flowalign.training.update_checks import WeightChecks
 from flowalign.types import MediaBatch, RewardOutput, SampleView, Trajectory
 from flowalign.types.gradient_path import MatchedLosses
