@@ -34,7 +34,7 @@ from hacking_rewards import train_rewards
 
 from flowalign import runs
 from flowalign.runs.config import load
-from flowalign.training.watch import Panel, Verdict, Watch, judge
+from flowalign.training.watch import Panel, Watch, WatchVerdict, judge
 from flowalign.utils.files import write_json
 from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.tracking import read_metrics
@@ -169,7 +169,7 @@ def train(folder: Path, name: str, seed: int) -> None:
     monitor, panels = session.monitor, {}
     update = monitor.update
 
-    def keep(done: int, panel: Panel, write: bool = True) -> Verdict | None:
+    def keep(done: int, panel: Panel, write: bool = True) -> WatchVerdict | None:
         panels[done] = {metric: values.tolist() for metric, values in panel.items()}
         if find_harm(read_truth(run)) is not None:
             raise RunEnd

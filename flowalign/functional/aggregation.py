@@ -21,23 +21,6 @@ def group_means(
     return (weight * x.double()) @ member / (weight @ member)
 
 
-def mean_of_groups(
-    x: Float[Tensor, "n"], group: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
-) -> Float[Tensor, "b"]:
-    """Return the mean over groups of their means, so that small groups count as much as large ones.
-
-    Source: djghosh13/geneval @ af4902f, evaluation/summary_scores.py.
-    """
-    return group_means(x, group, weight).mean(1)
-
-
-def ratio_of_sums(
-    part: Float[Tensor, "n"], whole: Float[Tensor, "n"], weight: Float[Tensor, "b n"]
-) -> Float[Tensor, "b"]:
-    """Return the sum of `part` over the sum of `whole`: accuracy over questions of many items."""
-    return (weight @ part.double()) / (weight @ whole.double())
-
-
 def spread(x: Float[Tensor, "n"], weight: Float[Tensor, "b n"]) -> Float[Tensor, "b"]:
     """Return the standard deviation over items (divided by n)."""
     centre = mean(x, weight)

@@ -103,7 +103,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """Results of one method."""
 
     method: Method
@@ -125,7 +125,7 @@ class Comparison:
     metric: str
     budgets: dict[Axis, float]
     """Largest cost that every run of every method reached, by axis."""
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
     fewest_seeds: int
     """Smallest number of seeds of a method."""
     smallest_final: float
@@ -143,7 +143,7 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
     ]
     target = bands[0]["trajectories"].mean[-1]
     rows = [
-        Row(
+        MethodRow(
             method=method,
             final=seed_statistics(last_values(method)),
             difference=find_difference(last_values(method), last_values(methods[0])),

@@ -11,7 +11,7 @@ from flowalign.reports.comparison import (
     BenchmarkLine,
     Comparison,
     Difference,
-    Row,
+    MethodRow,
     SeedStatistics,
     leads,
 )
@@ -151,7 +151,7 @@ def verdict(comparison: Comparison) -> str:
     )
 
 
-def _names(rows: Sequence[Row], verb: str) -> str:
+def _names(rows: Sequence[MethodRow], verb: str) -> str:
     """Join the names of methods and a verb, for a sentence."""
     return " and ".join(row.method.name for row in rows) + f" {verb}{'s' * (len(rows) == 1)}"
 
@@ -166,7 +166,7 @@ def caution(comparison: Comparison) -> str:
     return f"One seed only, which supports no claim: {', '.join(single)}."
 
 
-def reached(row: Row, axis: Axis) -> str:
+def reached(row: MethodRow, axis: Axis) -> str:
     """Format the cost at which a method met the baseline's final mean, with its relative cost."""
     met = row.reach[axis]
     if not math.isfinite(met.cost):
@@ -174,7 +174,7 @@ def reached(row: Row, axis: Axis) -> str:
     return count(met.cost) + (f" ({met.share:.0%})" if math.isfinite(met.share) else "")
 
 
-def each_seed(row: Row, seeds: Sequence[int]) -> list[str]:
+def each_seed(row: MethodRow, seeds: Sequence[int]) -> list[str]:
     """Format the final value of every seed; a dash for a missing run."""
     found = {run.seed: run.last.value for run in row.method.runs}
     return [score(found.get(seed, math.nan)) for seed in seeds]

@@ -39,7 +39,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class CreditRow:
     """Row of a table: one sample."""
 
     name: str
@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class CreditTable:
     """Table of samples by states and steps."""
 
     title: str
@@ -57,7 +57,7 @@ class Table:
     scale: "Scale"
     heads: Sequence[tuple[str, str]]
     """Name and noise level of each column."""
-    rows: Sequence[Row]
+    rows: Sequence[CreditRow]
 
 
 class Scale:
@@ -94,7 +94,7 @@ class CreditView:
     """Credit record with its tables."""
 
     record: CreditRecord
-    tables: Sequence[Table]
+    tables: Sequence[CreditTable]
 
 
 def read_credit(folder: Path) -> list[CreditView]:
@@ -129,7 +129,7 @@ def _read_maps(file: Path, record: CreditRecord) -> list[str]:
 
 def make_tables(
     record: CreditRecord, images: Sequence[str] = (), maps: Sequence[str] = ()
-) -> list[Table]:
+) -> list[CreditTable]:
     """Return the tables of a record, from the addresses of its images and maps."""
     columns = len(record.image_states)
     by_place = {
@@ -143,7 +143,7 @@ def make_tables(
     return [_branch_table(record, record.source_row, by_place), *positions]
 
 
-def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> Table:
+def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> CreditTable:
     """Return a table of some samples: states with images, separated by the credit of the steps."""
     scale, with_text = Scale(record.credit), _has_text(record)
     chosen = np.linspace(0, len(record.states) - 1, min(_MAX_STATES, len(record.states)))
@@ -162,16 +162,16 @@ def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> 
         what = "turning point" if record.method == "TurningPoint" else "marked"
         notes.append(f"\u2605 {what} in at least one reward dimension.")
     count = min(record.num_images or 6, len(record.values))
-    return Table(
+    return CreditTable(
         "Credit: states, separated by the steps between them",
         notes,
         scale,
         [_step_head(k) if is_step else _state_head(record, k) for k, is_step in columns],
-        [Row(f"sample {b}", [cell(b, *column) for column in columns]) for b in range(count)],
+        [CreditRow(f"sample {b}", [cell(b, *column) for column in columns]) for b in range(count)],
     )
 
 
-def _advantage_table(record: CreditRecord) -> Table:
+def _advantage_table(record: CreditRecord) -> CreditTable:
     """Return the advantages of all samples by trained step."""
     scale, with_text = Scale(record.advantage), _has_text(record)
     rows = []
@@ -179,22 +179,22 @@ def _advantage_table(record: CreditRecord) -> Table:
         cells = [
             scale.cell(numbers[k], with_text, _is_marked(record, b, k)) for k in record.trained
         ]
-        rows.append(Row(f"sample {b}", [*cells, Cell(_reward(record.values[b][-1]))]))
+        rows.append(CreditRow(f"sample {b}", [*cells, Cell(_reward(record.values[b][-1]))]))
     title = f"Advantage: credit compared within the prompt, {_describe_number(record)}"
-    return Table(title, [], scale, [*map(_step_head, record.trained), ("reward", "")], rows)
+    return CreditTable(title, [], scale, [*map(_step_head, record.trained), ("reward", "")], rows)
 
 
 def _place_table(
     record: CreditRecord, images: Mapping[tuple[int, int], str], maps: Sequence[str]
-) -> Table:
+) -> CreditTable:
     """Return maps of the advantage of latent positions by step, next to the finished images."""
     columns, end = len(record.place_steps), len(record.sigmas) - 1
     rows = []
     for b in range(record.num_images):
         cells = [Cell(image=address) for address in maps[b * columns : (b + 1) * columns]]
         last = Cell(_reward(record.values[b][-1]), image=images.get((b, end), ""))
-        rows.append(Row(f"sample {b}", [*cells, last]))
-    return Table(
+        rows.append(CreditRow(f"sample {b}", [*cells, last]))
+    return CreditTable(
         f"Advantage of latent positions: {record.num_images} samples",
         ["A map has the positions of the image: blue is above 0, orange below."],
         Scale([[record.place_scale]]),
@@ -205,7 +205,7 @@ def _place_table(
 
 def _branch_table(
     record: CreditRecord, source_row: list[list[int]], images: Mapping[tuple[int, int], str]
-) -> Table:
+) -> CreditTable:
     """Return all samples as rows, merged where they share states; final images are at the right."""
     scale, count = Scale(record.advantage), min(len(record.advantage), MAX_ROWS)
     cells: list[list[Cell]] = [[] for _ in range(count)]
@@ -226,12 +226,12 @@ def _branch_table(
     if len(set(initial)) > 1:
         notes.append("Thick lines separate samples of different initial noise.")
     heads = [(f"step {k}", f"noise {record.sigmas[k]:.0%}") for k in record.trained]
-    return Table(
+    return CreditTable(
         f"Advantage, from shared states to finished images: {_describe_number(record)}",
         notes,
         scale,
         [*heads, ("image and reward", "")],
-        [Row(f"sample {b}", cells[b], changes[b]) for b in range(count)],
+        [CreditRow(f"sample {b}", cells[b], changes[b]) for b in range(count)],
     )
 
 

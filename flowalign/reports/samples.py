@@ -10,7 +10,7 @@ from PIL import Image
 
 from flowalign.reports.charts import data_address
 from flowalign.reports.records import read_json
-from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
+from flowalign.reports.scores import ScoreLine, Scores, card, leading, read_scores, verdicts
 from flowalign.utils.files import GRID_PADDING
 
 _SMALL, _LARGEST = 128, 320
@@ -27,13 +27,13 @@ _STRIPS, _STRIP_STEPS = 4, 8
 
 
 @dataclass(frozen=True)
-class Card:
+class SampleCard:
     """Samples of one prompt: an image by step, or a looping video and a film strip by step."""
 
     prompt: str
     pictures: list[tuple[int, str]]
     strips: list[tuple[int, str]]
-    scores: list[Line]
+    scores: list[ScoreLine]
     source: str
     """Source image of the prompt; empty if there is none."""
 
@@ -60,7 +60,7 @@ def samples(folder: Path) -> dict[str, Any]:
         lines = card(scores, i, judged)
         lines.sort(key=lambda line: line.name != leading(judged))  # the verdict first
         shown = (moving, pictures) if fps else (pictures, [])
-        cards.append(Card(prompt, *shown, lines, _source(folder, i)))
+        cards.append(SampleCard(prompt, *shown, lines, _source(folder, i)))
     small = size[1] <= _LOW if fps else max(size) <= _SMALL
     return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
 

@@ -27,7 +27,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Line:
+class ScoreLine:
     """One dimension of a card: the score of each image, as a word for right-or-wrong dimensions."""
 
     name: str
@@ -74,7 +74,7 @@ def verdicts(steps: Sequence[Scores]) -> set[str]:
     return found
 
 
-def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[Line]:
+def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[ScoreLine]:
     """Return the scores of the image with this number at each step, one line per dimension."""
     known = [scores for scores in steps if scores]
     lines = []
@@ -82,7 +82,7 @@ def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[
         values = [s.values[s.shown[number], i] if s else math.nan for s in steps]
         says = [bool(v) if dim in judged and math.isfinite(v) else None for v in values]
         texts = [_text(v, said) for v, said in zip(values, says, strict=True)]
-        lines.append(Line(dim, tuple(texts), tuple(says)))
+        lines.append(ScoreLine(dim, tuple(texts), tuple(says)))
     return lines
 
 

@@ -90,7 +90,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WatchVerdict:
     """Tests of one evaluation."""
 
     done: int
@@ -108,14 +108,14 @@ class Verdict:
     """Lower 95 % bound of the rise of the optimised reward."""
 
 
-def judge(cfg: Watch, base: Panel, now: Panel, evaluation: int, done: int) -> Verdict:
+def judge(cfg: Watch, base: Panel, now: Panel, evaluation: int, done: int) -> WatchVerdict:
     """Test one evaluation, counted from 1, against the evaluation before training."""
     level = spend_level(cfg.false_alarm_rate, evaluation, len(cfg.metrics))
     change = _usable(now[OPTIMISED] - base[OPTIMISED])
     rise = lower_p(-change)
     falls = {name: _fall(cfg, name, base[name], now[name]) for name in cfg.metrics}
     down = [name for name, p in falls.items() if p <= level]
-    return Verdict(
+    return WatchVerdict(
         done,
         rise,
         falls,
@@ -179,7 +179,7 @@ class HackingMonitor:
     folder: Path
     base: dict[str, list[float]] = field(default_factory=dict)
     """Value of each prompt before training, by metric."""
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[WatchVerdict] = field(default_factory=list)
     """Verdicts in the order of evaluations."""
 
     def resume(self, first_step: int) -> None:
@@ -192,10 +192,10 @@ class HackingMonitor:
                 name: [nan if value is None else value for value in values]
                 for name, values in content["base"].items()
             }
-            found = [Verdict(**row) for row in content["verdicts"]]
+            found = [WatchVerdict(**row) for row in content["verdicts"]]
             self.verdicts = [one for one in found if one.done <= first_step]
 
-    def update(self, done: int, panel: Panel, write: bool = True) -> Verdict | None:
+    def update(self, done: int, panel: Panel, write: bool = True) -> WatchVerdict | None:
         """Judge an evaluation; return None for that before training, and for a repeated one."""
         if any(one.done == done for one in self.verdicts) or (done == 0 and self.base):
             return None
@@ -211,13 +211,13 @@ class HackingMonitor:
         return verdict
 
     @property
-    def best(self) -> Verdict | None:
+    def best(self) -> WatchVerdict | None:
         """Return the healthy evaluation with the largest certain gain; None without any."""
         healthy = [one for one in self.verdicts if one.healthy and one.gain > 0]
         return max(healthy, key=lambda one: one.gain) if healthy else None
 
     @property
-    def alarmed(self) -> Verdict | None:
+    def alarmed(self) -> WatchVerdict | None:
         """Return the first verdict with an alarm."""
         return next((one for one in self.verdicts if one.alarm), None)
 
@@ -240,7 +240,7 @@ class HackingMonitor:
         verdicts = [asdict(one) for one in self.verdicts]
         return {**self.summary, "base": self.base, "verdicts": verdicts}
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: WatchVerdict) -> str:
         """Return the message of an alarm."""
         falls = ", ".join(f"{name} (p {verdict.falls[name]:.1e})" for name in verdict.alarm)
         best = (

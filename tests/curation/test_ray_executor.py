@@ -107,7 +107,7 @@ def test_workers_that_always_die_end_the_job(tmp_path, machines, monkeypatch):
         models = [Mortal(str(calls), [-1])]
         return scoring.ScoringJob(open_dataset(str(data)), models, tmp_path / "out", 3, 1, 9)
 
-    cluster = ray_data.Cluster(1, machines.address)
+    cluster = ray_data.ScoringCluster(1, machines.address)
     speed = scoring.Throughput()
     with pytest.raises(RewardFailure, match="a worker died more than 1 times"):
         cluster.run(open_job(), open_job, speed, lambda stats, speed: None)
@@ -167,7 +167,7 @@ def test_a_cluster_with_too_few_cores_left_is_told_once(monkeypatch, capsys):
 
     monkeypatch.setattr(ray, "cluster_resources", resources)
     monkeypatch.setattr(ray_data, "SECONDS_BETWEEN_LOOKS", 0.001)
-    with ray_data.Cluster(2)._watch_machines():
+    with ray_data.ScoringCluster(2)._watch_machines():
         assert seen.wait(10)
     said = capsys.readouterr().err
     assert said.count("a machine left the cluster, which has 1 cores for 2 workers") == 1

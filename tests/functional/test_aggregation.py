@@ -17,7 +17,7 @@ def tensor(*values):
 def test_geneval_averages_tags_not_images():
     correct = tensor(*map(int, GENEVAL))
     tags = torch.tensor(list(map(int, GENEVAL_TAGS)))
-    assert round(float(aggregation.mean_of_groups(correct, tags, ONES)), 5) == 0.28472
+    assert round(float(aggregation.group_means(correct, tags, ONES).mean()), 5) == 0.28472
     assert round(float(mean(correct, ONES)), 4) == 0.2917
     by_tag = aggregation.group_means(correct, tags, ONES)[0]
     assert_close(by_tag, tensor(4 / 12, 3 / 12, 2 / 8, 3 / 8, 0, 2 / 4))
@@ -40,7 +40,7 @@ def test_a_weight_is_a_repeated_item():
         again = torch.arange(12).repeat_interleave(row.long())
         one = torch.ones(1, len(again), dtype=torch.float64)
         for function, inputs in (
-            (aggregation.mean_of_groups, (x, group)),
+            (aggregation.group_means, (x, group)),
             (aggregation.spread, (x,)),
         ):
             repeated = function(*(each[again] for each in inputs), one)[0]
@@ -99,7 +99,7 @@ def test_stratified_intervals_of_group_means_cover_the_truth():
         1.5,
         prompt,
         group,
-        lambda x, weight: [aggregation.mean_of_groups(one, group, weight) for one in x],
+        lambda x, weight: [aggregation.group_means(one, group, weight).mean(1) for one in x],
     )
     assert 0.93 <= found <= 0.97
 

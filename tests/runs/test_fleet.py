@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flowalign.runs.planning.capacity_plan import Capacity
-from flowalign.runs.planning.fleet import Fleet, expected_segment, simulate, young_interval
+from flowalign.runs.planning.fleet import Fleet, simulate, young_interval
 from flowalign.runs.planning.fleet_plan import Trouble, fleet_rows, fleets
 
 QUIET = Fleet(trainers=4, samplers=4, rollout=3.0, update=2.0)
@@ -47,6 +47,7 @@ def test_the_slowest_worker_ends_a_stage():
 
 
 def test_failures_of_trainers_cost_what_daly_computed():
+    """J. T. Daly, A higher order estimate of the optimum checkpoint interval (2006)."""
     fleet = Fleet(
         trainers=8, samplers=0, rollout=1.0, update=1.0, failure=800.0, every=10, save=3.0
     )
@@ -54,7 +55,6 @@ def test_failures_of_trainers_cost_what_daly_computed():
     segments = 600
     found = simulate(fleet, 10 * segments)
     expected = (100 + 5) * (exp((20 + 3) / 100) - 1)
-    assert expected_segment(fleet, 20.0) == pytest.approx(expected)
     assert found.seconds / segments == pytest.approx(expected, rel=0.05)
     assert found.lost > 0
     assert found.replaced == 0
@@ -87,8 +87,7 @@ def test_the_best_interval_is_near_youngs(save):
     assert near == pytest.approx(1 + sqrt(2 * save / 400), rel=0.06)
 
 
-def test_the_formulas_without_failures():
-    assert expected_segment(replace(QUIET, save=2.0), 10.0) == 12
+def test_without_failures_no_checkpoint_is_needed():
     assert young_interval(2.0, inf, 4) == inf
 
 

@@ -16,7 +16,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import build_reward_models, load_rewards
 from flowalign.runs.config import Run, load
 from flowalign.runs.sample.sampling_job import SamplingJob, hash_weights, usual_sampler
-from flowalign.studies.benchmark.benchmark_job import BASE, BenchmarkJob, Model
+from flowalign.studies.benchmark.benchmark_job import BASE, BenchmarkJob, BenchmarkModel
 from flowalign.studies.benchmark.card import Card, load_card
 from flowalign.studies.benchmark.deviations import Used
 from flowalign.studies.benchmark.prompts import read_prompts
@@ -154,12 +154,15 @@ def _build_sampler(
     )
 
 
-def _read_models(weights: Sequence[str]) -> list[Model]:
+def _read_models(weights: Sequence[str]) -> list[BenchmarkModel]:
     """Return the base model and the trained ones."""
-    trained = [Model(folder, folder, f"weights-{hash_weights(Path(folder))}") for folder in weights]
+    trained = [
+        BenchmarkModel(folder, folder, f"weights-{hash_weights(Path(folder))}")
+        for folder in weights
+    ]
     if len({model.digest for model in trained}) < len(trained):
         raise ValueError(f"--weights names the same weights twice: {', '.join(weights)}")
-    return [Model(BASE, None, BASE), *trained]
+    return [BenchmarkModel(BASE, None, BASE), *trained]
 
 
 def _build_rewards(

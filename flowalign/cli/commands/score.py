@@ -78,7 +78,7 @@ def _run_on_ray(args: argparse.Namespace) -> int:
     job, settings = _open_job(args)
     with hold_lock(job.folder / "parts" / ".lock-ray"):
         compare(job.folder / _MANIFEST, settings, _MAKER)
-        cluster = ray_data.Cluster(args.processes, args.address)
+        cluster = ray_data.ScoringCluster(args.processes, args.address)
         speed = Throughput()
         return _score(args, job, speed, partial(cluster.run, job, partial(load_job, args), speed))
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flowalign.cli.commands.common import LOOPBACK, get_log, is_loopback, refuse_address
-from flowalign.reports.view.server import Server
+from flowalign.reports.view.server import ViewServer
 from flowalign.utils.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} is no folder; name one with runs, such as runs")
     names = ("127.0.0.1", args.host, *LOOPBACK) if is_loopback(args.host) else ()
     with refuse_address(args.host, args.port):
-        server = Server(folder, args.host, args.port, args.every, names)
+        server = ViewServer(folder, args.host, args.port, args.every, names)
     log = get_log()
     if not names:
         log(f"--host {args.host}: everyone who can reach this machine can read the runs")

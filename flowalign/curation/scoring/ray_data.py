@@ -36,7 +36,7 @@ _BOUNDED = "max_restarts", "max_task_retries"
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ScoringCluster:
     """Ray cluster, and the number of workers that score there."""
 
     workers: int

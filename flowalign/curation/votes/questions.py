@@ -11,9 +11,6 @@ from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.readers.fields import REQUEST_MASK
 
-MOST = 9
-"""Largest number of candidates of a question, one per digit key."""
-
 
 @dataclass(frozen=True)
 class Question:

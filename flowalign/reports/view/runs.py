@@ -83,7 +83,7 @@ class RunState:
     content: Content
 
 
-class Reader:
+class RunReader:
     """Reader of the runs below a folder, which reads only changed files again."""
 
     def __init__(self, root: Path):

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from flowalign.reports.local_server import LocalHandler, LocalServer
 from flowalign.reports.view.page import page
-from flowalign.reports.view.runs import Reader, within
+from flowalign.reports.view.runs import RunReader, within
 
 _KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -22,18 +22,18 @@ _KINDS = {
 """Content types of the files that are served; other files, such as weights, are not."""
 
 
-class Server(LocalServer):
+class ViewServer(LocalServer):
     """Server of the runs below a folder."""
 
     def __init__(self, root: Path, host: str, port: int, every: float, names: tuple[str, ...] = ()):
-        self.reader, self.every = Reader(root), every
-        super().__init__(host, port, _Handler, names)
+        self.reader, self.every = RunReader(root), every
+        super().__init__(host, port, _ViewHandler, names)
 
 
-class _Handler(LocalHandler):
+class _ViewHandler(LocalHandler):
     @property
-    def _view(self) -> Server:
-        assert isinstance(self.server, Server)
+    def _view(self) -> ViewServer:
+        assert isinstance(self.server, ViewServer)
         return self.server
 
     def get(self, path: str, query: dict[str, list[str]]) -> None:

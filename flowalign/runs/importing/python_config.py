@@ -35,7 +35,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
 }
 
 
-class Tree(dict[str, Any]):
+class SettingsTree(dict[str, Any]):
     """Nested configuration that notes the keys that were assigned after its creation."""
 
     def __init__(self, values: Mapping[str, Any] | None = None):
@@ -46,14 +46,14 @@ class Tree(dict[str, Any]):
         """Return the assigned part of the configuration."""
         found: dict[str, Any] = {}
         for key, value in self.items():
-            inner = value.assigned_tree() if isinstance(value, Tree) else {}
+            inner = value.assigned_tree() if isinstance(value, SettingsTree) else {}
             if inner or key in self.assigned:
                 found[key] = inner or value
         return found
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: Tree(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    return {k: SettingsTree(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -71,8 +71,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "tuple": tuple,
     "os.path.join": lambda *parts: "/".join(str(part) for part in parts if part),
     "os.getcwd": lambda: "",
-    "ml_collections.ConfigDict": Tree,
-    "ConfigDict": Tree,
+    "ml_collections.ConfigDict": SettingsTree,
+    "ConfigDict": SettingsTree,
 }
 
 
@@ -106,7 +106,7 @@ class PythonConfig:
             if not node.args.args and not name.startswith("_")
         ]
 
-    def evaluate(self, name: str) -> Tree:
+    def evaluate(self, name: str) -> SettingsTree:
         """Return the nested configuration of a function.
 
         Raises:
@@ -118,7 +118,7 @@ class PythonConfig:
             result = self._call(self.functions[name], [], {})
         except (TypeError, KeyError, AttributeError, ArithmeticError, IndexError) as error:
             raise ValueError(f"function {name} cannot be evaluated: {error!r}") from error
-        if not isinstance(result, Tree):
+        if not isinstance(result, SettingsTree):
             raise ValueError(f"function {name} returns {type(result).__name__}, no configuration")
         return result
 
@@ -245,7 +245,7 @@ class PythonConfig:
         if name in self.functions:
             return self._call(self.functions[name], args, named)
         if name.rpartition(".")[2] == "get_config":
-            return Tree(self._base)
+            return SettingsTree(self._base)
         if name in _FUNCTIONS:
             return _FUNCTIONS[name](*args, **named)
         raise _not_understood(node)
@@ -253,7 +253,7 @@ class PythonConfig:
 
 def _set(owner: dict[str, Any], name: str, value: Any) -> None:
     owner[name] = value
-    if isinstance(owner, Tree):
+    if isinstance(owner, SettingsTree):
         owner.assigned.add(name)
 
 

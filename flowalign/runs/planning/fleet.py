@@ -66,18 +66,6 @@ def young_interval(save: float, failure: float, workers: int) -> float:
     return sqrt(2 * save * failure / workers)
 
 
-def expected_segment(fleet: Fleet, work: float) -> float:
-    """Return the expected seconds for `work` seconds and a checkpoint; a failure repeats both.
-
-    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval (2006), with
-    restarts that do not fail.
-    """
-    if fleet.failure == inf:
-        return work + fleet.save
-    mean = fleet.failure / fleet.workers
-    return (mean + fleet.restart) * (exp((work + fleet.save) / mean) - 1)
-
-
 def simulate(fleet: Fleet, steps: int, seed: int = 0) -> Outcome:
     """Return the outcome of a run of `steps` updates; equal seeds give equal outcomes."""
     return _Run(fleet, steps, np.random.default_rng(seed)).finish()

@@ -19,7 +19,13 @@ from flowalign.data.media.image_grid import write_picture
 from flowalign.data.media.media import Media
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.sample.sampling_job import SamplingJob
-from flowalign.studies.benchmark.items import Item, ModelFolder, Place, split_blocks, summarise
+from flowalign.studies.benchmark.items import (
+    BenchmarkItem,
+    ModelFolder,
+    Place,
+    split_blocks,
+    summarise,
+)
 from flowalign.types import Request
 from flowalign.utils.console import Progress
 from flowalign.utils.manifest import agree
@@ -31,7 +37,7 @@ BASE = "base"
 
 
 @dataclass(frozen=True)
-class Model:
+class BenchmarkModel:
     """Weights that are evaluated."""
 
     name: str
@@ -52,7 +58,7 @@ class BenchmarkJob:
     """Scorers. None: the official tool scores the images."""
     dims: Sequence[str]
     """Dimensions that every item needs."""
-    models: Sequence[Model]
+    models: Sequence[BenchmarkModel]
     """Models, the base first."""
     settings: Mapping[str, Any]
     """Settings that determine images and scores, equal for all models."""
@@ -65,7 +71,7 @@ class BenchmarkJob:
         one = self.sampler
         return split_blocks(len(one.requests), one.count, one.micro_batch)
 
-    def folder(self, model: Model) -> ModelFolder:
+    def folder(self, model: BenchmarkModel) -> ModelFolder:
         """Return the files of a model."""
         text = summarise({**self.settings, "weights": model.digest})
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -99,7 +105,7 @@ class BenchmarkJob:
                     done += 1
         return made
 
-    def _find_unfinished(self, model: Model) -> Iterator[int]:
+    def _find_unfinished(self, model: BenchmarkModel) -> Iterator[int]:
         """Yield the blocks of this shard that lack images or scores."""
         i, n = self.shard
         folder = self.folder(model)
@@ -126,10 +132,10 @@ class BenchmarkJob:
     def _requests(self, places: Sequence[Place]) -> list[Request]:
         return [self.sampler.requests[place.row] for place in places]
 
-    def _score(self, folder: ModelFolder, places: Sequence[Place]) -> list[Item]:
+    def _score(self, folder: ModelFolder, places: Sequence[Place]) -> list[BenchmarkItem]:
         """Return the items with the scores of their files."""
         if self.rewards is None:
-            return [Item(*place, {}) for place in places]
+            return [BenchmarkItem(*place, {}) for place in places]
         media = torch.stack([_read(folder.media(place)) for place in places])
         batch = self.rewards.batch(media, self._requests(places), (), self.sampler.fps)
         output = self.rewards.score(batch)
@@ -137,7 +143,7 @@ class BenchmarkJob:
         for i, place in enumerate(places):
             row = zip(self.rewards.dims, output.values[i].tolist(), output.valid[i], strict=True)
             scores = {dim: value if valid else None for dim, value, valid in row}
-            items.append(Item(*place, scores, output.reasons.get(i, "")))
+            items.append(BenchmarkItem(*place, scores, output.reasons.get(i, "")))
         return items
 
 

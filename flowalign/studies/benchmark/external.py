@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.studies.benchmark.card import Card
-from flowalign.studies.benchmark.items import Item, Place
+from flowalign.studies.benchmark.items import BenchmarkItem, Place
 
 
 def read_scores(
     file: str, card: Card, models: Sequence[str], places: Sequence[Place], columns: Sequence[str]
-) -> list[list[Item]]:
+) -> list[list[BenchmarkItem]]:
     """Return the items of each model, in the same order for all of them.
 
     `columns` are group columns that every row needs.
@@ -25,7 +25,7 @@ def read_scores(
     Raises:
         ValueError: The file is malformed, or does not score every image of every model equally.
     """
-    found: dict[str, dict[tuple[Any, ...], Item]] = {name: {} for name in models}
+    found: dict[str, dict[tuple[Any, ...], BenchmarkItem]] = {name: {} for name in models}
     known = set(places)
     for where, row in _read_rows(Path(file)):
         name = row.get("model")
@@ -41,7 +41,7 @@ def read_scores(
         groups = {column: _read_group(row, column, where) for column in columns}
         key = (*place, *groups.values())
         number = sum(1 for earlier in found[name] if earlier[: len(key)] == key)
-        found[name][(*key, number)] = Item(*place, scores, groups=groups)
+        found[name][(*key, number)] = BenchmarkItem(*place, scores, groups=groups)
     first = found[models[0]]
     for name in models:
         _check_complete(file, name, found[name], first, places)
@@ -52,8 +52,8 @@ def read_scores(
 def _check_complete(
     file: str,
     name: str,
-    items: Mapping[tuple[Any, ...], Item],
-    first: Mapping[tuple[Any, ...], Item],
+    items: Mapping[tuple[Any, ...], BenchmarkItem],
+    first: Mapping[tuple[Any, ...], BenchmarkItem],
     places: Sequence[Place],
 ) -> None:
     scored = {item.place for item in items.values()}

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Item:
+class BenchmarkItem:
     """Scored image or video."""
 
     row: int
@@ -78,13 +78,13 @@ class ModelFolder:
         """Return the file of an item."""
         return self.folder / "media" / f"{place.name}{self.suffix}"
 
-    def write(self, block: int, items: Sequence[Item]) -> None:
+    def write(self, block: int, items: Sequence[BenchmarkItem]) -> None:
         """Write the scores of a block."""
         content = {"settings": self.settings, "items": [asdict(item) for item in items]}
         self._block(block).parent.mkdir(parents=True, exist_ok=True)
         write_text(self._block(block), json.dumps(content) + "\n")
 
-    def read(self, block: int) -> list[Item] | None:
+    def read(self, block: int) -> list[BenchmarkItem] | None:
         """Return the scores of a block; None if it is missing.
 
         Raises:
@@ -99,7 +99,7 @@ class ModelFolder:
                 f"{path} was made with other settings than this command;\n"
                 "run all shards with the same options, or choose another --out"
             )
-        return [Item(**row) for row in content["items"]]
+        return [BenchmarkItem(**row) for row in content["items"]]
 
     def is_done(self, block: int, places: Sequence[Place], dims: Sequence[str]) -> bool:
         """Return whether a block has all images, and a score of each dimension."""
@@ -116,7 +116,7 @@ class ModelFolder:
 
 def collect(
     model: ModelFolder, blocks: Sequence[Sequence[Place]], dims: Sequence[str], name: str
-) -> list[Item]:
+) -> list[BenchmarkItem]:
     """Return all items of a model in order.
 
     Raises:
@@ -143,7 +143,7 @@ def collect(
     return items
 
 
-def check_scores(items: Sequence[Item], dims: Sequence[str], name: str) -> None:
+def check_scores(items: Sequence[BenchmarkItem], dims: Sequence[str], name: str) -> None:
     """Raise ValueError if items have no score."""
     failed = [item for item in items if item.failed(dims)]
     if failed:

@@ -17,7 +17,7 @@ from flowalign.studies.benchmark.benchmark_job import BenchmarkJob
 from flowalign.studies.benchmark.card import Card
 from flowalign.studies.benchmark.deviations import Used, find_deviations
 from flowalign.studies.benchmark.external import read_scores
-from flowalign.studies.benchmark.items import Item, collect
+from flowalign.studies.benchmark.items import BenchmarkItem, collect
 from flowalign.studies.benchmark.statistics import Table, compute_lines, join_dimensions
 from flowalign.studies.benchmark.vbench import read_results
 from flowalign.types import Request
@@ -74,7 +74,7 @@ def write_report(run: BenchmarkRun) -> str:
     return tables.to_markdown(results)
 
 
-def _read_items(run: BenchmarkRun) -> list[list[Item]]:
+def _read_items(run: BenchmarkRun) -> list[list[BenchmarkItem]]:
     job, card = run.job, run.card
     names = [model.name for model in job.models]
     dims = () if run.scores else job.dims
@@ -103,7 +103,7 @@ def _number_prompts(requests: Sequence[Request]) -> list[int]:
 
 
 def _build_table(
-    card: Card, items: Sequence[Item], requests: Sequence[Request], cluster: Sequence[int]
+    card: Card, items: Sequence[BenchmarkItem], requests: Sequence[Request], cluster: Sequence[int]
 ) -> Table:
     """Return the columns of the items of one model."""
     groups = {
@@ -117,7 +117,7 @@ def _build_table(
     return Table(scores, groups, torch.tensor([cluster[item.row] for item in items]))
 
 
-def _find_group(item: Item, column: str, metadata: Mapping[str, Any]) -> str:
+def _find_group(item: BenchmarkItem, column: str, metadata: Mapping[str, Any]) -> str:
     found = (item.groups or {}).get(column, metadata.get(column))
     if found is None:
         raise ValueError(f"row {item.row} of the prompt file has no column {column!r}")
@@ -125,7 +125,7 @@ def _find_group(item: Item, column: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _scored_images(
-    run: BenchmarkRun, items: Sequence[Sequence[Item]], data: Sequence[Table]
+    run: BenchmarkRun, items: Sequence[Sequence[BenchmarkItem]], data: Sequence[Table]
 ) -> ScoredImages:
     """Return the images of the first and of the last model, ordered by the first metric."""
     job = run.job

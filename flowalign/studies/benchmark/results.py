@@ -8,16 +8,13 @@ from typing import Any
 
 from flowalign.studies.benchmark.card import Card
 from flowalign.studies.benchmark.deviations import Deviation
-from flowalign.studies.benchmark.statistics import REPEATS, Estimate, Line
+from flowalign.studies.benchmark.statistics import REPEATS, Estimate, ResultLine
 from flowalign.utils.files import write_json, write_text
 
 _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
 INTERVAL = (
     f"Brackets: 95 % interval of {REPEATS} bootstrap resamples of whole prompts; "
     "differences use the same resamples for both models."
-)
-NOISES = (
-    "Initial noises are drawn by flowalign, so images differ from those of the official script."
 )
 
 
@@ -33,7 +30,7 @@ class Results:
     """Names of the models, the base first."""
     digests: Sequence[str]
     """Hashes of their weights."""
-    lines: Sequence[Line]
+    lines: Sequence[ResultLine]
     """Numbers of all models."""
     deviations: Sequence[Deviation]
     """Settings that differ from the card."""

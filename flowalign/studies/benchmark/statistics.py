@@ -53,14 +53,9 @@ class Estimate:
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Return whether the interval does not contain 0."""
-        return self.low > 0 or self.high < 0
-
 
 @dataclass(frozen=True)
-class Line:
+class ResultLine:
     """Row of the result table."""
 
     metric: str
@@ -75,9 +70,9 @@ class Line:
     """Difference of each model but the first to the first, over the same resamples."""
 
 
-def compute_lines(card: Card, tables: Sequence[Table]) -> list[Line]:
+def compute_lines(card: Card, tables: Sequence[Table]) -> list[ResultLine]:
     """Return all numbers of a benchmark for several models on the same items."""
-    lines: list[Line] = []
+    lines: list[ResultLine] = []
     metrics = {metric.name: metric for metric in card.metrics}
     for metric in card.metrics:
         if metric.overall:
@@ -97,7 +92,7 @@ def compute_lines(card: Card, tables: Sequence[Table]) -> list[Line]:
 
 def _compute_line(
     name: str, group: str, metrics: Mapping[str, Metric], tables: Sequence[Table]
-) -> Line:
+) -> ResultLine:
     first = tables[0]
     statistics = [_statistic(name, metrics, table) for table in tables]
     stratum = find_strata(metrics[name], first)
@@ -106,7 +101,7 @@ def _compute_line(
     def difference(other: Statistic) -> Statistic:
         return lambda weight: other(weight) - statistics[0](weight)
 
-    return Line(
+    return ResultLine(
         name,
         group,
         len(first.cluster.unique()),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.studies.benchmark.card import Card, Group
-from flowalign.studies.benchmark.items import Item, ModelFolder, Place
+from flowalign.studies.benchmark.items import BenchmarkItem, ModelFolder, Place
 from flowalign.types import Request
 
 LONGEST = 180
@@ -43,7 +43,7 @@ def read_results(
     models: Sequence[str],
     places: Sequence[Place],
     requests: Sequence[Request],
-) -> list[list[Item]]:
+) -> list[list[BenchmarkItem]]:
     """Return the items of each model, a pair of clip and dimension each, in the same order.
 
     `paths` holds a results file per model, or a folder of such files. A clip that the official
@@ -95,7 +95,7 @@ def _read_dimension(
     group: Group,
     places: Sequence[Place],
     requests: Sequence[Request],
-) -> list[Item]:
+) -> list[BenchmarkItem]:
     """Return one item per clip of a dimension, after checks that none is missing."""
     where = f"{path}, {name}"
     if name not in results:
@@ -124,7 +124,9 @@ def _read_dimension(
     unit = 0.01 if percent else 1.0  # imaging_quality scores clips from 0 to 100
     values = {place: scores.get(place, NOT_SCORED) for place in expected}
     return [
-        Item(*place, {"score": math.nan if _is_left_out(v, group) else unit * v}, "", groups)
+        BenchmarkItem(
+            *place, {"score": math.nan if _is_left_out(v, group) else unit * v}, "", groups
+        )
         for groups in [{"dimension": name}]
         for place, v in values.items()
     ]

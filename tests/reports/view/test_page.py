@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from flowalign.reports.view.page import MOST_CHOSEN, page
-from flowalign.reports.view.runs import Reader
+from flowalign.reports.view.runs import RunReader
 from tests.fixtures.fake_run import fake_run, write_rows
 from tests.fixtures.pages import addresses, captions, charts
 
@@ -33,7 +33,7 @@ def root(tmp_path):
 
 
 def shown(root, *wanted, more=False):
-    return page("runs", Reader(root).read(), wanted, more, 5.0)
+    return page("runs", RunReader(root).read(), wanted, more, 5.0)
 
 
 def test_the_chosen_runs_are_drawn_in_one_chart_a_metric(root):
@@ -123,7 +123,7 @@ def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
 
 def test_hundreds_of_runs_of_thousands_of_steps_are_a_page_that_a_browser_bears(root):
     write_rows(root / "a", made(3000))
-    (state,) = (run for run in Reader(root).read() if run.name == "a")
+    (state,) = (run for run in RunReader(root).read() if run.name == "a")
     runs = [state.__class__(**{**vars(state), "name": f"run-{i}"}) for i in range(400)]
     content = page("runs", runs, [run.name for run in runs], True, 5.0)
     assert content.count('name="run"') == 400

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from flowalign.reports.view.runs import MOST_STEPS_BETWEEN, Reader, find, flat
+from flowalign.reports.view.runs import MOST_STEPS_BETWEEN, RunReader, find, flat
 from tests.fixtures.fake_run import SUMMARY, fake_run, write_rows
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def state_of(folder):
-    (state,) = Reader(folder.parent).read()
+    (state,) = RunReader(folder.parent).read()
     return state
 
 
@@ -156,13 +156,13 @@ def test_runs_that_links_lead_to_elsewhere_are_not_read(folder, tmp_path):
     for name in ("config.yaml", "metrics.jsonl"):
         (parts / name).symlink_to(outside / name)
     (folder / "failure.txt").symlink_to(outside / "config.yaml")
-    assert [state.name for state in Reader(folder.parent).read()] == ["one"]
-    assert "secret" not in str(Reader(folder.parent).read())
+    assert [state.name for state in RunReader(folder.parent).read()] == ["one"]
+    assert "secret" not in str(RunReader(folder.parent).read())
 
 
 def test_a_run_that_vanishes_while_it_is_read_is_left_out(folder, monkeypatch):
     other = fake_run(folder.parent / "two")
-    reader = Reader(folder.parent)
+    reader = RunReader(folder.parent)
     assert len(reader.read()) == 2
     monkeypatch.setattr("flowalign.reports.view.runs.find", lambda _: iter([folder, other]))
     shutil.rmtree(other)
@@ -171,7 +171,7 @@ def test_a_run_that_vanishes_while_it_is_read_is_left_out(folder, monkeypatch):
 
 def test_what_has_not_changed_is_not_read_again_and_what_has_is(folder, monkeypatch):
     fake_run(folder.parent / "two")
-    reader, read = Reader(folder.parent), []
+    reader, read = RunReader(folder.parent), []
     from flowalign.reports.view import runs
 
     original = runs.read
@@ -189,7 +189,7 @@ def test_what_has_not_changed_is_not_read_again_and_what_has_is(folder, monkeypa
 def test_runs_that_go_on_come_first_then_the_latest(folder):
     for name, seconds in (("old", 900.0), ("new", 100.0)):
         age(fake_run(folder.parent / name), seconds)
-    assert [state.name for state in Reader(folder.parent).read()] == ["one", "new", "old"]
+    assert [state.name for state in RunReader(folder.parent).read()] == ["one", "new", "old"]
 
 
 def test_thousands_of_steps_are_as_many_points_as_a_chart_can_show(folder):

@@ -31,7 +31,7 @@ def root(tmp_path):
 def served(root):
     """The server on a free port, in a thread."""
     names = ("127.0.0.1", "localhost")
-    with serving.Server(root, "127.0.0.1", 0, 1.0, names) as server:
+    with serving.ViewServer(root, "127.0.0.1", 0, 1.0, names) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield server
@@ -158,13 +158,13 @@ def test_the_verb_serves_until_interrupted(root, monkeypatch, capsys):
         assert server.server_address[0] == "127.0.0.1"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving.Server, "serve_forever", interrupted)
+    monkeypatch.setattr(serving.ViewServer, "serve_forever", interrupted)
     assert call(root, "--port", "0") == 0
     assert "on http://127.0.0.1:" in capsys.readouterr().err
 
 
 def test_an_address_that_others_reach_is_served_with_a_warning(root, monkeypatch, capsys):
-    monkeypatch.setattr(serving.Server, "serve_forever", lambda server: None)
+    monkeypatch.setattr(serving.ViewServer, "serve_forever", lambda server: None)
     assert call(root, "--port", "0", "--host", "0.0.0.0") == 0
     assert "everyone who can reach this machine can read the runs" in capsys.readouterr().err
 
