@@ -12,7 +12,7 @@ from flowalign.functional.noise_calibration import initial_levels
 from flowalign.functional.transition import DanceSDE
 from flowalign.reports.calibration_chart import calibration_charts
 from flowalign.sampling.calibration import Calibration, calibrate, read_calibration
-from flowalign.sampling.settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.policy_gradient.calibrate import draws
 from flowalign.types import plain_requests
 
