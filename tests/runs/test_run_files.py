@@ -400,6 +400,17 @@ def test_every_method_composes_with_every_model(model):
         assert pair.origins["policy.class_path"] == files[0], method
 
 
+def test_a_method_with_rewards_of_its_own_drops_the_thresholds_of_the_model():
+    extended = ROOT / "configs/methods/flow_grpo_wan21.yaml"
+    for file in sorted({*(ROOT / "configs/methods").glob("*.yaml")} - {extended}):
+        values = compose(["configs/models/wan21_1_3b.yaml", str(file)]).values
+        weights = [entry.get("weight") for entry in values["rewards"]]
+        named = {dim for one in weights if isinstance(one, dict) for dim in one}
+        advantages = values["recipe"]["init_args"].get("advantages") or {}
+        bounds = advantages.get("thresholds") or {"at": {}}
+        assert bounds["at"].keys() <= named, file
+
+
 def test_models_that_methods_go_behind_are_complete():
     wanted = {"policy", "rewards", "num_steps", "recipe", "evaluation"}
     for file in sorted((ROOT / "configs/models").glob("*.yaml")):
