@@ -130,6 +130,31 @@ def test_a_run_file_of_a_component_trains_one_step(matrix, latent_rewards, name)
     assert not [f.name for f in labelled if f.read_text().startswith("# [checked only]")]
 
 
+TOYS = (
+    *("shapes_draft", "shapes_draft tasks/shapes_hyper_align", "shapes_parrot", "shapes_adjoint"),
+    *("shapes_flow_nrg", "shapes_edit_cogni", "shapes_edit_nft", "shapes_edit_tempflow"),
+    *("words_draft", "shapes tasks/shapes_places", "shapes tasks/shapes_star"),
+    *("credit/toy_shapes/b2_diffurl", "credit/toy_shapes/cogni_edit", "credit/toy_shapes/e_grpo"),
+    *("credit/toy_shapes/dynamic_treerpo", "credit/toy_shapes/flow_grpo_cps"),
+    *("credit/toy_shapes/g2rpo", "credit/toy_shapes/gcpo", "credit/toy_shapes/step_dpo"),
+    *("credit/toy_shapes/step_grpo", "credit/toy_shapes/tree_grpo"),
+)
+"""Run files of toy models that no other test trains; each content trains two."""
+
+
+@pytest.mark.parametrize("toy", random.Random(content_hash()).sample(TOYS, 2))
+def test_a_run_file_of_a_toy_model_trains_one_step(matrix, toy):
+    files = [f"configs/{name}.yaml" for name in toy.split()]
+    matrix.check_files("shapes_video", files)  # which changes no path and no size
+    assert matrix.train_files("shapes_video", files, Path("out/toy"))["steps"] == 1
+
+
+def test_run_files_of_toy_models_that_train_one_step_say_so():
+    for toy in TOYS:
+        text = (ROOT / f"configs/{toy.split()[-1]}.yaml").read_text()
+        assert text.startswith(("# [step tested] ", "# [run on CPU] ")), toy
+
+
 @pytest.mark.parametrize("model", ["z_image", "qwen_image21"])
 def test_a_critic_is_refused_where_it_cannot_read_features(matrix, model):
     result = matrix.result(model, "critic", trains=False)
