@@ -93,6 +93,7 @@ def test_the_values_borrowed_for_editing_models_are_those_of_flow_grpo(model, va
     groups = sampling.samples_per_prompt, recipe.prompts_per_step
     assert (*steps, *groups, sampling.eta, recipe.micro_batch) == values
     assert recipe.micro_batch == sampling.micro_batch
+    assert (recipe.updates_per_step, recipe.advantages.scale) == (2, "batch")
     assert (recipe.algorithm.clip, recipe.algorithm.kl_coef) == (1e-4, 0.0)
     assert (run.ema is None) == (model != "flux1_kontext")
     assert (policy.height, policy.width, policy.precision) == (512, 512, "bf16")
