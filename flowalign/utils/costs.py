@@ -23,6 +23,9 @@ class Costs:
     reward_calls: int = 0
     """Number of scored samples, counted once per reward model."""
 
+    def __post_init__(self) -> None:
+        self._fraction = 0.0
+
     @property
     def network_evaluations(self) -> int:
         """Return the number of all evaluations of the denoiser."""
@@ -39,6 +42,16 @@ class Costs:
                 self.sampling_evaluations += size
 
         denoiser.register_forward_pre_hook(count, with_kwargs=True)
+
+    def count_share(self, share: float, samples: int) -> None:
+        """Count `samples` passes through a share of the denoiser, without gradient.
+
+        Fractions are carried over, so the sum of many calls is rounded once.
+        """
+        self._fraction += share * samples
+        whole = round(self._fraction)
+        self._fraction -= whole
+        self.sampling_evaluations += whole
 
     @contextmanager
     def paused(self) -> Iterator[None]:

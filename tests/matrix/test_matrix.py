@@ -138,6 +138,7 @@ TOYS = (
     *("credit/toy_shapes/dynamic_treerpo", "credit/toy_shapes/flow_grpo_cps"),
     *("credit/toy_shapes/g2rpo", "credit/toy_shapes/gcpo", "credit/toy_shapes/step_dpo"),
     *("credit/toy_shapes/step_grpo", "credit/toy_shapes/tree_grpo"),
+    *("credit/toy_shapes/euphonium", "credit/toy_shapes/latent_gain"),
 )
 """Run files of toy models that no other test trains; each content trains two."""
 

@@ -33,7 +33,7 @@ def latent_scores(
             reward.score(x, trajectory.sigmas[k], take_rows(trajectory.cond, row)).float().cpu()
             for x, row in zip(states, asked.split(micro_batch), strict=True)
         ]
-    rewards.costs.sampling_evaluations += round(reward.evaluation_share * len(rows))
+    rewards.costs.count_share(reward.evaluation_share, len(rows))
     found = torch.cat(parts)
     table = torch.full((len(found), len(rewards.dims)), torch.nan)
     for column, dim in enumerate(rewards.dims):
