@@ -32,6 +32,19 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise ValueError with the file's name if it holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # invalid JSON or UTF-8
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: expected an object, got {str(content)[:40]}")
+    return content
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; non-finite numbers become null, because JSON has no NaN."""
     write_text(path, to_json(content, indent=1) + "\n")

@@ -32,7 +32,7 @@ from pipelines.policy import Precision
 _processors = LazyModule("diffusers.models.attention_processor")
 
 
-class UserEmbeddings(UserConditioning):
+class UserEmbeddingFile(UserConditioning):
     """Embeddings of users from a file; unknown users get zeros."""
 
     embeddings: Mapping[str, Tensor]
@@ -100,7 +100,7 @@ class PersonalSD15(ExtendedPolicy):
 
     weights_file = "user_attention.safetensors"
     """File of the keys and values of the user attention, by layer of the UNet."""
-    user_conditioning: UserEmbeddings
+    user_conditioning: UserEmbeddingFile
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class PersonalSD15(ExtendedPolicy):
     def extend(self, make_base: Callable[[], UNetPolicy], users: str, strength: float) -> None:
         """Initialize with a base model, the file of users and the strength of their attention."""
         super().__init__(make_base)
-        self.user_conditioning = UserEmbeddings(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.user_conditioning = UserEmbeddingFile(  # pyright: ignore[reportIncompatibleVariableOverride]
             bundled(users)
         )
         self.strength = strength

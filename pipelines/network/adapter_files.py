@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipelines.parts.folder import read_json
+from flowalign.utils.files import read_object
 from pipelines.parts.libraries import diffusers, peft
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
 
@@ -215,7 +215,7 @@ def _read_peft(where: Path) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors as they were trained, and alpha."""
     found = read_tensors(require_file(where / PEFT_FILE))
     state = {k.removeprefix(_PEFT_PREFIX): v for k, v in found.items() if not k.endswith(".alpha")}
-    return state, read_json(require_file(where / PEFT_CONFIG)).get("lora_alpha")
+    return state, read_object(require_file(where / PEFT_CONFIG)).get("lora_alpha")
 
 
 def _read_diffusers(part: str, denoiser: Any, file: Path) -> tuple[dict[str, Tensor], Any]:

@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from pipelines.parts.folder import Folder, read_json
+from flowalign.utils.files import read_object
+from pipelines.parts.folder import Folder
 from pipelines.parts.libraries import diffusers
 from pipelines.parts.tensors import dequantize
 
@@ -62,7 +63,7 @@ def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
 def _check_configurations(folder: Path, library: str, kind: str) -> None:
     """Check that a component's configuration files are readable and name classes of diffusers."""
     for file in sorted(folder.glob("*config.json")):
-        config = read_json(file)
+        config = read_object(file)
         if library != "diffusers":
             continue
         unknown = {kind, config.get("_class_name", "without _class_name")} - {*dir(diffusers)}

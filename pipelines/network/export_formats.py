@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flowalign.types import ExportTarget, Policy
+from flowalign.utils.files import read_object
 from pipelines.network.adapter_files import (
     PEFT_CONFIG,
     PEFT_FILE,
@@ -23,9 +24,8 @@ from pipelines.network.adapter_files import (
 )
 from pipelines.network.attention_dtype import keep_dtype
 from pipelines.network.denoisers import Denoisers
-from pipelines.network.verification import Probe
+from pipelines.network.verification import VerificationSamples
 from pipelines.network.weights import Lora, load_pipeline, prepare_training
-from pipelines.parts.folder import read_json
 from pipelines.parts.libraries import peft
 from pipelines.parts.tensors import require_file
 
@@ -70,7 +70,7 @@ def check_export(network: Denoisers, folder: str, target: ExportTarget) -> None:
 
 def _check_fits(network: Denoisers, part: str, folder: str) -> None:
     _, where = adapter_place(part, folder)
-    about = read_json(require_file(where / PEFT_CONFIG))
+    about = read_object(require_file(where / PEFT_CONFIG))
     lora = Lora(
         rank=about["r"],
         alpha=about["lora_alpha"],
@@ -120,7 +120,11 @@ def export(
             save_for_peft(name, denoiser, out, dtype)
         else:
             _save_for_comfyui(name, denoiser, out, dtype)
-    return None if target == "comfyui" else _difference(network, Probe(policy), out, target)
+    return (
+        None
+        if target == "comfyui"
+        else _difference(network, VerificationSamples(policy), out, target)
+    )
 
 
 def _round(network: Any, dtype: torch.dtype) -> None:
@@ -152,7 +156,9 @@ def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> 
         raise OSError(f"{where / COMFYUI_FILE} differs from the adapter after writing")
 
 
-def _difference(network: Denoisers, probe: Probe, out: str, target: ExportTarget) -> float:
+def _difference(
+    network: Denoisers, probe: VerificationSamples, out: str, target: ExportTarget
+) -> float:
     """Return the velocity difference to networks loaded by the public loader of the target."""
     expected = probe.velocity(probe.policy.denoiser)
     fresh = load_pipeline(network.folder, network.dtype)

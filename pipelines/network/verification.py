@@ -16,7 +16,7 @@ from pipelines.network.offload import place
 from pipelines.network.weights import load_pipeline
 
 
-class Probe:
+class VerificationSamples:
     """Two fixed samples, at a high and a low noise level, on which any denoiser is evaluated.
 
     Two levels are needed because low noise may use another network.
@@ -43,7 +43,7 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
 
     Networks are loaded one at a time, and each is freed before the next one is loaded.
     """
-    probe = Probe(policy)
+    probe = VerificationSamples(policy)
     trained = {name: network.components[name] for name in network.trained}
     with undivide([network.components[n] for n in network.names]), fold_alpha(trained.values()):
         expected = probe.velocity(policy.denoiser)
@@ -56,7 +56,9 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
     return max(differences)
 
 
-def _velocity_of_saved(network: Denoisers, probe: Probe, name: str, folder: str) -> Tensor:
+def _velocity_of_saved(
+    network: Denoisers, probe: VerificationSamples, name: str, folder: str
+) -> Tensor:
     saved = _load_saved(network, name, folder, probe.x.device)
     keep_dtype(saved)
     place(saved, probe.x.device, network.setup.offload)

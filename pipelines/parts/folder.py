@@ -1,7 +1,6 @@
 """Reads the configuration files of a pipeline folder before any weights are read."""
 
 import importlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flowalign.utils.files import read_object
 from flowalign.utils.hub import cached_file, file_of
 from pipelines.parts.libraries import diffusers, find_class
 from pipelines.parts.published import PublishedModel, find
@@ -71,7 +71,7 @@ class Folder:
             return config
         if Path(self.path).exists() and not Path(self.path, component, name).is_file():
             raise ValueError(self.refuse(f"{component}/{name} is missing"))
-        return read_json(self.file(name, component))
+        return read_object(self.file(name, component))
 
     def index(self) -> dict[str, Any]:
         """Return the content of `model_index.json`."""
@@ -80,14 +80,14 @@ class Folder:
             return dict(self.published.index)
         if Path(self.path).exists() and not Path(self.path, INDEX).is_file():
             raise ValueError(self.refuse(f"{INDEX} is missing"))
-        return read_json(self.file(INDEX))
+        return read_object(self.file(INDEX))
 
     def _compare(self, component: str | None, name: str) -> None:
         """Compare the values in the package with a downloaded file, if there is one."""
         file = cached_file(self.path, name, component)
         if file is None or self.published is None:
             return
-        if key := self.published.differing_key(component, read_json(file)):
+        if key := self.published.differing_key(component, read_object(file)):
             folder = file.parent if component is None else file.parent.parent
             raise ValueError(
                 f"{file} has another {key} than pipelines/parts/published, so the plan would be "
@@ -148,18 +148,3 @@ class Folder:
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
         return f"{self.path} is not a {self.kind} folder: {reason}"
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        ValueError: The file is damaged or does not hold an object.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # invalid JSON or UTF-8
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: expected an object, got {str(content)[:40]}")
-    return content

@@ -4,7 +4,7 @@ A plan builds networks on the meta device. This imports diffusers, transformers 
 takes seven of ten seconds of CPU time. `assets/bench/plans.py` writes the records. Each belongs to
 one policy class with all settings that a plan depends on, to the configuration files of the model,
 to the code that plans, and to the versions of the libraries. Any other plan is computed, so a
-change of the code costs time, and never gives a plan of before.
+change of the code costs time, and never returns an outdated plan.
 """
 
 import hashlib

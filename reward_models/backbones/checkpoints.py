@@ -121,17 +121,6 @@ def read_transformers(kind: Any, source: str) -> Any:
     return network
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; raise ValueError with the file's name if it holds none."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
-
-
 def to_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert 16-bit floating-point tensors to float32 and leave all others unchanged."""
     half = (torch.float16, torch.bfloat16)

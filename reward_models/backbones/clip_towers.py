@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     find_folder,
     load_exactly,
     on_meta_device,
-    read_json,
     read_tensors,
     read_weights,
     to_float32,
@@ -171,7 +171,7 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
     """
     kinds = {"clip": "CLIP", "siglip": "Siglip"}
     folder = find_folder(source, DESCRIPTIONS)
-    config = read_json(find_file(str(folder), "config.json"))
+    config = read_object(find_file(str(folder), "config.json"))
     if config.get("model_type") not in kinds:
         raise ValueError(
             f"{source} holds a model of type {config.get('model_type')!r}; expected {list(kinds)}"
@@ -227,7 +227,7 @@ def _read_published(model: str, tag: str) -> OpenClipTowers:
 
 def _sizes(model: str) -> dict[str, Any]:
     if model.endswith(".json"):
-        return read_json(find_file(model))
+        return read_object(find_file(model))
     config = open_clip.get_model_config(model)
     if config is None:
         raise ValueError(f"model {model!r} is neither an architecture of open_clip nor a JSON file")
@@ -246,7 +246,7 @@ def _open_clip_preprocessing(config: Mapping[str, Any]) -> Preprocessing:
 
 def _preprocessing(path: Path) -> Preprocessing:
     """Read the preprocessing that a `preprocessor_config.json` describes."""
-    config = read_json(path)
+    config = read_object(path)
     size, crops = config.get("size"), config.get("do_center_crop", False)
     squash = isinstance(size, dict) and "height" in size
     sides = _sides(size) | (_sides(config.get("crop_size")) if crops else set())

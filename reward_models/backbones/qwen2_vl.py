@@ -16,11 +16,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     load_exactly,
     on_meta_device,
-    read_json,
     rename_tensors,
 )
 from reward_models.backbones.libraries import transformers
@@ -119,7 +119,7 @@ def read_base(source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl") -> tu
     """
     names = ("config.json", "tokenizer.json", "tokenizer_config.json")
     paths = [find_file(source, name) for name in names]
-    if (found := read_json(paths[0]).get("model_type")) != kind:
+    if (found := read_object(paths[0]).get("model_type")) != kind:
         raise ValueError(f"{source} is of type {found!r}, not {kind}")
     folder = paths[0].parent
     config = getattr(transformers, _CLASSES[kind][0]).from_pretrained(folder)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
+from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
 from reward_models.backbones.answer_tokens import find_answer_tokens, find_single_tokens
-from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_json
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of
 from reward_models.backbones.frames import at_rate, each_second
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
@@ -262,7 +263,7 @@ class QwenYesNo(YesNoJudge):
 
 
 def _read_processor(folder: Path) -> Any:
-    kind = read_json(folder / "config.json").get("model_type")
+    kind = read_object(folder / "config.json").get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"{folder} holds a {kind}; a judge is one of {', '.join(ARCHITECTURES)}")
     try:

@@ -12,12 +12,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     fingerprint_of,
     load_exactly,
     on_meta_device,
-    read_json,
     read_tensors,
     rename_tensors,
     to_float32,
@@ -144,7 +144,7 @@ class ImageReward(NetworkReward):
     def read(self) -> ImageRewardNetwork:
         """Read BLIP and the head; every key of the file is used or listed in `UNUSED`."""
         path = find_file(self.model, "ImageReward.pt")
-        med = read_json(find_file(self.model, "med_config.json"))
+        med = read_object(find_file(self.model, "med_config.json"))
         self.sizes = _read_sizes(path.parent)
         self.tokenizer = transformers.BertTokenizer(
             str(find_file(self.tokenizer_source, "vocab.txt"))
@@ -185,4 +185,4 @@ class ImageReward(NetworkReward):
 def _read_sizes(folder: Path) -> dict[str, int]:
     """Return the sizes in the folder's `sizes.json`, or those of BLIP-large."""
     path = folder / "sizes.json"
-    return {key: read_json(path)[key] for key in SIZES} if path.is_file() else SIZES
+    return {key: read_object(path)[key] for key in SIZES} if path.is_file() else SIZES

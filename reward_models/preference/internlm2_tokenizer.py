@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
-from reward_models.backbones.checkpoints import find_file, read_json
+from flowalign.utils.files import read_object
+from reward_models.backbones.checkpoints import find_file
 from reward_models.backbones.libraries import transformers
 
 _NORMAL = 1
@@ -129,7 +130,7 @@ def convert_tokenizer(source: str) -> Any:
     Raises:
         ValueError: A file is missing or damaged.
     """
-    config = read_json(find_file(source, "tokenizer_config.json"))
+    config = read_object(find_file(source, "tokenizer_config.json"))
     known = config.get("added_tokens_decoder")
     if not isinstance(known, dict):
         raise ValueError(f"tokenizer_config.json of {source} has no added_tokens_decoder")

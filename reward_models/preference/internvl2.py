@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     fingerprint_of,
     load_exactly,
     on_meta_device,
-    read_json,
     rename_tensors,
 )
 from reward_models.backbones.libraries import transformers
@@ -158,7 +158,7 @@ class InternVL2(Reader):
         self.tokenizer = read_tokenizer(self.source)
         path = find_file(self.base, "config.json")
         image = self.tokenizer.convert_tokens_to_ids(_IMAGE)
-        config = convert_config(read_json(path), path, image)  # pyright: ignore[reportArgumentType]
+        config = convert_config(read_object(path), path, image)  # pyright: ignore[reportArgumentType]
         text: Any = config.text_config
         self.width = text.hidden_size
         with on_meta_device():

@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from flowalign.utils.files import read_object
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_folder,
     fingerprint_of,
-    read_json,
     read_tensors,
     read_weights,
     rename_tensors,
@@ -224,7 +224,7 @@ def resize_rounding_once(
 
 def read_model_config(path: Path) -> dict[str, Any]:
     """Read a checkpoint's `model_config.json`; raise ValueError for unsupported values."""
-    config = read_json(path)
+    config = read_object(path)
     for part, expected in EXPECTED.items():
         for key, value in expected.items():
             if config[part][key] != value:
@@ -245,7 +245,7 @@ def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, d
     files = "non_lora_state_dict.pth", "adapter_model.safetensors"
     if missing := [name for name in (*files, "adapter_config.json") if not (step / name).is_file()]:
         raise ValueError(f"{step} has neither model.pth nor {missing[0]}")
-    adapter = read_json(step / "adapter_config.json")
+    adapter = read_object(step / "adapter_config.json")
     _check_lora(adapter, step / "adapter_config.json")
     # The original applies them in this order: trained weights replace the base model's.
     tensors = read_weights(base)

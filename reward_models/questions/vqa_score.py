@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     find_folder,
     fingerprint_of,
     load_exactly,
     on_meta_device,
-    read_json,
     read_weights,
     rename_tensors,
 )
@@ -136,7 +136,7 @@ class ClipFlanT5(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read T5, image encoder and projector; every key of the checkpoint is accounted for."""
-        config = read_json(find_file(self.source, "config.json"))
+        config = read_object(find_file(self.source, "config.json"))
         if {name: config.get(name) for name in _LAYOUT} != _LAYOUT:
             raise ValueError(f"the config of {self.source} must contain {_LAYOUT}")
         tower = find_file(self.vision or config.get("mm_vision_tower", ""), "config.json")

@@ -1,7 +1,6 @@
 """Loads a reward model from a folder that `flowalign reward train` wrote."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from flowalign.functional.rating import Features, Rater
 from flowalign.types import Backbone, Head, MediaBatch, Need, PositiveInt, Refreshable, RewardSpec
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import find_file, load_exactly, read_tensors
 from reward_models.backbones.network_reward import BatchScores, NetworkReward
 
@@ -122,7 +122,7 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
     Raises:
         ValueError: It is damaged, of the other kind, or names classes that are not trusted.
     """
-    config = _read_json(path)
+    config = _read_config(path)
     if noisy != ("noise" in config):
         other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
         raise ValueError(
@@ -142,12 +142,9 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_object(path)
+    if config.get("format") != FORMAT:
         raise ValueError(f"{path} is not in the format {FORMAT!r}")
     wanted = (
         "name",

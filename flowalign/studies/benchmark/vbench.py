@@ -5,7 +5,6 @@ write `<name>_eval_results.json`: a mapping from each dimension to its score and
 clips. Their scripts count a missing dimension as 0; here it is an error.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from flowalign.studies.benchmark.card import Card, Group
 from flowalign.studies.benchmark.items import BenchmarkItem, ModelFolder, Place
 from flowalign.types import Request
+from flowalign.utils.files import read_object
 
 LONGEST = 180
 """Length at which VBench-2.0 cuts the prompt in a file's name."""
@@ -76,12 +76,7 @@ def _read_files(path: Path) -> dict[str, Any]:
     for file in files:
         if not file.is_file():
             raise ValueError(f"--scores {file} does not exist (looked in {Path.cwd()})")
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}: not JSON ({error.msg})") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{file}: expected a mapping from dimensions to results")
+        content = read_object(file)
         if repeated := sorted(results.keys() & content.keys()):
             raise ValueError(f"{path} has results of {repeated[0]} in several files; keep one")
         results |= content

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     find_folder,
     fingerprint_of,
     load_exactly,
     on_meta_device,
-    read_json,
     read_tensors,
     read_weights,
     rename_tensors,
@@ -155,8 +155,8 @@ def test_missing_places_are_named(tmp_path):
     with pytest.raises(ValueError, match="holds no weights"):
         read_weights(str(tmp_path))
     (tmp_path / "bad.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"bad\.json is not JSON"):
-        read_json(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match=r"bad\.json is damaged"):
+        read_object(tmp_path / "bad.json")
 
 
 def test_signatures_follow_content_and_not_place(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import InternVLModel
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.checkpoints import read_json
+from flowalign.utils.files import read_object
 from reward_models.preference import mj_video
 from reward_models.preference.internvl2 import (
     InternVL2,
@@ -104,7 +104,7 @@ def test_every_key_of_the_release_has_its_place():
         for name, value in load_file(FOLDER / "model.safetensors").items()
         if name.startswith("model.")
     }
-    config = convert_config(read_json(FOLDER / "base" / "config.json"), "here", 5)
+    config = convert_config(read_object(FOLDER / "base" / "config.json"), "here", 5)
     native = convert_tensors(tensors, heads=4, groups=2)
     missing = set(InternVLModel(config).state_dict()) ^ set(native)
     assert missing == {"language_model.lm_head.weight"}
