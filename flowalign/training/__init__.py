@@ -9,11 +9,12 @@ from flowalign.training.distillation import TDM
 from flowalign.training.ema import EMA
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
-from flowalign.training.matching import Matching
+from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.online_reward import OnlineReward
 from flowalign.training.policy_gradient import PolicyGradient
-from flowalign.training.recipe import Loop, MemoryPart, Recipe, RecipePlan, RunContext
-from flowalign.training.reward_gradient import RewardGradient
+from flowalign.training.recipe import Loop, Recipe, RunContext
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan
+from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradient
 
 __all__ = [
     "EMA",

@@ -137,7 +137,7 @@ def test_modules_and_classes_that_a_page_names_exist():
 def known(dotted: str) -> bool:
     """Whether a dotted name leads to a module, or to a name that its module holds."""
     parts = dotted.split(".")
-    if any(exported_from(".".join(parts[:n]), *parts[n : n + 1]) for n in (1, 2)):
+    if any(exported_from(".".join(parts[:n]), *parts[n : n + 1]) for n in (1, 2, 3)):
         return True
     for length in range(len(parts), 0, -1):
         path, rest = ROOT.joinpath(*parts[:length]), parts[length:]

@@ -22,7 +22,7 @@ from flowalign.runs.planning.capacity import (
 from flowalign.runs.planning.capacity_plan import Cluster, capacity_rows, plan_capacity, read_costs
 from flowalign.runs.planning.gpus import GPUS, Gpu, find_gpu
 from flowalign.runs.planning.plan import plan_step
-from flowalign.training.recipe import StepWork
+from flowalign.training.recipe_plan import StepWork
 from flowalign.types import ModelPlan
 from tests.fixtures.planned_costs import planned_counts
 

@@ -7,7 +7,7 @@ from flowalign.cli.main import main
 from flowalign.runs.config import load
 from flowalign.runs.planning import fits
 from flowalign.runs.planning.plan import plan
-from flowalign.training.recipe import MemoryPart
+from flowalign.training.recipe_plan import MemoryPart
 
 GB = 10**9
 WEIGHTS = MemoryPart(

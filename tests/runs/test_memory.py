@@ -12,7 +12,7 @@ from flowalign.runs.planning import run_memory
 from flowalign.runs.planning.plan import plan
 from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
-from flowalign.training.recipe import MemoryPart, RecipePlan
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Quantization, Saving, Sharding
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import as_recipe, new_recipe

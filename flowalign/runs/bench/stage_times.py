@@ -13,7 +13,7 @@ from flowalign.runs.planning.capacity import backward_passes
 from flowalign.runs.planning.capacity_plan import MEASURED
 from flowalign.runs.planning.plan import plan_step
 from flowalign.runs.session.session import Session, start
-from flowalign.training.recipe import StepWork
+from flowalign.training.recipe_plan import StepWork
 from flowalign.utils.stages import Stages
 
 _GIB = 2**30

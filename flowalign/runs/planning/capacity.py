@@ -10,7 +10,7 @@ from heapq import heapify, heapreplace
 from math import ceil
 
 from flowalign.runs.planning.gpus import Gpu
-from flowalign.training.recipe import StepWork
+from flowalign.training.recipe_plan import StepWork
 from flowalign.types import ModelPlan
 
 DECODE_PASSES = 3

@@ -19,7 +19,7 @@ from flowalign.runs.planning.capacity import (
 from flowalign.runs.planning.gpus import Gpu
 from flowalign.runs.planning.plan import parts_of, plan_step
 from flowalign.runs.planning.run_memory import peak, size
-from flowalign.training.recipe import RecipePlan, StepWork
+from flowalign.training.recipe_plan import RecipePlan, StepWork
 from flowalign.types import ModelPlan
 
 UTILIZATION = 0.4

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flowalign.runs.planning.run_memory import peak, size
-from flowalign.training.recipe import MemoryPart
+from flowalign.training.recipe_plan import MemoryPart
 
 SIZES = (16, 24, 48, 80)
 """GPU sizes for which a plan reports whether the run fits, in GB."""

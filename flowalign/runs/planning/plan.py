@@ -5,7 +5,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.planning import fits, run_memory
 from flowalign.runs.policy_setup import check_world
 from flowalign.training.optimizers import check_kind
-from flowalign.training.recipe import MemoryPart, RecipePlan
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, describe_conditioning
 from flowalign.utils.tracking import check_trackers
 

@@ -19,15 +19,8 @@ from flowalign.training.plan_rows import (
     reward_rows,
     samples_row,
 )
-from flowalign.training.recipe import (
-    Log,
-    Loop,
-    MemoryPart,
-    Recipe,
-    RecipePlan,
-    RunContext,
-    StepWork,
-)
+from flowalign.training.recipe import Log, Loop, Recipe, RunContext
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.reference import check_guidance, find_scale
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import ModelPlan, Policy

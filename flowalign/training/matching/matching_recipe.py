@@ -15,16 +15,8 @@ from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSe
 from flowalign.training.matching.reference_models import FrozenBase
 from flowalign.training.matching.source import DataSource, StreamContext, WorkerSampled
 from flowalign.training.matching.times import SamplerGrid
-from flowalign.training.recipe import (
-    Log,
-    Loop,
-    MemoryPart,
-    Recipe,
-    RecipePlan,
-    RunContext,
-    Sampler,
-    refuse_workers,
-)
+from flowalign.training.recipe import Log, Loop, Recipe, RunContext, Sampler, refuse_workers
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
 

@@ -26,7 +26,8 @@ from flowalign.training.matching.source import (
     StreamContext,
 )
 from flowalign.training.plan_rows import check_prompts_per_step, samples_row
-from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
+from flowalign.training.recipe import RunContext
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.rollouts.rollout_settings import SEVERAL
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests

@@ -15,7 +15,8 @@ from flowalign.training.matching.residuals import add_users
 from flowalign.training.matching.source import Batch, BatchStream, StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
-from flowalign.training.recipe import Log, MemoryPart, RunContext
+from flowalign.training.recipe import Log, RunContext
+from flowalign.training.recipe_plan import MemoryPart
 from flowalign.types import MatchingLoss, ModelPlan
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 

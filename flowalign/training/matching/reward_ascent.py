@@ -15,7 +15,7 @@ from flowalign.functional.transition import per_row
 from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
 from flowalign.training.latent_gradient import latent_gradient
-from flowalign.training.recipe import RecipePlan
+from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Policy, Request, SharedRows, Trajectory
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, require_ranges

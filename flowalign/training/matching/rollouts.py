@@ -24,7 +24,8 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.matching.step_pairs import StepPairStream, StepWeighting, count_pairs
 from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
-from flowalign.training.recipe import RecipePlan, RunContext, Sampler, StepWork
+from flowalign.training.recipe import RunContext, Sampler
+from flowalign.training.recipe_plan import RecipePlan, StepWork
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited

@@ -19,7 +19,8 @@ from flowalign.training.learner import Learner
 from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext, WorkerSampled
-from flowalign.training.recipe import RecipePlan, RunContext
+from flowalign.training.recipe import RunContext
+from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, RecipePlan, RunContext, Sampler
+from flowalign.training.recipe import Log, RunContext, Sampler
+from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.workers import RolloutPool
 from flowalign.types import (
     CreditEstimator,

@@ -40,7 +40,8 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.matching.stored_credit import stored_values, weigh_stored_steps
 from flowalign.training.matching.stored_settings import StoredSettings
-from flowalign.training.recipe import RecipePlan, RunContext
+from flowalign.training.recipe import RunContext
+from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Label, ModelPlan, Policy
 from flowalign.utils.seeds import generator

@@ -11,7 +11,8 @@ from flowalign.training.learner import Learner
 from flowalign.training.online_reward.online_reward_loop import OnlineRewardLoop, RewardHead
 from flowalign.training.online_reward.online_reward_settings import OnlineRewardSettings
 from flowalign.training.online_reward.recorder import Recorder
-from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
+from flowalign.training.recipe import Log, Loop, Recipe, RunContext
+from flowalign.training.recipe_plan import RecipePlan
 from flowalign.types import ModelPlan, Refreshable, RewardModel
 
 

@@ -12,7 +12,8 @@ from flowalign.training.plan_rows import evaluations_row
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import projected_size
-from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
+from flowalign.training.recipe import RunContext
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,

@@ -1,11 +1,5 @@
 """Train with reward gradients, through decoded samples to chosen steps of cached rollouts."""
 
-from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradient
-from flowalign.training.reward_gradient.start import (
-    FromNoisyRollouts,
-    FromPhotos,
-    FromRollouts,
-    Start,
-)
+from flowalign.types.exports import lazy_exports
 
-__all__ = ["FromNoisyRollouts", "FromPhotos", "FromRollouts", "RewardGradient", "Start"]
+__getattr__, __dir__ = lazy_exports(__name__, __path__)

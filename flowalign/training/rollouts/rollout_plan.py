@@ -11,7 +11,8 @@ from flowalign.training.plan_rows import (
     reward_rows,
     samples_row,
 )
-from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
+from flowalign.training.recipe import RunContext
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
