@@ -13,22 +13,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import huber_loss, log_softmax, logsigmoid
 
+Scores = Float[Tensor, "*n"]
+"""Scores, or other numbers of the same comparisons."""
+
 # Pairs --------------------------------------------------------------------------------------------
 
 
-def bradley_terry(
-    a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], target: Float[Tensor, "*n"]
-) -> Float[Tensor, "*n"]:
+def bradley_terry(a: Scores, b: Scores, target: Scores) -> Scores:
     """Return the cross-entropy of `target` under P(A) = sigmoid(a - b); at least log 2 for ties."""
     return _cross_entropy(logsigmoid(a - b), logsigmoid(b - a), target)
 
 
-def margin(
-    a: Float[Tensor, "*n"],
-    b: Float[Tensor, "*n"],
-    target: Float[Tensor, "*n"],
-    by: float | Float[Tensor, "*n"] = 0.57,
-) -> Float[Tensor, "*n"]:
+def margin(a: Scores, b: Scores, target: Scores, by: float | Scores = 0.57) -> Scores:
     """Return the Bradley-Terry loss with a required margin: -log sigmoid(lead - by).
 
     Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of the
@@ -37,12 +33,7 @@ def margin(
     return _cross_entropy(logsigmoid(a - b - by), logsigmoid(b - a - by), target)
 
 
-def bt_with_ties(
-    a: Float[Tensor, "*n"],
-    b: Float[Tensor, "*n"],
-    target: Float[Tensor, "*n"],
-    log_k: Float[Tensor, "..."],
-) -> Float[Tensor, "*n"]:
+def bt_with_ties(a: Scores, b: Scores, target: Scores, log_k: Float[Tensor, "..."]) -> Scores:
     """Return the negative log-likelihood of the labels under Bradley-Terry with ties.
 
     A target must be 1 for A, 0.5 for a tie or 0 for B. log_k > 0 broadcasts to the scores: one
@@ -65,12 +56,8 @@ def log_k_of(tie_share: float) -> float:
 
 
 def thurstone(
-    a: Float[Tensor, "*n"],
-    b: Float[Tensor, "*n"],
-    target: Float[Tensor, "*n"],
-    log_sigma_a: Float[Tensor, "*n"],
-    log_sigma_b: Float[Tensor, "*n"],
-) -> Float[Tensor, "*n"]:
+    a: Scores, b: Scores, target: Scores, log_sigma_a: Scores, log_sigma_b: Scores
+) -> Scores:
     """Return the cross-entropy under P(A) = Phi((a - b) / sqrt(sigma_a^2 + sigma_b^2)) (probit)."""
     z = (a - b) / _joint_std(log_sigma_a, log_sigma_b)
     log_ndtr = torch.special.log_ndtr
@@ -78,12 +65,8 @@ def thurstone(
 
 
 def uncertainty(
-    a: Float[Tensor, "*n"],
-    b: Float[Tensor, "*n"],
-    target: Float[Tensor, "*n"],
-    log_sigma_a: Float[Tensor, "*n"],
-    log_sigma_b: Float[Tensor, "*n"],
-) -> Float[Tensor, "*n"]:
+    a: Scores, b: Scores, target: Scores, log_sigma_a: Scores, log_sigma_b: Scores
+) -> Scores:
     """Return the expected Bradley-Terry loss, -E log sigmoid(z), of two uncertain scores.
 
     z is normal with mean a - b and variance sigma_a^2 + sigma_b^2. HPSv3's code draws 1,000 samples
@@ -100,7 +83,7 @@ def uncertainty(
 
 def vote_fraction(
     score: Float[Tensor, "*n m"], share: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
-) -> Float[Tensor, "*n"]:
+) -> Scores:
     """Return the KL from vote shares to softmax(score), which is 0 if both agree, also for ties.
 
     `mask` marks the candidates of each list, because lists differ in length. Shares sum to 1 over
@@ -114,7 +97,7 @@ def vote_fraction(
 
 def plackett_luce(
     score: Float[Tensor, "*n m"], rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
-) -> Float[Tensor, "*n"]:
+) -> Scores:
     """Return the negative log-likelihood of a ranking, with rank 1 as the best.
 
     Each candidate is chosen over the candidates ranked strictly below it, and the log-likelihoods
@@ -138,21 +121,17 @@ def has_order(rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]) -> Bool[T
 # Ratings ------------------------------------------------------------------------------------------
 
 
-def squared_error(score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+def squared_error(score: Scores, rating: Scores) -> Scores:
     """Return (score - rating)^2. VideoAlign's code subtracts 3 from ratings of 1 to 5 first."""
     return (score - rating) ** 2
 
 
-def huber(
-    score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"], delta: float = 1.0
-) -> Float[Tensor, "*n"]:
+def huber(score: Scores, rating: Scores, delta: float = 1.0) -> Scores:
     """Return error^2 / 2 if |error| <= delta, else delta * (|error| - delta / 2)."""
     return huber_loss(score, rating, reduction="none", delta=delta)
 
 
-def ordinal(
-    score: Float[Tensor, "*n"], level: Int[Tensor, "*n"], cuts: Float[Tensor, "*d cuts"]
-) -> Float[Tensor, "*n"]:
+def ordinal(score: Scores, level: Int[Tensor, "*n"], cuts: Float[Tensor, "*d cuts"]) -> Scores:
     """Return the negative log-likelihood of a level 0 ... L-1 under the proportional odds model.
 
     P(level <= l) = sigmoid(cuts[l] - score). The L - 1 cuts must increase. They may differ by

@@ -4,7 +4,6 @@ requests -> samples -> rewards -> pairs
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import Batch, BatchStream
-from flowalign.training.recipe import Sampler
 from flowalign.training.rollouts.advantages import (
     AdvantageEstimate,
     AdvantageEstimator,
     mask_unused_rewards,
     outcome_credit,
 )
+from flowalign.training.rollouts.collecting import RequestSampler
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.workers import RolloutPool
 from flowalign.types import Examples, Policy, Request, encode_requests
@@ -32,17 +31,12 @@ from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
 
 
-@dataclass(frozen=True)
-class LatentSampler(Sampler):
-    """Sampler of clean latents in a worker process."""
-
-    cfg: RolloutSettings
-    policy: Policy
-    requests: Requests
+class LatentSampler(RequestSampler):
+    """Sampler of clean latents."""
 
     @override
     def sample(self, step: int, places: Sequence[int]) -> dict[str, Tensor]:
-        requests, seed = self.requests.batch(step, self.cfg.prompts_per_step), self.requests.seed
+        requests, seed = self.batch(step), self.requests.seed
         chosen = [requests[i] for i in places]
         return {"latents": sample_latents(self.cfg, self.policy, chosen, seed, step, places)}
 

@@ -87,6 +87,29 @@ class Regulariser:
         return StoredGradient(self, learner, stream, run.seed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptionalRegulariser:
+    """Setting of the online recipes that can also train on stored data."""
+
+    regulariser: Regulariser | None = None
+    """Loss on stored data that is added to every update, such as SFT (ReFL, DDRL). Null: none."""
+
+    @property
+    def regularised(self) -> Regulariser | None:
+        """Return the regulariser, unless its weight is 0."""
+        return self.regulariser if self.regulariser and self.regulariser.weight else None
+
+    def check_regulariser(self, run: RunContext) -> None:
+        """Raise ValueError if the loss does not fit the data, or the data does not exist."""
+        if self.regularised:
+            self.regularised.check(run)
+
+    def check_data(self, run: RunContext) -> None:
+        """Read the first rows; raise ValueError if they cannot be used."""
+        if self.regularised:
+            self.regularised.check_data(run)
+
+
 @contextmanager
 def _named() -> Iterator[None]:
     """Prefix errors of the matching recipe with the key of the regulariser."""

@@ -51,13 +51,7 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
             self.kl_gate.check(run.rewards)
         if self.spatial is not None:
             self.spatial.check("recipe.spatial", run.rewards)
-        if self.regularised:
-            self.regularised.check(run)
-
-    @override
-    def check_data(self, run: RunContext) -> None:
-        if self.regularised:
-            self.regularised.check_data(run)
+        self.check_regulariser(run)
 
     @override
     def check_context(self) -> None:

@@ -9,7 +9,7 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.calibration import Calibration
 from flowalign.training import update_checks
-from flowalign.training.matching.regulariser import Regulariser
+from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.policy_gradient.measured import MeasuredWeight
@@ -27,7 +27,7 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradientSettings(TrainingPrompts, RolloutFields):
+class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields):
     """Settings of the rollouts, their credit, and the updates.
 
     `flowalign bench` times the stages of a recipe with these settings, and `flowalign probe`
@@ -45,8 +45,6 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
     """Schedule by which the policy replaces the reference of the KL (GARDO). Null: never."""
     spatial: SpatialCredit | None = None
     """Distribution of advantages over latent positions, for `GRPO`. Null: equal advantages."""
-    regulariser: Regulariser | None = None
-    """Loss on stored data that is added to every update, such as SFT (DDRL). Null: none."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
     updates_per_step: PositiveInt = 1
@@ -144,11 +142,6 @@ class PolicyGradientSettings(TrainingPrompts, RolloutFields):
             needs_means=self.algorithm.needs_mean_old or self.spatial is not None,
             clips_process=True,
         )
-
-    @property
-    def regularised(self) -> Regulariser | None:
-        """Return the regulariser, unless its weight is 0."""
-        return self.regulariser if self.regulariser and self.regulariser.weight else None
 
     @property
     def measured(self) -> MeasuredWeight | None:

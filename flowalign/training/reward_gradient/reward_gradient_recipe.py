@@ -38,13 +38,7 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
         if self.relative:
             self.relative.check(run.rewards)
         self.start.check(run.policy, read_requests(self.prompts))
-        if self.regularised:
-            self.regularised.check(run)
-
-    @override
-    def check_data(self, run: RunContext) -> None:
-        if self.regularised:
-            self.regularised.check_data(run)
+        self.check_regulariser(run)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:

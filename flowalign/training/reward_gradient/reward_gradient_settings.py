@@ -6,7 +6,7 @@ from flowalign.losses.reward_gradient import Maximise, RewardLoss
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.control_words import ControlWords
 from flowalign.training import update_checks
-from flowalign.training.matching.regulariser import Regulariser
+from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.reward_gradient.dry_run import Cost, cost
 from flowalign.training.reward_gradient.frame_choice import Frames
 from flowalign.training.reward_gradient.start import FromRollouts, Start
@@ -15,7 +15,7 @@ from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardGradientSettings:
+class RewardGradientSettings(OptionalRegulariser):
     """Settings of the samples, the gradient path, the loss and the updates."""
 
     gradient_path: GradientPath
@@ -35,8 +35,6 @@ class RewardGradientSettings:
     kl: NonNegativeFloat = 0.0
     """Weight of the mean squared difference from the reference's velocity, at all policy
     evaluations with gradient. 0: none."""
-    regulariser: Regulariser | None = None
-    """Loss on stored data that is added to every update, such as SFT. Null: none."""
     prompts_per_step: PositiveInt = 64
     """Number P of prompts per step, over all processes."""
     samples_per_draw: PositiveInt | None = None
@@ -84,11 +82,6 @@ class RewardGradientSettings:
                     f"recipe.{key} is {value}, but {name} matches whole velocities, and its KL "
                     f"follows from reward_scale: set {key} to {str(default).lower()}"
                 )
-
-    @property
-    def regularised(self) -> Regulariser | None:
-        """Return the regulariser, unless its weight is 0."""
-        return self.regulariser if self.regulariser and self.regulariser.weight else None
 
     @property
     def cost(self) -> Cost:

@@ -78,17 +78,25 @@ def rollout(
 
 
 @dataclass(frozen=True)
-class RolloutSampler(Sampler):
-    """Sampler of trajectories in a worker process."""
+class RequestSampler(Sampler):
+    """Sampler of some requests of a step in a worker process."""
 
     cfg: RolloutSettings
     policy: Policy
     requests: Requests
 
+    def batch(self, step: int) -> Sequence[Request]:
+        """Return all requests of a training step."""
+        return self.requests.batch(step, self.cfg.prompts_per_step)
+
+
+class RolloutSampler(RequestSampler):
+    """Sampler of trajectories."""
+
     @override
     def sample(self, step: int, places: Sequence[int]) -> dict[str, Tensor]:
-        requests, seed = self.requests.batch(step, self.cfg.prompts_per_step), self.requests.seed
-        drawn = sample_prompts(self.cfg, self.policy, requests, seed, step, places)
+        seed = self.requests.seed
+        drawn = sample_prompts(self.cfg, self.policy, self.batch(step), seed, step, places)
         window = self.cfg.window(step, generator(seed, "window", step))
         return to_tensors(self.cfg, window, drawn)
 
