@@ -91,6 +91,17 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
 
 
+def add_executor(parser: argparse.ArgumentParser) -> None:
+    """Add the choice between processes of this machine and a Ray cluster."""
+    parser.add_argument(
+        "--executor", choices=("local", "ray"), default="local", help="executor (default: local)"
+    )
+    parser.add_argument(
+        "--address",
+        help="running Ray cluster, ray://HOST:10001 or auto (default: a new one on this machine)",
+    )
+
+
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Add the number of processes that share the work."""
     parser.add_argument(

@@ -3,10 +3,9 @@
 import argparse
 import os
 
-from flowalign.cli.options import shard, whole
+from flowalign.cli.options import add_executor, shard, whole
 
 HELP = "Score a dataset, or a folder of images or videos."
-EXECUTORS = "local", "ray"
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_process_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that divide a job between processes."""
-    add = parser.add_argument
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
         "--processes",
@@ -59,8 +57,4 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
         type=shard,
         help="run as the i-th of n processes, from 0; run once more without it to merge",
     )
-    add("--executor", choices=EXECUTORS, default="local", help="executor (default: local)")
-    add(
-        "--address",
-        help="running Ray cluster, ray://HOST:10001 or auto (default: a new one on this machine)",
-    )
+    add_executor(parser)

@@ -2,10 +2,9 @@
 
 import argparse
 
-from flowalign.cli.options import add_config, add_processes, address, whole
+from flowalign.cli.options import add_config, add_executor, add_processes, address, whole
 
 HELP = "Train from a run file."
-EXECUTORS = "local", "ray"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +37,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address on one of the machines where all of them meet",
     )
-    parser.add_argument(
-        "--executor", choices=EXECUTORS, default="local", help="executor (default: local)"
-    )
-    parser.add_argument(
-        "--address",
-        help="running Ray cluster, ray://HOST:10001 or auto (default: a new one on this machine)",
-    )
+    add_executor(parser)
