@@ -7,8 +7,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
 from flowalign.distributed.launch import ATTEMPT, RESTARTED, Launch
+from flowalign.utils.interrupts import SIGNALS, handle_signals
 from flowalign.utils.parent_watchdog import tie_all_children
 
 _Agent: Any = LocalElasticAgent
@@ -50,7 +51,7 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
         tie_all_children(Path(folder))
         try:
             agent = Agent(launch, command, folder)
-            with agent.forward_signals():
+            with handle_signals(dict.fromkeys(SIGNALS, agent.forward)), suppress(KeyboardInterrupt):
                 agent.run()
             agent.spec.rdzv_handler.shutdown()
         except RendezvousError as error:
@@ -81,18 +82,16 @@ class Agent(_Agent):
         )
         super().__init__(self.spec, DefaultLogsSpecs(folder), shutdown_timeout=_SECONDS_TO_END)
 
-    @contextmanager
-    def forward_signals(self) -> Iterator[None]:
-        """Forward Ctrl-C and SIGTERM to the processes; end if there are none."""
-        numbers = signal.SIGINT, signal.SIGTERM
-        before = {number: signal.signal(number, self._forward) for number in numbers}
-        try:
-            yield
-        except KeyboardInterrupt:
+    def forward(self, number: int, _: object) -> None:
+        """Forward a signal to the processes; raise KeyboardInterrupt if there are none."""
+        self.asked.append(number)
+        handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
+        running = [one.proc for one in handlers if one.proc.poll() is None]
+        if not running or self.asked.count(signal.SIGINT) > 2:
             self.outcome = 128 + self.asked[0], ""
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            raise KeyboardInterrupt
+        for process in running:
+            process.send_signal(number)
 
     def report(self) -> int:
         """Print the message of the first failure, and return the exit code."""
@@ -102,15 +101,6 @@ class Agent(_Agent):
         code, text = self.outcome
         sys.stderr.write(text)
         return code
-
-    def _forward(self, number: int, _: object) -> None:
-        self.asked.append(number)
-        handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
-        running = [one.proc for one in handlers if one.proc.poll() is None]
-        if not running or self.asked.count(signal.SIGINT) > 2:
-            raise KeyboardInterrupt
-        for process in running:
-            process.send_signal(number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the processes, with a name of this start that all machines share."""

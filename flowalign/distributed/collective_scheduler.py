@@ -95,12 +95,9 @@ class CollectiveScheduler:
         passes, and earlier blocks before later ones. Block 0 is the network around the blocks.
         """
         # An all-gather that this rank only joins calls this again, through the hook of the block.
-        if self._joining or self._shard_group is None:
-            return
-        count = len(self.joins)
-        number = count + -block % count if backward else block
-        while (least := _reduce_min(self._shard_group, number)[0]) != number:
-            self._join_all_gather(least)
+        if not self._joining:
+            count = len(self.joins)
+            self._join_until(count + -block % count if backward else block)
 
     def wait_for_all(self, call: str) -> None:
         """Join all-gathers until all ranks are about to make the collective call `call`.
@@ -135,10 +132,10 @@ class CollectiveScheduler:
         return 2 * len(self.joins)
 
     def _join_until(self, number: int) -> int:
-        """Join all-gathers until no rank announces one; then return the lowest announcement."""
+        """Join all-gathers until no rank announces one below `number`; return the lowest number."""
         while self._shard_group:
             (least,) = _reduce_min(self._shard_group, number)
-            if least >= self._backward:
+            if least >= min(number, self._backward):
                 return least
             self._join_all_gather(least)
         return number

@@ -9,8 +9,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
 from flowalign.distributed.launch import RESTARTED
-from flowalign.utils.interrupts import listen_to
+from flowalign.utils.interrupts import SIGNALS, handle_signals, listen_to
 from flowalign.utils.ray_cluster import check_cores, connect, prepare_ray
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -50,10 +50,6 @@ class Board:
         self.starts += rank == 0
         return self.starts > 1
 
-    def request_stop(self, number: int) -> None:
-        """Ask the workers to stop after the current step because of a signal."""
-        self.stop = number
-
     def get_stop(self) -> int:
         """Return the signal that asks the workers to stop, or 0."""
         return self.stop
@@ -66,8 +62,12 @@ class Board:
         """Append text to the output of the command."""
         self.output += text
 
-    def read(self) -> tuple[str, int, tuple[int, str] | None]:
-        """Return new output, the number of starts, and how the first failed worker ended."""
+    def read(self, stop: int) -> tuple[str, int, tuple[int, str] | None]:
+        """Return new output, the number of starts, and how the first failed worker ended.
+
+        Workers stop after the current step if `stop` is a signal.
+        """
+        self.stop = stop
         output, self.output = self.output, ""
         return output, self.starts, self.failure
 
@@ -86,10 +86,11 @@ def run_on_ray(launch: RayLaunch, main: Callable[[Sequence[str]], None], words: 
     # Ray's default is a minute, and it tries again forever: too short for a busy machine.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
     prepare_ray("ray.train.torch", launch.address)
+    asked: list[int] = []
     with (
         tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder,
         connect(launch.workers, launch.address),
-        _note_signals() as asked,
+        handle_signals(dict.fromkeys(SIGNALS, lambda number, _: asked.append(number))),
     ):
         import ray
         from ray.exceptions import RayError
@@ -194,9 +195,7 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
         runner.join(_SECONDS_BETWEEN_LOOKS)
         if asked.count(signal.SIGINT) > 1:
             return 128 + signal.SIGINT, "flowalign: stopped; continue with --resume\n"
-        if asked:
-            ray.get(board.request_stop.remote(asked[0]))
-        output, starts, failure = ray.get(board.read.remote())
+        output, starts, failure = ray.get(board.read.remote(asked[0] if asked else 0))
         sys.stdout.write(output)
         sys.stdout.flush()
         if failure and failure[0] == USER_ERROR:
@@ -204,7 +203,7 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
         if starts > told:
             told = starts
             sys.stderr.write(f"flowalign: restart {starts - 1} of {launch.restarts}\n")
-    output, _, failure = ray.get(board.read.remote())
+    output, _, failure = ray.get(board.read.remote(0))
     sys.stdout.write(output)
     if not errors:
         return failure if failure and failure[0] in STOPPED else (0, "")
@@ -232,16 +231,3 @@ def _describe(error: Exception, failure: tuple[int, str] | None, workers: int) -
     if failure:
         return failure
     return 1, f"flowalign: {str(error).strip().splitlines()[-1]}\n"
-
-
-@contextmanager
-def _note_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list."""
-    asked: list[int] = []
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

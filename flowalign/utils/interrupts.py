@@ -1,7 +1,7 @@
 """Stop on Ctrl-C or on a scheduler's SIGTERM, immediately or between two steps of a run."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -20,6 +20,23 @@ def exit_code(stop: KeyboardInterrupt) -> int:
 
 
 @contextmanager
+def handle_signals(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Install signal handlers inside the context; outside the main thread, do nothing."""
+    previous = {}
+    try:
+        for number, handler in handlers.items():
+            previous[number] = signal.signal(number, handler)
+    except ValueError:  # Python only allows signal handlers in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def sigterm_stops() -> Iterator[None]:
     """Raise Terminated at the first SIGTERM inside the context; ignore further ones."""
     asked: list[int] = []
@@ -29,7 +46,7 @@ def sigterm_stops() -> Iterator[None]:
         if len(asked) == 1:
             raise Terminated
 
-    with _handled({signal.SIGTERM: handler}):
+    with handle_signals({signal.SIGTERM: handler}):
         yield
 
 
@@ -55,22 +72,5 @@ def stop_between_steps() -> Iterator[Callable[[], int]]:
             raise KeyboardInterrupt
         asked.append(number)
 
-    with _handled(dict.fromkeys(SIGNALS, handler)):
+    with handle_signals(dict.fromkeys(SIGNALS, handler)):
         yield lambda: max([*asked, *(source() for source in _SOURCES)], default=0)
-
-
-@contextmanager
-def _handled(handlers: dict[signal.Signals, Handler]) -> Iterator[None]:
-    """Install signal handlers inside the context; outside the main thread, do nothing."""
-    previous = {}
-    try:
-        for number, handler in handlers.items():
-            previous[number] = signal.signal(number, handler)
-    except ValueError:  # Python only allows signal handlers in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
