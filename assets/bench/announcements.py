@@ -1,10 +1,16 @@
-"""Measure what announcements of all-gathers cost if both processes make the same calls.
+"""Measure what announcements of all-gathers cost, and how often they are needed.
 
     PYTHONPATH=. python assets/bench/announcements.py
+    PYTHONPATH=. python assets/bench/announcements.py --count
 
 Two processes train configs/shapes.yaml with sharded weights, 4 prompts of 8 samples and one thread
 each. Every second step runs as plain FSDP2, without announcements. It prints, per process, the CPU
-and wall seconds of the steps with announcements relative to the neighbouring ones without.
+and wall seconds of the steps with announcements relative to the neighbouring ones without, and the
+time of one announcement.
+
+With --count, every step has announcements, and a micro-batch is one group of 8 samples. It prints
+the steps in which the processes call the network equally often, although they get equal numbers of
+prompts: groups without a difference in reward are not trained.
 """
 
 import os
@@ -12,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from math import sqrt
 from typing import Any
@@ -20,11 +27,13 @@ import torch.distributed as dist
 
 from flowalign.cli.main import main
 from flowalign.distributed.agent import run_together
-from flowalign.distributed.collective_scheduler import CollectiveScheduler
+from flowalign.distributed.collective_scheduler import CollectiveScheduler, _reduce_min
 from flowalign.distributed.launch import Launch
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 
 STEPS = 41
+COUNT = "FLOWALIGN_BENCH_COUNT"
+"""Environment variable of processes that count network calls."""
 PLAIN: dict[str, Any] = {
     "wait_to_gather": lambda *_: None,
     "wait_for_all": lambda *_: None,
@@ -38,9 +47,12 @@ RUN = PolicyGradientLoop.run
 def time_steps(self: PolicyGradientLoop, steps: Any) -> Iterator[dict[str, float]]:
     """Run the steps; print the ratios after the last one. The first step, with checks, is left."""
     seconds: list[tuple[float, float]] = []
+    made: list[int] = []
+    calls = Counter[int]()
+    self.learner.policy.denoiser.register_forward_pre_hook(lambda *_: calls.update([0]))
     running = RUN(self, steps)
     for step in steps:
-        set_methods(PLAIN if step % 2 else ANNOUNCED)
+        set_methods(PLAIN if step % 2 and COUNT not in os.environ else ANNOUNCED)
         dist.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         metrics = next(running)
@@ -48,8 +60,9 @@ def time_steps(self: PolicyGradientLoop, steps: Any) -> Iterator[dict[str, float
         dist.barrier()
         seconds.append((cpu, time.perf_counter() - wall))
         set_methods(ANNOUNCED)
+        made.append(calls.pop(0))
         if step == STEPS - 1:
-            show(seconds)
+            show_calls(made) if COUNT in os.environ else show(seconds)
         yield metrics
 
 
@@ -68,6 +81,23 @@ def show(seconds: list[tuple[float, float]]) -> None:
         rank = os.environ["RANK"]
         print(f"process {rank}, {name} time: {statistics.mean(costs):+.1f} +- {error:.1f} %")  # noqa: T201
 
+    begin = time.perf_counter()
+    for _ in range(1000):
+        _reduce_min(dist.group.WORLD, 0)
+    print(f"one announcement: {1e3 * (time.perf_counter() - begin):.0f} microseconds")  # noqa: T201
+
+
+def show_calls(made: list[int]) -> None:
+    """Print how often both processes call the network equally often, from the second step on."""
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, made[1:])
+    pairs = list(zip(*ranks, strict=True))
+    if dist.get_rank() == 0:
+        equal = sum(a == b for a, b in pairs)
+        more = sum(map(max, pairs)) / sum(map(sum, pairs)) * 2 - 1
+        print(f"equal network calls in {equal} of {len(pairs)} steps")  # noqa: T201
+        print(f"the process with more calls makes {100 * more:.1f} % more than the mean")  # noqa: T201
+
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
@@ -76,6 +106,9 @@ if __name__ == "__main__":
     words = ["train", "configs/shapes.yaml", "--sharding.weights", "blocks", "--threads", "1"]
     words += ["--num_steps", str(STEPS), "--evaluation", "null", "--checkpoints.verify", "never"]
     words += ["--recipe.prompts_per_step", "4", "--recipe.sampling.samples_per_prompt", "8"]
+    if sys.argv[1:] == ["--count"]:
+        os.environ[COUNT] = "1"
+        words += ["--recipe.micro_batch", "8"]
     with tempfile.TemporaryDirectory() as folder:
         words += ["--output_dir", f"{folder}/run"]
         sys.exit(run_together(Launch(2), [sys.executable, __file__, *words]))
