@@ -49,7 +49,15 @@ def leave_stop(code: int) -> int:
 def leave_crashes() -> None:
     """Store the traceback of an uncaught error for the launcher, if there is one."""
     if _error_file():
-        sys.excepthook = _leave_crash
+        sys.excepthook = leave_crash
+
+
+def leave_crash(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Store the traceback of an error for the launcher; ignore None and Ctrl-C."""
+    if error is not None and not isinstance(error, KeyboardInterrupt):
+        leave_failure(1, "".join(traceback.format_exception(kind, error, trace)))
 
 
 def read_first_failure(folder: Path) -> tuple[float, int, str] | None:
@@ -66,10 +74,3 @@ def _error_file() -> Path | None:
     if os.environ.get("TORCHELASTIC_RUN_ID") != RUN_ID:
         return None
     return Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-
-
-def _leave_crash(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if not isinstance(error, KeyboardInterrupt):
-        leave_failure(1, "".join(traceback.format_exception(kind, error, trace)))

@@ -10,13 +10,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
-from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
+from flowalign.distributed.failures import (
+    RUN_ID,
+    STOPPED,
+    USER_ERROR,
+    leave_crash,
+    read_first_failure,
+)
 from flowalign.distributed.launch import RESTARTED
 from flowalign.utils.interrupts import SIGNALS, handle_signals, listen_to
 from flowalign.utils.ray_cluster import check_cores, connect, prepare_ray
@@ -47,7 +53,8 @@ class Board:
 
     def begin(self, rank: int) -> bool:
         """Note a start of a worker; return whether earlier workers began the run."""
-        self.starts += rank == 0
+        if rank == 0:
+            self.starts, self.failure = self.starts + 1, None
         return self.starts > 1
 
     def get_stop(self) -> int:
@@ -147,7 +154,7 @@ def _build_trainer(launch: RayLaunch, gpus: int, folder: str, config: dict[str, 
 
 
 def _work(config: dict[str, Any]) -> None:
-    """Run the command as one worker; raise RuntimeError if it fails, which ends the others."""
+    """Run the command as one worker; raise an error if it fails, which ends the others."""
     import ray
 
     board, rank = config["board"], int(os.environ["RANK"])
@@ -155,20 +162,27 @@ def _work(config: dict[str, Any]) -> None:
     if ray.get(board.begin.remote(rank)):
         os.environ[RESTARTED] = "1"
     listen_to(lambda: ray.get(board.get_stop.remote()))
-    with tempfile.TemporaryDirectory() as folder:
+    code, output = 0, _Output(board)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         file = Path(folder, "error.json")
         os.environ |= {"TORCHELASTIC_RUN_ID": RUN_ID, "TORCHELASTIC_ERROR_FILE": str(file)}
-        code, output = 1, _Output(board)
+        stack.callback(_report_failure, board, Path(folder))
+        stack.push(leave_crash)
+        stack.enter_context(redirect_stdout(output))
+        stack.enter_context(redirect_stderr(output))
         try:
-            with redirect_stdout(output), redirect_stderr(output):
-                config["main"](config["words"])
+            config["main"](config["words"])
         except SystemExit as ended:
             code = int(ended.code or 0)
-        left = read_first_failure(Path(folder))
-    if left:
-        ray.get(board.end.remote(*left[1:]))
     if code:
-        raise RuntimeError(left[2] if left else f"exit code {code}")
+        raise RuntimeError(f"exit code {code}")
+
+
+def _report_failure(board: Any, folder: Path) -> None:
+    import ray
+
+    if left := read_first_failure(folder):
+        ray.get(board.end.remote(*left[1:]))
 
 
 class _Output(TextIOBase):
@@ -190,7 +204,7 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
     errors: list[Exception] = []
     runner = threading.Thread(target=_fit, args=(trainer, errors), daemon=True)
     runner.start()
-    told = 1
+    told, reason = 1, ""
     while runner.is_alive():
         runner.join(_SECONDS_BETWEEN_LOOKS)
         if asked.count(signal.SIGINT) > 1:
@@ -200,9 +214,10 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
         sys.stdout.flush()
         if failure and failure[0] == USER_ERROR:
             return failure  # Ray would start the workers again
+        reason = failure[1] if failure else reason
         if starts > told:
-            told = starts
-            sys.stderr.write(f"flowalign: restart {starts - 1} of {launch.restarts}\n")
+            sys.stderr.write(f"{reason}flowalign: restart {starts - 1} of {launch.restarts}\n")
+            told, reason = starts, ""
     output, _, failure = ray.get(board.read.remote(0))
     sys.stdout.write(output)
     if not errors:
