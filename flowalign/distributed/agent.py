@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -26,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
-from flowalign.distributed.launch import ATTEMPT, RESTARTED, Launch
+from flowalign.distributed.launch import RESTARTED, Launch
 from flowalign.utils.interrupts import SIGNALS, handle_signals
 from flowalign.utils.parent_watchdog import tie_all_children
 
@@ -47,6 +46,8 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Torch replaces the handlers of the signals listed here, even of those that nohup ignores.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    # A machine that replaces a lost one would wait for the address of a store that outlives starts.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder:
         tie_all_children(Path(folder))
         try:
@@ -103,13 +104,8 @@ class Agent(_Agent):
         return code
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Start the processes, with a name of this start that all machines share."""
         for path in self.folder.rglob("error.json"):
             path.unlink()
-        store: Any = worker_group.store
-        if worker_group.group_rank == 0:
-            store.set(ATTEMPT, uuid4().hex)
-        os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
         numbers = super()._start_workers(worker_group)
         os.environ[RESTARTED] = "1"  # processes that start later continue
         return numbers

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-ATTEMPT = "FLOWALIGN_ATTEMPT"
-"""Environment variable with a name of this start of the processes, equal on all machines."""
 RESTARTED = "FLOWALIGN_RESTARTED"
 """Environment variable of processes that continue the work of earlier ones."""
 

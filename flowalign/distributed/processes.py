@@ -23,7 +23,6 @@ from torch.distributed import distributed_c10d
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
 from flowalign.distributed.heartbeat import Heartbeat
-from flowalign.distributed.launch import ATTEMPT
 from flowalign.utils.imports import LazyModule
 
 if TYPE_CHECKING:
@@ -233,14 +232,9 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
 
 def _meet(device: torch.device, rank: int, world: int) -> None:
     """Form the default process group from the address and the port that the launcher has set."""
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=SOON))
-    # The launcher keeps its store when it restarts the processes: separate the keys of each start.
-    store = dist.PrefixStore(os.environ.get(ATTEMPT, "start"), store)
     # NCCL would guess the device of a rank in its first barrier, and may hang if it is wrong.
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(
-        backend, timeout=SOON, store=store, rank=rank, world_size=world, device_id=own
-    )
+    dist.init_process_group(backend, timeout=SOON, rank=rank, world_size=world, device_id=own)
 
 
 @cache

@@ -18,6 +18,7 @@ from tests.fixtures.stopped_runs import (
     free_port,
     start,
     wait_for,
+    wait_for_port,
     workers,
 )
 
@@ -113,12 +114,18 @@ def test_a_full_disk_ends_all_processes_and_loses_no_state(small_disk, straight,
     assert_same_run(straight, folder, STEPS)
 
 
-def test_two_machines_train_as_two_processes_of_one(tmp_path, straight):
-    folder = tmp_path / "run"
-    meeting = "--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}"
-    launchers = [begin(folder, *meeting, processes=1) for _ in range(2)]
-    for launcher in launchers:
-        finish(launcher)
+def test_two_machines_train_as_one_does_though_one_is_lost_and_replaced(tmp_path, straight):
+    folder, port = tmp_path / "run", free_port()
+    machine = "--nodes", 2, "--rendezvous", f"127.0.0.1:{port}", "--restarts", 1
+    host = begin(folder, *machine, processes=1)
+    wait_for_port(port)
+    lost = begin(folder, *machine, processes=1)
+    wait_for_step(folder, 2, host)
+    os.kill(lost.pid, signal.SIGKILL)
+    finish(lost, -signal.SIGKILL)
+    new = begin(folder, *machine, "--resume", processes=1)
+    assert finish(host).count("flowalign: restart 1 of 1") == 1
+    finish(new)
     assert_same_run(straight, folder, STEPS)
 
 
