@@ -6,11 +6,11 @@
 Two processes train configs/shapes.yaml with sharded weights, 4 prompts of 8 samples and one thread
 each. Every second step runs as plain FSDP2, without announcements. It prints, per process, the CPU
 and wall seconds of the steps with announcements relative to the neighbouring ones without, and the
-time of one announcement.
+CPU time of one announcement.
 
-With --count, every step has announcements, and a micro-batch is one group of 8 samples. It prints
-the steps in which the processes call the network equally often, although they get equal numbers of
-prompts: groups without a difference in reward are not trained.
+With --count, weights are whole, and a micro-batch is one group of 8 samples. It prints in how many
+steps the processes call the network equally often. They get equal numbers of prompts, but groups
+without a difference in reward are not trained.
 """
 
 import os
@@ -63,6 +63,7 @@ def time_steps(self: PolicyGradientLoop, steps: Any) -> Iterator[dict[str, float
         made.append(calls.pop(0))
         if step == STEPS - 1:
             show_calls(made) if COUNT in os.environ else show(seconds)
+            show_announcement()
         yield metrics
 
 
@@ -81,10 +82,13 @@ def show(seconds: list[tuple[float, float]]) -> None:
         rank = os.environ["RANK"]
         print(f"process {rank}, {name} time: {statistics.mean(costs):+.1f} +- {error:.1f} %")  # noqa: T201
 
-    begin = time.perf_counter()
+
+def show_announcement() -> None:
+    """Print the CPU time of one announcement."""
+    begin = time.process_time()
     for _ in range(1000):
         _reduce_min(dist.group.WORLD, 0)
-    print(f"one announcement: {1e3 * (time.perf_counter() - begin):.0f} microseconds")  # noqa: T201
+    print(f"one announcement: {1e3 * (time.process_time() - begin):.0f} microseconds")  # noqa: T201
 
 
 def show_calls(made: list[int]) -> None:
@@ -103,12 +107,14 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         PolicyGradientLoop.run = time_steps
         main(sys.argv[1:])
-    words = ["train", "configs/shapes.yaml", "--sharding.weights", "blocks", "--threads", "1"]
+    words = ["train", "configs/shapes.yaml", "--threads", "1"]
     words += ["--num_steps", str(STEPS), "--evaluation", "null", "--checkpoints.verify", "never"]
     words += ["--recipe.prompts_per_step", "4", "--recipe.sampling.samples_per_prompt", "8"]
     if sys.argv[1:] == ["--count"]:
         os.environ[COUNT] = "1"
         words += ["--recipe.micro_batch", "8"]
+    else:
+        words += ["--sharding.weights", "blocks"]
     with tempfile.TemporaryDirectory() as folder:
         words += ["--output_dir", f"{folder}/run"]
         sys.exit(run_together(Launch(2), [sys.executable, __file__, *words]))
