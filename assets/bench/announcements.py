@@ -1,7 +1,7 @@
 """Measure what announcements of all-gathers cost, and how often they are needed.
 
     PYTHONPATH=. python assets/bench/announcements.py
-    PYTHONPATH=. python assets/bench/announcements.py --count
+    PYTHONPATH=. python assets/bench/announcements.py --count [--recipe.micro_batch 4 ...]
 
 Two processes train configs/shapes.yaml with sharded weights, 4 prompts of 8 samples and one thread
 each. Every second step runs as plain FSDP2, without announcements. It prints, per process, the CPU
@@ -110,9 +110,9 @@ if __name__ == "__main__":
     words = ["train", "configs/shapes.yaml", "--threads", "1"]
     words += ["--num_steps", str(STEPS), "--evaluation", "null", "--checkpoints.verify", "never"]
     words += ["--recipe.prompts_per_step", "4", "--recipe.sampling.samples_per_prompt", "8"]
-    if sys.argv[1:] == ["--count"]:
+    if sys.argv[1:2] == ["--count"]:
         os.environ[COUNT] = "1"
-        words += ["--recipe.micro_batch", "8"]
+        words += ["--recipe.micro_batch", "8", *sys.argv[2:]]
     else:
         words += ["--sharding.weights", "blocks"]
     with tempfile.TemporaryDirectory() as folder:

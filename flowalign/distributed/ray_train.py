@@ -204,7 +204,7 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
     errors: list[Exception] = []
     runner = threading.Thread(target=_fit, args=(trainer, errors), daemon=True)
     runner.start()
-    told, reason = 1, ""
+    told = 1
     while runner.is_alive():
         runner.join(_SECONDS_BETWEEN_LOOKS)
         if asked.count(signal.SIGINT) > 1:
@@ -214,10 +214,9 @@ def _wait(trainer: Any, board: Any, launch: RayLaunch, asked: list[int]) -> tupl
         sys.stdout.flush()
         if failure and failure[0] == USER_ERROR:
             return failure  # Ray would start the workers again
-        reason = failure[1] if failure else reason
         if starts > told:
-            sys.stderr.write(f"{reason}flowalign: restart {starts - 1} of {launch.restarts}\n")
-            told, reason = starts, ""
+            told = starts
+            sys.stderr.write(f"flowalign: restart {starts - 1} of {launch.restarts}\n")
     output, _, failure = ray.get(board.read.remote(0))
     sys.stdout.write(output)
     if not errors:
