@@ -56,13 +56,15 @@ class Study:
     budget: int
     """Network evaluations per run."""
     rates: tuple[float, ...]
-    """Learning rates over which every method is tuned."""
+    """Learning rates over which every method is tuned; one rate needs no trial."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further settings of methods, which are in no file."""
     steps: Callable[[Sequence[str], Path, int], int] = measured_steps
     """Function that returns the steps of a budget, from run files and a folder for trials."""
     evaluations: int = 5
     """Number of evaluations per run after the first."""
+    images: int = IMAGES
+    """Images per evaluation."""
     metric: str = "exact_match"
     """Dimension that selects rates and compares runs."""
     prompts: str = PROMPTS
@@ -125,13 +127,13 @@ def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
     files = [*study.methods[name], *([str(own)] if more else [])]
     steps = study.steps(files, place, args.budget)
     found = {}
-    for rate in study.rates:
+    for rate in study.rates if len(study.rates) > 1 else ():
         evaluation = {"prompts": splits(study.prompts, held_out=False), "num_prompts": args.images}
         last = overlay(place / f"{rate:g}.yaml", max(1, steps // 2), rate, evaluation)
         options = [*files, last, "--seed", str(TUNING_SEED)]
         found[rate] = trained(place / f"{rate:g}", options)["after"][study.metric]
     (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
-    best = max(found, key=found.__getitem__)
+    best = max(found, key=found.__getitem__) if found else study.rates[0]
     overlay(chosen, steps, best, evaluated(study, args, steps), more)
     return chosen
 
@@ -216,7 +218,7 @@ def options(
     parser.add_argument(
         "--budget", type=int, default=study.budget, help="network evaluations per run"
     )
-    parser.add_argument("--images", type=int, default=IMAGES, help="images per evaluation")
+    parser.add_argument("--images", type=int, default=study.images, help="images per evaluation")
     parser.add_argument("--jobs", type=int, default=1, help="parallel runs")
     parser.add_argument("--to", type=Path, default=HERE, help="folder of the figure")
     return parser
