@@ -9,8 +9,7 @@ Without a folder it draws the stored numbers.
 
 Predicted before training, from the credit benchmark (`words_credit.py`): `comb_late` ends above
 `flow_grpo_late`, because its credit agrees best with the truth and a sample costs half as much.
-Both end above `flow_grpo`, because the last steps decide the letters. `dense_grpo` ends last,
-because it makes the fewest updates. `nft` leads.
+Both end above `flow_grpo`, because the last steps decide the letters. `nft` leads.
 """
 
 from both_costs import main
@@ -18,7 +17,6 @@ from equal_cost import Study
 
 OUTCOME = "configs/words_flow_grpo.yaml"
 NFT = "configs/words_nft.yaml"
-DENSE = ["configs/methods/dense_grpo.yaml"]
 FIXED = "flowalign.sampling.Fixed"
 LATE = {"eta": 0.7, "sde_window": {"class_path": FIXED, "init_args": {"start": 4, "stop": 7}}}
 SIBLINGS = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
@@ -28,15 +26,11 @@ STUDY = Study(
     name="words_study",
     methods={
         "flow_grpo": [OUTCOME],
-        "flow_grpo_shared_noise": [OUTCOME],
         "flow_grpo_late": [OUTCOME],
         "comb_late": [OUTCOME],
-        "tempflow_grpo": ["configs/words_tempflow.yaml"],
-        "dense_grpo": [OUTCOME, *DENSE],
         "nft": [NFT],
     },
     settings={
-        "flow_grpo_shared_noise": {"recipe": {"sampling": {"seeds_per_prompt": 1}}},
         "flow_grpo_late": {"recipe": {"sampling": LATE}},
         "comb_late": {"recipe": {"credit": SIBLINGS, "sampling": LATE | {"branching": COMB}}},
     },
