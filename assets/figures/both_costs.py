@@ -5,6 +5,7 @@ The scripts that compare methods by network evaluations and by reward calls shar
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,14 @@ def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
 def figure(content: dict[str, Any], place: Path) -> None:
     """Draw the measure against both costs, with the range over seeds, and the final diversity."""
     comparison = compare(content["metric"], methods_of(content))
-    fig, panels = plt.subplots(1, 3, figsize=(14, 4.6), dpi=100, layout="constrained")
+    before = comparison.rows[0].method.runs[0].points[0].diversity
+    measured = before is not None and math.isfinite(before)  # not with one image per prompt
+    fig, panels = plt.subplots(1, 2 + measured, figsize=(14, 4.6), dpi=100, layout="constrained")
     draw_curves(panels[0], comparison, "network_evaluations")
     draw_curves(panels[1], comparison, "reward_calls")
-    diversity = {row.method.name: row.diversity.values for row in comparison.rows}
-    draw_seeds(
-        panels[2], diversity, comparison.rows[0].method.runs[0].points[0].diversity, "diversity"
-    )
+    if measured:
+        diversity = {row.method.name: row.diversity.values for row in comparison.rows}
+        draw_seeds(panels[2], diversity, before, "diversity")
     polished(fig, panels)
     fig.savefig(place)
 

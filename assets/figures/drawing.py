@@ -39,6 +39,7 @@ class Look:
 METHODS = {
     "flow_grpo": Look("Flow-GRPO", "outcome", BLACK),
     "flow_grpo_all_steps": Look("Flow-GRPO, all but the last step", "outcome", GREY, DASHED),
+    "flow_grpo_late": Look("Flow-GRPO, steps 4 to 6", "outcome", SKY, DASHED),
     "flow_grpo_fast": Look("Flow-GRPO-Fast", "outcome", SKY, DOTTED),
     "mixgrpo": Look("MixGRPO", "outcome", GREEN, DASHED),
     "tempflow_grpo": Look("TempFlow-GRPO", "step", BLUE, DASHED),
@@ -51,6 +52,7 @@ METHODS = {
     "outcome": Look("reward of the final image", "outcome", BLACK),
     "outcome_one_noise": Look("shared initial noise", "outcome", SKY, DASHED),
     "comb": Look("comb of branches", "step", ORANGE, MIXED),
+    "comb_late": Look("comb, steps 4 to 6", "step", ORANGE, MIXED),
     "online_dpo": Look("online DPO", "pairs", PINK, DOTTED),
     "nft": Look("DiffusionNFT", "forward", GREEN, MIXED),
     "awm": Look("AWM", "forward", OCHRE),
