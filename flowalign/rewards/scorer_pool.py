@@ -28,8 +28,7 @@ from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 from flowalign.utils.ray_cluster import join_cluster, prepare_ray
 
 _NAMESPACE = "flowalign"
-_BOUNDED = "max_restarts", "max_task_retries"
-_SET = ("get_if_exists", *_BOUNDED)
+_SET = "get_if_exists", "max_restarts", "max_task_retries"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +97,10 @@ class ScorerPool:
                 )
             join_cluster(ceil(settings.actors * settings.options.get("num_cpus", 1)), address)
         self.name = settings.name
-        limits = dict.fromkeys(_BOUNDED, settings.restarts)
-        options = {**settings.options, "namespace": _NAMESPACE, "get_if_exists": True, **limits}
+        # Restarts limit the calls: Ray would count those of a lost machine that it has not missed.
+        repeats = -1 if settings.restarts else 0
+        set_here = dict(zip(_SET, (True, settings.restarts, repeats), strict=True))
+        options = {**settings.options, "namespace": _NAMESPACE, **set_here}
         kind, paths = ray.remote(ScorerActor), [path for path in sys.path if path]
         self.actors = [
             kind.options(name=f"{self.name}-{i}", **options).remote(

@@ -31,7 +31,7 @@ def mortal(folder, *dies_at: int, **settings) -> RayScorers:
     about = {"folder": str(folder), "dies_at": list(dies_at)}
     entry = {"class_path": "tests.fixtures.scorers.Mortal", "init_args": about}
     return RayScorers(
-        entry, options={"num_cpus": 0.5}, timeout=60.0, start_timeout=120.0, **settings
+        entry, options={"num_cpus": 0.5}, timeout=300.0, start_timeout=300.0, **settings
     )
 
 

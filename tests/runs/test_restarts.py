@@ -1,10 +1,12 @@
 """Runs of several processes that are killed: they restart or resume, and end with the same bits."""
 
+import copy
 import json
 import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -32,8 +34,22 @@ MANY = "FLOWALIGN_TRIALS"
 TRIALS = pytest.mark.parametrize("trial", range(int(os.environ.get(MANY, "1"))))
 
 
-def begin(folder: Path, *options: object, processes: int = 2) -> subprocess.Popen:
-    return start(folder, "--processes", processes, *options, run=PIXELS)
+HELD = 8
+"""Step after which a held run waits for the file `gate` beside its folder."""
+
+
+def begin(
+    folder: Path, *options: object, processes: int = 2, held: bool = False
+) -> subprocess.Popen:
+    run = copy.deepcopy(PIXELS)
+    if held:
+        gate = folder.parent / "gate"
+        run["rewards"][0]["init_args"] = {"checkpoint": str(step(folder, HELD)), "gate": str(gate)}
+    return start(folder, "--processes", processes, *options, run=run)
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / "checkpoints" / f"step-{number:06d}"
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +66,8 @@ def machines():
         yield made
 
 
-def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
-    wait_for(folder / "checkpoints" / f"step-{step:06d}", launcher)
+def wait_for_step(folder: Path, number: int, launcher: subprocess.Popen) -> None:
+    wait_for(step(folder, number), launcher)
 
 
 def newest(folder: Path) -> int:
@@ -129,18 +145,28 @@ def test_two_machines_train_as_one_does_though_one_is_lost_and_replaced(tmp_path
     assert_same_run(straight, folder, STEPS)
 
 
+def holder(folder: Path) -> str:
+    """Number of the process that trains the run, or that did so last."""
+    found = re.match(r"process (\d+) ", (folder / "run.lock").read_text())
+    return found[1] if found else ""
+
+
 @TRIALS
 def test_a_killed_ray_worker_and_a_killed_machine_change_no_bit(
     tmp_path, straight, machines, trial
 ):
     folder = tmp_path / "run"
     ray = "--executor", "ray", "--address", machines.address
-    command = begin(folder, *ray, "--restarts", 2)
+    command = begin(folder, *ray, "--restarts", 2, held=True)
     wait_for_step(folder, 2 + trial % 2, command)
-    holder = (folder / "run.lock").read_text()
-    os.kill(int(re.match(r"process (\d+) ", holder)[1]), signal.SIGKILL)
-    wait_for_step(folder, newest(folder) + 3, command)
+    first = holder(folder)
+    os.kill(int(first), signal.SIGKILL)
+    while holder(folder) in ("", first):
+        assert command.poll() is None, command.communicate()[0]
+        time.sleep(0.02)
+    wait_for_step(folder, HELD, command)
     machines.kill_second()
+    (tmp_path / "gate").touch()
     output = finish(command)
     for restart in (1, 2):
         assert output.count(f"flowalign: restart {restart} of 2") == 1

@@ -28,11 +28,10 @@ from flowalign.utils.console import say
 from flowalign.utils.ray_cluster import check_cores, connect
 
 RESTARTS = 3
-"""Number of restarts of a worker that died, and of retries of a block."""
+"""Number of restarts of a worker that died. They limit the repetitions of its block: Ray would also
+count calls of a lost machine that it has not yet missed."""
 SECONDS_BETWEEN_LOOKS = 5
 """Seconds between checks of the number of cores in the cluster."""
-_BOUNDED = "max_restarts", "max_task_retries"
-"""Ray's options for both limits, which are unlimited by default."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ class ScoringCluster:
             compute=ray.data.ActorPoolStrategy(size=self.workers),
             num_cpus=1,
             num_gpus=self._gpu_share(),
-            ray_remote_args_fn=lambda: dict.fromkeys(_BOUNDED, RESTARTS),
+            max_restarts=RESTARTS,
+            max_task_retries=-1,
         )
         try:
             with self._watch_machines():
