@@ -90,7 +90,7 @@ def test_every_credit_method_trains_on_a_gpu(tmp_path, name):
 
 def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_path):
     """A random model of SD3.5-M's size at 512 pixels; peak memory grows with the budget."""
-    size = replace(gpu_sizes.FULL, group=6)
+    size = replace(gpu_sizes.FULL, group=6, num_steps=5)
     gpu_sizes.build_networks(size, tmp_path)
     peaks = []
     for budget in (4, 12):
