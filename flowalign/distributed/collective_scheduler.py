@@ -38,7 +38,7 @@ class CollectiveScheduler:
     """Announcements of collective calls between ranks; all ranks must create one."""
 
     def __init__(self) -> None:
-        self._all_ranks = _form_group(None)
+        self._all_ranks = _form_groups([range(dist.get_world_size())])
         self._shard_group: dist.ProcessGroup | None = None
         self.joins: Sequence[Callable[[], None]] = ()
         """One function per block, which takes part in the all-gather of the block without computing
@@ -56,20 +56,14 @@ class CollectiveScheduler:
         All ranks must call this with the same groups.
         """
         self.evaluations = self.replicas = None
-        for ranks in groups:
-            group = _form_group(list(ranks))  # all ranks must call new_group, members or not
-            if dist.get_rank() in ranks:
-                self._shard_group = group
+        self._shard_group = _form_groups(groups)
 
     def form_context_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Form groups of ranks that compute the same samples, and keep them in step.
 
         All ranks must call this with the same groups.
         """
-        for ranks in groups:
-            group = _form_group(list(ranks))
-            if dist.get_rank() in ranks:
-                self._context_group = group
+        self._context_group = _form_groups(groups)
 
     def wait_for_group(self, call: str) -> None:
         """Wait until all ranks of this rank's context group are about to make `call`.
@@ -162,11 +156,12 @@ class CollectiveScheduler:
             self._joining = False
 
 
-def _form_group(ranks: list[int] | None) -> Any:
-    """Form a group of `ranks`, or of all ranks if None; every rank must call this."""
+def _form_groups(groups: Sequence[Sequence[int]]) -> Any:
+    """Form groups of ranks, and return that of this rank; every rank must call this."""
     # Announcements use gloo even if tensors use NCCL: a call that waits in NCCL spins on the GPU,
     # and its order with the announced calls would have to be the same on all ranks.
-    return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
+    ranks = [list(group) for group in groups]
+    return dist.new_subgroups_by_enumeration(ranks, timeout=PATIENCE, backend="gloo")[0]
 
 
 def _check_same_call(group: dist.ProcessGroup, call: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Evaluations:
@@ -38,17 +38,13 @@ class Evaluations:
     def _note(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._last = tree_map(_detach, (args, kwargs))
+        self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         if not torch.is_grad_enabled():
             return args, kwargs
         self.count += 1
-        return tree_map(_require_gradient, (args, kwargs))
+        return tree_map_only(Tensor, _require_gradient, (args, kwargs))
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _require_gradient(value: Any) -> Any:
-    records = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
-    return value.detach().requires_grad_() if records else value
+def _require_gradient(tensor: Tensor) -> Tensor:
+    records = tensor.is_floating_point() and not tensor.requires_grad
+    return tensor.detach().requires_grad_() if records else tensor

@@ -218,12 +218,12 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     check_degree(context_degree, world)
     if kind == "cuda":
         torch.cuda.set_device(chosen)
-    if world > 1 and not dist.is_initialized():
+    if world == 1:
+        return Processes(rank, world, chosen)
+    if not dist.is_initialized():
         _meet(chosen, rank, world)
-    if world > 1:
-        _start_heartbeat()
-    scheduler = _shared_scheduler() if world > 1 else None
-    if scheduler is None or context_degree == 1:
+    scheduler = _start_scheduler()
+    if context_degree == 1:
         return Processes(rank, world, chosen, scheduler)
     context = form_context(context_degree, kind, scheduler)
     groups = rank // context_degree, world // context_degree
@@ -238,13 +238,10 @@ def _meet(device: torch.device, rank: int, world: int) -> None:
 
 
 @cache
-def _start_heartbeat() -> None:
+def _start_scheduler() -> CollectiveScheduler:
+    """Return the scheduler that all calls share; the first call also starts the heartbeat."""
     store = distributed_c10d._get_default_store()
     Heartbeat(store, dist.get_rank(), dist.get_world_size()).start()
-
-
-@cache
-def _shared_scheduler() -> CollectiveScheduler:
     return CollectiveScheduler()
 
 

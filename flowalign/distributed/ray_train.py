@@ -104,17 +104,8 @@ def run_on_ray(launch: RayLaunch, main: Callable[[Sequence[str]], None], words: 
 
         gpus = check_cores(launch.workers)
         board = ray.remote(Board).options(num_cpus=0, **_on_this_machine()).remote()
-        trainer = _build_trainer(
-            launch,
-            gpus,
-            folder,
-            {
-                "board": board,
-                "main": main,
-                "words": words,
-                "folder": str(Path.cwd()),
-            },
-        )
+        work = {"board": board, "main": main, "words": words, "folder": str(Path.cwd())}
+        trainer = _build_trainer(launch, gpus, folder, work)
         # The thread that waits for Ray Train loses its cluster if this function returns first.
         threading.excepthook = lambda _: None
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flowalign.data.latents.prompt_store import StoredPrompts
-from flowalign.distributed.context_parallel import check_degree
+from flowalign.distributed.context_parallel import check_degree, list_divisors
 from flowalign.distributed.processes import Processes, take_turns
 from flowalign.types import Policy, Request, Setup, Sharding
 from flowalign.utils.costs import Costs
@@ -41,10 +41,9 @@ def check_world(sharding: Sharding, world: int) -> None:
     check_degree(sharding.context_degree, world)
     degree = sharding.shard_degree
     if degree and world % degree:
-        allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
         raise ValueError(
             f"sharding.shard_degree is {degree}, which does not divide {world} processes; "
-            f"allowed here: {allowed}"
+            f"allowed here: {list_divisors(world)}"
         )
 
 
