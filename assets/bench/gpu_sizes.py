@@ -34,13 +34,13 @@ class Size:
     """Number of text tokens in addition to CLIP's 77."""
     video: tuple[int, int, int] = (240, 416, 33)
     """Height, width and frames of clips. Source: Flow-GRPO's Wan 2.1 configuration."""
-    num_steps: int = 10
+    num_steps: int = 6
     """Denoising steps of images and clips."""
-    group: int = 24
+    group: int = 8
     """Images per prompt."""
     clips: int = 4
     """Clips per prompt."""
-    comb: tuple[int, int] = (4, 6)
+    comb: tuple[int, int] = (2, 2)
     """Seeds and children of TempFlow-GRPO."""
     rank: int = 32
     """Rank of the LoRA."""
