@@ -131,7 +131,13 @@ def test_an_update_copies_no_more_than_a_micro_batch_at_once(monkeypatch):
 
 def test_a_process_may_wait_for_another_that_encodes_for_hours(monkeypatch):
     given = {}
-    monkeypatch.setattr(dist, "new_group", lambda *_, **how: given.update(how))
+
+    def form_groups(ranks, **how):
+        given.update(how)
+        return ranks
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", form_groups)
     CollectiveScheduler()
     assert given["timeout"] >= timedelta(hours=12)
 
