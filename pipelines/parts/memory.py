@@ -23,7 +23,11 @@ def count_operations(work: Callable[[], object]) -> int:
 def peak_bytes(
     work: Callable[[], object], with_gradient: bool = False, existing: Iterable[Tensor] = ()
 ) -> int:
-    """Return the peak bytes of the tensors that `work` creates; views of `existing` are free."""
+    """Return the peak bytes of the tensors that `work` creates; views of `existing` are free.
+
+    A convolution also holds copies of its input and output in cuDNN's layout. With them, 45.4 GiB
+    are planned for a step at Wan 2.1's size, and an H100 used 45.5; at SD3.5-M's, 14.4 and 13.3.
+    """
     with torch.set_grad_enabled(with_gradient), _Alive() as alive:
         alive.seen.update(tensor.untyped_storage() for tensor in existing)
         work()
@@ -63,6 +67,8 @@ class _Alive(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
+        if func is torch.ops.aten.convolution.default:
+            self.most = max(self.most, self.now + args[0].nbytes + out.nbytes)
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:

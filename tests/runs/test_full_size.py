@@ -5,8 +5,10 @@ import json
 import pytest
 
 from assets.bench.full_size import RESULTS, measure_model, plan_model
+from flowalign.runs.config import load
 
 RECORDED = json.loads(RESULTS.read_text())
+H100 = RESULTS.with_name("gpu_h100.json")
 MEASURED = [name for name, one in RECORDED.items() if "measured" in one]
 
 
@@ -33,3 +35,24 @@ def test_a_toy_model_takes_at_most_the_planned_memory():
     assert measured["verifying"] == pytest.approx(planned["verifying"], rel=0.15)
     assert all(measured[stage] <= 1.15 * planned[stage] for stage in planned)
     assert measured["updating"] > measured["sampling"] > measured["loading"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "part", "size"),
+    [
+        ("sd35_medium", "flow_grpo", ["policy.height=512", "policy.width=512"]),
+        (
+            "wan21_1_3b",
+            "wan, 480 x 832, 81 frames, 2 clips",
+            [f"policy.video.{name}" for name in ("height=480", "width=832", "num_frames=81")],
+        ),
+    ],
+)
+def test_an_h100_used_the_planned_memory_of_decoding(model, part, size):
+    """Weights, optimizer and networks beside the decoder's activations are those in use before."""
+    found = json.loads(H100.read_text())["parts"][part]["figures"]["a step"]
+    samples = {"sd35_medium": 8, "wan21_1_3b": 2}[model]
+    policy = load(f"configs/models/{model}.yaml", [*size, "trackers=[]"])[0].policy
+    planned = found["gib/reward"] + samples * policy.plan().decode_bytes / 2**30
+    assert found["gib/decode"] == pytest.approx(planned, rel=0.15)
