@@ -47,10 +47,17 @@ def test_the_peak_is_of_what_is_alive_at_once():
 
 
 def test_the_peak_of_a_network_by_hand():
-    """A convolution from 2 to 3 channels makes 3 x 5 x 7 numbers, beside copies of both."""
+    """A convolution from 2 to 3 channels makes 3 x 5 x 7 numbers; then comes its activation."""
     with torch.device("meta"):
         layer, x = nn.Conv2d(2, 3, 3, padding=1), torch.empty(1, 2, 5, 7)
-    assert peak_bytes(lambda: F.silu(layer(x))) == 4 * (105 + 70 + 105)
+    assert peak_bytes(lambda: F.silu(layer(x))) == 4 * (105 + 105)
+    assert peak_bytes(lambda: layer(x)) == 4 * (105 + 70), "and a copy of the input"
+
+
+def test_convolutions_in_three_dimensions_also_copy_their_output():
+    with torch.device("meta"):
+        layer, x = nn.Conv3d(2, 3, 3, padding=1), torch.empty(1, 2, 1, 5, 7)
+    assert peak_bytes(lambda: layer(x)) == 4 * (105 + 70 + 105)
 
 
 def test_a_vae_on_the_meta_device_decodes_what_has_no_values():
