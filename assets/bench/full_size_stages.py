@@ -58,13 +58,16 @@ def measure(model: str, files: list[str], changes: list[str]) -> dict[str, Any]:
     planned = memory_parts(run)
     _load_without_values(model)
     with tempfile.TemporaryDirectory() as folder:
-        peaks, network = _run_stages(run, planned, Path(folder))
-    weights = [p.numel() * p.itemsize for p in network.parameters()]
-    gathered = (
-        count_gathered(network) * sum(weights) // sum(p.numel() for p in network.parameters())
+        peaks = _run_stages(run, planned, Path(folder))
+    networks = [run.policy.network.components[name] for name in run.policy.network.names]
+    sizes = [sum(p.numel() * p.itemsize for p in one.parameters()) for one in networks]
+    counts = [sum(p.numel() for p in one.parameters()) for one in networks]
+    gathered = max(
+        count_gathered(one) * size // count
+        for one, size, count in zip(networks, sizes, counts, strict=True)
     )
     flops = peaks.pop("flops")
-    return {"flops": flops, "weights": sum(weights), "gathered": gathered, "measured": peaks}
+    return {"flops": flops, "weights": sum(sizes), "gathered": gathered, "measured": peaks}
 
 
 def _planned(parts: Sequence[MemoryPart], stage: str) -> int:
@@ -80,7 +83,7 @@ def _plan_divided(files: list[str], changes: list[str]) -> dict[str, int | str]:
         return {"refused": str(error).splitlines()[0]}
 
 
-def _run_stages(run: Run, planned: list[MemoryPart], folder: Path) -> tuple[dict[str, int], Any]:
+def _run_stages(run: Run, planned: list[MemoryPart], folder: Path) -> dict[str, int]:
     """Load, encode, sample, decode, update, average, save and verify; return the peak of each."""
     processes, peaks = join("cuda"), {}
     USAGE.clear()
@@ -89,7 +92,8 @@ def _run_stages(run: Run, planned: list[MemoryPart], folder: Path) -> tuple[dict
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     learner = Learner(policy, run.optimizer, processes, run.num_steps, ema)
     peaks["loading"] = USAGE.peak_bytes
-    states = sum(part.num_bytes for part in planned if part.name in ("states", "kept completions"))
+    kept = [part for part in planned if part.name in ("states", "kept completions")]
+    states = sum(part.num_bytes for part in kept if part.stage != "main")
     held = torch.empty(states, dtype=torch.uint8, device="cuda")  # exact, and counted by `check`
     requests = policy.text_encoder.probe_requests()[:1]
     cond = _peak(peaks, "encoding", lambda: encode_requests(policy, requests))
@@ -105,7 +109,7 @@ def _run_stages(run: Run, planned: list[MemoryPart], folder: Path) -> tuple[dict
     peaks["sampling"] = max(peaks["sampling"], peaks.pop("decoding"))
     del held
     peaks["flops"] = flops.get_total_flops() // rows // policy.evaluations_per_velocity
-    return peaks, policy.denoiser
+    return peaks
 
 
 def _update(learner: Learner, x: Any, sigma: Any, cond: Any) -> None:

@@ -321,20 +321,18 @@ def size_rows() -> Iterator[list[str]]:
     measured = {name: one for name, one in results.items() if "measured" in one}
     for name, one in sorted(measured.items(), key=lambda item: max(item[1]["planned"].values())):
         planned = one["planned"].values()
-        fits = next((f"{gb} GB" for gb in GPU_SIZES if max(planned) <= gb * 1e9), "none of 80 GB")
-        stages = " / ".join(f"{size / 1e9:.1f}" for size in planned)
-        yield [f"`{name}`", f"{one['parameters'] / 1e9:.2f} B", stages, fits, _simulated(one)]
+        fits = next((gb for gb in GPU_SIZES if max(planned) <= gb * 1e9), "none")
+        stages = "/".join(f"{size / 1e9:.1f}" for size in planned)
+        yield [f"`{name}`", f"{one['parameters'] / 1e9:.2f}", stages, str(fits), *_simulated(one)]
 
 
-def _simulated(one: Mapping[str, Any]) -> str:
-    """Describe the simulated peak in percent of the plan, and the cost of a step."""
+def _simulated(one: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the simulated peak in percent of the plan, and the cost of a step."""
     ratio = max(one["measured"][stage] for stage in one["planned"]) / max(one["planned"].values())
     counts = re.findall(r"(\d+) (\w+)", one["evaluations"])
     passes = sum(int(n) * (2 + one["recomputes"] if of == "training" else 1) for n, of in counts)
-    if not passes:
-        return f"{100 * ratio:.0f} %"
     flops = passes * one["flops"]
-    return f"{100 * ratio:.0f} %, {flops / 1e15:.0f} PFLOP, {flops / UTILIZED:,.0f} s"
+    return f"{100 * ratio:.0f}", f"{flops / 1e15:,.0f}/{flops / UTILIZED:,.0f}" if passes else ""
 
 
 @cache
@@ -353,7 +351,7 @@ BEST = 6
 GPU_SIZES = 16, 24, 48, 80
 UTILIZED = 0.4 * 989e12
 """FLOPs per second of an H100 in bf16 at a utilization of 40 %."""
-SIZES = ("model", "parameters", "GB by stage", "fits", "simulated")
+SIZES = ("model", "10⁹ parameters", "GB by stage", "GPU, GB", "peak, %", "PFLOP/seconds")
 EQUAL = ("method", "kind", "accuracy, 95 % interval", "seeds", "study")
 TABLES: dict[str, tuple[Sequence[str], Callable[[], Iterator[list[str]]]]] = {
     "models": (("model", "class", "run file", "status", "measured accuracy"), model_rows),

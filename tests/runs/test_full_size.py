@@ -14,7 +14,8 @@ MEASURED = [name for name, one in RECORDED.items() if "measured" in one]
 
 @pytest.mark.parametrize("model", MEASURED)
 def test_simulated_memory_of_published_models_is_within_15_percent_of_the_plan(model):
-    planned, measured = RECORDED[model]["planned"], RECORDED[model]["measured"]
+    planned, measured = dict(RECORDED[model]["planned"]), RECORDED[model]["measured"]
+    planned["verifying"] = max(planned["verifying"], planned["encoding"])  # of its prompts
     assert {stage: measured[stage] for stage in planned} == pytest.approx(planned, rel=0.15)
 
 
