@@ -14,6 +14,7 @@ without a difference in reward are not trained.
 """
 
 import os
+import runpy
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flowalign.cli.main import main
 from flowalign.distributed.agent import run_together
 from flowalign.distributed.collective_scheduler import CollectiveScheduler, _reduce_min
 from flowalign.distributed.launch import Launch
@@ -106,7 +106,7 @@ def show_calls(made: list[int]) -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         PolicyGradientLoop.run = time_steps
-        main(sys.argv[1:])
+        runpy.run_module("flowalign", run_name="__main__")
     words = ["train", "configs/shapes.yaml", "--threads", "1"]
     words += ["--num_steps", str(STEPS), "--evaluation", "null", "--checkpoints.verify", "never"]
     words += ["--recipe.prompts_per_step", "4", "--recipe.sampling.samples_per_prompt", "8"]
