@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowalign.types import Loadable, UnitInterval
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.devices import choose_device, require_device
 from reward_models.backbones.libraries import transformers
 
 
@@ -55,7 +56,7 @@ class TransformersDetector(Detector):
     def __init__(self, model: str, device: str = "cpu", least: UnitInterval = 0.05):
         if not 0 <= least < 1:
             raise ValueError(f"least of TransformersDetector is {least}; it must be in [0, 1)")
-        self.model, self.device, self.least = model, torch.device(device), least
+        self.model, self.device, self.least = model, choose_device(device), least
         self.version = f"{fingerprint_of(model)}; score > {least}"
         self._network: Any = None
 
@@ -63,6 +64,7 @@ class TransformersDetector(Detector):
         """Read the weights once; raise ValueError if they do not fit."""
         if self._network is not None:
             return
+        require_device(self.device)
         network = read_transformers(transformers.AutoModelForObjectDetection, self.model)
         self._network = network.eval().requires_grad_(False).to(self.device)
         self._processor = transformers.AutoImageProcessor.from_pretrained(find_folder(self.model))

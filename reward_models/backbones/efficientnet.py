@@ -9,7 +9,6 @@ no squeeze-and-excitation.
 
 import math
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +20,7 @@ from reward_models.backbones.checkpoints import (
     load_exactly,
     read_tensors,
 )
+from reward_models.backbones.devices import choose_device, require_device
 from reward_models.backbones.libraries import TF
 from reward_models.backbones.pixels import crop_shortest_side, normalise
 
@@ -122,7 +122,7 @@ class EfficientNetLite0(Loadable):
     network: EfficientNetNetwork
 
     def __init__(self, weights: str | None = None, device: str = "cpu"):
-        self.weights, self.device = weights, torch.device(device)
+        self.weights, self.device = weights, choose_device(device)
         self.version = "package 0.1.0" if weights is None else fingerprint_of(weights)
         self._loaded = False
 
@@ -130,6 +130,7 @@ class EfficientNetLite0(Loadable):
         """Read the weights once."""
         if self._loaded:
             return
+        require_device(self.device)
         path = find_file(self.weights or find_packaged_weights())
         network = EfficientNetNetwork()
         load_exactly(network, read_tensors(path), path)

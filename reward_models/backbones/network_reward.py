@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.devices import choose_device, require_device
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ class NetworkReward(RewardModel, Loadable):
         if batch_size < 1:
             raise ValueError(f"batch_size of {spec.name} is {batch_size}; it must be at least 1")
         self.spec, self.batch_size, self.offload = spec, batch_size, offload
-        self.device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        )
+        self.device = choose_device(device)
         self._loaded = False
 
     @abstractmethod
@@ -68,6 +67,7 @@ class NetworkReward(RewardModel, Loadable):
         """Read the weights once."""
         if self._loaded:
             return
+        require_device(self.device)
         self.network = self.read().eval().requires_grad_(False)
         if not self.offload:
             self.network.to(self.device)

@@ -17,6 +17,7 @@ from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
 from reward_models.backbones.answer_tokens import find_answer_tokens, find_single_tokens
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of
+from reward_models.backbones.devices import choose_device, require_device
 from reward_models.backbones.frames import at_rate, each_second
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
@@ -84,9 +85,7 @@ class QwenYesNo(YesNoJudge):
         self.fps: float | Literal["seconds"] = fps
         self.max_frames, self.canonical = max_frames, canonical
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        )
+        self.device = choose_device(device)
         self.version = (
             f"{fingerprint_of(source)} {dtype} {max_pixels} pixels {fps} fps {max_frames} frames "
             f"{'canonical' if canonical else 'exact'}"
@@ -97,6 +96,7 @@ class QwenYesNo(YesNoJudge):
         """Read tokenizer and weights once; raise ValueError if they are not a judge's."""
         if self._loaded:
             return
+        require_device(self.device)
         folder = find_folder(self.source, ("*.json", "*.txt", "*.jinja", "*.safetensors"))
         self.processor = _read_processor(folder)
         self.yes, self.no = (

@@ -6,7 +6,7 @@ model; separate configuration classes would repeat every name.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ from flowalign.types import (
     Sharding,
     Speed,
 )
-from flowalign.types.ranges import PositiveInt, Seed, require_ranges
+from flowalign.types.ranges import PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.costs import Costs
 
 
@@ -94,7 +94,7 @@ class Run:
     vae_tile: PositiveInt | None = None
     """Side in pixels of the overlapping tiles on which the VAE of images runs, one after another,
     as diffusers' `enable_tiling`. It changes media and encodings slightly. Null: whole images."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Range(least=1, most=1024)] | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
     """Run directory. Default: runs/ and the names of the run files, joined by hyphens."""
