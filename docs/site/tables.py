@@ -323,7 +323,7 @@ def size_rows() -> Iterator[list[str]]:
         planned = one["planned"].values()
         fits = next((gb for gb in GPU_SIZES if max(planned) <= gb * 1e9), "none")
         stages = "/".join(f"{size / 1e9:.1f}" for size in planned)
-        yield [f"`{name}`", f"{one['parameters'] / 1e9:.2f}", stages, str(fits), *_simulated(one)]
+        yield [f"`{name}`, {one['parameters'] / 1e9:.2f}", stages, str(fits), *_simulated(one)]
 
 
 def _simulated(one: Mapping[str, Any]) -> tuple[str, str]:
@@ -351,7 +351,7 @@ BEST = 6
 GPU_SIZES = 16, 24, 48, 80
 UTILIZED = 0.4 * 989e12
 """FLOPs per second of an H100 in bf16 at a utilization of 40 %."""
-SIZES = ("model", "10⁹ parameters", "GB by stage", "GPU, GB", "peak, %", "PFLOP/seconds")
+SIZES = ("model, 10⁹ parameters", "GB by stage", "GPU, GB", "peak, %", "PFLOP/seconds")
 EQUAL = ("method", "kind", "accuracy, 95 % interval", "seeds", "study")
 TABLES: dict[str, tuple[Sequence[str], Callable[[], Iterator[list[str]]]]] = {
     "models": (("model", "class", "run file", "status", "measured accuracy"), model_rows),
