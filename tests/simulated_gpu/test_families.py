@@ -1,10 +1,12 @@
 """Every family samples, decodes, updates and saves on the simulated GPU, in half precision."""
 
 import pytest
+import torch
 
 from tests.fixtures.simulated_families import (
     decode_peaks,
     modules_from_main_memory,
+    offload,
     use,
     use_kernel,
 )
@@ -34,6 +36,15 @@ def test_a_family_runs_on_a_gpu_with_one_dtype_in_attention(name, tmp_path):
 def test_weights_are_read_to_the_gpu_tensor_by_tensor(name, tmp_path):
     """Otherwise each process of a machine would hold a whole pipeline in main memory."""
     assert on_simulated_gpu(modules_from_main_memory, name, tmp_path)[0] == []
+
+
+def test_offloaded_weights_give_the_same_gradient_and_stay_in_main_memory():
+    """Weights that the backward pass needs, such as those of norms, are still on the device."""
+    found = {place: on_simulated_gpu(offload, place)[0] for place in ("none", "layers")}
+    (on_device, larger, expected), (in_memory, smaller, gradient) = found.values()
+    assert (on_device, in_memory) == ({"cuda"}, {"cpu"})
+    assert smaller < 0.8 * larger
+    assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize("name", DISPATCHING)
