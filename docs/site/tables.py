@@ -316,14 +316,20 @@ def equal_cost_rows(which: int) -> Iterator[list[str]]:
 
 
 def size_rows() -> Iterator[list[str]]:
-    """Yield the memory and the cost of the simulated models, from the smallest."""
+    """Yield the memory and the cost of the simulated models, from the smallest, equal ones once."""
     results = json.loads((ROOT / "assets/bench/full_size.json").read_text())
     measured = {name: one for name, one in results.items() if "measured" in one}
+    alike: dict[tuple[str, ...], dict[str, str]] = {}
     for name, one in sorted(measured.items(), key=lambda item: max(item[1]["planned"].values())):
         planned = one["planned"].values()
         fits = next((gb for gb in GPU_SIZES if max(planned) <= gb * 1e9), "none")
         stages = "/".join(f"{size / 1e9:.1f}" for size in planned)
-        yield [f"`{name}`, {one['parameters'] / 1e9:.2f}", stages, str(fits), *_simulated(one)]
+        peak, cost = _simulated(one)
+        key = f"{one['parameters'] / 1e9:.2f}", stages, str(fits), cost
+        alike.setdefault(key, {})[f"`{name}`"] = peak
+    for (parameters, stages, fits, cost), peaks in alike.items():
+        percent = "-".join(sorted({*peaks.values()}, key=int))
+        yield [", ".join([*peaks, parameters]), stages, fits, percent, cost]
 
 
 def _simulated(one: Mapping[str, Any]) -> tuple[str, str]:

@@ -30,6 +30,7 @@ class HunyuanVideo15(HunyuanPolicy):
 
     pipeline_class = "HunyuanVideo15Pipeline"
     transformer_class = "HunyuanVideo15Transformer3DModel"
+    extra_text_tokens = 256 + 729  # of text to render and of the first frame, also if there is none
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ class HunyuanPolicy(DiffusersPolicy):
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         """Count the tokens of video and text, which share one attention."""
-        return count_patches(latent_shape, _patch(transformer)) + self.max_sequence_length
+        text = self.max_sequence_length + self.extra_text_tokens
+        return count_patches(latent_shape, _patch(transformer)) + text
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         """Return the sigmas that the scheduler shifts from evenly spaced ones."""

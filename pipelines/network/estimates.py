@@ -12,7 +12,10 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.network.sharding import count_gathered
 from pipelines.network.weights import count_trained
-from pipelines.parts.memory import activations
+from pipelines.parts.memory import activations, mask_bytes
+
+_WITH_MASKS = ("HunyuanVideo15Transformer3DModel",)
+"""Networks whose layers make a boolean mask of all pairs of tokens."""
 
 
 def plan_network(network: Denoisers) -> tuple[Any, dict[str, Any]]:
@@ -52,10 +55,20 @@ def plan_activations(
     """Return the bytes of activations, and the possible saving by recomputing them."""
     kept, least = (
         network.dtype.itemsize * activations(config, num_tokens, recomputed)
+        + _mask_bytes(network, config, num_tokens, recomputed)
         for recomputed in (network.gradient_checkpointing, True)
     )
     setting = f"{network.checkpointing}: true"
     return kept, [Saving("activations", setting, kept - least)] if kept > least else []
+
+
+def _mask_bytes(
+    network: Denoisers, config: Mapping[str, Any], num_tokens: int, recomputed: bool
+) -> int:
+    if network.kind not in _WITH_MASKS:
+        return 0
+    kept = 1 if recomputed else config["num_layers"]
+    return mask_bytes(num_tokens, kept, network.dtype.itemsize)
 
 
 def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:

@@ -29,7 +29,6 @@ from tests.fixtures.served import (
     binary_request,
     json_request,
     memory_mb,
-    oversized,
     png,
     post,
     serving,
@@ -66,7 +65,7 @@ def test_pictures_are_refused_by_their_declared_size_before_they_are_decoded(
 
     monkeypatch.setattr("flowalign.rewards.protocol._decode_images", decode)
     monkeypatch.setattr("flowalign.rewards.protocol._decode_tensors", decode)
-    status, answer = post(there.url, *oversized(name))
+    status, answer = post(there.url, *OVERSIZED[name])
     assert (status, "pixels" in answer or "MP" in answer) == (413, True)
 
 

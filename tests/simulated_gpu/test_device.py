@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign.distributed.processes import join
 from tests.fixtures.simulated_gpu import on_simulated_gpu, on_simulated_gpus
+from tests.fixtures.simulated_gpu.usage import USAGE
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,41 @@ def large():
     weight = torch.empty(20_000, 20_000, device="cuda")
     y = torch.ones(1, 20_000, device="cuda") @ weight
     assert y.mean().item() == 0.5
+
+
+def chosen():
+    mask = torch.tensor([[True, False, True], [False, False, True]]).to("cuda")
+    rows = torch.empty(2, 3, 4, device="cuda")
+    lengths = mask.to(torch.bfloat16).long().sum(1)
+    parts = rows[mask].split(lengths.tolist())
+    last = mask[1]
+    last[:2] = True  # a view: the mask changes as well
+    unknown = (rows > 0).sum(2)  # from values that do not exist
+    lengths.copy_(unknown[:, 0])
+    return [len(one) for one in parts], mask.tolist(), unknown.tolist(), lengths.tolist()
+
+
+def test_masks_and_lengths_have_values_on_a_device_without_values():
+    (parts, mask, unknown, lengths), _ = on_simulated_gpu(chosen, payload="meta")
+    assert parts == [2, 1]
+    assert mask == [[True, False, True], [True, True, True]]
+    assert unknown == [[1, 1, 1], [1, 1, 1]]
+    assert lengths == [1, 1]
+
+
+def masked():
+    q = torch.zeros(2, 3, 60, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(2, 1, 60, 60, device="cuda", dtype=torch.bool)
+    USAGE.clear()
+    before = USAGE.bytes
+    out = scaled_dot_product_attention(q, q, q, mask)
+    return USAGE.peak_bytes - before, USAGE.bytes - before - out.nbytes
+
+
+def test_a_boolean_mask_becomes_additive_and_its_rows_are_aligned():
+    (peak, kept), _ = on_simulated_gpu(masked, payload="meta")
+    assert peak == pytest.approx(2 * 60 * (60 + 64) * 2, rel=0.01)  # 60 is no multiple of 8
+    assert 2 * 60 * 64 * 2 <= kept < peak  # and the sums of exponentials
 
 
 def exchange():

@@ -196,9 +196,11 @@ def test_frames_cannot_be_decoded_in_turn():
 
 
 def test_the_plan_reads_no_weights_and_counts_text_with_the_clip(monkeypatch, hunyuan):
-    """5 x 8 x 8 patches and 50 words through two layers of 32 channels."""
+    """5 x 8 x 8 patches, 50 words, glyphs and features of a frame in two layers of 32 channels."""
     monkeypatch.setattr("pipelines.policy.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
     plan = of_clips(HunyuanVideo15, hunyuan.path, max_sequence_length=50).plan()
     assert plan.latent_shape == (4, 5, 8, 8)
-    assert plan.activation_bytes == 34 * 2 * 32 * (5 * 8 * 8 + 50) * 2
+    tokens = 5 * 8 * 8 + 50 + 256 + 729
+    masks = tokens**2 * (2 + 3 * 2)  # boolean, additive, and an aligned copy in each layer
+    assert plan.activation_bytes == 34 * 2 * 32 * tokens * 2 + masks
