@@ -48,6 +48,14 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import no file of slow tests for a run without them: a worker imports all other files."""
+    if collection_path.suffix == ".py" and "not slow" in config.option.markexpr:
+        text = collection_path.read_text(encoding="utf-8")
+        return "\npytestmark = pytest.mark.slow\n" in text or None
+    return None
+
+
 @pytest.hookimpl(trylast=True)  # after tests with other marks have been left out
 def pytest_collection_modifyitems(config, items):
     left_out = draw.left_out(items, config.getoption("--slow-one-of"))

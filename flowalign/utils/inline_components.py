@@ -13,7 +13,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from flowalign.utils.errors import ConfigError
-from flowalign.utils.strict_yaml import dump_yaml, load_dumped
 
 INLINE = {"inline": True}
 """Metadata that marks the inline field of a dataclass."""
@@ -40,19 +39,18 @@ def nest_components(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def flatten_components(kind: type, text: str, built: Mapping[str, Any]) -> str:
-    """Return resolved YAML with flat entries.
+def flatten_components(
+    kind: type, values: Mapping[str, Any], built: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return resolved settings with flat entries.
 
     If the built object of an entry has a method `resolve`, its result updates the entry.
     """
-    inline = find_inline_fields(kind)
-    if not inline:
-        return text
-    values = load_dumped(text)
-    for name, inner in inline.items():
+    flat = dict(values)
+    for name, inner in find_inline_fields(kind).items():
         pairs = zip(values[name] or [], built[name] or [], strict=True)
-        values[name] = [_flatten(entry, inner, one) for entry, one in pairs]
-    return dump_yaml(values)
+        flat[name] = [_flatten(entry, inner, one) for entry, one in pairs]
+    return flat
 
 
 def apply_entry_options(

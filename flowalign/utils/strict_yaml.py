@@ -48,11 +48,6 @@ def dump_yaml(content: Any) -> str:
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def load_dumped(text: str) -> Any:
-    """Parse a text of `dump_yaml`, by libyaml where PyYAML has it."""
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 

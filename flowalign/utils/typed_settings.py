@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_dumper
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
@@ -25,7 +25,6 @@ from flowalign.utils.setting_errors import explain
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml, read_mapping
 
 T = TypeVar("T")
-set_dumper("yaml", dump_yaml)  # the arguments of every component pass through a text
 
 
 def load_typed(kind: type[T], config: str, overrides: Sequence[str] = ()) -> tuple[T, str]:
@@ -66,8 +65,10 @@ def build(
             raise ConfigError(rename_keys(kind, f"{locate(key)}: {key} is {what}"))
         built = parser.instantiate_classes(parsed)
         settings = {field.name: built[field.name] for field in fields(kind)}  # type: ignore[arg-type]
-        text = parser.dump(parsed, skip_none=False, skip_validation=True)  # parsing validated it
-        return kind(**settings), name_files(flatten_components(kind, text, settings))
+        resolved = parsed.as_dict()  # `parser.dump` writes and reads each component as a text
+        del resolved["config"]
+        text = dump_yaml(flatten_components(kind, resolved, settings))
+        return kind(**settings), name_files(text)
     except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -2,21 +2,13 @@
 
 from typing import Any
 
-from flowalign.rewards.reward_client import score_usable
 from flowalign.rewards.scorer import declare
 from flowalign.rewards.scorer_pool import PoolSettings, ScorerPool
-from flowalign.types import (
-    Loadable,
-    MediaBatch,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    RewardModel,
-    RewardOutput,
-)
+from flowalign.types import MediaBatch, NonNegativeInt, PositiveFloat, PositiveInt, RewardOutput
+from reward_models.wrappers.out_of_process import OutOfProcessReward
 
 
-class RayScorers(RewardModel, Loadable):
+class RayScorers(OutOfProcessReward):
     """Scores with a reward model on `actors` actors of a Ray cluster.
 
     `reward` is an entry of `rewards:`, a class with its settings. Entries with equal settings share
@@ -46,29 +38,12 @@ class RayScorers(RewardModel, Loadable):
             reward=reward, actors=actors, options=options or {}, restarts=restarts
         )
         self.address, self.timeout, self.start_timeout = address, timeout, start_timeout
-        self._pool: ScorerPool | None = None
 
-    def load(self) -> None:
-        """Connect to the actors, and take over the declaration of their model.
+    def connect(self) -> None:
+        """Start the actors, or connect to them."""
+        self._pool = ScorerPool(self.settings, self.address, self.start_timeout)
+        self.take_over(self._pool.spec, f"the scorers of {self._pool.name} give")
 
-        Raises:
-            ValueError: The actors cannot be started, or give other dimensions.
-        """
-        if self._pool is not None:
-            return
-        pool = ScorerPool(self.settings, self.address, self.start_timeout)
-        if pool.spec.dims != self.spec.dims:
-            raise ValueError(
-                f"the scorers of {pool.name} give {', '.join(pool.spec.dims)}, "
-                f"not {', '.join(self.spec.dims)}"
-            )
-        self.spec, self._pool = pool.spec, pool
-
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score the batch as a whole; raise RewardGone if no restarts are left."""
-        self.load()
-        return score_usable(self.spec, batch, len(batch), self._ask)
-
-    def _ask(self, batch: MediaBatch) -> RewardOutput:
-        assert self._pool is not None, "load has connected"
+    def request(self, batch: MediaBatch) -> RewardOutput:
+        """Return the scores of the batch from one of the actors."""
         return self._pool.score(self.spec, batch, self.timeout)

@@ -8,20 +8,19 @@ from dataclasses import replace
 import torch
 
 from flowalign.rewards.protocol import Pixels
-from flowalign.rewards.reward_client import RewardClient, failed_answer, score_usable
+from flowalign.rewards.reward_client import RewardClient, failed_answer
 from flowalign.types import (
-    Loadable,
     MediaBatch,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    RewardModel,
     RewardOutput,
     RewardSpec,
 )
+from reward_models.wrappers.out_of_process import OutOfProcessReward
 
 
-class RemoteReward(RewardModel, Loadable):
+class RemoteReward(OutOfProcessReward):
     """Requests the scores of one of a server's models.
 
     `dims` must equal the dimensions that the server lists under /spec; `load` compares them. `8bit`
@@ -62,34 +61,21 @@ class RemoteReward(RewardModel, Loadable):
             licence="that of the server's model",
             version=f"{url} {pixels}",
         )
-        self._loaded = False
 
-    def load(self) -> None:
-        """Wait for the server to be ready, and take over its declaration.
-
-        Raises:
-            ValueError: The server cannot be reached, failed to load, or serves other dimensions.
-        """
-        if self._loaded:
-            return
+    def connect(self) -> None:
+        """Wait until the server has loaded the model."""
         token = os.environ.get(self.token_env)
         self._client = RewardClient(self.url, self.model, self.timeout, token)
         self._client.wait_until_ready()
         theirs = self._client.spec(self.pixels)
-        if theirs.dims != self.spec.dims:
-            raise ValueError(
-                f"{self.url} gives {', '.join(theirs.dims)}, not {', '.join(self.spec.dims)}"
-            )
-        self.spec = replace(theirs, name=self.spec.name)
-        self._loaded = True
+        self.take_over(replace(theirs, name=self.spec.name), f"{self.url} gives")
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Request scores of `batch_size` samples at a time; group-wise models get all at once."""
-        self.load()
-        size = len(batch) if "groups" in self.spec.needs else self.batch_size
-        return score_usable(self.spec, batch, size, self._ask)
+    def chunk_size(self, num_samples: int) -> int:
+        """Return the batch size, or the number of all samples if the model compares groups."""
+        return num_samples if "groups" in self.spec.needs else self.batch_size
 
-    def _ask(self, batch: MediaBatch) -> RewardOutput:
+    def request(self, batch: MediaBatch) -> RewardOutput:
+        """Return the scores of the batch; its samples are invalid after too many failures."""
         message, failures = self._client.pack(batch, self.pixels), 0
         until = time.monotonic() + self.timeout
         while True:

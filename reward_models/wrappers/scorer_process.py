@@ -6,19 +6,13 @@ import sys
 from typing import Any
 
 from flowalign.rewards.checked import RewardGone
-from flowalign.rewards.reward_client import failed_answer, score_usable
+from flowalign.rewards.reward_client import failed_answer
 from flowalign.rewards.scorer import Scorer, declare
-from flowalign.types import (
-    Loadable,
-    MediaBatch,
-    NonNegativeInt,
-    PositiveFloat,
-    RewardModel,
-    RewardOutput,
-)
+from flowalign.types import MediaBatch, NonNegativeInt, PositiveFloat, RewardOutput
+from reward_models.wrappers.out_of_process import OutOfProcessReward
 
 
-class ScorerProcess(RewardModel, Loadable):
+class ScorerProcess(OutOfProcessReward):
     """Scores with a reward model in a separate process on this machine.
 
     `reward` is an entry of `rewards:`, a class with its settings. `python` is the interpreter of an
@@ -53,40 +47,20 @@ class ScorerProcess(RewardModel, Loadable):
         self.reward, self.device = reward, device
         self.timeout, self.start_timeout, self.restarts = timeout, start_timeout, restarts
         self.spec = declare(reward, dims)
-        self._scorer: Scorer | None = None
 
-    def load(self) -> None:
-        """Start the process, wait until the model is loaded, and take over its declaration.
-
-        Raises:
-            ValueError: The process cannot be started or loaded, or gives other dimensions.
-        """
-        if self._scorer is None:
-            self._start()
-
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score the batch as a whole; raise RewardGone if no restarts are left."""
-        self.load()
-        return score_usable(self.spec, batch, len(batch), self._ask)
-
-    def _start(self) -> None:
+    def connect(self) -> None:
+        """Start the process, and wait until it has loaded the model."""
         self._scorer = Scorer(self.reward, self.python, self.device, self.timeout)
         self._client = self._scorer.ready(self.start_timeout)
-        theirs = self._client.spec("float32")
-        if theirs.dims != self.spec.dims:
-            raise ValueError(
-                f"the scorer of {self._scorer.name} gives {', '.join(theirs.dims)}, "
-                f"not {', '.join(self.spec.dims)}"
-            )
-        self.spec = theirs
+        self.take_over(self._client.spec("float32"), f"the scorer of {self._scorer.name} gives")
 
-    def _ask(self, batch: MediaBatch) -> RewardOutput:
+    def request(self, batch: MediaBatch) -> RewardOutput:
+        """Return the scores of the batch; a process that died is restarted."""
         message = self._client.pack(batch, "float32")
         while True:
             answer = self._client.score(message, self.spec, len(batch))
             if isinstance(answer, RewardOutput):
                 return answer
-            assert self._scorer is not None
             why = self._scorer.ending() if answer.disconnected else ""
             if not why:
                 return failed_answer(self.spec, len(batch), f"the scorer failed with {answer.why}")
@@ -98,7 +72,7 @@ class ScorerProcess(RewardModel, Loadable):
             raise RewardGone(f"the process of the reward {self.spec.name!r} died: {why}")
         self.restarts -= 1
         try:
-            self._start()
+            self.connect()
         except ValueError as error:
             raise RewardGone(
                 f"the process of the reward {self.spec.name!r} died, and: {error}"

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -10,14 +11,18 @@ import pytest
 from flowalign.cli.main import main
 from flowalign.runs.library import combinations as library
 from flowalign.runs.library.combinations import combination, combinations, memory_of
-from flowalign.runs.library.run_files import Label, read_recipe, recipes
+from flowalign.runs.library.run_files import Label, ShippedFile, read_recipe, recipes
 
 RUN_FILES = sorted(
     file
     for file in Path("configs").rglob("*.yaml")
     if file.parts[1] not in ("rewards", "benchmarks")
 )
-NAMES = {one.name: one for one in recipes()}
+
+
+@cache
+def named() -> dict[str, ShippedFile]:
+    return {one.name: one for one in recipes()}
 
 
 def told(capsys, *words: str) -> tuple[object, str, str]:
@@ -29,7 +34,7 @@ def told(capsys, *words: str) -> tuple[object, str, str]:
 
 def test_every_run_file_has_a_label_and_says_what_it_is():
     for file in RUN_FILES:
-        recipe = NAMES[file.relative_to("configs").with_suffix("").as_posix()]
+        recipe = named()[file.relative_to("configs").with_suffix("").as_posix()]
         assert recipe.label in get_args(Label), file
         assert len(recipe.about) > 10, file
         assert not recipe.about.startswith("["), file
@@ -37,12 +42,12 @@ def test_every_run_file_has_a_label_and_says_what_it_is():
 
 
 def test_nothing_that_needs_a_gpu_is_said_to_have_run():
-    """No run on a GPU was made yet; whoever makes one changes label and README together."""
+    """No published weights ran on a GPU; whoever runs some changes labels and README."""
     ran = [one for one in recipes() if one.label.startswith("run on")]
     assert {one.label for one in ran} == {"run on CPU"}
     assert not [one.name for one in ran if re.search("on GPUs|sd35|flux1|wan2|qwen", one.name)]
     assert [one.name for one in ran if "on GPUs" in one.file.read_text()] == []
-    assert "No row has run on a GPU" in Path("README.md").read_text()
+    assert "no row has run with published weights yet" in Path("README.md").read_text()
 
 
 def test_methods_and_models_that_trained_in_the_matrix_are_labelled_so():
@@ -52,7 +57,7 @@ def test_methods_and_models_that_trained_in_the_matrix_are_labelled_so():
     columns = zip(*(row[1:] for row in rows), strict=True)
     states = {f"models/{a}": set(one) for a, one in zip(header[1:], columns, strict=True)}
     states |= {f"methods/{row[0]}": set(row[1:]) for row in rows}
-    labels = {name: NAMES[name].label for name in states}
+    labels = {name: named()[name].label for name in states}
     expected = {
         name: "step tested" if "trained" in found else "checked only"
         for name, found in states.items()
@@ -76,7 +81,7 @@ def test_the_list_has_label_source_and_what_it_is(capsys):
     assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on Shapes, the bundled toy" in text
     assert "shapes_edit [run on CPU]" in text
     assert "arXiv:2508.04324" in text
-    assert NAMES["credit/toy_shapes/mixgrpo"].papers[0] == "2507.21802v7"
+    assert named()["credit/toy_shapes/mixgrpo"].papers[0] == "2507.21802v7"
     assert "credit/toy_shapes/mixgrpo" not in text
 
 
@@ -101,15 +106,15 @@ def test_an_unknown_name_is_refused_with_those_that_are_near(capsys):
 
 @pytest.mark.slow
 def test_memory_is_that_of_the_plan_or_a_reason():
-    assert " per process" in memory_of(NAMES["shapes"])
-    assert memory_of(NAMES["methods/rloo"]) == "same as the model"
-    assert memory_of(NAMES["clip_pairs/shapes_video"]) == "not planned"
+    assert " per process" in memory_of(named()["shapes"])
+    assert memory_of(named()["methods/rloo"]) == "same as the model"
+    assert memory_of(named()["clip_pairs/shapes_video"]) == "not planned"
 
 
 def keep_methods(monkeypatch, *methods: str) -> None:
     """Hide the other methods: to load all of them takes ten seconds."""
     names = {f"methods/{name}" for name in methods}
-    kept = [one for one in NAMES.values() if one.name in names or "methods/" not in one.name]
+    kept = [one for one in named().values() if one.name in names or "methods/" not in one.name]
     monkeypatch.setattr(library, "recipes", lambda: kept)
 
 
@@ -118,7 +123,7 @@ def test_methods_behind_a_model_are_those_that_are_valid_runs_there(monkeypatch)
     """Methods ask for guidance abstractly, so a network with guidance as an input takes them."""
     both = "flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo", "nft_distilled"
     keep_methods(monkeypatch, *both, "nft", "awm", "refl", "cpo", "vader")
-    found = {one.name: one for one in combinations(NAMES["models/flux2_dev"])}
+    found = {one.name: one for one in combinations(named()["models/flux2_dev"])}
     behind = {name.partition(" methods/")[2] for name in found} - {""}
     assert {*both} <= behind
     assert {"nft", "awm", "refl"} <= behind
@@ -126,22 +131,22 @@ def test_methods_behind_a_model_are_those_that_are_valid_runs_there(monkeypatch)
     dense = found["models/flux2_dev methods/dense_grpo"]
     assert (dense.label, dense.papers[0]) == ("step tested", "2601.20218v2")
     assert "2505.05470v5" in dense.papers
-    assert dense.about == NAMES["methods/dense_grpo"].about
+    assert dense.about == named()["methods/dense_grpo"].about
 
 
 @pytest.mark.slow
 def test_a_method_with_prompts_of_its_own_gets_those_that_the_model_s_file_trains_on():
-    edits = combination(NAMES["models/flux1_kontext"], "nft_distilled", NAMES)
+    edits = combination(named()["models/flux1_kontext"], "nft_distilled", named())
     assert edits is not None
     assert edits.name == "models/flux1_kontext methods/nft_distilled tasks/edits"
-    assert edits.about == NAMES["methods/nft_distilled"].about
-    frames = combination(NAMES["models/ltx_video_i2v"], "nft", NAMES)
+    assert edits.about == named()["methods/nft_distilled"].about
+    frames = combination(named()["models/ltx_video_i2v"], "nft", named())
     assert frames is not None
     assert frames.name == "models/ltx_video_i2v methods/nft tasks/first_frames"
-    plain = combination(NAMES["models/flux1_dev"], "nft_distilled", NAMES)
+    plain = combination(named()["models/flux1_dev"], "nft_distilled", named())
     assert plain is not None
     assert plain.name == "models/flux1_dev methods/nft_distilled"
-    distilled = combination(NAMES["models/flux1_dev"], "nft", NAMES)
+    distilled = combination(named()["models/flux1_dev"], "nft", named())
     assert distilled is not None
     assert distilled.name == "models/flux1_dev methods/nft"
 

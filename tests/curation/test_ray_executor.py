@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.fixtures.scorers import Mortal
 from tests.fixtures.scoring_rewards import Brightness, picture
 from tests.fixtures.zygote import python
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 COUNT = 1300
 
 

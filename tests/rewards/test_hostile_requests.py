@@ -29,6 +29,7 @@ from tests.fixtures.served import (
     binary_request,
     json_request,
     memory_mb,
+    oversized,
     png,
     post,
     serving,
@@ -65,7 +66,7 @@ def test_pictures_are_refused_by_their_declared_size_before_they_are_decoded(
 
     monkeypatch.setattr("flowalign.rewards.protocol._decode_images", decode)
     monkeypatch.setattr("flowalign.rewards.protocol._decode_tensors", decode)
-    status, answer = post(there.url, *OVERSIZED[name])
+    status, answer = post(there.url, *oversized(name))
     assert (status, "pixels" in answer or "MP" in answer) == (413, True)
 
 
