@@ -65,7 +65,7 @@ def build(
             raise ConfigError(rename_keys(kind, f"{locate(key)}: {key} is {what}"))
         built = parser.instantiate_classes(parsed)
         settings = {field.name: built[field.name] for field in fields(kind)}  # type: ignore[arg-type]
-        resolved = parsed.as_dict()  # `parser.dump` writes and reads each component as a text
+        resolved = _to_plain(parsed)  # `parser.dump` writes and reads each component as a text
         del resolved["config"]
         text = dump_yaml(flatten_components(kind, resolved, settings))
         return kind(**settings), name_files(text)
@@ -148,6 +148,15 @@ def _parse(parser: ArgumentParser, values: Mapping[str, Any], options: Sequence[
         if not _set_null(parsed, key):
             parser.parse_args([*file, option])  # raises an error that names the unknown key
     return parsed
+
+
+def _to_plain(value: object) -> Any:
+    """Return parsed settings as mappings, lists, numbers and texts."""
+    if isinstance(value, Namespace):
+        value = value.as_dict()
+    if isinstance(value, dict):
+        return {key: _to_plain(inner) for key, inner in value.items()}
+    return [_to_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 _NULLS = ("null", "~")

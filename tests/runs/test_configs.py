@@ -42,6 +42,15 @@ def test_every_run_file_resolves_to_itself(path, tmp_path):
     assert load(str(again))[1] == text
 
 
+def test_a_tuple_of_components_resolves_to_itself(tmp_path):
+    files = [FOLDER / "models/ltx2.yaml", FOLDER / "methods/omni_nft.yaml"]
+    run, text = loaded(*files)
+    assert len(run.policy.streams.audio_gradient) > 1
+    again = tmp_path / "resolved.yaml"
+    again.write_text(text)
+    assert load(str(again))[1] == text
+
+
 @pytest.mark.parametrize("path", some(p for p in CONFIGS if "shapes" in p.stem), ids=named)
 def test_run_files_of_the_embedded_model_can_be_planned(path):
     rows = plan(loaded(path)[0])
