@@ -10,6 +10,9 @@ export OMP_NUM_THREADS ?= 1
 # Without bytecode on disk every process of the tests compiles the whole package and its tests again.
 export PYTHONDONTWRITEBYTECODE =
 
+# Otherwise glibc raises this limit and keeps the memory of freed tensors, 100 MB per test process.
+export MALLOC_MMAP_THRESHOLD_ ?= 1048576
+
 # A process per core; more than a few only take memory. A process that is done takes tests of another.
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 
