@@ -92,6 +92,7 @@ class DiffusersPolicy(Policy):
             gradient_checkpointing=gradient_checkpointing,
             checkpointing=f"{codec.settings_key}.gradient_checkpointing",
             name=self.denoiser_name,
+            family_layers=self.default_lora.target_modules or (),
             latents_argument=self.latents_argument,
         )
         self.codec = self.renderer = codec

@@ -1,6 +1,6 @@
 """Groups the denoisers of a pipeline with the settings of their weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class Denoisers:
     """Key of a run file that enables gradient checkpointing."""
     name: str = "transformer"
     """Name of the denoiser component, or of the first of two."""
+    family_layers: Collection[str] = ()
+    """Names of the layers that the family adapts by default, of which a network may lack some."""
     latents_argument: str = "hidden_states"
     """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     trained: tuple[str, ...] = ()

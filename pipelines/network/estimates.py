@@ -40,7 +40,7 @@ def plan_network(network: Denoisers) -> tuple[Any, dict[str, Any]]:
         savings.append(Saving("recast weights", f"{network.checkpointing}: true", recast - least))
     return denoiser, {
         "parameters": total,
-        "trainable": count_trained(denoiser, network.lora),
+        "trainable": count_trained(denoiser, network.lora, network.family_layers),
         "bytes_per_parameter": stored / total,
         "gathered_parameters": gathered,
         "recomputes": recomputed,

@@ -1,6 +1,6 @@
 """Prepares a denoiser for training, and saves its weights in the format that diffusers loads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -146,26 +146,30 @@ def prepare_training(denoiser: Any, lora: Lora | None) -> None:
             parameter.data = parameter.data.float()
 
 
-def count_trained(denoiser: torch.nn.Module, lora: Lora | None) -> int:
+def count_trained(
+    denoiser: torch.nn.Module, lora: Lora | None, family_layers: Collection[str] = ()
+) -> int:
     """Count the parameters that `prepare_training` would train, without building the adapter.
 
     Raises:
-        ValueError: No layer has one of the adapter's names.
+        ValueError: No layer has one of the adapter's names, or one that is not of the family.
     """
     if lora is None:
         return sum(p.numel() for p in denoiser.parameters())
     targets = tuple(lora.target_modules or JOINT_ATTENTION)
-    endings = tuple(f".{target}" for target in targets)
-    weights: list[Any] = [
-        module.weight
+    layers: dict[str, Any] = {
+        f".{name}": module.weight
         for name, module in denoiser.named_modules()
-        if (name in targets or name.endswith(endings)) and hasattr(module, "weight")
-    ]
-    if not weights:
+        if hasattr(module, "weight")
+    }
+    absent = [t for t in targets if not any(name.endswith(f".{t}") for name in layers)]
+    if len(absent) == len(targets) or {*absent} - {*family_layers}:
         raise ValueError(
-            f"no layer of {type(denoiser).__name__} ends with one of policy.lora.target_modules "
-            f"{', '.join(targets)}; leave it out to adapt the layers of the family"
+            f"no layer of {type(denoiser).__name__} ends with {', '.join(absent)} of "
+            "policy.lora.target_modules; leave it out to adapt the layers of the family"
         )
+    endings = tuple(f".{target}" for target in targets)
+    weights = [weight for name, weight in layers.items() if name.endswith(endings)]
     return lora.rank * sum(weight[0].numel() + len(weight) for weight in weights)
 
 
