@@ -3,9 +3,8 @@
     python assets/figures/drm_credit.py runs/shapes_drm runs/shapes_drm_1    # minutes on one core
 
 The folders hold rewards from `configs/reward/shapes_drm.yaml`, one per seed. The value of a state
-is the mean score of the verifier over stochastic completions, which no method sees, and the true
-credit of a step the change of value. Writes `drm_credit.json` and `drm_credit.png` next to this
-script. Without folders it draws the stored numbers.
+is the verifier's mean over stochastic completions, which no method sees; the true credit of a step
+is its change. Writes `drm_credit.*` next to this script; without folders it draws stored numbers.
 
 Predictions, written before any measurement: within a prompt, DRM's value correlates with the true
 one by less than 0.2 at sigma 0.9 and by 0.4 to 0.6 below 0.5, more than the reward on three blocks.
@@ -42,8 +41,8 @@ from pipelines.families.sd3 import SD3
 from reward_models.verifiers.shapes import ShapesVerifier
 from reward_models.wrappers.latent import TrainedLatentReward
 
-FILE, PROMPTS, COPIES, STATES = Path(__file__).with_suffix(".json"), 24, 8, range(words.STEPS + 1)
-TRAINED = range(words.STEPS - 1)
+FILE, PROMPTS, COPIES = Path(__file__).with_suffix(".json"), 24, 8
+STATES, TRAINED = range(words.STEPS + 1), range(words.STEPS - 1)
 
 
 class Benchmark:
@@ -64,14 +63,14 @@ class Benchmark:
         eta = words.settings("chains", 1, Completion()).empty_trajectory(TRAINED).eta[0]
         if not eta[k:].any():
             return self.weighted(self.given([words.STEPS])).expand(-1, COPIES)
-        trajectory, size = self.trajectory, words.MICRO_BATCH
-        x, rows = words.complete_stochastically(self.policy, trajectory, k, eta, COPIES)
-        asked = [trajectory.prompts[i] for i in rows.tolist()]
+        of, size = self.trajectory, words.MICRO_BATCH
+        x, rows = words.complete_stochastically(self.policy, of, k, eta, COPIES)
+        asked = [of.prompts[i] for i in rows.tolist()]
         found = [
             total(ShapesVerifier(), self.policy.decode(x[i : i + size]), asked[i : i + size])
             for i in range(0, len(x), size)
         ]
-        return trajectory.rows.expand(torch.cat(found).unflatten(0, (-1, COPIES)), k)
+        return of.rows.expand(torch.cat(found).unflatten(0, (-1, COPIES)), k)
 
     def weighted(self, values: Tensor) -> Tensor:
         """Return the mean of the five dimensions."""
@@ -83,7 +82,7 @@ class Benchmark:
         value, truth = self.weighted(found.value), words.true_credit(self.truth)
         credit = words.centred_credit(value, found.group, found.mask, found.normalised)
         agreed = words.compare(credit, truth, found.mask, self.trajectory)
-        spent = words.costs(words.Method(label, method, self.arrangement), self.cfg)
+        spent = words.costs(words.Method(label, method), self.cfg)
         empty = self.cfg.empty_trajectory(TRAINED)
         for reward, k in credit_requirements(method, empty, Completion()).scored:
             rows = len(empty.rows.unique_rows(k))
@@ -107,7 +106,7 @@ def measured(folders: list[str]) -> dict[str, Any]:
     """Return the agreement of values and credit with the true ones, for DRM in some folders."""
     policy, start = loaded(), time.process_time()
     places = {"DRM" + f", seed {i}" * (i > 0): place for i, place in enumerate(folders)}
-    places["three blocks"] = "assets/shapes/latent"
+    places |= {"three blocks": "assets/shapes/latent"}
     rewards = {name: TrainedLatentReward(place, "calibrated") for name, place in places.items()}
     chains, comb = (Benchmark(policy, name) for name in ("chains", "comb"))
     outcome = chains.weighted(chains.given([words.STEPS])).expand(-1, len(STATES))
@@ -139,7 +138,6 @@ def draw(content: dict[str, Any]) -> None:
         panels[1].plot(row["steps"], line, ms=4, label=row["method"])
     panels[1].set(xlabel="denoising step", title="credit of steps (dashed: siblings)")
     for panel in panels:
-        panel.axhline(0, color="#888888", lw=1)
         panel.set_ylabel("rank correlation with the truth")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
