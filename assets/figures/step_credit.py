@@ -136,7 +136,7 @@ STUDIES = {
         latent(),
         files=["configs/models/toy_shapes.yaml"],
         more={"rewards": [{"class_path": "reward_models.ShapesVerifier", "weight": FIVE}]},
-        budget=20_000,
+        budget=15_000,
         rates=(2e-3,),
         evaluations=1,
         guards=tuple(FIVE),
