@@ -52,8 +52,6 @@ METHODS = {
     "dense_grpo_calibrated": Look("DenseGRPO, calibrated", "step", PINK, DASHED),
     "stepwise_flow_grpo": Look("Stepwise-Flow-GRPO", "step", OCHRE, DOTTED),
     "tp_grpo": Look("TP-GRPO", "step", WINE, MIXED),
-    "drm_gain": Look("DRM, gain", "step", BLUE),
-    "step_grpo": Look("DRM, siblings (Step-GRPO)", "step", ORANGE, DASHED),
     "outcome": Look("reward of the final image", "outcome", BLACK),
     "outcome_one_noise": Look("shared initial noise", "outcome", SKY, DASHED),
     "comb": Look("comb of branches", "step", ORANGE, MIXED),

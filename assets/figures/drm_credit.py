@@ -1,6 +1,6 @@
 """Compare DRM with completions, another latent reward and outcomes on Shapes, without training.
 
-    python assets/figures/drm_credit.py runs/shapes_drm runs/shapes_drm_1    # minutes on one core
+    python assets/figures/drm_credit.py runs/shapes_drm/model    # minutes on one core
 
 The folders hold rewards from `configs/reward/shapes_drm.yaml`, one per seed. The value of a state
 is the verifier's mean over stochastic completions, which no method sees; the true credit of a step

@@ -3,7 +3,6 @@
     python assets/figures/step_credit.py runs/step_credit --seeds 0 1 2 3 4         # resumes
     python assets/figures/step_credit.py runs/step_credit --only comb --seeds 0     # a part
     python assets/figures/step_credit.py runs/late --setting late --seeds 0 1 2 3 4
-    python assets/figures/step_credit.py runs/drm --setting drm    # reward: shapes_drm.yaml
 
 All methods of a setting train the same steps, with the same kernel, noise and loss. They differ in
 the branching of a group's samples and in the credited quantity, or, in the setting `weights`, in
@@ -29,8 +28,6 @@ JPEG = {
     ],
 }
 """DDPO's compressibility, with the verifier as a guard of weight 0."""
-FIVE = dict.fromkeys(("colour", "shape", "count", "position", "clean"), 0.2)
-"""Weights of the dimensions that latent rewards score."""
 
 
 def recipes(
@@ -58,23 +55,6 @@ def weighted() -> dict[str, dict[str, Any]]:
     measured = {"measured": "gradient"}
     weights = {"uniform": "uniform", "std": "std", "measured": measured}
     return {name: trained | {"step_weight": weight} for name, weight in weights.items()}
-
-
-def latent() -> dict[str, dict[str, Any]]:
-    """Return outcomes, gains of completions, and gains and sibling comparisons of DRM."""
-    path = {"path": "runs/shapes_drm", "units": "calibrated"}
-    reward = {"class_path": "reward_models.TrainedLatentReward", "init_args": path}
-    gain, siblings = (
-        {"class_path": f"flowalign.credit.{name}", "init_args": {"reward": reward}}
-        for name in ("LatentGain", "NextLatent")
-    )
-    comb = {"class_path": "flowalign.sampling.Comb", "init_args": {"children": 4}}
-    return {
-        "outcome": {},
-        "dense_grpo": {"credit": {"class_path": "flowalign.credit.Gain"}},
-        "drm_gain": {"credit": gain},
-        "step_grpo": {"credit": siblings, "sampling": {"branching": comb}},
-    }
 
 
 def study(
@@ -130,17 +110,6 @@ STUDIES = {
         evaluations=2,
     ),
     "weights": study("weights", weighted(), evaluations=2),
-    # Predicted before training: no difference is detectable; DRM ends below outcomes.
-    "drm": study(
-        "drm",
-        latent(),
-        files=["configs/models/toy_shapes.yaml"],
-        more={"rewards": [{"class_path": "reward_models.ShapesVerifier", "weight": FIVE}]},
-        budget=15_000,
-        rates=(2e-3,),
-        evaluations=1,
-        guards=tuple(FIVE),
-    ),
     "video": study(
         "video",
         recipes(6, 0, 2, 8),
