@@ -45,7 +45,12 @@ class SD3(DiffusersPolicy):
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         unit = factor * transformer["patch_size"]
-        grid_of(self, unit)
+        limit = unit * transformer.get("pos_embed_max_size", 96)
+        if max(grid_of(self, unit)) * unit > limit:
+            raise ValueError(
+                f"size {self.width}x{self.height}: the position embeddings of {self.path} reach "
+                f"{limit} pixels: make both sides at most {limit}"
+            )
         return transformer["in_channels"], self.height // factor, self.width // factor
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:

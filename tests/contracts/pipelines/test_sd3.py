@@ -94,3 +94,10 @@ def test_a_transition_replayed_from_a_minibatch_uses_the_guided_velocity():
     c1 = t - 0.25 * s / (1 - s) * (s - t) / (2 * s)
     torch.testing.assert_close(got, (1 - t) * (x - s * v) + c1 * (x + (1 - s) * v))
     assert (got - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("size", [{"width": 72}, {"height": 80}])
+def test_a_size_beyond_the_position_embeddings_is_refused_without_weights(size):
+    with pytest.raises(ValueError, match="reach 64 pixels: make both sides at most 64"):
+        new_sd3(**size)
+    assert new_sd3(width=64).latent_shape[2] == 16
