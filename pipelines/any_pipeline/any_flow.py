@@ -35,7 +35,7 @@ from pipelines.any_pipeline.stock_call import StockCall
 from pipelines.any_pipeline.wrapping import check_arguments, check_replay, find_classes
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_folder
-from pipelines.network.estimates import kept_per_token, plan_network
+from pipelines.network.estimates import kept_per_token, plan_masks, plan_network
 from pipelines.network.flops import evaluation_flops
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, prepare_training
@@ -145,12 +145,17 @@ class AnyFlow(DiffusersPolicy):
         denoiser, counts = plan_network(self.network)
         with torch.device("meta"):
             prepare_training(denoiser, self.network.lora)
-        tokens = self.num_tokens(latent_shape, self.folder.config(self.denoiser_name))
+        config = self.folder.config(self.denoiser_name)
+        tokens, recomputed = (
+            self.num_tokens(latent_shape, config),
+            self.network.gradient_checkpointing,
+        )
         given = denoiser, latent_shape, tokens, self.max_sequence_length
-        kept = kept_per_token(denoiser, self.network.gradient_checkpointing)
+        masks = plan_masks(self.network, config, tokens, recomputed)
+        kept = tokens * kept_per_token(denoiser, recomputed)
         return ModelPlan(
             latent_shape=latent_shape,
-            activation_bytes=self.network.dtype.itemsize * tokens * kept,
+            activation_bytes=self.network.dtype.itemsize * kept + masks,
             evaluation_flops=partial(evaluation_flops, *given),
             sigmas=partial(self.sigmas, None),
             decodes_together=not self.call.decode_one,

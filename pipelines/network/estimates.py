@@ -55,16 +55,17 @@ def plan_activations(
     """Return the bytes of activations, and the possible saving by recomputing them."""
     kept, least = (
         network.dtype.itemsize * activations(config, num_tokens, recomputed)
-        + _mask_bytes(network, config, num_tokens, recomputed)
+        + plan_masks(network, config, num_tokens, recomputed)
         for recomputed in (network.gradient_checkpointing, True)
     )
     setting = f"{network.checkpointing}: true"
     return kept, [Saving("activations", setting, kept - least)] if kept > least else []
 
 
-def _mask_bytes(
+def plan_masks(
     network: Denoisers, config: Mapping[str, Any], num_tokens: int, recomputed: bool
 ) -> int:
+    """Return the bytes of attention masks of all pairs of tokens; 0 if the network makes none."""
     if network.kind not in _WITH_MASKS:
         return 0
     kept = 1 if recomputed else config["num_layers"]
