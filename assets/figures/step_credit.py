@@ -3,12 +3,15 @@
     python assets/figures/step_credit.py runs/step_credit --seeds 0 1 2 3 4         # resumes
     python assets/figures/step_credit.py runs/step_credit --only comb --seeds 0     # a part
     python assets/figures/step_credit.py runs/late --setting late --seeds 0 1 2 3 4
+    python assets/figures/step_credit.py runs/drm --setting drm    # with runs/shapes_drm/model
 
 All methods of a setting train the same steps, with the same kernel, noise and loss. They differ in
 the branching of a group's samples and in the credited quantity, or, in the setting `weights`, in
-the step weights. See `equal_cost.py` for tuning and training. Writes `compare.*` of all finished
-runs into the folder, and `step_credit*.json` and `step_credit*.png` of the setting next to this
-script or into --to. Prints the tables. Without a folder it draws the stored numbers.
+the step weights, or, in the setting `drm`, in the values of noisy states. The setting `drm` needs
+the reward of configs/reward/shapes_drm.yaml. See `equal_cost.py` for tuning and training. Writes
+`compare.*` of all finished runs into the folder, and `step_credit*.json` and `step_credit*.png` of
+the setting next to this script or into --to. Prints the tables. Without a folder it draws the
+stored numbers.
 """
 
 import argparse
@@ -55,6 +58,26 @@ def weighted() -> dict[str, dict[str, Any]]:
     measured = {"measured": "gradient"}
     weights = {"uniform": "uniform", "std": "std", "measured": measured}
     return {name: trained | {"step_weight": weight} for name, weight in weights.items()}
+
+
+def latent(path: str) -> dict[str, Any]:
+    """Return credit of each step by its gain in a reward of noisy states."""
+    reward = {
+        "class_path": "reward_models.TrainedLatentReward",
+        "init_args": {"path": path, "units": "calibrated"},
+    }
+    return {
+        "credit": {"class_path": "flowalign.credit.LatentGain", "init_args": {"reward": reward}}
+    }
+
+
+VALUES = {
+    "outcome": {},
+    "completions": {"credit": {"class_path": "flowalign.credit.Gain"}},
+    "first_blocks": latent("assets/shapes/latent"),
+    "drm": latent("runs/shapes_drm/model"),
+}
+"""Credit of the same steps, by the values of noisy states."""
 
 
 def study(
@@ -110,6 +133,21 @@ STUDIES = {
         evaluations=2,
     ),
     "weights": study("weights", weighted(), evaluations=2),
+    "drm": study(
+        "drm",
+        VALUES,
+        files=["configs/models/toy_shapes.yaml"],
+        more={
+            "rewards": [
+                {
+                    "class_path": "reward_models.ShapesVerifier",
+                    "weight": dict.fromkeys(("colour", "shape", "count", "position", "clean"), 0.2),
+                }
+            ]
+        },
+        rates=(1e-3, 2e-3),
+        evaluations=2,
+    ),
     "video": study(
         "video",
         recipes(6, 0, 2, 8),
