@@ -71,15 +71,15 @@ venv: $(STAMP) ## make .venv with everything for development
 # A .venv that works is kept and brought up to date. uv does not read pip's configuration, so folders
 # of wheels that it names are handed on; pip itself takes over where uv is not to be had.
 $(STAMP): pyproject.toml
-	@qualifies='import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'; \
+	@qualifies='import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; \
 	if $(BIN)/python -c "$$qualifies" 2>/dev/null; then exit 0; fi; \
-	for python in python3.12 python3.11 python3 python; do \
+	for python in python3.12 python3.11 python3.13 python3 python; do \
 	  if "$$python" -c "$$qualifies" 2>/dev/null; then \
 	    echo "making .venv with $$($$python --version)"; \
 	    rm -rf .venv && exec "$$python" -m venv .venv; \
 	  fi; \
 	done; \
-	echo "flowalign needs Python 3.11 or 3.12: none of python3.12, python3.11, python3 is that" >&2; \
+	echo "flowalign needs Python 3.11 to 3.13: python3.12, python3.11, python3.13 and python3 are none of these" >&2; \
 	exit 1
 	@links=$$($(BIN)/pip config get global.find-links 2>/dev/null | xargs | tr ' ' ','); \
 	if [ -n "$$links" ]; then export UV_FIND_LINKS="$$links"; fi; \

@@ -1,6 +1,6 @@
 """Draw the README's figure from finished demo runs of several seeds.
 
-    python assets/figures/demo.py runs/demo-seed0 runs/demo-seed1 runs/demo-seed2
+    python assets/figures/demo.py runs/demo-seed0 ... runs/demo-seed4
 
 Writes `demo.png` (accuracy of all seeds, and images of the first run before and after) and
 `demo.json` next to this script.
@@ -45,7 +45,7 @@ def _draw_accuracy(axes: Axes, summaries: list[dict]) -> None:
     axes.bar([0, 1], means, color=[BEFORE, AFTER], width=0.62)
     for x, (each, mean) in enumerate(zip(values, means, strict=True)):
         axes.plot([x] * len(each), each, "o", ms=4, color="black", alpha=0.6)
-        axes.annotate(f"{mean:.0f} %", (x, mean / 2), ha="center", color="white", fontsize=20)
+        axes.annotate(f"{mean:.1f} %", (x, mean / 2), ha="center", color="white", fontsize=18)
     axes.set(ylim=(0, 100), yticks=[], title="Images that match the prompt exactly")
     axes.title.set_fontsize(12)
     axes.set_xticks([0, 1], ["before", "after"], fontsize=13)

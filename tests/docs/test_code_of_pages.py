@@ -29,6 +29,11 @@ from tests.fixtures.doc_runs import Desk, understood
 BASH, PYTHON, YAML = ([*all_blocks(language)] for language in ("bash", "python", "yaml"))
 MARKED = [command for block in BASH if block.needs for command in commands(block)]
 COMMANDS = [command for block in BASH for command in commands(block)]
+_BEFORE_INSTALLING = (
+    ["git", "clone", "https://github.com/OWNER/flowalign"],
+    ["cd", "flowalign"],
+    ["source", ".venv/bin/activate"],
+)
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex"}
 
 
@@ -85,7 +90,7 @@ def _other(command: Command) -> None:
             *project["optional-dependencies"]
         }
     else:
-        assert command.words in (["source", ".venv/bin/activate"],), command
+        assert command.words in _BEFORE_INSTALLING, command
 
 
 @pytest.mark.parametrize("block", YAML, ids=lambda block: block.where)

@@ -2,8 +2,10 @@
 
 import argparse
 import inspect
+import json
 import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import yaml
@@ -14,10 +16,11 @@ from flowalign.runs import Run
 from flowalign.sampling import Sampling
 from flowalign.training import Matching, PolicyGradient, RewardGradient
 from flowalign.training.matching import ScoredGroups, StoredDataset
-from tests.fixtures.doc_pages import DOCS, PAGES, ROOT, exported_from, name_of
+from tests.fixtures.doc_pages import DOCS, PAGES, ROOT, blocks, commands, exported_from, name_of
 
 CONFIG = DOCS / "site" / "properdocs.yml"
 README_LINES, README_CELL = 120, 60
+TEXTS = {".md", ".py", ".yaml", ".txt", ".ipynb"}
 HELP = {"-h", "--help"}
 TABLES = {
     "## Top level": Run,
@@ -75,6 +78,33 @@ def test_the_readme_is_short():
 
 def test_the_citation_names_the_version_of_the_package():
     assert f"version = {{{__version__}}}" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_starts_with_a_clone_the_demo_and_the_tests():
+    start = next(block for block in blocks(ROOT / "README.md") if block.language == "bash")
+    words = [command.words[:2] for command in commands(start)]
+    assert words == [["git", "clone"], ["cd", "flowalign"], ["make", "demo"], ["make", "test"]]
+
+
+def test_text_and_figure_of_the_demo_state_one_number():
+    runs = json.loads((ROOT / "assets/figures/demo.json").read_text())["runs"]
+    before, after = (
+        f"{100 * mean(run[when]['exact_match'] for run in runs):.1f} %"
+        for when in ("before", "after")
+    )
+    for page in ("README.md", "docs/results/demo.md"):
+        assert f"from {before} to {after}" in (ROOT / page).read_text(), page
+    assert len(runs) == 5
+
+
+def test_no_text_installs_the_other_program_called_flowalign():
+    """PyPI's `flowalign` is a sequence aligner; ours is `flowalign-diffusion`."""
+    foreign = re.compile(r"flowalign\[[a-z{]|pip install[^\n`'\"]* flowalign(?![\w-])")
+    folders = ("flowalign", "reward_models", "pipelines", "configs", "docs")
+    files = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in TEXTS]
+    files += [ROOT / name for name in ("README.md", "pyproject.toml", "Dockerfile")]
+    allowed = ROOT / "docs/install.md"  # warns of it
+    assert [p for p in files if p != allowed and foreign.search(p.read_text())] == []
 
 
 def test_every_page_is_in_the_navigation_once():
