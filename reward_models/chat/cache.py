@@ -43,6 +43,12 @@ class AnswerCache:
             json.dump(answer, file)
         os.replace(partial, path)
 
+    def drop(self, key: str) -> None:
+        """Remove the answer with this key, if there is one."""
+        self._memory.pop(key, None)
+        if self.folder is not None:
+            self._path(key).unlink(missing_ok=True)
+
     def _path(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.json"

@@ -107,16 +107,19 @@ class ChatClient(Loadable):
         Raises:
             ChatError: There is no answer.
         """
-        body = json.dumps(
-            {"model": self.server.model, "messages": messages, **parameters}, sort_keys=True
-        ).encode()
-        key = hashlib.sha256(body).hexdigest()
+        body, key = self._request(messages, parameters)
         if self._cache is not None and (kept := self._cache.get(key)) is not None:
-            return ChatAnswer(**kept)
+            tokens = [(text, likeliest) for text, likeliest in kept["tokens"]]  # JSON has lists
+            return ChatAnswer(kept["text"], kept["finish"], tokens)
         answer = await self._session.ask(body)
         if self._cache is not None:
             self._cache.put(key, asdict(answer))
         return answer
+
+    def forget(self, messages: Messages, parameters: Mapping[str, Any]) -> None:
+        """Remove an answer that could not be read from the cache."""
+        if self._cache is not None:
+            self._cache.drop(self._request(messages, parameters)[1])
 
     def close(self) -> None:
         """Close connections and thread; the next `load` opens them again."""
@@ -126,6 +129,12 @@ class ChatClient(Loadable):
             self._thread.run(self._session.http.aclose())
         self._thread.close()
         self._thread = self._session = None
+
+    def _request(self, messages: Messages, parameters: Mapping[str, Any]) -> tuple[bytes, str]:
+        """Return the body of a request and its key in the cache."""
+        content = {"model": self.server.model, "messages": messages, **parameters}
+        body = json.dumps(content, sort_keys=True).encode()
+        return body, hashlib.sha256(body).hexdigest()
 
     def _key(self) -> str | None:
         if self.server.key_variable is None:

@@ -64,15 +64,24 @@ class _Pass:
 
 
 class JudgeEnsemble:
-    """Several independent passes of one served judge over the same questions."""
+    """Several independent passes of one served judge over the same questions.
+
+    A judge either reads text, and then an answer that was cut off counts as unreadable, or the
+    probabilities of the `first_token`, which are complete wherever the answer ends.
+    """
 
     def __init__(
-        self, server: Server, sampling: Sampling, parameters: Mapping[str, Any] | None = None
+        self,
+        server: Server,
+        sampling: Sampling,
+        parameters: Mapping[str, Any] | None = None,
+        first_token: bool = False,
     ):
-        self.client, self.sampling = ChatClient(server), sampling
+        self.client, self.sampling, self.first_token = ChatClient(server), sampling, first_token
         self.parameters = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
+            **({"logprobs": True, "top_logprobs": 20} if first_token else {}),
             **(parameters or {}),
         }
 
@@ -118,12 +127,17 @@ class JudgeEnsemble:
                 return _Pass(None, texts, str(error))
             texts = [answer.text for answer in answers]
             try:
-                return _Pass(read(answers), texts)
+                return _Pass(self._read(answers, read), texts)
             except Unparsable as error:
                 reason = str(error)
-                if any(answer.finish == "length" for answer in answers):
-                    reason += f" (cut off at {self.parameters['max_tokens']} tokens)"
+                for messages in asked:
+                    self.client.forget(messages, parameters)
         return _Pass(None, texts, reason)
+
+    def _read(self, answers: Sequence[ChatAnswer], read: Read) -> Sequence[float]:
+        if not self.first_token and any(answer.finish == "length" for answer in answers):
+            raise Unparsable(f"cut off at {self.parameters['max_tokens']} tokens")
+        return read(answers)
 
 
 def check_positive(**settings: int | float | None) -> None:

@@ -48,10 +48,7 @@ class Levels(ChatJudge):
         self.square = square
         self.frames, self.template = frames, read_template(template, ("question", "media"))
         continued = {"continue_final_message": True, "add_generation_prompt": False}
-        likeliest = {"logprobs": True, "top_logprobs": 20}
-        ensemble = JudgeEnsemble(
-            server, sampling, {**likeliest, **(continued if beginning else {})}
-        )
+        ensemble = JudgeEnsemble(server, sampling, continued if beginning else {}, first_token=True)
         asked = {"question": question, "beginning": beginning, "frames": frames}
         asked |= {"square": square} if square else {}
         spec = RewardSpec(

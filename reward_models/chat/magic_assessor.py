@@ -12,7 +12,7 @@ from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_images, resize_shortest_side
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
-from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object
+from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object, strip_thoughts
 from reward_models.chat.template import describe, read_template
 
 KINDS = {
@@ -54,7 +54,7 @@ def parse_assessment(text: str) -> Assessment:
 
     The value of a kind of artefact is true or false, or a list of its refinements.
     """
-    found = parse_json_object(find_boxed(text))
+    found = parse_json_object(find_boxed(strip_thoughts(text)))
     if "Whether Normal" not in found:
         raise Unparsable("no 'Whether Normal' in the box")
     normal = _parse_truth(found["Whether Normal"])

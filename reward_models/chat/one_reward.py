@@ -61,7 +61,7 @@ class OneReward(PairJudge):
         self.task, self.tasks, self.criteria = task, dict(tasks), dict(criteria)
         slots = ("prompt", "task", "criterion", "first", "second")
         self.template = read_template(template, slots, ("references",))
-        ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        ensemble = JudgeEnsemble(server, sampling, first_token=True)
         version = ensemble.version(
             task=task or self.tasks, criteria=self.criteria, **describe(self.template)
         )

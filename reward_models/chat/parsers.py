@@ -22,8 +22,15 @@ class Unparsable(Exception):
 
 
 def strip_thoughts(text: str) -> str:
-    """Return the answer without the thoughts before it."""
-    return text.rpartition("</think>")[2]
+    """Return the answer without the thoughts before it.
+
+    Raises:
+        Unparsable: The thoughts have no end, so they may hold a draft of the answer.
+    """
+    answer = text.rpartition("</think>")[2]
+    if "<think>" in answer:
+        raise Unparsable("its thoughts have no end")
+    return answer
 
 
 def parse_score(text: str, low: float, high: float) -> float:

@@ -34,7 +34,7 @@ class ServedYesNo(YesNoJudge):
     ):
         check_positive(frames=frames)
         self.frames, self.template = frames, read_template(template, ("question", "media"))
-        self.ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        self.ensemble = JudgeEnsemble(server, sampling, first_token=True)
         self.version = self.ensemble.version(frames=frames, **describe(self.template))
 
     def load(self) -> None:

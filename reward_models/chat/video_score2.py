@@ -17,7 +17,7 @@ from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.images import encode_images
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
-from reward_models.chat.parsers import Unparsable, parse_score, word_probabilities
+from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts, word_probabilities
 from reward_models.chat.template import describe, read_template
 
 DIMS = ("visual_quality", "text_alignment", "physical_consistency")
@@ -33,7 +33,7 @@ _SAMPLING = Sampling(temperature=0.7)
 
 def find_scores(text: str) -> list[tuple[int, str]]:
     """Return the start and the text of each of the three integer scores from 1 to 5."""
-    thought = text.rfind("</think>") + 1
+    thought = len(text) - len(strip_thoughts(text))
     found = _NUMBERED.search(text, thought) or _PLAIN.search(text, thought)
     if found is None:
         raise Unparsable("no three scores")

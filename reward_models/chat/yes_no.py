@@ -34,7 +34,7 @@ class YesNo(ChatJudge):
         check_positive(frames=frames)
         self.questions, self.frames = dict(questions), frames
         self.template = read_template(template, ("question", "media"))
-        ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        ensemble = JudgeEnsemble(server, sampling, first_token=True)
         version = ensemble.version(
             questions=self.questions, frames=frames, **describe(self.template)
         )

@@ -155,6 +155,68 @@ def test_judges_keep_the_contract_of_rewards(serve, make, answer, columns):
     judge.close()
 
 
+def cut_off(answer):
+    """The same answer, which ended at `max_tokens`."""
+
+    def answer_cut_off(request):
+        reply = answer(request)
+        return replace(Reply(reply) if isinstance(reply, str) else reply, finish="length")
+
+    return answer_cut_off
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_cut_answer_is_no_verdict_in_text_and_whole_in_its_first_token(serve, name):
+    make, answer, columns = JUDGES[name]
+    batch = contract_batch(**columns)
+    output = make(serve(cut_off(answer))).score(batch)
+    if name.startswith(("yes_no", "levels")):
+        whole = make(serve(answer)).score(batch)
+        torch.testing.assert_close(output.values, whole.values)
+        assert output.valid.all()
+    else:
+        assert not output.valid.any()
+        assert set(output.reasons.values()) == {output.reasons[0]}
+        assert "cut off at" in output.reasons[0]
+
+
+def test_a_cut_comparison_is_no_vote_and_a_first_token_is(serve):
+    batch = batch_of(0.2, 0.8, groups=[0, 0], metadata=[{"task": "image_edit"}] * 2)
+    vote = Reply("image 1 is better, but wait", finish="length")
+    output = WinRate(UnifiedRewardPair(serve(lambda r: vote))).score(batch)
+    assert not output.valid.any()
+    assert output.reasons[0] == "cut off at 4096 tokens"
+    assert WinRate(OneReward(serve(cut_off(share_of_yes)))).score(batch).valid.all()
+
+
+BAD_ANSWERS = {
+    "null": Reply(None),
+    "empty": Reply(""),
+    "unreadable": Reply("hm"),
+    "cut off": Reply(axes(1, 1, 1), finish="length"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_answers_that_could_not_be_read_are_not_cached(serve, tmp_path, bad):
+    server = serve(lambda r: bad, cache=str(tmp_path))
+    sampling = Sampling(retries=1)
+    assert not UnifiedRewardPoint(server, sampling=sampling).score(batch_of(0.5)).valid.any()
+    assert not list(tmp_path.rglob("*.json"))
+    serve.running[0].answer = lambda r: axes(0.5, 0.5, 0.5)
+    for _ in range(2):
+        fixed = UnifiedRewardPoint(server, sampling=sampling)
+        assert fixed.score(batch_of(0.5)).values.tolist() == [[3.0, 3.0, 3.0]]
+    assert len(serve.running[0].requests) == 3  # two bad answers, and one that was kept
+
+
+def test_a_first_token_is_cached_although_the_answer_ends_there(serve, tmp_path):
+    server = serve(cut_off(share_of_yes), cache=str(tmp_path))
+    scores = [YesNo(server).score(batch_of(0.5)).values.item() for _ in range(2)]
+    assert scores[0] == scores[1]
+    assert len(serve.running[0].requests) == 1
+
+
 def test_a_score_is_read_from_the_picture_that_was_sent(serve):
     """By hand: 1 + 4 * level, of 8-bit levels."""
     judge = UnifiedRewardPoint(serve(lambda r: axes(*colours(r.pictures[0]))))
@@ -239,8 +301,7 @@ def test_one_sample_that_cannot_be_read_leaves_the_others_alone(serve):
     output = UnifiedRewardPoint(server, sampling=Sampling(retries=1)).score(batch)
     assert output.valid.all(1).tolist() == [False, False, False, True, False]
     assert output.values[[0, 1, 2, 4]].isnan().all()
-    assert "no axis score" in output.reasons[0]
-    assert "cut off at 1024 tokens" in output.reasons[0]
+    assert output.reasons[0] == "cut off at 1024 tokens"
     assert "HTTP 500" in output.reasons[1]
     assert "outside [1, 5]" in output.reasons[2]
     assert "not finite" in output.reasons[4]

@@ -16,6 +16,7 @@ from reward_models.chat.parsers import (
     find_boxed,
     parse_score,
     parse_scores,
+    strip_thoughts,
     word_probabilities,
 )
 from reward_models.chat.rational_pair import parse_pair, sum_sections
@@ -40,6 +41,32 @@ def scores_of(row, parser):
     """The reference's scores as numbers, empty where it found none."""
     found = row[parser]
     return [float(x) for x in found.get("score", [])] if found else []
+
+
+DRAFTS = {
+    "axes": (parse_axes, "Alignment Score (1-5): 1\nCoherence Score (1-5): 1"),
+    "final": (parse_final_score, "Final Score: 4"),
+    "pair": (parse_better, "image 1 is better, but wait"),
+    "edit": (lambda text: parse_scores(text, 0.0, 25.0), '{"reasoning": "", "score": [20, 20]}'),
+    "sections": (lambda text: parse_sections(text, T2I), "1. Text Faithfulness:\n## Score: 4"),
+    "box": (parse_assessment, r'\boxed{"Whether Normal": true}'),
+    "video": (
+        lambda text: [digit for _, digit in find_scores(text)],
+        "visual quality: 3\ntext-to-video alignment: 3\nphysical/common-sense consistency: 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("parse", "verdict"), DRAFTS.values(), ids=DRAFTS)
+def test_thoughts_without_an_end_are_no_answer(parse, verdict):
+    """A server with a reasoning parser sends no thoughts, or none of their opening tag."""
+    expected = parse(verdict)
+    assert parse(f"hm</think>{verdict}") == expected
+    assert parse(f"<think>hm</think>{verdict}") == expected
+    for draft in (f"<think>{verdict}", f"<think>so</think>no, <think>{verdict}"):
+        with pytest.raises(Unparsable, match="thoughts have no end"):
+            parse(draft)
+    assert strip_thoughts("<think>a</think>b</think> c") == " c"
 
 
 def in_range(scores):
@@ -423,7 +450,7 @@ def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kin
         number = reading(parse, text)
         assert number is None or low <= number <= high
     for sections in (T2I, EDIT):
-        mean = reading(average_sections, parse_sections(text, sections))
+        mean = reading(lambda s: average_sections(parse_sections(text, s)), sections)
         assert mean is None or 0 <= mean <= 1
         for pair in (reading(parse_pair, text, sections) or {}).values():
             assert all(1 <= score <= 4 for score in pair)
