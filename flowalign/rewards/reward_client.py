@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flowalign.rewards.protocol import (
     output_from_json,
     pack_batch,
 )
-from flowalign.types import Column, MediaBatch, RewardOutput, RewardSpec
+from flowalign.types import MAY_PASS, Column, MediaBatch, RewardOutput, RewardSpec
 from flowalign.utils.optional import import_optional
 
 _LONGEST_WAIT_S = 30.0
@@ -117,15 +118,24 @@ class RewardClient:
             return NoAnswer(f"{type(error).__name__} {error}", disconnected=broken)
         why = f"status {reply.status_code}: {reply.text[:200]}"
         if reply.status_code in _TRANSIENT:
-            seconds = reply.headers.get("retry-after", "")
-            wait = min(float(seconds), _LONGEST_WAIT_S) if seconds.isdecimal() else None
-            return NoAnswer(why, wait)
+            wait = read_retry_after(reply.headers.get("retry-after", ""))
+            return NoAnswer(why, None if wait is None else min(wait, _LONGEST_WAIT_S))
         if reply.status_code != 200:
             raise ValueError(f"{self.url} refuses the request, {why}")
         try:
             return output_from_json(json.loads(reply.content), spec, count)
         except ValueError as error:  # truncated, or not JSON
             return NoAnswer(f"an answer that cannot be read: {error}")
+
+
+def read_retry_after(header: str) -> float | None:
+    """Return the seconds to wait by a `Retry-After`, a number or a date; None if it is neither."""
+    if header.isdecimal():
+        return float(header)
+    try:
+        return max(parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _split(message: Pieces) -> Iterator[bytes | memoryview]:
@@ -161,9 +171,9 @@ def score_usable(
 
 
 def failed_answer(spec: RewardSpec, count: int, reason: str) -> RewardOutput:
-    """Return the output of `count` samples that all failed for the same reason."""
+    """Return the output of `count` samples that all failed for the same reason, which may pass."""
     nothing = torch.full((count, len(spec.dims)), torch.nan)
-    return RewardOutput.build(spec, nothing, dict.fromkeys(range(count), reason))
+    return RewardOutput.build(spec, nothing, dict.fromkeys(range(count), f"{reason} {MAY_PASS}"))
 
 
 def _spec_from_json(row: Mapping[str, Any], pixels: Pixels) -> RewardSpec:

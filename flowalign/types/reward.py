@@ -133,6 +133,10 @@ class JudgeCalls(NamedTuple):
     """Largest number of tokens that the answers have together."""
 
 
+MAY_PASS = "(may pass)"
+"""Part of the reason of a failure that may pass, such as an outage: `score` tries it again."""
+
+
 @dataclass(frozen=True)
 class RewardOutput:
     """Scores of n samples; a failed score is NaN, invalid, and has a reason."""

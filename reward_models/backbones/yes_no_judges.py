@@ -39,6 +39,8 @@ class YesNoJudge(Loadable):
     """Identifier of its weights and settings; part of the fingerprint of rewards that use it."""
     video_needs: tuple[Literal["fps"], ...] = ()
     """Fields that a batch of videos needs in addition to its frames."""
+    silence: str = "the judge gave no answer"
+    """Reason of the NaN answers of the last `ask`."""
 
     @abstractmethod
     def ask(

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.optional import import_optional
 from reward_models.chat.cache import AnswerCache
@@ -40,7 +41,8 @@ class Server:
     """Maximum attempts at a request that fails with a 429, a 5xx, a broken connection or a timeout.
     """
     backoff: NonNegativeFloat = 0.5
-    """Seconds before the second attempt; doubled for each further one, times 0.5 to 1 at random."""
+    """Seconds before the second attempt; doubled for each further one, times 0.5 to 1 at random.
+    Added to the server's `Retry-After`, which counts up to `timeout`."""
     max_failures: PositiveInt = 8
     """Failed requests in a row, all attempts included, that open the circuit breaker."""
     rest: NonNegativeFloat = 30.0
@@ -205,16 +207,16 @@ class _Session:
             return await self.circuit_breaker.call(lambda: self._attempts(body))
 
     async def _attempts(self, body: bytes) -> ChatAnswer:
-        attempts, reason = self.server.attempts, ""
+        attempts, reason, wait = self.server.attempts, "", 0.0
         for attempt in range(attempts):
             if attempt:
                 delay = min(self.server.backoff * 2 ** (attempt - 1), _LONGEST_DELAY)
-                await asyncio.sleep(delay * self.random.uniform(0.5, 1))
+                await asyncio.sleep(wait + delay * self.random.uniform(0.5, 1))
             try:
                 return await self._attempt(body)
             except ServerDown as error:
-                reason = str(error)
-        raise ServerDown(f"the server gave no answer in {attempts} attempts; the last: {reason}")
+                reason, wait = str(error), min(error.retry_after, self.server.timeout)
+        raise ServerDown(f"{reason}, after {attempts} attempts")
 
     async def _attempt(self, body: bytes) -> ChatAnswer:
         try:
@@ -228,7 +230,8 @@ class _Session:
             raise ServerDown(f"{type(error).__name__} {error}".strip()) from error
         status = response.status_code
         if status == 429 or status >= 500:
-            raise ServerDown(f"HTTP {status}")
+            seconds = read_retry_after(response.headers.get("retry-after", ""))
+            raise ServerDown(f"HTTP {status}", seconds or 0.0)
         if status != 200:
             raise ChatError(f"the server refused the request: HTTP {status} {response.text[:200]}")
         try:

@@ -13,7 +13,14 @@ class ChatError(Exception):
 
 
 class ServerDown(ChatError):
-    """Raised if the server and not the request is at fault: no attempt gave a usable answer."""
+    """Raised if the server and not the request is at fault: no attempt gave a usable answer.
+
+    `retry_after` is the number of seconds that the server asks to wait.
+    """
+
+    def __init__(self, reason: str, retry_after: float = 0.0):
+        super().__init__(reason)
+        self.retry_after = retry_after
 
 
 class CircuitBreaker:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types import (
+    MAY_PASS,
     JudgeCalls,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,7 +21,7 @@ from flowalign.types import (
     require_ranges,
 )
 from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
-from reward_models.chat.circuit_breaker import ChatError
+from reward_models.chat.circuit_breaker import ChatError, ServerDown
 from reward_models.chat.parsers import Unparsable
 
 Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
@@ -51,7 +52,7 @@ class Verdict:
     values: Float[Tensor, "k m"]
     """Values with one row per readable pass."""
     missing: Sequence[str]
-    """Reasons of the passes that could not be read."""
+    """Reasons of the passes that could not be read, those that may pass first."""
     texts: Sequence[str]
     """Texts of the judge's answers, in order."""
 
@@ -109,9 +110,10 @@ class JudgeEnsemble:
         number = range(self.sampling.passes)
         passes = await asyncio.gather(*(self._pass(asked, read, k) for k in number))
         rows = [p.values for p in passes if p.values is not None] or torch.empty(0, 0)
+        missing = [p.reason for p in passes if p.values is None]
         return Verdict(
             torch.as_tensor(rows, dtype=torch.float64),
-            [p.reason for p in passes if p.values is None],
+            sorted(missing, key=lambda reason: MAY_PASS not in reason),
             [text for p in passes for text in p.texts],
         )
 
@@ -124,7 +126,8 @@ class JudgeEnsemble:
             try:
                 answers = await asyncio.gather(*(self.client.ask(m, parameters) for m in asked))
             except ChatError as error:
-                return _Pass(None, texts, str(error))
+                passing = f" {MAY_PASS}" if isinstance(error, ServerDown) else ""
+                return _Pass(None, texts, f"{error}{passing}")
             texts = [answer.text for answer in answers]
             try:
                 return _Pass(self._read(answers, read), texts)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import MediaBatch, PositiveInt
+from flowalign.types import MAY_PASS, MediaBatch, PositiveInt
 from reward_models.backbones.rule import Unscorable
 from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Server
@@ -57,7 +57,10 @@ class ServedYesNo(YesNoJudge):
             for j, question in enumerate(some):
                 places.append((i, j))
                 asked.append([self.template.render(question=question, media=pictures)])
-        for place, verdict in zip(places, self.ensemble.collect(asked, _read), strict=True):
+        verdicts = self.ensemble.collect(asked, _read)
+        missing = (why for verdict in verdicts for why in verdict.missing)
+        self.silence = next((why for why in missing if MAY_PASS in why), YesNoJudge.silence)
+        for place, verdict in zip(places, verdicts, strict=True):
             if len(verdict.values):
                 answers[place] = float(verdict.values.mean())
         return answers

@@ -71,7 +71,7 @@ class RegionReward(RuleReward, Loadable):
         questions = [LAYOUT, *(_fill_question(region, height, width) for region in regions)]
         yes = self.vlm.ask(sample, [fill_questions(questions, sample.prompts[0])])[0]
         if yes.isnan().any():
-            raise Unscorable("the judge gave no answer")
+            raise Unscorable(self.vlm.silence)
         layout, *each = (2 * yes - 1).tolist()
         rows = [
             {"label": region.label, "box": list(region.box), "score": score}

@@ -124,7 +124,7 @@ class Checklist(RewardModel, Loadable, Fittable):
                 extras[i] = {"yes": said}
                 silent = [question for question, p in said.items() if p != p]
                 if values[i, 0].isnan():
-                    failed[i] = why.get(k) or f"the judge gave no answer to {silent[0]!r}"
+                    failed[i] = why.get(k) or f"{self.judge.silence}: {silent[0]!r}"
         return RewardOutput.build(self.spec, values, failed, extras=extras)
 
     def _aligned(

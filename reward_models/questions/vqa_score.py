@@ -56,9 +56,10 @@ def score_answers(
     spec: RewardSpec,
     batch: MediaBatch,
     questions: Sequence[str],
+    judge: YesNoJudge,
     ask: Callable[[MediaBatch, Sequence[Sequence[str]]], Float[Tensor, "m Q"]],
 ) -> RewardOutput:
-    """Return one score per question from the answers of `ask` about each valid sample."""
+    """Return one score per question from the judge's answers to `ask` about each valid sample."""
     failed = spec.screen(batch)
     good = [i for i in range(len(batch)) if i not in failed]
     if not good:
@@ -67,7 +68,7 @@ def score_answers(
     part = batch.take(good)
     answers = ask(part, [fill_questions(questions, prompt) for prompt in part.prompts])
     silent = answers.isnan().any(1).tolist()
-    failed |= {i: "the judge gave no answer" for i, none in zip(good, silent, strict=True) if none}
+    failed |= {i: judge.silence for i, none in zip(good, silent, strict=True) if none}
     return RewardOutput.build(spec, place_rows(answers, good, len(batch)), failed)
 
 
@@ -95,7 +96,7 @@ class VQAScore(RewardModel, Loadable):
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Ask one question about each sample."""
-        return score_answers(self.spec, batch, [self.question], self.judge.ask)
+        return score_answers(self.spec, batch, [self.question], self.judge, self.judge.ask)
 
 
 class ClipFlanT5(NetworkReward):

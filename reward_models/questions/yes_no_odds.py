@@ -52,4 +52,5 @@ class YesNoOdds(RewardModel, Loadable):
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Ask every question about each sample."""
-        return score_answers(self.spec, batch, [*self.questions.values()], self.judge.log_odds)
+        questions, judge = [*self.questions.values()], self.judge
+        return score_answers(self.spec, batch, questions, judge, judge.log_odds)

@@ -89,5 +89,5 @@ class RemoteReward(OutOfProcessReward):
             if failures > self.retries:
                 break
             time.sleep(min(0.25 * 2**failures, 8.0) * random.uniform(0.5, 1.0))
-        reason = f"{self.url} failed {failures} times, last with {answer.why}"
+        reason = f"the reward server failed {failures} times, last with {answer.why} ({self.url})"
         return failed_answer(self.spec, len(batch), reason)

@@ -17,6 +17,7 @@ from flowalign.cli.main import main, parse
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.prompt_means import average_prompts
 from flowalign.utils.errors import ConfigError
+from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.scoring_rewards import Brightness, picture
 from tests.fixtures.zygote import python
 
@@ -98,6 +99,24 @@ def test_a_job_that_stops_early_leaves_a_summary(tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["rows"], summary["failed"]) == ("stopped", 104, 100)
     assert not (out / "scores.parquet").exists()
+
+
+def test_a_job_that_an_outage_stopped_is_finished_by_the_same_command(tmp_path, capsys):
+    data, out = dataset(tmp_path, 120), tmp_path / "out"
+    rating = "Alignment: 3\nCoherence: 3\nStyle: 3"
+    with ChatServer(lambda request: Reply(status=503)) as chat:
+        server = {"url": chat.url, "model": MODEL, "attempts": 1}
+        judge = {"class_path": "reward_models.UnifiedRewardPoint", "init_args": {"server": server}}
+        rewards = tmp_path / "rewards.yaml"
+        rewards.write_text(json.dumps({"rewards": [judge]}))
+        assert score(data, "--rewards", rewards, "--out", out) == 1
+        assert "104 of 104 rows failed" in (why := capsys.readouterr().err)
+        assert "HTTP 503, after 1 attempts (may pass)" in why
+        chat.answer = lambda request: rating
+        assert score(data, "--rewards", rewards, "--out", out) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["rows"], summary["failed"], summary["reasons"]) == (120, 0, {})
+    assert all(row["reason"] is None for row in rows(out))
 
 
 def test_broken_links_are_counted_as_failed_rows(tmp_path, capsys):

@@ -16,13 +16,18 @@ from pyarrow import parquet
 
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.part_files import PartFiles, hold_lock
-from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.curation.scoring.scoring_job import BlockScorer, ScoringJob, finish, run
 from flowalign.curation.scoring.stats import RunningStats, Throughput, TooManyFailures
+from flowalign.curation.scoring.table_rows import DecodedMedium, make_unscored_row
+from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
-from flowalign.types import RewardModel, RewardOutput
+from flowalign.types import MAY_PASS, RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
+from reward_models.chat.chat_client import Server
+from reward_models.chat.unified_reward import AXES, UnifiedRewardPoint
 from reward_models.signals.source_consistency import UnchangedPixels
+from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.ranks import start_ranks
 from tests.fixtures.scoring_rewards import (
     Brightness,
@@ -297,6 +302,63 @@ def test_a_stopped_job_goes_on_and_scores_no_saved_row_twice(tmp_path):
     assert whole(job(data, out, Brightness(str(log)))) == expected
     again = {f"r{line.split()[1]}" for line in log.read_text().splitlines()}
     assert again == {f"r{k}" for k in range(40)} - saved
+
+
+def said_by_judge(request) -> Reply:
+    """The rating of a picture's red; prompts whose number ends with 0 or 5 are not answered."""
+    if request.text.endswith(("0]", "5]")):
+        return Reply(status=429)
+    return rated(request)
+
+
+def rated(request) -> Reply:
+    red = request.pictures[0][..., 0].mean() / 255
+    return Reply("".join(f"{axis}: {1 + 4 * red:.4f}\n" for axis in AXES))
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_an_outage_leaves_no_trace_once_the_job_is_repeated(tmp_path, by_blocks):
+    """Of 20 records of two images, the outage costs the records 0, 5, 10 and 15."""
+    data = pairs(tmp_path, 20)
+    with ChatServer(rated) as chat:
+        server = Server(chat.url, MODEL, attempts=1, max_failures=99, cache=None)
+
+        def judged(folder: str) -> ScoringJob:
+            models = UnifiedRewardPoint(server), Brightness()
+            return job(data, tmp_path / folder, *models, max_failed_fraction=1.0)
+
+        expected = whole(judged("whole"))
+        chat.answer = said_by_judge
+        failed = [row for row in whole(judged("out")) if row["reason"]]
+        assert [row["record"] for row in failed] == [f"r{k}" for k in (0, 0, 5, 5, 10, 10, 15, 15)]
+        stats = finish(tmp_path / "out", range(3), "jsonl", {})
+        assert stats.reasons[f"HTTP 429, after 1 attempts {MAY_PASS}"] == 8
+        chat.answer, before = rated, len(chat.requests)
+        if by_blocks:
+            worker = BlockScorer(judged("out"))
+            for block in (2, 0, 1):
+                worker.score(block)
+        assert whole(judged("out")) == expected
+        assert len(chat.requests) - before == 8
+        parts = [sorted((tmp_path / f / "parts").iterdir()) for f in ("whole", "out")]
+        assert [p.read_bytes() for p in parts[0]] == [p.read_bytes() for p in parts[1]]
+
+
+def test_failures_that_last_are_not_scored_again(tmp_path):
+    data, log = pairs(tmp_path, 9), tmp_path / "log"
+    (tmp_path / "3-1.png").unlink()
+    whole(job(data, tmp_path / "out", Brightness()))
+    whole(job(data, tmp_path / "out", Brightness(str(log))))
+    assert not log.exists()
+
+
+def test_a_reason_that_holds_the_separator_is_counted_once():
+    model = Brightness()
+    record = Record("r", "p", [], problem="row 3: no image; give a path")
+    row = make_unscored_row([model], DecodedMedium(record, 0, 0, reason=record.problem))
+    stats = RunningStats()
+    stats.add(row)
+    assert stats.reasons == {"row 3": 1}
 
 
 def _score(_: int, data: str, out: Path, log: str) -> None:

@@ -13,7 +13,7 @@ from flowalign.rewards import scorer_pool
 from flowalign.rewards.checked import CheckedReward, RewardFailure, RewardGone
 from flowalign.rewards.protocol import output_from_json, pack_batch
 from flowalign.rewards.scorer_pool import ScorerActor, ScorerPool
-from flowalign.types import MediaBatch
+from flowalign.types import MAY_PASS, MediaBatch
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.ray_scorers import RayScorers
 from tests.fixtures.scorers import Mortal, Places
@@ -114,7 +114,7 @@ def test_actors_that_cannot_answer_end_the_run(answer, error, message):
 def test_samples_without_an_answer_in_time_are_invalid():
     found = fake_pool("GetTimeoutError").score(Places().spec, batch_of(2), 5.0)
     assert not found.valid.any()
-    assert found.reasons[1] == "no answer of pool in 5 s"
+    assert found.reasons[1] == f"no answer of pool in 5 s {MAY_PASS}"
 
 
 def fake_pool(answer) -> ScorerPool:

@@ -4,14 +4,16 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowalign.data.readers.fields import REQUEST_MASK
+from flowalign.types import MAY_PASS
 from flowalign.utils.files import atomic_write
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 FIXED = {
     "record": "string",
@@ -43,13 +45,27 @@ class PartFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._saved: dict[int, list[Row | None]] = {}  # None: the record is scored again
         folder.mkdir(parents=True, exist_ok=True)
 
     def __contains__(self, block: int) -> bool:
         return self._path(block).exists()
 
+    def select(self, block: int, records: Sequence[T]) -> Sequence[T]:
+        """Return the records of a block to score: all, or those whose failure may pass."""
+        if block not in self:
+            return records
+        rows = list(self.rows([block]))
+        places = itertools.accumulate(row["medium"] == 0 for row in rows)
+        numbered = list(zip(places, rows, strict=True))
+        if again := {n for n, row in numbered if _may_pass(row)}:
+            self._saved[block] = [None if n in again else row for n, row in numbered]
+        return [record for n, record in enumerate(records, 1) if n in again]
+
     def write(self, block: int, rows: Sequence[Row]) -> None:
-        """Save the rows of a block."""
+        """Save the rows of the records that `select` returned, with the other rows of the block."""
+        fresh = iter(rows)
+        rows = [row or next(fresh) for row in self._saved.pop(block, [])] + list(fresh)
         lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         with (
             atomic_write(self._path(block)) as partial,
@@ -76,8 +92,17 @@ class PartFiles:
         """Return the saved blocks, in order."""
         return sorted(int(path.stem) for path in self.folder.glob("*.jsonl"))
 
+    def complete(self, blocks: Iterable[int]) -> list[int]:
+        """Return the saved blocks among `blocks` without a failure that may pass."""
+        saved = (block for block in blocks if block in self)
+        return [block for block in saved if not any(map(_may_pass, self.rows([block])))]
+
     def _path(self, block: int) -> Path:
         return self.folder / f"{block:0{_DIGITS}}.jsonl"
+
+
+def _may_pass(row: Row) -> bool:
+    return MAY_PASS in (row["reason"] or "")
 
 
 @contextmanager

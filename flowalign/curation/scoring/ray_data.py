@@ -58,10 +58,11 @@ class ScoringCluster:
             ValueError: A worker cannot use the options or the data.
         """
         parts, stats, blocks = PartFiles(job.folder / "parts"), RunningStats(), block_numbers(job)
-        for row in parts.rows([block for block in blocks if block in parts]):
+        complete = parts.complete(blocks)
+        for row in parts.rows(complete):
             stats.add(row)
         stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
-        if not (missing := [block for block in blocks if block not in parts]):
+        if not (missing := sorted(set(blocks) - set(complete))):
             return blocks
         with connect(self.workers, self.address):
             for block in self._score_blocks(missing, open_job):

@@ -82,6 +82,8 @@ Watch = Callable[[RunningStats, Throughput], None]
 def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     """Score the missing blocks of this shard; return the blocks of the whole dataset.
 
+    Records of saved blocks are scored again if they failed for a reason that may pass.
+
     Raises:
         TooManyFailures: Too many rows failed so far; this is checked after every block.
     """
@@ -92,16 +94,16 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     def missing() -> Iterator[tuple[int, int, Record]]:
         for block, records in _split_blocks(_limit_records(job)):
             blocks.append(block)
-            if block % job.shard[1] == job.shard[0] and block not in parts:
-                yield from ((block, i, record) for i, record in records)
+            if block % job.shard[1] == job.shard[0]:
+                yield from ((block, i, record) for i, record in parts.select(block, records))
 
-    started_with = [b for b in parts.blocks() if b % job.shard[1] == job.shard[0]]
-    for row in parts.rows(started_with):
+    mine = (b for b in parts.blocks() if b % job.shard[1] == job.shard[0])
+    for row in parts.rows(parts.complete(mine)):
         stats.add(row)
     stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
     for block, rows in _score_blocks(job, missing(), speed):
         parts.write(block, rows)
-        for row in rows:
+        for row in parts.rows([block]):
             stats.add(row)
         watch(stats, speed)
         stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
@@ -117,10 +119,9 @@ class BlockScorer:
         self._blocks = _split_blocks(_limit_records(job))
 
     def score(self, block: int) -> None:
-        """Score a block and save its rows, unless they are saved already."""
-        if block in self.parts:
-            return
-        todo = ((block, i, record) for i, record in self._records(block))
+        """Score the records of a block that `PartFiles.select` returns, and save its rows."""
+        records = self.parts.select(block, self._records(block))
+        todo = ((block, i, record) for i, record in records)
         for number, rows in _score_blocks(self.job, todo, Throughput()):
             self.parts.write(number, rows)
 

@@ -116,7 +116,8 @@ def score(
                 file = f"{items[i].index:09d}-{items[i].medium:02d}.safetensors"
                 rows[i] |= write_map(place, folder / "maps" / model.spec.name / file)
     return [
-        _make_row(item, "; ".join(why), columns, models)
+        # `RunningStats` splits at the separator, so no reason may hold it.
+        _make_row(item, "; ".join(one.replace("; ", ", ") for one in why), columns, models)
         for item, why, columns in zip(items, reasons, rows, strict=True)
     ]
 
@@ -126,7 +127,7 @@ def make_unscored_row(models: Sequence[RewardModel], item: DecodedMedium) -> dic
     columns: dict[str, Column] = {}
     for model in models:
         columns |= _empty_columns(model.spec)
-    return _make_row(item, item.reason, columns, models)
+    return _make_row(item, item.reason.replace("; ", ", "), columns, models)
 
 
 def join_fingerprints(models: Sequence[RewardModel]) -> str:

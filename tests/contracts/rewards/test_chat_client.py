@@ -5,10 +5,12 @@ import builtins
 import json
 import threading
 import time
+from email.utils import formatdate
 from itertools import pairwise
 
 import pytest
 
+from flowalign.rewards.reward_client import read_retry_after
 from reward_models.chat import circuit_breaker
 from reward_models.chat.cache import AnswerCache
 from reward_models.chat.chat_client import ChatClient, Server
@@ -198,6 +200,52 @@ def test_waiting_doubles_with_every_attempt(serve):
     for wait, longest in zip(waited, (0.1, 0.2, 0.4), strict=True):
         assert wait >= longest / 2
     assert sum(waited) < 10
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_a_rate_limit_is_waited_for_as_the_server_asks(serve, form):
+    start, wait = time.time(), 1 if form == "seconds" else 2  # a date has whole seconds
+
+    def answer(request):
+        if time.time() < start + 1:
+            asked = str(wait) if form == "seconds" else formatdate(start + wait, usegmt=True)
+            return Reply(status=429, headers={"Retry-After": asked})
+        return "fine"
+
+    chat = serve(answer)
+    client = client_of(chat, attempts=2)
+    client.load()
+    assert ask(client, *"abc") == ["fine"] * 3
+    assert len(chat.requests) <= 6
+
+
+def test_a_rate_limit_is_waited_for_up_to_the_timeout(serve):
+    chat = serve(lambda r: Reply(status=429, headers={"Retry-After": "9999"}))
+    client = client_of(chat, attempts=3, timeout=0.3)
+    client.load()
+    start = time.monotonic()
+    (error,) = ask(client, "a")
+    assert 0.6 <= time.monotonic() - start < 30
+    assert str(error) == "HTTP 429, after 3 attempts"
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("", None),
+        ("soon", None),
+        ("-3", None),
+        ("1.5", None),
+        ("0", 0.0),
+        ("120", 120.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("Wed, 41 Oct 2015 07:28:00 GMT", None),
+    ],
+)
+def test_retry_after_is_a_number_or_a_date(header, seconds):
+    assert read_retry_after(header) == seconds
+    later = formatdate(time.time() + 60, usegmt=True)
+    assert read_retry_after(later) == pytest.approx(60, abs=5)
 
 
 def test_a_server_that_dies_in_the_middle_fails_what_it_did_not_answer_and_nothing_else(serve):

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from flowalign.rewards.config import load_rewards
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MAY_PASS, MediaBatch, RewardSpec
 from reward_models.backbones.detection import Detection
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
@@ -217,6 +217,15 @@ def test_a_first_token_is_cached_although_the_answer_ends_there(serve, tmp_path)
     assert len(serve.running[0].requests) == 1
 
 
+def test_a_pass_that_failed_by_an_outage_may_pass(serve):
+    def answer(request):
+        return "hm" if request.body["seed"] == 42 else Reply(status=503)
+
+    server = serve(answer, attempts=1)
+    output = UnifiedRewardPoint(server, sampling=Sampling(passes=2, retries=0)).score(batch_of(0.5))
+    assert output.reasons == {0: f"HTTP 503, after 1 attempts {MAY_PASS}"}
+
+
 def test_a_score_is_read_from_the_picture_that_was_sent(serve):
     """By hand: 1 + 4 * level, of 8-bit levels."""
     judge = UnifiedRewardPoint(serve(lambda r: axes(*colours(r.pictures[0]))))
@@ -302,7 +311,7 @@ def test_one_sample_that_cannot_be_read_leaves_the_others_alone(serve):
     assert output.valid.all(1).tolist() == [False, False, False, True, False]
     assert output.values[[0, 1, 2, 4]].isnan().all()
     assert output.reasons[0] == "cut off at 1024 tokens"
-    assert "HTTP 500" in output.reasons[1]
+    assert output.reasons[1] == f"HTTP 500, after 2 attempts {MAY_PASS}"
     assert "outside [1, 5]" in output.reasons[2]
     assert "not finite" in output.reasons[4]
     assert output.extras[0]["texts"] == ["I cannot judge this"]

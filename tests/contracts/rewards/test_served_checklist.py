@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from flowalign.types import MediaBatch
+from flowalign.types import MAY_PASS, MediaBatch
 from reward_models.chat.chat_client import Server
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.served_yes_no import ServedYesNo
 from reward_models.preference.vision_reward import vision_reward_video
+from reward_models.questions.vqa_score import VQAScore
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 
 
@@ -57,8 +58,13 @@ def test_the_released_video_checklist_runs_on_a_server_that_says_yes_to_everythi
     assert torch.equal(output.values[0], output.values[1])
 
 
-def test_a_server_that_fails_leaves_no_number():
+def test_a_server_that_fails_leaves_no_number_and_a_reason_that_may_pass():
     batch = MediaBatch(torch.rand(1, 1, 3, 8, 8), ["a cat"])
     with ChatServer(lambda request: Reply(status=500)) as server:
         judge = judge_at(server, attempts=1)
         assert judge.ask(batch, [["is it red?", "is it lush?"]]).isnan().all()
+        failed = VQAScore(judge).score(batch)
+        server.answer = answer
+        mute = VQAScore(judge, "any sound? [[prompt]]").score(batch)
+    assert failed.reasons == {0: f"HTTP 500, after 1 attempts {MAY_PASS}"}
+    assert mute.reasons == {0: "the judge gave no answer"}
