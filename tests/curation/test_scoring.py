@@ -25,6 +25,7 @@ from flowalign.rewards.checked import RewardError
 from flowalign.types import MAY_PASS, RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
 from reward_models.chat.chat_client import Server
+from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.unified_reward import AXES, UnifiedRewardPoint
 from reward_models.signals.source_consistency import UnchangedPixels
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
@@ -350,6 +351,20 @@ def test_failures_that_last_are_not_scored_again(tmp_path):
     whole(job(data, tmp_path / "out", Brightness()))
     whole(job(data, tmp_path / "out", Brightness(str(log))))
     assert not log.exists()
+
+
+def test_one_readable_pass_of_two_has_a_score_and_no_uncertainty(tmp_path):
+    def answer(request) -> Reply:
+        lost = request.text.endswith("[3]") and request.body["seed"] == 43
+        return Reply("hm") if lost else rated(request)
+
+    with ChatServer(answer) as chat:
+        server, sampling = Server(chat.url, MODEL, cache=None), Sampling(passes=2, retries=0)
+        judge = UnifiedRewardPoint(server, sampling=sampling)
+        rows = whole(job(pairs(tmp_path, 6), tmp_path / "out", judge))
+    assert all(row["alignment_valid"] for row in rows)
+    spread = {row["record"]: row["alignment_uncertainty"] for row in rows}
+    assert spread == dict.fromkeys(("r0", "r1", "r2", "r4", "r5"), 0.0) | {"r3": None}
 
 
 def test_a_reason_that_holds_the_separator_is_counted_once():

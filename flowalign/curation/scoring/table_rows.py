@@ -199,7 +199,7 @@ def _score_columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, 
         columns[dim] = values[r] if valid[r] else None
         columns[f"{dim}_valid"] = valid[r]
         if spread is not None:
-            columns[f"{dim}_uncertainty"] = spread[r] if valid[r] else None
+            columns[f"{dim}_uncertainty"] = spread[r] if spread[r] == spread[r] else None
     return columns
 
 
