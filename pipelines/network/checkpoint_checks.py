@@ -13,7 +13,7 @@ from torch import nn
 
 from flowalign.utils.files import read_object
 from pipelines.parts.folder import Folder
-from pipelines.parts.libraries import diffusers
+from pipelines.parts.libraries import diffusers, transformers
 from pipelines.parts.tensors import dequantize
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -97,8 +97,17 @@ def missing_keys_context(path: str) -> Iterator[None]:
 
 
 def check_complete(path: str, name: str, part: nn.Module) -> None:
-    """Raise ValueError if a component's files lack some of its tensors."""
-    absent = [n for n, p in part.named_parameters() if p.is_meta]
+    """Raise ValueError if a component's files lack some of its tensors.
+
+    diffusers leaves missing tensors on the meta device. transformers fills them with random values,
+    and marks only the tensors that it read or tied.
+    """
+    marked = isinstance(part, transformers.PreTrainedModel)
+    absent = [
+        name
+        for name, p in part.named_parameters()
+        if p.is_meta or (marked and not hasattr(p, "_is_hf_initialized"))
+    ]
     if absent:
         raise ValueError(
             f"{path} cannot be loaded: {name}: {len(absent)} tensors are missing, for example "

@@ -92,6 +92,11 @@ def _spoil(state: dict[str, Any], name: str) -> None:
     state[name][0, 0] = float("nan")
 
 
+def _rename(folder: Path) -> None:
+    state = load_file(_weights(folder))
+    save_file({f"x.{name}": t for name, t in state.items()}, _weights(folder), {"format": "pt"})
+
+
 def _lose_a_shard(folder: Path) -> None:
     """Leave the table of two shards and the first of them."""
     file = _weights(folder)
@@ -128,6 +133,11 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "no shard": ("load", "network", _lose_a_shard),
     "no shard of the text encoder": ("load", "text_encoder", _lose_a_shard),
     "missing tensor": ("load", "network", lambda f: _edit(f, lambda s, n: s.pop(n))),
+    "missing tensor of the text encoder": (
+        *("load", "text_encoder: 1 tensors are missing"),
+        lambda f: _edit(f, lambda s, n: s.pop(n)),
+    ),
+    "renamed tensors of the text encoder": ("load", "tensors are missing", _rename),
     "wrong shape": ("load", "network", lambda f: _edit(f, _shorten)),
     "wrong shape of the text encoder": ("load", "text_encoder", lambda f: _edit(f, _shorten)),
     "NaN": ("load", "network", lambda f: _edit(f, _spoil)),
@@ -168,9 +178,25 @@ def test_a_damaged_part_is_refused_by_its_name(folders, tmp_path, name, damage):
     part = kind.network if part == "network" else part
     folder = tmp_path / "damaged"
     shutil.copytree(folders[name], folder)
-    work(folder / part)
+    work(folder / ("text_encoder" if "text encoder" in damage else part))
     verbs = ("plan", "load") if verb == "plan" else ("load",)
     assert all(part in refused(kind.on(folder), v) for v in verbs)
+
+
+def test_a_tied_embedding_is_read_under_either_name_and_refused_without_both(folders, tmp_path):
+    folder = tmp_path / "sd3"
+    shutil.copytree(folders["sd3"], folder)
+    file = _weights(folder / "text_encoder_3")
+    state = load_file(file)
+    shared = state.pop("shared.weight")
+    save_file(state | {"encoder.embed_tokens.weight": shared}, file, {"format": "pt"})
+    policy = KINDS["sd3"].on(folder)
+    policy.load(torch.device("cpu"))
+    assert torch.equal(policy.pipe.text_encoder_3.get_input_embeddings().weight, shared)
+    save_file(state, file, {"format": "pt"})
+    assert "text_encoder_3: 1 tensors are missing, for example shared.weight" in refused(
+        KINDS["sd3"].on(folder), "load"
+    )
 
 
 OTHERS = [(a, b) for a in KINDS for b in KINDS if a != b]
