@@ -170,9 +170,9 @@ class SingleFrameCodec(Codec):
 
     def _statistics(self) -> list[Tensor]:
         """Return the mean and standard deviation of raw latents."""
-        config = self.vae.config
-        values = torch.tensor([config.latents_mean, config.latents_std], device=self.vae.device)
-        return list(values[:, :, None, None])
+        values = [self.vae.config.latents_mean, self.vae.config.latents_std]
+        both = torch.tensor(values, device=self.vae.device, dtype=torch.float32)
+        return list(both[:, :, None, None])
 
 
 def _recompute_decoding(vae: Any) -> Any:

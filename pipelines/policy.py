@@ -154,7 +154,7 @@ class DiffusersPolicy(Policy):
         return self.sigmas(self.pipe.scheduler, num_steps).to(self.device)
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        x = torch.randn(num_samples, *self.latent_shape, generator=generator)
+        x = torch.randn(num_samples, *self.latent_shape, generator=generator, dtype=torch.float32)
         scale = 1.0 if self.unit_noise else norm(self.schedule(1)[0])
         return scale * x.to(self.device)
 

@@ -100,7 +100,8 @@ class VideoCodec(Codec):
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Return mean and std (1 or C values each) that normalise raw VAE latents."""
-        return torch.zeros(1), torch.tensor([1 / self.vae.config.scaling_factor])
+        scale = torch.tensor([1 / self.vae.config.scaling_factor], dtype=torch.float32)
+        return torch.zeros_like(scale), scale
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
         """Yield consecutive pieces of the decoded frames in [-1, 1]."""
@@ -109,7 +110,7 @@ class VideoCodec(Codec):
     def decode(self, x: Tensor) -> Tensor:
         device = "cpu" if self.memory.slice else x.device
         shape = len(x), self.video.num_frames, 3, self.height, self.width
-        media = torch.empty(shape, device=device)
+        media = torch.empty(shape, device=device, dtype=torch.float32)
         for rows in torch.arange(len(x)).split(1 if self.alone else max(1, len(x))):
             start = 0
             for piece in self.pieces(self.denormalize(x[rows])):

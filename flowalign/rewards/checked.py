@@ -2,11 +2,13 @@
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
@@ -39,7 +41,8 @@ class CheckedReward(RewardModel):
 
     An error of the model ends the run. If failed rewards are dropped and the model has answered
     before, the samples of the call fail instead, with the error as their reason. An output of the
-    wrong type or shape always ends the run, because every batch would have the same problem.
+    wrong type or shape always ends the run, because every batch would have the same problem. So do
+    samples that the model changed in place, because other models score them as well.
     """
 
     def __init__(
@@ -51,27 +54,38 @@ class CheckedReward(RewardModel):
         self.model, self.spec, self.on_failure = model, model.spec, on_failure
         self.patience = Patience(f"reward {model.spec.name!r}", log)
         self.answered = False
+        self.left_dtype: torch.dtype | None = None
+        """Default dtype of torch after a call, if it is not float32 and was another one before."""
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Score a batch, with a gradient if the media require one.
 
         Raises:
-            RewardError: The model raised an error or returned an invalid output.
+            RewardError: The model raised an error, returned an invalid output, or changed the
+                samples in place.
             RewardGone: The model cannot give scores any more.
         """
-        spec = self.model.spec
+        spec, default = self.model.spec, torch.get_default_dtype()
+        media = batch.media if batch.media.requires_grad else batch.media.data
+        own = replace(batch, media=media, metadata=[deepcopy(dict(m)) for m in batch.metadata])
+        version = _count_changes(media)
         try:
-            with self.patience, torch.set_grad_enabled(batch.media.requires_grad):
-                output = self.model.score(batch)
+            with self.patience, torch.set_grad_enabled(media.requires_grad):
+                output = self.model.score(own)
         except RewardGone:
             raise
         except Exception as error:  # a plug-in may raise anything: it ends the run or is logged
             broken = RewardError(spec, f"raised {_describe_error(error, self.model)}")
             if self.on_failure == "raise" or not self.answered:
                 raise broken from error
-            nothing = torch.full((len(batch), len(spec.dims)), torch.nan)
+            nothing = torch.full((len(batch), len(spec.dims)), torch.nan, dtype=torch.float32)
             return RewardOutput.build(spec, nothing, dict.fromkeys(range(len(batch)), str(broken)))
+        finally:
+            if torch.get_default_dtype() not in (default, torch.float32):
+                self.left_dtype = torch.get_default_dtype()
         self.answered = True
+        if _count_changes(media) != version:
+            raise RewardError(spec, "changed the samples in place: score a copy, media.clone()")
         found = check_output(spec, output, len(batch))
         if batch.media.requires_grad:
             return found
@@ -93,6 +107,20 @@ def load(model: RewardModel) -> None:
     except Exception as error:  # a plug-in may raise anything: the user gets its name and text
         described = _describe_error(error, model)
         raise RewardError(model.spec, f"could not be loaded: {described}") from error
+
+
+def check_default_dtype(models: Sequence[CheckedReward]) -> None:
+    """Raise RewardFailure if a model left torch's default dtype changed.
+
+    Call it while no model scores, because libraries change the default dtype while they load. If
+    calls overlapped the change, the message names all their models.
+    """
+    default = torch.get_default_dtype()
+    if names := [repr(model.spec.name) for model in models if model.left_dtype == default]:
+        raise RewardFailure(
+            f"reward {' or '.join(names)} left torch's default dtype at {default}, which changes "
+            "other rewards and the noise.\nSet it back to torch.float32 before score returns."
+        )
 
 
 def check_spec(model: RewardModel) -> None:
@@ -141,6 +169,11 @@ def check_output(spec: RewardSpec, output: object, count: int) -> RewardOutput:
     return _mark_invalid(spec, output)
 
 
+def _count_changes(media: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 if torch does not count it."""
+    return 0 if media.is_inference() else media._version
+
+
 def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
     if not output.maps and not output.valid.any():
         return  # all samples failed, so there are no maps
@@ -182,3 +215,13 @@ def _describe_error(error: Exception, model: RewardModel) -> str:
     place = (own or frames)[-1]
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message:.300} ({place.filename}:{place.lineno})"
+
+
+def drop_failed(
+    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
+) -> Bool[Tensor, "B T"]:
+    """Return True for transitions to train: all usable ones, or only fully usable groups."""
+    if on_failure != "drop_group":
+        return usable
+    whole = usable.unflatten(0, (-1, group_size)).all(1)
+    return whole.repeat_interleave(group_size, 0)

@@ -1,7 +1,7 @@
 """Combine several reward models: concatenate and weight their dimensions, and handle failures."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.rewards.checked import CheckedReward, OnFailure, RewardFailure, check_spec, load
+from flowalign.rewards.checked import (
+    CheckedReward,
+    OnFailure,
+    RewardFailure,
+    check_default_dtype,
+    check_spec,
+    load,
+)
 from flowalign.types import (
     MediaBatch,
     Policy,
@@ -67,9 +74,7 @@ class Rewards:
             )
         self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
         if not self.weights.isfinite().all():
-            raise ValueError(
-                f"weights of rewards must be finite numbers, got {dict(self.weight_of)}"
-            )
+            raise ValueError(f"weights of rewards must be finite numbers, got {self.weight_of}")
 
     def check_weights(self) -> None:
         """Raise ValueError if there are no models, or all weights are 0."""
@@ -154,11 +159,7 @@ class Rewards:
 
     def weighted(self) -> "Rewards":
         """Return only the models with a weighted dimension."""
-        chosen = [
-            model
-            for model in self.models
-            if any(self.weight_of.get(dim) for dim in model.spec.dims)
-        ]
+        chosen = [one for one in self.models if any(map(self.weight_of.get, one.spec.dims))]
         dims = {dim for model in chosen for dim in model.spec.dims}
         kept = {dim: weight for dim, weight in self.weight_of.items() if dim in dims}
         return replace(self, models=chosen, weight_of=kept)
@@ -170,7 +171,9 @@ class Rewards:
             ValueError: A model is not differentiable.
         """
         self.costs.reward_calls += len(batch) * len(self.models)
-        return join_dimensions([self.worker(model).model.score(batch) for model in self.models])
+        columns = [self.worker(model).model.score(batch) for model in self.models]
+        self.check_default_dtype()
+        return join_dimensions(columns)
 
     def submit(self, model: RewardModel, batch: MediaBatch) -> Future[RewardOutput]:
         """Call a model in its own thread: models run in parallel, calls of one model in order."""
@@ -185,6 +188,13 @@ class Rewards:
             thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _use_device, (device,))
             self.workers[id(model)] = Worker(checked, thread)
         return self.workers[id(model)]
+
+    def check_default_dtype(self) -> None:
+        """Raise RewardFailure if a model left torch's default dtype changed."""
+        workers = [*self.workers.values()]
+        if any(one.model.left_dtype == torch.get_default_dtype() for one in workers):
+            wait([one.thread.submit(int) for one in workers])  # a model may be loading right now
+            check_default_dtype([one.model for one in workers])
 
     def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
         """Raise RewardFailure if a weighted dimension failed; `name` maps an index to a name."""
@@ -270,9 +280,9 @@ class Scoring:
                     jobs.append(self.rewards.submit(model, whole))
         if not self.jobs:
             return RewardOutput(torch.zeros(self.size, 0), torch.zeros(self.size, 0).bool())
-        return join_dimensions(
-            [RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs]
-        )
+        columns = [RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs]
+        self.rewards.check_default_dtype()
+        return join_dimensions(columns)
 
 
 def join_dimensions(columns: Sequence[RewardOutput]) -> RewardOutput:
@@ -287,13 +297,3 @@ def join_dimensions(columns: Sequence[RewardOutput]) -> RewardOutput:
         reasons,
         maps={name: places for column in columns for name, places in column.maps.items()},
     )
-
-
-def drop_failed(
-    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
-) -> Bool[Tensor, "B T"]:
-    """Return True for transitions to train: all usable ones, or only fully usable groups."""
-    if on_failure != "drop_group":
-        return usable
-    whole = usable.unflatten(0, (-1, group_size)).all(1)
-    return whole.repeat_interleave(group_size, 0)

@@ -1,5 +1,6 @@
 """Use a plain Python function as a reward model."""
 
+import copy
 import hashlib
 import importlib
 import inspect
@@ -21,8 +22,9 @@ class FunctionReward(RewardModel):
 
     A run file names the function as `class_path: my_reward.py:reward`. `images` are float32 RGB
     [n, 3, H, W] in [0, 1]. If the first parameter is `videos`, the function gets [n, F, 3, H, W].
-    An optional parameter `metadata` gets a mapping per sample. The function returns a score per
-    sample, higher is better; a score of NaN or None counts as failed. There is no gradient.
+    An optional parameter `metadata` gets a mapping per sample. All are copies. The function returns
+    a score per sample, higher is better; a score of NaN or None counts as failed. There is no
+    gradient.
 
     Args:
         function: Dotted path of the function. Its name is also the name of the reward dimension.
@@ -52,7 +54,7 @@ class FunctionReward(RewardModel):
         """Score all samples in one call."""
         failed = self.spec.screen(batch)
         good = [i for i in range(len(batch)) if i not in failed]
-        values = torch.full((len(batch), 1), torch.nan)
+        values = torch.full((len(batch), 1), torch.nan, dtype=torch.float32)
         if good:
             scores = self._call(batch.take(good))
             for i, score in zip(good, scores, strict=True):
@@ -60,10 +62,12 @@ class FunctionReward(RewardModel):
         return RewardOutput.build(self.spec, values, failed)
 
     def _call(self, batch: MediaBatch) -> Sequence[Any]:
-        media = batch.media.detach().float()
+        # Copies, because functions change what they get, and other rewards score the same batch.
+        media = batch.media.detach().to(torch.float32, copy=True)
+        metadata = [copy.deepcopy(dict(one)) for one in batch.metadata]
         known = {
             "prompts": list(batch.prompts),
-            "metadata": list(batch.metadata) or [{} for _ in batch.prompts],
+            "metadata": metadata or [{} for _ in batch.prompts],
         }
         first = media if self._takes_videos else media[:, 0]
         scores = self._function(first, **{name: known[name] for name in self._names})

@@ -20,7 +20,7 @@ def pack_pixels(media: Tensor, pixels: Pixels) -> Tensor:
 
 def unpack_pixels(media: Tensor) -> Tensor:
     """Return packed media in [0, 1]."""
-    return media / 255 if media.dtype == torch.uint8 else media
+    return media.float() / 255 if media.dtype == torch.uint8 else media
 
 
 def check_shape(name: str, tensor: Tensor) -> None:

@@ -151,7 +151,7 @@ def score_usable(
     """Return the scores of a batch; `ask` gets chunks of `size` usable samples."""
     failed = spec.screen(batch)
     good = [i for i in range(len(batch)) if i not in failed]
-    values = torch.full((len(batch), len(spec.dims)), torch.nan)
+    values = torch.full((len(batch), len(spec.dims)), torch.nan, dtype=torch.float32)
     spread, extras, places = values.clone(), [{} for _ in range(len(batch))], None
     for start in range(0, len(good), max(size, 1)):
         rows = good[start : start + size]
@@ -161,7 +161,7 @@ def score_usable(
             spread[rows] = answer.uncertainty
         for some in answer.maps.values():
             if places is None:
-                places = torch.full((len(batch), *some.shape[1:]), torch.nan)
+                places = torch.full((len(batch), *some.shape[1:]), torch.nan, dtype=torch.float32)
             places[rows] = some
         for row, extra in zip(rows, answer.extras, strict=False):
             extras[row] = dict(extra)
@@ -172,7 +172,7 @@ def score_usable(
 
 def failed_answer(spec: RewardSpec, count: int, reason: str) -> RewardOutput:
     """Return the output of `count` samples that all failed for the same reason, which may pass."""
-    nothing = torch.full((count, len(spec.dims)), torch.nan)
+    nothing = torch.full((count, len(spec.dims)), torch.nan, dtype=torch.float32)
     return RewardOutput.build(spec, nothing, dict.fromkeys(range(count), f"{reason} {MAY_PASS}"))
 
 

@@ -84,7 +84,9 @@ def optimise(
     low, high = cfg.levels[0], min(cfg.levels[1], float(sigmas[0]))
     optimizer = torch.optim.AdamW([x0], lr=cfg.learning_rate, betas=(0.9, 0.99), eps=1e-15)
     for _ in range(cfg.steps):
-        level = torch.cat([torch.rand(1, generator=generator) for generator in generators])
+        level = torch.cat(
+            [torch.rand(1, generator=generator, dtype=torch.float32) for generator in generators]
+        )
         sigma = (low + (high - low) * level).to(x0.device).repeat_interleave(cfg.noises)
         noise = torch.cat([policy.noise(cfg.noises, generator) for generator in generators])
         clean = x0.repeat_interleave(cfg.noises, 0)

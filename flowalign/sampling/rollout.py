@@ -59,7 +59,7 @@ def empty_trajectory(
     """Return trajectories without states, on the device of the schedule."""
     one, group = cfg.layout(steps), cfg.samples_per_prompt
     return Trajectory(
-        logp=torch.zeros(len(requests) * group, cfg.num_steps, device=sigmas.device),
+        logp=sigmas.new_zeros(len(requests) * group, cfg.num_steps),
         states={},
         sigmas=sigmas,
         eta=one.eta.repeat(len(requests), 1).to(sigmas.device),

@@ -104,7 +104,7 @@ class CachedReplay(Replay):
         shape = self.state(self.num_steps).shape[1:]
         # Seeded per sample, so the noise does not depend on micro-batches and processes.
         noises = [
-            torch.randn(shape, generator=generator(seed, "replay", *index, i))
+            torch.randn(shape, generator=generator(seed, "replay", *index, i), dtype=torch.float32)
             for seed, *index in self.keys
         ]
         return torch.stack(noises).to(self.trajectory.device)

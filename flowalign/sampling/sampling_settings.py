@@ -134,8 +134,8 @@ class Sampling:
         return self.eta if isinstance(self.eta, list) else [self.eta]
 
     def _levels_at(self, steps: Sequence[int]) -> Float[Tensor, "T"]:
-        eta, chosen = torch.zeros(self.num_steps), list(steps)
-        eta[chosen] = torch.tensor(self.eta).expand(self.num_steps)[chosen]
+        eta, chosen = torch.zeros(self.num_steps, dtype=torch.float32), list(steps)
+        eta[chosen] = torch.tensor(self.eta, dtype=torch.float32).expand(self.num_steps)[chosen]
         return eta
 
     def stochastic(self, steps: Sequence[int]) -> tuple[int, ...]:

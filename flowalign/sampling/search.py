@@ -215,10 +215,12 @@ class _Tree:
         """Return the next states, with `branches` children of each state."""
         eta = self.cfg.eta if branches > 1 else 0.0
         x, v = x.repeat_interleave(branches, 0), v.repeat_interleave(branches, 0)
-        level = torch.full((len(x),), eta, device=x.device)
+        level = torch.full((len(x),), eta, device=x.device, dtype=torch.float32)
         to = transition(self.cfg.kernel, x, v, self.sigmas, k, level)
         if branches == 1:
             return to.mean
         shape = (len(x) // len(generators), *x.shape[1:])
-        noise = torch.cat([torch.randn(shape, generator=one) for one in generators])
+        noise = torch.cat(
+            [torch.randn(shape, generator=one, dtype=torch.float32) for one in generators]
+        )
         return sample_next(to, noise.to(x.device))

@@ -148,7 +148,9 @@ class RolloutNoise:
 
     def _draw_each(self) -> Tensor:
         # Drawn on the CPU, where a seed gives the same numbers on every machine.
-        return torch.cat([torch.randn(self.shape, generator=g) for g in self.generators])
+        return torch.cat(
+            [torch.randn(self.shape, generator=g, dtype=torch.float32) for g in self.generators]
+        )
 
     def _share_frames(self, noise: Tensor) -> Tensor:
         return share_outside_windows(noise, self.windows) if self.windows else noise

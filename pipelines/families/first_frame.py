@@ -109,7 +109,7 @@ def _encode_first_frame(policy: DiffusersPolicy, frame: Image.Image) -> Tensor:
     device, pipe = policy.denoiser.device, policy.pipe
     pixels = pipe.video_processor.preprocess(frame, policy.height, policy.width).to(device)
     assert policy.num_frames, "the policy generates clips"
-    clip = torch.zeros(1, 3, policy.num_frames, policy.height, policy.width, device=device)
+    clip = pixels.new_zeros(1, 3, policy.num_frames, policy.height, policy.width)
     clip[:, :, 0] = pixels
     latents = policy.codec.encode(clip)
     known = latents.new_zeros(1, pipe.vae_scale_factor_temporal, *latents.shape[2:])

@@ -32,7 +32,8 @@ class LTXCodec(VideoCodec):
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
         vae, time = self.vae, None
         if vae.config.timestep_conditioning:
-            noise = torch.randn(z.shape[1:], generator=torch.Generator().manual_seed(0))
+            one = torch.Generator().manual_seed(0)
+            noise = torch.randn(z.shape[1:], generator=one, dtype=torch.float32)
             z = (1 - DECODE_NOISE) * z + DECODE_NOISE * noise.to(z)
             time = z.new_full((len(z),), DECODE_TIME)
         size, unit = self.memory.decode_frames or z.shape[2], vae.temporal_compression_ratio

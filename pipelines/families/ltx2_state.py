@@ -35,7 +35,9 @@ class Parts:
     def noise(self, num_samples: int, generator: torch.Generator) -> Float[Tensor, "n d"]:
         """Draw the video's noise and then the audio's, in the order of the pipeline."""
         shapes = self.video, self.audio
-        drawn = [torch.randn(num_samples, *shape, generator=generator) for shape in shapes]
+        drawn = (
+            torch.randn(num_samples, *s, generator=generator, dtype=torch.float32) for s in shapes
+        )
         return self.joined(*drawn)
 
     def split(

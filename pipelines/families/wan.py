@@ -38,7 +38,9 @@ class WanCodec(VideoCodec):
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         config = self.vae.config
-        return torch.tensor(config.latents_mean), torch.tensor(config.latents_std)
+        values = [config.latents_mean, config.latents_std]
+        mean, std = torch.tensor(values, dtype=torch.float32)
+        return mean, std
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
         together = self.memory.decode_frames

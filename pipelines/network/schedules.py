@@ -80,7 +80,7 @@ def shift_sigmas(
     1 to 0, because a scheduler that stretches sigmas to a terminal value could not scale it.
     """
     if num_steps == 1:
-        return torch.tensor([1.0, 0.0])
+        return torch.tensor([1.0, 0.0], dtype=torch.float32)
     even = np.linspace(1.0, 1 / num_steps, num_steps).tolist() if even is None else even
     scheduler.set_timesteps(sigmas=even, mu=mu)
     return scheduler.sigmas.clone()

@@ -39,6 +39,6 @@ def _fade(
 ) -> Float[Tensor, "n c f H W"]:
     """Return `after` with its first e frames cross-faded from `before`."""
     e = before.shape[2]
-    share = torch.arange(e, device=after.device).view(-1, 1, 1) / max(e, 1)
+    share = torch.arange(e, device=after.device, dtype=torch.float32).view(-1, 1, 1) / max(e, 1)
     mixed = (1 - share) * before + share * after[:, :, :e]
     return torch.cat([mixed, after[:, :, e:]], dim=2)

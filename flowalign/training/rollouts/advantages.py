@@ -21,7 +21,8 @@ from flowalign.functional.advantage import (
     zero_spread_share,
 )
 from flowalign.functional.combine import opposed_share
-from flowalign.rewards.composite import Rewards, drop_failed
+from flowalign.rewards.checked import drop_failed
+from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import not_dominated
 from flowalign.training.rollouts.advantage_config import AdvantageConfig, MinNorm
 from flowalign.types import Request, StepCredit
