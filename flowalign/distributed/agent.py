@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -21,11 +22,17 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
-from flowalign.distributed.launch import RESTARTED, Launch
+from flowalign.distributed.launch import RESTARTED, STORE, Launch
 from flowalign.utils.interrupts import SIGNALS, handle_signals
 from flowalign.utils.parent_watchdog import tie_all_children
 
@@ -48,6 +55,9 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     # A machine that replaces a lost one would wait for the address of a store that outlives starts.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if launch.nodes == 1:  # gloo would listen at the address of the machine's name
+        loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback, default=""))
     with tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder:
         tie_all_children(Path(folder))
         try:
@@ -78,7 +88,7 @@ class Agent(_Agent):
             local_world_size=launch.processes,
             entrypoint=command[0],
             args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch fills in templates
-            rdzv_handler=get_rendezvous_handler(_meeting(launch)),
+            rdzv_handler=_meet(launch),
             max_restarts=launch.restarts,
         )
         super().__init__(self.spec, DefaultLogsSpecs(folder), shutdown_timeout=_SECONDS_TO_END)
@@ -106,6 +116,8 @@ class Agent(_Agent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         for path in self.folder.rglob("error.json"):
             path.unlink()
+        if self.launch.nodes == 1:
+            os.environ[STORE] = str(self.folder / f"store{self._remaining_restarts}")
         numbers = super()._start_workers(worker_group)
         os.environ[RESTARTED] = "1"  # processes that start later continue
         return numbers
@@ -146,8 +158,13 @@ class Agent(_Agent):
         return max(abs(code) % 128 + 128 for code in codes.values()), ""
 
 
-def _meeting(launch: Launch) -> RendezvousParameters:
-    """Return how the launchers meet, with the address of this machine on the way to the host."""
+def _meet(launch: Launch) -> RendezvousHandler:
+    """Return how the launchers meet; a launcher that is alone opens no port."""
+    # Torch unpickles the state of the rendezvous, so who can write it can run code here.
+    if launch.nodes == 1:
+        store, own = HashStore(), "127.0.0.1"
+        alone = RendezvousParameters("c10d", "", RUN_ID, 1, 1, own)
+        return create_handler(store, C10dRendezvousBackend(store, RUN_ID), alone)
     # Torch would take the name of this machine, which others often cannot resolve.
     host, _, port = launch.rendezvous.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[
@@ -157,8 +174,10 @@ def _meeting(launch: Launch) -> RendezvousParameters:
         way.connect(address)
         own = way.getsockname()[0]
     nodes = launch.nodes
-    return RendezvousParameters(
-        "c10d", launch.rendezvous, RUN_ID, nodes, nodes, own, read_timeout=_SECONDS_TO_MEET
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            "c10d", launch.rendezvous, RUN_ID, nodes, nodes, own, read_timeout=_SECONDS_TO_MEET
+        )
     )
 
 

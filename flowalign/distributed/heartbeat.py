@@ -2,7 +2,7 @@
 
 A process that ends closes its connections, which the other processes notice immediately. A machine
 that loses power or its network closes no connections. Therefore every process increments a counter
-in the rendezvous store, and checks that the counters of the other processes advance.
+in the store of the run, and checks that the counters of the other processes advance.
 """
 
 import atexit
@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -25,6 +25,8 @@ MISSED = 60
 suspended machine makes no beats, so it does not declare others lost."""
 _STORE = timedelta(seconds=60)
 _LEFT = b"left"
+_WIDTH = 16
+"""Bytes of a beat in a file."""
 
 
 class Silence:
@@ -44,12 +46,32 @@ class Silence:
         return [rank for rank, beats in self.silent.items() if beats >= self.missed]
 
 
+class BeatFile:
+    """File of fixed size with the last beat of each process of one machine.
+
+    Torch's `FileStore` appends every beat to its file, and reads forever once the disk was full.
+    """
+
+    def __init__(self, path: str):
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def set(self, key: str, beat: str) -> None:
+        """Store the beat of a process."""
+        os.pwrite(self.file, beat.ljust(_WIDTH).encode(), _place(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the beats of some processes; they are blank before the first one."""
+        return [os.pread(self.file, _WIDTH, _place(key)).strip() for key in keys]
+
+
 class Heartbeat:
     """Thread that beats from `start` to the end of the process, and watches other processes."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int):
-        self.store, self.rank = store.clone(), rank  # a separate connection for the thread
-        self.store.set_timeout(_STORE)
+    def __init__(self, store: dist.Store | BeatFile, rank: int, world: int):
+        if isinstance(store, dist.Store):
+            store = store.clone()  # a separate connection for the thread
+            store.set_timeout(_STORE)
+        self.store, self.rank = store, rank
         self.others = [other for other in range(world) if other != rank]
         self.silence, self.stopped = Silence(MISSED), threading.Event()
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -92,6 +114,10 @@ class Heartbeat:
 
 def _store_key(rank: int) -> str:
     return f"heartbeat/{rank}"
+
+
+def _place(key: str) -> int:
+    return _WIDTH * int(key.rpartition("/")[2])
 
 
 def _end_process(why: str, end: Callable[[int], None] = os._exit) -> None:

@@ -9,6 +9,8 @@ from typing import NoReturn
 
 RESTARTED = "FLOWALIGN_RESTARTED"
 """Environment variable of processes that continue the work of earlier ones."""
+STORE = "FLOWALIGN_STORE"
+"""Environment variable with the private file through which processes of one machine meet."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Launch:
     """Restarts of all processes after the failure of one."""
     nodes: int = 1
     """Machines."""
-    rendezvous: str = "127.0.0.1:0"
-    """Address where the launchers meet, `host:port` of one machine."""
+    rendezvous: str = ""
+    """Address where the launchers of several machines meet, `host:port` of one of them."""
 
 
 def relaunch(launch: Launch, argv: Sequence[str]) -> NoReturn:

@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
-from flowalign.distributed.heartbeat import Heartbeat
+from flowalign.distributed.heartbeat import BeatFile, Heartbeat
+from flowalign.distributed.launch import STORE
 from flowalign.utils.imports import LazyModule
 
 if TYPE_CHECKING:
@@ -231,16 +232,23 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
 
 
 def _meet(device: torch.device, rank: int, world: int) -> None:
-    """Form the default process group from the address and the port that the launcher has set."""
+    """Form the default process group through the file or the address that the launcher has set."""
     # NCCL would guess the device of a rank in its first barrier, and may hang if it is wrong.
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, timeout=SOON, rank=rank, world_size=world, device_id=own)
+    store = None
+    if file := os.environ.get(STORE):
+        store = dist.FileStore(file, world)
+        store.set_timeout(SOON)
+    dist.init_process_group(
+        backend, store=store, timeout=SOON, rank=rank, world_size=world, device_id=own
+    )
 
 
 @cache
 def _start_scheduler() -> CollectiveScheduler:
     """Return the scheduler that all calls share; the first call also starts the heartbeat."""
-    store = distributed_c10d._get_default_store()
+    file = os.environ.get(STORE)
+    store = BeatFile(f"{file}.beats") if file else distributed_c10d._get_default_store()
     Heartbeat(store, dist.get_rank(), dist.get_world_size()).start()
     return CollectiveScheduler()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flowalign.distributed import heartbeat
 from flowalign.distributed.failures import RUN_ID, read_first_failure
-from flowalign.distributed.heartbeat import Heartbeat, Silence
+from flowalign.distributed.heartbeat import BeatFile, Heartbeat, Silence
 from tests.fixtures.ranks import join_ranks, start_ranks
 
 
@@ -33,13 +33,24 @@ def test_a_process_that_left_is_never_lost():
     assert [silence.find_lost({1: b"left"}) for _ in range(5)] == [[]] * 5
 
 
-def test_a_process_that_ends_says_that_it_left(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+@pytest.mark.parametrize("kind", [lambda file: dist.FileStore(file, 1), BeatFile])
+def test_a_process_that_ends_says_that_it_left(tmp_path, kind):
+    store = kind(str(tmp_path / "store"))
     beating = Heartbeat(store, 0, 1)
     beating.thread.start()
     beating._leave()
     assert not beating.thread.is_alive()
-    assert store.get("heartbeat/0") == b"left"
+    assert store.multi_get(["heartbeat/0"]) == [b"left"]
+
+
+def test_beats_of_one_machine_need_no_more_space(tmp_path):
+    file = tmp_path / "beats"
+    one, other = BeatFile(str(file)), BeatFile(str(file))
+    for beat in range(100):
+        one.set("heartbeat/2", str(beat))
+        other.set("heartbeat/1", "left")
+    assert one.multi_get(["heartbeat/1", "heartbeat/2"]) == [b"left", b"99"]
+    assert file.stat().st_size == 3 * 16
 
 
 def test_the_end_is_told_and_at_once(tmp_path, monkeypatch, capsys):

@@ -1,9 +1,12 @@
 """Several processes of one command: their output, and their common end."""
 
+import ipaddress
 import logging
 import os
 import signal
 import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from flowalign.distributed import processes
 from flowalign.distributed.agent import run_together
 from flowalign.distributed.launch import Launch
-from tests.fixtures.processes import PATIENCE, Watched
+from tests.fixtures.processes import PATIENCE, Watched, find_listeners
 from tests.fixtures.zygote import python
 
 SLEEP = "import time; time.sleep(600)"
@@ -25,6 +28,11 @@ end_with_parent()
 leave_crashes()
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+"""
+JOIN = """
+from flowalign.distributed.processes import join
+joined = join("cpu")
+joined.barrier()
 """
 LAST = """
 if rank == 0:
@@ -44,11 +52,12 @@ def run(code: str, count: int = 2, restarts: int = 0) -> int:
             logging.disable(logging.NOTSET)
 
 
-def launcher(code: str) -> subprocess.Popen:
-    command = [python(), "-c", START + code]
+def launcher(code: str, program: str = "") -> subprocess.Popen:
+    program = program or python()
+    command = [program, "-c", START + code]
     launch = "import sys; from flowalign.distributed.agent import *; "
     launch += f"sys.exit(run_together(Launch(2), {command!r}))"
-    return subprocess.Popen([python(), "-c", launch], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([program, "-c", launch], stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
@@ -142,6 +151,36 @@ def test_ctrl_c_reaches_every_process_and_is_no_failure(tmp_path):
     started.send_signal(signal.SIGINT)
     assert started.communicate(timeout=PATIENCE)[1] == ""
     assert started.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="lists sockets with /proc")
+def test_no_other_machine_can_connect_to_processes_of_one_machine(tmp_path):
+    watched = Watched(tmp_path)
+    started = launcher("\n".join([JOIN, watched.source, SLEEP]), sys.executable)
+    watched.wait_for(2)
+    listening = find_listeners(started.pid)
+    started.terminate()
+    started.communicate(timeout=PATIENCE)
+    assert listening, "gloo listens"
+    assert [a for a in listening if not ipaddress.ip_address(a).is_loopback] == []
+
+
+@pytest.mark.slow
+def test_only_the_user_can_read_the_file_where_processes_meet(tmp_path):
+    note = f"Path({str(tmp_path)!r}, str(rank)).write_text"
+    mode = "oct(Path(os.environ['FLOWALIGN_STORE']).parent.stat().st_mode & 0o777)"
+    assert run(f"{note}({mode})") == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0o700", "0o700"]
+
+
+@pytest.mark.slow
+def test_processes_meet_again_after_one_is_killed(tmp_path, capfd):
+    die = "if rank == 1 and attempt == 0:\n    os.kill(os.getpid(), 9)"
+    count = f"Path({str(tmp_path)!r}, str(rank)).write_text(str(joined.sum_by_name({{'n': 1}})))"
+    assert run("\n".join([JOIN, die, count]), restarts=1) == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["{'n': 2}"] * 2
+    assert "process 1 of 2 was ended by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.slow

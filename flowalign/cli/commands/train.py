@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
             return run_on_ray(launch, command_line.main, args.words)
     if starts_others(args.processes, launched=args.restarts > 0 or args.nodes > 1):
         _check_start(loaded, args)
-        meeting = {"rendezvous": args.rendezvous} if args.rendezvous else {}
-        relaunch(Launch(args.processes, args.restarts, args.nodes, **meeting), args.words)
+        meeting = args.nodes, args.rendezvous or ""
+        relaunch(Launch(args.processes, args.restarts, *meeting), args.words)
     if is_restarted() and (Path(loaded.run.output_dir) / CONFIG).is_file():
         args.resume = "latest"
     return execute(loaded, args.resume, args.overwrite, args.command)
