@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types.ranges import ImportPath
 from flowalign.utils.local_modules import FIRST_PARAMETERS
 
 _PARAMETERS = ("prompts", "metadata")
@@ -30,7 +31,7 @@ class FunctionReward(RewardModel):
         function: Dotted path of the function. Its name is also the name of the reward dimension.
     """
 
-    def __init__(self, function: str):
+    def __init__(self, function: ImportPath):
         self._function = _import_function(function)
         names = list(inspect.signature(self._function).parameters)
         name = self._function.__name__

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NewType, TypeAlias
 
 LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
 LARGEST_FLOAT = 3.4028234663852886e38
@@ -69,6 +69,8 @@ Guidance: TypeAlias = Annotated[float, Range(least=0, most=1000)]
 GuidanceScale: TypeAlias = Guidance | Literal["model"]
 """Scale of classifier-free guidance; model: the scale that the run file sets for the policy."""
 """Scale of classifier-free or embedded guidance."""
+ImportPath = NewType("ImportPath", str)
+"""Dotted path of a function, or `my_file.py:function`."""
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1)]
 """Weight of the previous value in a running mean, in [0, 1)."""
 
@@ -80,7 +82,7 @@ def find_errors(settings: object, kind: type) -> Iterator[tuple[str, str]]:
     mapping. `settings` are the parsed settings of an object of class `kind`, with components as
     `class_path` and `init_args`. No object is built.
     """
-    yield from _wrong_in(_settings(settings) or {}, kind, "")
+    yield from _wrong_in(_settings(settings) or {}, get_annotations(kind), "")
 
 
 def require_ranges(settings: object, name: str = "") -> None:
@@ -107,17 +109,56 @@ def get_annotations(kind: Callable[..., object]) -> Mapping[str, Any]:
     }
 
 
+def find_annotations(settings: Mapping[str, Any], annotation: Any) -> Mapping[str, Any]:
+    """Return the annotations of the settings in a group, a mapping or a component.
+
+    The arguments of a component have its class as annotation.
+    """
+    if "class_path" in settings:
+        module, _, name = str(settings["class_path"]).rpartition(".")
+        return {"init_args": getattr(import_module(module), name)}
+    found: dict[str, Any] = {}
+    for kind in _members(annotation):
+        if typing.get_origin(kind) in (dict, Mapping):
+            found |= dict.fromkeys(settings, typing.get_args(kind)[1])
+        elif dataclasses.is_dataclass(kind) or is_component(kind):
+            found |= get_annotations(kind)
+    return found
+
+
+def is_component(annotation: Any) -> bool:
+    """Return whether a text with this annotation names a class or a function."""
+    kinds = [kind for kind in _members(annotation) if not dataclasses.is_dataclass(kind)]
+    return str not in kinds and any(
+        kind == ImportPath
+        or typing.get_origin(kind) is Callable
+        or (inspect.isclass(kind) and kind.__module__ not in _PLAIN)
+        for kind in kinds
+    )
+
+
+_PLAIN = ("builtins", "typing", "pathlib")
+"""Modules of classes that a text does not name, such as `Any`."""
+
+
+def get_item_annotation(annotation: Any, i: int) -> Any:
+    """Return the annotation of the item with this index of a list or tuple."""
+    for member in _members(annotation):
+        origin, inside = typing.get_origin(member), typing.get_args(member)
+        if inspect.isclass(origin) and issubclass(origin, Sequence):
+            fixed = origin is tuple and inside[-1] is not Ellipsis
+            return (inside[i] if i < len(inside) else Any) if fixed else inside[0]
+    return Any
+
+
 def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]]:
     if what := _misfit(value, annotation):
         yield key, what
     elif (settings := _settings(value)) is not None:
-        kinds = [_named(settings["class_path"])] if "class_path" in settings else _types(annotation)
-        given = settings.get("init_args") if "class_path" in settings else settings
-        for kind in kinds:
-            yield from _wrong_in(_settings(given) or {}, kind, key)
+        yield from _wrong_in(settings, find_annotations(settings, annotation), key)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for i, item in enumerate(value):
-            yield from _wrong(item, _item(annotation, i), f"{key}.{i}")
+            yield from _wrong(item, get_item_annotation(annotation, i), f"{key}.{i}")
 
 
 def _misfit(value: object, annotation: Any) -> str:
@@ -141,16 +182,13 @@ def _misfit(value: object, annotation: Any) -> str:
 _NO_GROUP = int | float | str | Sequence
 
 
-def _wrong_in(settings: Mapping[str, Any], kind: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the errors in the settings of a class, or in the values of a mapping."""
-    origin, below = typing.get_origin(kind), f"{key}." if key else ""
-    if origin is not None and issubclass(origin, Mapping):
-        for name, value in settings.items():
-            yield from _wrong(value, typing.get_args(kind)[1], f"{below}{name}")
-    elif origin is None and callable(kind):
-        known = get_annotations(kind)
-        for name, value in settings.items():
-            yield from _wrong(value, known.get(name, Any), f"{below}{name}")
+def _wrong_in(
+    settings: Mapping[str, Any], known: Mapping[str, Any], key: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the errors in settings with these annotations."""
+    for name, value in settings.items():
+        inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")
+        yield from _wrong(value, known.get(name, Any), inner)
 
 
 def _ranges(annotation: Any) -> Iterator[Range]:
@@ -191,23 +229,9 @@ _KINDS = {
 }
 
 
-def _types(annotation: Any) -> list[Any]:
-    """Return the classes and mappings that an annotation allows."""
-    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    return [m for m in members if dataclasses.is_dataclass(m) or typing.get_origin(m) in _MAPPINGS]
-
-
-_MAPPINGS = (dict, Mapping)
-
-
-def _item(annotation: Any, i: int) -> Any:
-    """Return the annotation of the item with this index of a list or tuple."""
-    for member in typing.get_args(annotation) if _is_union(annotation) else (annotation,):
-        origin, inside = typing.get_origin(member), typing.get_args(member)
-        if inspect.isclass(origin) and issubclass(origin, Sequence):
-            fixed = origin is tuple and inside[-1] is not Ellipsis
-            return (inside[i] if i < len(inside) else Any) if fixed else inside[0]
-    return Any
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
+    return typing.get_args(annotation) if _is_union(annotation) else (annotation,)
 
 
 def _is_union(annotation: Any) -> bool:
@@ -219,11 +243,6 @@ def _settings(value: object) -> Mapping[str, Any] | None:
     if isinstance(value, Namespace):
         return vars(value)
     return value if isinstance(value, Mapping) else None
-
-
-def _named(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def _shown(value: object) -> str:

@@ -14,37 +14,70 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowalign.types.ranges import find_annotations, get_item_annotation, is_component
 from flowalign.utils.errors import ConfigError
 
 FUNCTION_REWARD = "flowalign.rewards.FunctionReward"
 """Class path of the reward model that calls a plain function."""
 FIRST_PARAMETERS = ("images", "videos")
 """Names of the first parameter of a plain reward function."""
-_CLASS, _REWARDS = "class_path", ("rewards", "reward")
+_CLASS, _ARGUMENTS, _REWARDS = "class_path", "init_args", ("rewards", "reward")
 _IN_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)$")
-_CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*\.[A-Z]\w*$")
 _PLAIN = re.compile(r"[\w./-]+$")
 _files: dict[str, Path] = {}
 """Imported files by module name."""
 
 
-def resolve_components(value: Any, folders: Sequence[Path], key: str = "") -> Any:
+def resolve_components(
+    value: Any, folders: Sequence[Path], annotation: Any = Any, key: str = ""
+) -> Any:
     """Return settings with every component named by an importable dotted path.
 
-    User modules are searched in `folders`, then in the current folder. Under `rewards` and
-    `reward`, a plain function becomes a `FunctionReward`.
+    A text names a component if it is a `class_path`, or if its annotation is a class or a function;
+    no other text is imported. User modules are searched in `folders`, then in the current folder.
+    Under `rewards` and `reward`, a plain function becomes a `FunctionReward`.
 
     Raises:
         ConfigError: A named file or the component in it does not exist, or cannot be imported.
     """
-    if isinstance(value, Mapping):
-        one = {name: resolve_components(inner, folders, name) for name, inner in value.items()}
-        return _wrap_function(one) if _CLASS in one and key in _REWARDS else one
+    if isinstance(value, str):
+        return resolve_name(value, folders) if is_component(annotation) else value
     if isinstance(value, list):
-        return [resolve_components(inner, folders, key) for inner in value]
-    if isinstance(value, str) and (key == _CLASS or _CLASS_NAME.match(value)):
-        return resolve_name(value, folders)
-    return resolve_name(value, folders) if isinstance(value, str) and ".py:" in value else value
+        kinds = [get_item_annotation(annotation, i) for i in range(len(value))]
+        return [
+            resolve_components(inner, folders, kind, key)
+            for inner, kind in zip(value, kinds, strict=True)
+        ]
+    if not isinstance(value, Mapping):
+        return value
+    one = dict(value)
+    if isinstance(named := one.get(_CLASS), str):
+        one[_CLASS] = resolve_name(named, folders)
+    known = _find_annotations(one, annotation)
+    one = {
+        name: resolve_components(inner, folders, known.get(name, Any), name)
+        for name, inner in one.items()
+    }
+    return _wrap_function(one) if _CLASS in one and key in _REWARDS else one
+
+
+def find_annotation(keys: Sequence[str], settings: Mapping[str, Any], annotation: Any) -> Any:
+    """Return the annotation of a setting below `settings`; its keys may leave out `init_args`."""
+    for key in keys:
+        known = _find_annotations(settings, annotation)
+        if key not in known and _ARGUMENTS in known:
+            settings = settings.get(_ARGUMENTS) or {}
+            known = _find_annotations(settings, known[_ARGUMENTS])
+        annotation, inner = known.get(key, Any), settings.get(key)
+        settings = inner if isinstance(inner, Mapping) else {}
+    return annotation
+
+
+def _find_annotations(settings: Mapping[str, Any], annotation: Any) -> Mapping[str, Any]:
+    try:
+        return find_annotations(settings, annotation)
+    except (ImportError, AttributeError, NameError, TypeError, ValueError):
+        return {}  # no class that can be imported; parsing reports it, with the key
 
 
 def resolve_name(name: str, folders: Sequence[Path]) -> str:
@@ -148,4 +181,4 @@ def _wrap_function(component: dict[str, Any]) -> dict[str, Any]:
     first = next(iter(inspect.signature(found).parameters), None)
     if first not in FIRST_PARAMETERS:
         return component
-    return component | {_CLASS: FUNCTION_REWARD, "init_args": {"function": component[_CLASS]}}
+    return component | {_CLASS: FUNCTION_REWARD, _ARGUMENTS: {"function": component[_CLASS]}}

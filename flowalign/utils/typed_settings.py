@@ -20,7 +20,7 @@ from flowalign.utils.inline_components import (
     nest_components,
     rename_keys,
 )
-from flowalign.utils.local_modules import name_files, resolve_components
+from flowalign.utils.local_modules import find_annotation, name_files, resolve_components
 from flowalign.utils.setting_errors import explain
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml, read_mapping
 
@@ -56,8 +56,8 @@ def build(
     """
     parser = _build_parser(kind)
     _check_kind(kind, values, options, locate)
-    values = resolve_components(values, folders)
-    options = [_resolve_option(option, folders) for option in options]
+    values = resolve_components(values, folders, kind)
+    options = [_resolve_option(option, folders, values, kind) for option in options]
     try:
         flat, others = apply_entry_options(kind, values, options)
         parsed = _parse(parser, nest_components(kind, flat), others)
@@ -85,14 +85,18 @@ def _check_kind(
         raise ConfigError(wrong)
 
 
-def _resolve_option(option: str, folders: Sequence[Path]) -> str:
+def _resolve_option(
+    option: str, folders: Sequence[Path], values: Mapping[str, Any], kind: type
+) -> str:
     """Return an option with its components named by importable dotted paths."""
     key, _, value = option.partition("=")
+    keys = key.lstrip("-").split(".")
     try:
         read = parse_yaml(value) if value.startswith(("[", "{")) else value
     except yaml.YAMLError:  # parsing the option reports it
         return option
-    resolved = resolve_components(read, folders, key.lstrip("-").rpartition(".")[2])
+    annotation = find_annotation(keys, values, kind)
+    resolved = resolve_components(read, folders, annotation, keys[-1])
     shown = resolved if isinstance(resolved, str) else json.dumps(resolved)
     return option if resolved == read else f"{key}={shown}"
 

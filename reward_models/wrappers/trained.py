@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,7 +133,7 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
         )
     # The policy of a latent reward's backbone is not built, so it may be of any package.
     backbone = {"class_path": config["backbone"]["class_path"]}
-    named = {"head": config["head"], "backbone": backbone} if noisy else config
+    named = {"head": config["head"], "backbone": backbone if noisy else config["backbone"]}
     foreign = [c for c in _class_paths(named) if c.split(".")[0] not in trusted]
     if foreign:
         raise ValueError(
@@ -166,8 +167,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _class_paths(value: Any) -> Iterator[str]:
-    """Yield every class that a description names, at any depth."""
-    if isinstance(value, Mapping):
+    """Yield every class that a description names, at any depth.
+
+    A plain text names one if its first word is an installed module, as in `package.Class`.
+    """
+    if isinstance(value, str):
+        words = value.split(".")
+        if len(words) > 1 and all(map(str.isidentifier, words)) and find_spec(words[0]):
+            yield value
+    elif isinstance(value, Mapping):
         if "class_path" in value:
             yield str(value["class_path"])
         for part in value.values():

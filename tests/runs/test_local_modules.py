@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,56 @@ def test_a_component_of_an_own_file_can_be_an_option(folder, monkeypatch):
     assert isinstance(loaded.policy, PixelPolicy)
     loaded, _ = load(str(run), ["--rewards", "[{class_path: my_reward.py:redness, weight: 1.0}]"])
     assert loaded.rewards[0].model.spec.dims == ("redness",)
+
+
+@pytest.fixture
+def harmful(folder, monkeypatch):
+    """A module next to the run file and in the current folder that notes its import."""
+    (folder / "my_harm.py").write_text("from pathlib import Path\nPath('harm').touch()\n")
+    monkeypatch.chdir(folder)
+    return folder / "harm"
+
+
+@pytest.mark.parametrize("name", ["my_harm.Thing", "my_harm.py:Thing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "output_dir: NAME",
+        "notify: [NAME]",
+        "policy: {class_path: tests.fixtures.pixel.PixelPolicy, init_args: {transport: NAME}}",
+        "recipe: {class_path: flowalign.training.PolicyGradient, init_args: {prompts: NAME}}",
+        "--output_dir NAME",
+        "--notify [NAME]",
+        "--recipe.prompts NAME",
+    ],
+)
+def test_a_text_that_names_no_component_imports_nothing(harmful, name, options):
+    run, more = write_run(harmful.parent, "tests.fixtures.pixel.Redness", "redness"), []
+    if options.startswith("--"):
+        more = options.replace("NAME", name).split()
+    else:
+        settings = yaml.safe_load(run.read_text()) | yaml.safe_load(options.replace("NAME", name))
+        run.write_text(yaml.safe_dump(settings))
+    with suppress(ConfigError):
+        load(str(run), more)
+    assert not harmful.exists()
+    assert "my_harm" not in sys.modules
+
+
+def test_a_text_of_a_component_may_name_an_own_file(folder, monkeypatch):
+    (folder / "my_window.py").write_text(
+        "from flowalign.sampling import AllButLast\n\nclass Mine(AllButLast):\n    pass\n"
+    )
+    run = write_run(folder, "tests.fixtures.pixel.Redness", "redness")
+    monkeypatch.chdir(folder)
+    given = "--recipe.sampling.sde_window"
+    for name in ("my_window.py:Mine", "my_window.Mine"):
+        loaded, text = load(str(run), [given, name])
+        assert type(loaded.recipe.sampling.sde_window).__name__ == "Mine"
+    settings = yaml.safe_load(run.read_text())
+    settings["recipe"]["init_args"]["sampling"]["sde_window"] = "my_window.py:Mine"
+    run.write_text(yaml.safe_dump(settings))
+    assert load(str(run))[1] == text
 
 
 def test_functions_take_images_or_videos_and_their_columns(folder, monkeypatch):

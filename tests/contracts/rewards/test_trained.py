@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 
 import open_clip
 import pytest
@@ -276,6 +277,14 @@ def test_a_folder_may_name_classes_of_trusted_packages_only(trained, tmp_path):
         TrainedReward(str(folder))
     with pytest.raises(ValueError, match="cannot be built"):
         TrainedReward(str(folder), device="cpu", trusted=["reward_models", "elsewhere"]).load()
+    config["head"] = {"class_path": "reward_models.backbones.heads.Linear", "init_args": {}}
+    for part in ("head", "backbone"):
+        given = config[part]["init_args"] | {"encoder": ["this.Thing"]}
+        changed = config | {part: config[part] | {"init_args": given}}
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"names this.Thing, which is not in reward_models"):
+            TrainedReward(str(folder))
+    assert "this" not in sys.modules
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="not in the format"):
         TrainedReward(str(folder))
