@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub as hf  # imports its modules lazily; errors and downloads take a second
+import huggingface_hub as hf
+from huggingface_hub import constants, errors  # not attributes of `hf` until they are imported
 
 _SECONDS = 3.0
 """Time that the Hub has to answer the first request of a process."""
@@ -27,18 +28,18 @@ def contact() -> None:
 
     Without this, each missing file would wait for several attempts.
     """
-    if _connection.is_tried or hf.constants.HF_HUB_OFFLINE:
+    if _connection.is_tried or constants.HF_HUB_OFFLINE:
         return
     _connection.is_tried = True
     try:
-        hf.get_session().head(hf.constants.ENDPOINT, timeout=_SECONDS)
+        hf.get_session().head(constants.ENDPOINT, timeout=_SECONDS)
     except (OSError, _http_error()):
-        _connection.is_silent = hf.constants.HF_HUB_OFFLINE = True
+        _connection.is_silent = constants.HF_HUB_OFFLINE = True
 
 
 def _http_error() -> type[Exception]:
     """Return the HTTP error of huggingface_hub, which changes its HTTP client between versions."""
-    return next(c for c in hf.errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
+    return next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
 
 
 def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
@@ -50,7 +51,7 @@ def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
     contact()
     try:
         return Path(hf.hf_hub_download(model, name, subfolder=subfolder))
-    except (OSError, hf.errors.EntryNotFoundError) as error:
+    except (OSError, errors.EntryNotFoundError) as error:
         raise ValueError(
             why_not(model, "/".join(filter(None, (subfolder, name))), error)
         ) from error
@@ -80,7 +81,7 @@ def check_publishing(name: str) -> None:
         )
     try:
         hf.HfApi().whoami()
-    except (OSError, _http_error(), hf.errors.OfflineModeIsEnabled) as error:
+    except (OSError, _http_error(), errors.OfflineModeIsEnabled) as error:
         raise ValueError(_unpublished(name, error)) from error
 
 
@@ -94,14 +95,14 @@ def publish(folder: Path, name: str, private: bool) -> str:
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights by flowalign")
-    except (OSError, _http_error(), hf.errors.OfflineModeIsEnabled) as error:
+    except (OSError, _http_error(), errors.OfflineModeIsEnabled) as error:
         later = f"{folder} is kept; upload it later: hf upload {name} {folder}"
         raise ValueError(f"{_unpublished(name, error)}\n{later}") from error
     return str(address)
 
 
 def _unpublished(name: str, error: Any) -> str:
-    status = error.response.status_code if isinstance(error, hf.errors.HfHubHTTPError) else None
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if status in (401, 403):
         return f"the Hugging Face Hub does not let this token publish {name}: hf auth login"
     if status is not None:
@@ -113,19 +114,19 @@ def _unpublished(name: str, error: Any) -> str:
 
 def why_not(model: str, what: str, error: Exception) -> str:
     """Return a message of a few lines with the reason of a failed download, and a remedy."""
-    if isinstance(error, hf.errors.LocalEntryNotFoundError | hf.errors.OfflineModeIsEnabled):
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
         return (
             f"{model} is not a local folder, and the Hugging Face Hub could not be reached"
             f"{offline}.\nDownload it on a machine with a network: hf download {model}\n"
             "or set the path of a local copy."
         )
-    if isinstance(error, hf.errors.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"{model} is not a local folder, and was not found on the Hugging Face Hub.\n"
             "Check the name; a gated model needs its licence accepted, and: hf auth login"
         )
-    if isinstance(error, hf.errors.EntryNotFoundError):
+    if isinstance(error, errors.EntryNotFoundError):
         return f"{model} is not a local folder, and on the Hugging Face Hub it has no {what}"
     reason = " ".join(str(error).split())[:200]
     return (
@@ -136,4 +137,4 @@ def why_not(model: str, what: str, error: Exception) -> str:
 
 def _is_set_offline() -> bool:
     """Return whether the user, and not `contact`, has chosen to work offline."""
-    return hf.constants.HF_HUB_OFFLINE and not _connection.is_silent
+    return constants.HF_HUB_OFFLINE and not _connection.is_silent

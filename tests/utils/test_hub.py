@@ -1,5 +1,9 @@
 """Messages if the hub has no file, and that the hub is not contacted without need."""
 
+import os
+import subprocess
+import sys
+
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
@@ -10,9 +14,11 @@ from huggingface_hub.errors import (
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from PIL import Image
 
 from flowalign.cli.main import main
 from flowalign.utils import hub
+from tests.fixtures.zygote import ROOT
 
 MODEL = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -81,6 +87,34 @@ def test_a_silent_hub_is_contacted_once_and_named(monkeypatch):
             hub.file_of("owner/model", "config.json")
     assert attempts == [3.0]
     assert constants.HF_HUB_OFFLINE
+
+
+SCORE = ["-m", "flowalign", "score", ".", "--rewards", "reward_models.PickScore", "--out", "out"]
+CHECK = ["-m", "flowalign", "check", "configs/shapes.yaml", "--policy.path", "no/where"]
+CALL = ["-c", "from flowalign.utils.hub import file_of; file_of('no/where', 'x')"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        CALL,
+        pytest.param(SCORE, marks=pytest.mark.slow),
+        pytest.param(CHECK, marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_process_explains_a_failed_download(tmp_path, command):
+    """Libraries that this process has imported also import modules of huggingface_hub."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    settings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "home", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, **settings, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "the Hugging Face Hub could not be reached.\n" in ended.stderr
+    assert "AttributeError" not in ended.stderr
 
 
 @pytest.mark.slow
