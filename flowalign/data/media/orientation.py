@@ -48,10 +48,10 @@ def _read_turn(frame: Any, name: str) -> _Turn:
 
     The matrix [[a, b], [c, d]] maps a point (x, y), y down, to (a x + c y, b x + d y).
     """
-    for side in frame.side_data:
-        if side.type.name == "DISPLAYMATRIX":
-            a, b, c, d = np.sign(np.frombuffer(bytes(side), np.int32)[[0, 1, 3, 4]]).tolist()
-            if [abs(value) for value in (a, b, c, d)] not in ([1, 0, 0, 1], [0, 1, 1, 0]):
-                raise MediaProblem(f"rotated by an unsupported angle: {name}")
-            return _Turn(b != 0, b + d, a + c)
-    return _Turn()
+    # PyAV 18 iterates over the side data and PyAV 19 over its types; look-ups work in both.
+    if (matrix := frame.side_data.get("DISPLAYMATRIX")) is None:
+        return _Turn()
+    a, b, c, d = np.sign(np.frombuffer(bytes(matrix), np.int32)[[0, 1, 3, 4]]).tolist()
+    if [abs(value) for value in (a, b, c, d)] not in ([1, 0, 0, 1], [0, 1, 1, 0]):
+        raise MediaProblem(f"rotated by an unsupported angle: {name}")
+    return _Turn(b != 0, b + d, a + c)

@@ -3,6 +3,7 @@
 import gc
 import io
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.media import Media
+from flowalign.data.media.orientation import _read_turn
 from tests.fixtures.scoring_rewards import picture, video
 
 
@@ -77,6 +79,14 @@ def test_a_video_is_turned_and_mirrored_as_its_display_matrix_says(tmp_path, deg
     shown = decode(Media(str(tmp_path / "a.mp4"))).pixels
     assert shown.shape == (3, 3, *expected.shape)
     assert (shown.int() - torch.from_numpy(expected.astype(np.int32))).abs().max() <= 2
+
+
+def test_the_display_matrix_is_read_from_a_mapping_as_in_pyav_19():
+    """Iteration over its side data gives their types, and in PyAV 18 the data themselves."""
+    quarter = np.array([0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30], np.int32)
+    side_data = {"SEI_UNREGISTERED": b"", "DISPLAYMATRIX": quarter.tobytes()}
+    assert _read_turn(SimpleNamespace(side_data=side_data), "a.mp4") == (True, 1, -1)
+    assert _read_turn(SimpleNamespace(side_data={}), "a.mp4") == (False, 1, 1)
 
 
 def test_a_video_that_is_turned_by_no_right_angle_is_a_reason(tmp_path):
