@@ -32,11 +32,11 @@ def read_reference(medium: Media) -> Reference:
 
 
 def _read_pixels(medium: Media, content: str) -> Float[Tensor, "F 3 H W"]:
-    return _decode_cached(medium, content).frames
+    return _decode_cached(medium, content + medium.background).frames
 
 
 @lru_cache(maxsize=_KEPT)
-def _decode_cached(medium: Media, _content: str) -> Clip:
+def _decode_cached(medium: Media, _content_and_background: str) -> Clip:
     return decode(medium)
 
 

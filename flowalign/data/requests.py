@@ -143,11 +143,12 @@ def _parse_request(row: dict[str, Any], folder: Path, where: str) -> Request:
     masks = _parse_paths(row[masked[0]], masked[0], where) if masked else []
     if len(masks) > 1 or len(masked) > 1:
         raise ValueError(f"{where}: mask must be one path, got {max(len(masks), len(masked))}")
-    found = [_open_reference(folder / path, where) for path in (*references, *masks)]
+    found = [_open_reference(folder / path, where) for path in references]
+    mask = [_open_reference(folder / path, where, "black") for path in masks]
     return Request(
         row["prompt"],
-        tuple(found[: len(references)]),
-        found[-1] if masks else None,
+        tuple(found),
+        mask[0] if mask else None,
         {name: value for name, value in row.items() if name not in ("prompt", *masked, *named)},
     )
 
@@ -160,9 +161,9 @@ def _parse_paths(value: object, name: str, where: str) -> list[str]:
     return paths
 
 
-def _open_reference(path: Path, where: str) -> Reference:
+def _open_reference(path: Path, where: str, background: str = "white") -> Reference:
     try:
-        return read_reference(Media(str(path)))
+        return read_reference(Media(str(path), background=background))
     except (MediaProblem, OSError) as problem:
         raise ValueError(f"{where}: {problem}") from problem
 

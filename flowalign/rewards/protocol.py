@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from flowalign.data.media.rgb import to_rgb
 from flowalign.rewards.request_pixels import (
     Pixels,
     check_range,
@@ -40,7 +42,7 @@ _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
 # Pillow raises any of these errors for broken files, depending on the format.
 _BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError)
-_BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError)
+_BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError, struct.error)
 
 
 def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> Pieces:
@@ -177,13 +179,13 @@ def _open_image(file: bytes) -> Image.Image:
 
 
 def _decode_images(images: Sequence[Image.Image], header: Mapping[str, Any]) -> MediaBatch:
-    if len({image.size for image in images}) != 1:
-        raise ValueError("images of one request have one size")
     try:
-        pixels = np.stack([np.array(image.convert("RGB")) for image in images])
+        pixels = [to_rgb(image, "it") for image in images]
     except _BROKEN_IMAGE as error:
         raise ValueError(f"an image cannot be read: {error}") from error
-    media = unpack_pixels(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    if len({image.shape for image in pixels}) != 1:
+        raise ValueError("images of one request have one size")
+    media = unpack_pixels(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
     return MediaBatch(media[:, None], header["prompts"], header["metadata"])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
 from flowalign.data.media_references import read_reference
 from flowalign.data.readers import open_dataset
@@ -110,6 +111,23 @@ def test_rows_name_pictures_and_a_mask_beside_the_file_and_the_rest_is_metadata(
     assert (
         len({one.input_digest, two.input_digest, same.input_digest, Request("x").input_digest}) == 3
     )
+
+
+def test_a_transparent_mask_stays_a_mask(tmp_path):
+    """Transparency is unchanged, that is, black: the mask was painted on an empty layer."""
+    hole = Image.new("RGBA", (2, 1), (255, 255, 255, 0))
+    hole.putpixel((0, 0), (255, 255, 255, 255))
+    hole.save(tmp_path / "m.png")
+    row = {"prompt": "x", "image": "m.png", "mask": "m.png"}
+    (tmp_path / "fills.jsonl").write_text(json.dumps(row))
+    (request,) = read_requests(str(tmp_path / "fills.jsonl"))
+    assert request.mask is not None
+    assert request.references[0].read()[0, 0, 0].tolist() == [1, 1]
+    assert request.mask.read()[0, 0, 0].tolist() == [1, 0]
+    (tmp_path / "a.jsonl").write_text('{"image": "m.png", "request_mask": "m.png"}')
+    (record,) = open_dataset(str(tmp_path / "a.jsonl"))
+    assert record.mask is not None
+    assert decode(record.mask).frames[0, 0, 0].tolist() == [1, 0]
 
 
 def test_pictures_are_known_by_content_and_turned_as_their_exif_data_say(tmp_path):

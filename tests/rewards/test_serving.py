@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import math
 import re
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -324,6 +326,21 @@ def test_png_over_json_is_understood_and_jpeg_is_not():
     assert answer.json()["values"][0] == pytest.approx([(1 + 0.2) / 3, 0.25])
     assert (refused.status_code, broken.status_code) == (400, 400)
     assert "lossless" in refused.json()["error"]
+
+
+def test_pictures_over_json_are_decoded_as_files_are():
+    """Transparency is shown on white, grey of 16 bits is scaled, and the EXIF rotation applies."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clear, deep = Image.new("RGBA", (4, 2), (0, 0, 0, 0)), np.full((2, 4), 32896, np.uint16)
+    files = []
+    for picture in (clear, Image.fromarray(deep)):
+        picture.save(buffer := io.BytesIO(), "PNG", exif=exif)
+        files.append(base64.b64encode(buffer.getvalue()).decode())
+    body = json.dumps({"images": files}).encode()
+    _, batch = read_request(body, "application/json", lambda shapes: None)
+    assert batch.media.shape == (2, 1, 3, 4, 2)
+    assert [image.unique().tolist() for image in batch.media] == [[1], [pytest.approx(128 / 255)]]
 
 
 @pytest.mark.parametrize(

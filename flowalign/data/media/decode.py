@@ -1,6 +1,5 @@
 """Decode images and videos to tensors, from a path or from bytes."""
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageSequence, UnidentifiedImageError
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from flowalign.data.media.frame_sampling import (
 )
 from flowalign.data.media.media import VIDEOS, Media, describe_missing
 from flowalign.data.media.orientation import Orientation
+from flowalign.data.media.rgb import to_rgb
 
 __all__ = [
     "FrameSelection",
@@ -32,11 +32,13 @@ __all__ = [
     "digest_media",
     "list_frame_files",
     "is_video",
-    "find_video_stream",
+    "open_video",
     "count_frames",
 ]
 _ROUNDING = 2e-3
 """Tolerance in seconds, because video headers round to milliseconds."""
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+"""Decoders that read transparency, by the name of FFmpeg's own decoder."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def decode(
 
     An image is one frame. A folder of images is a clip in natural order of the file names, with
     `medium.fps` frames per second. A video's own rate overrides `medium.fps`; it is the mean rate
-    if frames are unevenly spaced. Images are rotated by their EXIF data and lose transparency.
-    Videos are rotated by their display matrix.
+    if frames are unevenly spaced. Images are rotated by their EXIF data, videos by their display
+    matrix. Transparent pixels are composited on `medium.background`.
 
     Raises:
         MediaProblem: The file is missing, damaged, empty or of an unknown kind, or lacks requested
@@ -74,14 +76,10 @@ def decode(
     choice = FrameSelection(max_frames, fps, num_frames)
     path = Path(medium.path) if medium.path else None
     if path and path.is_dir():
-        return _decode_folder(path, medium.fps, choice)
+        return _decode_folder(path, medium, choice)
     if path and not path.is_file():
         raise MediaProblem(describe_missing(path))
-    source = path or io.BytesIO(medium.data or b"")
-    name = str(path) if path else f"{len(medium.data or b'')} bytes"
-    if is_video(medium):
-        return _decode_video(source, name, medium.fps, choice)
-    return _decode_picture(source, name, medium.fps, choice)
+    return (_decode_video if is_video(medium) else _decode_picture)(medium, choice)
 
 
 def is_video(medium: Media) -> bool:
@@ -126,11 +124,9 @@ def _stack_frames(
 # Images -------------------------------------------------------------------------------------------
 
 
-def _decode_picture(
-    source: Path | io.BytesIO, name: str, fps: float | None, choice: FrameSelection
-) -> Clip:
+def _decode_picture(medium: Media, choice: FrameSelection) -> Clip:
     """Decode an image, or all frames of an animated WebP."""
-    with _open_picture(source, name) as image:
+    with _open_picture(medium.source, medium.name) as image:
         frames = ImageSequence.all_frames(image) if count_frames(image) > 1 else [image]
         lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
         starts = np.cumsum([0.0, *lasting])
@@ -139,13 +135,13 @@ def _decode_picture(
             TimedFrame(float(starts[i]) if known else np.nan, frame)
             for i, frame in enumerate(frames)
         ]
-        stated = len(frames) / float(starts[-1]) if known else fps
+        stated = len(frames) / float(starts[-1]) if known else medium.fps
         return _stack_frames(
-            name,
+            medium.name,
             shown,
             len(frames),
             choice,
-            lambda frame: _turn_upright(frame, name),
+            lambda frame: to_rgb(frame, medium.name, medium.background),
             stated if len(frames) > 1 else None,
         )
 
@@ -155,20 +151,20 @@ def count_frames(image: Image.Image) -> int:
     return image.n_frames if isinstance(image, WebPImageFile) else 1
 
 
-def _decode_folder(folder: Path, fps: float | None, choice: FrameSelection) -> Clip:
+def _decode_folder(folder: Path, medium: Media, choice: FrameSelection) -> Clip:
     """Decode a folder with one file per frame; one broken file makes the whole clip unusable."""
-    paths = list_frame_files(folder)
+    paths, fps = list_frame_files(folder), medium.fps
     shown = (TimedFrame(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
 
     def pixels(path: Path) -> np.ndarray:
         with _open_picture(path, str(path)) as image:
-            return _turn_upright(image, str(path))
+            return to_rgb(image, str(path), medium.background)
 
     return _stack_frames(str(folder), shown, len(paths), choice, pixels, fps)
 
 
 @contextmanager
-def _open_picture(source: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
+def _open_picture(source: Any, name: str) -> Iterator[Image.Image]:
     try:
         with Image.open(source) as image:
             yield image
@@ -178,43 +174,30 @@ def _open_picture(source: Path | io.BytesIO, name: str) -> Iterator[Image.Image]
         raise MediaProblem(f"truncated or damaged image: {name} ({error})") from error
 
 
-def _turn_upright(image: Image.Image, name: str) -> np.ndarray:
-    if image.mode.startswith("I;16"):
-        grey = np.asarray(image).astype(np.float32) / 257
-        image = Image.fromarray(grey.round().astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise MediaProblem(f"unreadable image: {name} has pixel values of unknown range")
-    else:
-        image = ImageOps.exif_transpose(image)
-    return np.array(image.convert("RGB"))
-
-
 # Videos -------------------------------------------------------------------------------------------
 
 
-def _decode_video(
-    source: Path | io.BytesIO, name: str, fps: float | None, choice: FrameSelection
-) -> Clip:
+def _decode_video(medium: Media, choice: FrameSelection) -> Clip:
     # Headers may state a wrong number of frames, or none: count packets, which decodes nothing.
-    total = _count_packets(source, name) if choice.max_frames else 0
-    with _open_video(source, name) as (container, stream):
+    total = _count_packets(medium) if choice.max_frames else 0
+    with open_video(medium) as (container, stream):
         # FFmpeg reads a GIF that was cut short without an error.
-        if container.format.name == "gif" and not _ends_with(source, b";"):
-            raise MediaProblem(f"truncated or damaged video: {name} has no end marker")
-        stated = float(stream.average_rate) if stream.average_rate else fps
+        if container.format.name == "gif" and not _ends_with(medium, b";"):
+            raise MediaProblem(f"truncated or damaged video: {medium.name} has no end marker")
+        stated = float(stream.average_rate) if stream.average_rate else medium.fps
         return _stack_frames(
-            name,
-            _iterate_frames(container, stream, stated, name),
+            medium.name,
+            _iterate_frames(container, stream, stated, medium),
             total,
             choice,
-            Orientation(name).show,
+            Orientation(medium).show,
             stated,
             float(stream.time_base or 0),
         )
 
 
 def _iterate_frames(
-    container: Any, stream: Any, rate: float | None, name: str
+    container: Any, stream: Any, rate: float | None, medium: Media
 ) -> Iterator[TimedFrame]:
     """Yield frames with their times in seconds; without timestamps, evenly spaced at `rate`.
 
@@ -222,9 +205,10 @@ def _iterate_frames(
     frames and a missing end are therefore detected here.
     """
     before = second = lasting = 0.0
-    for i, frame in enumerate(container.decode(stream)):
+    problem = f"truncated or damaged video: {medium.name}"
+    for i, frame in enumerate(_decode_packets(container, stream)):
         if frame.is_corrupt:
-            raise MediaProblem(f"truncated or damaged video: {name} (frame {i + 1} is damaged)")
+            raise MediaProblem(f"{problem} (frame {i + 1} is damaged)")
         even = i / rate if rate else np.nan
         before, second = second, even if frame.time is None else frame.time
         lasting = float(frame.duration * (frame.time_base or 0))
@@ -233,39 +217,54 @@ def _iterate_frames(
     interval = max(lasting, second - before, 1 / rate if rate else 0)
     end = second + interval
     if alone and alone / 1e6 - end > max(interval / 2, _ROUNDING):
-        where = f"ends after {end:.3f} of {alone / 1e6:.3f} s"
-        raise MediaProblem(f"truncated or damaged video: {name} ({where})")
+        raise MediaProblem(f"{problem} (ends after {end:.3f} of {alone / 1e6:.3f} s)")
 
 
-def _count_packets(source: Path | io.BytesIO, name: str) -> int:
+def _decode_packets(container: Any, stream: Any) -> Iterator[Any]:
+    """Yield all frames, with the transparency of WebM files, which FFmpeg's own decoders ignore."""
+    from av import CodecContext
+
+    name = _WITH_ALPHA.get(stream.codec_context.name)
+    if name is None or stream.metadata.get("alpha_mode") != "1":
+        yield from container.decode(stream)
+        return
+    decoder: Any = CodecContext.create(name, "r")
+    for packet in container.demux(stream):
+        yield from decoder.decode(packet)
+
+
+def _count_packets(medium: Media) -> int:
     """Count the frames of a video without decoding them."""
-    with _open_video(source, name) as (container, stream):
+    with open_video(medium) as (container, stream):
         return sum(1 for packet in container.demux(stream) if packet.size)
 
 
-def _ends_with(source: Path | io.BytesIO, trailer: bytes) -> bool:
+def _ends_with(medium: Media, trailer: bytes) -> bool:
     """Return whether a file ends with `trailer`, ignoring the padding that some programs append."""
-    data = source.getvalue() if isinstance(source, io.BytesIO) else source.read_bytes()
+    data = Path(medium.path).read_bytes() if medium.path else medium.data or b""
     return data.rstrip(b"\0\r\n\t ").endswith(trailer)
 
 
 @contextmanager
-def _open_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, Any]]:
-    """Open a container and yield it with its first video stream."""
+def open_video(medium: Media, fault: str = "truncated or damaged") -> Iterator[tuple[Any, Any]]:
+    """Open a container and yield it with its first video stream.
+
+    Raises:
+        MediaProblem: The file is damaged, which `fault` names, or it has no video stream.
+        ValueError: av is not installed.
+    """
     try:
         import av
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
     try:
-        with av.open(source if isinstance(source, io.BytesIO) else str(source)) as container:
-            yield container, find_video_stream(container, name)
+        with av.open(medium.source) as container:
+            yield container, _find_video_stream(container, medium.name)
     except av.FFmpegError as error:
-        raise MediaProblem(f"truncated or damaged video: {name} ({error.strerror})") from error
+        raise MediaProblem(f"{fault} video: {medium.name} ({error.strerror})") from error
 
 
-def find_video_stream(container: Any, name: str) -> Any:
+def _find_video_stream(container: Any, name: str) -> Any:
     """Return the first video stream except cover art; raise MediaProblem if there is none."""
     from av.stream import Disposition
 

@@ -1,5 +1,6 @@
 """Define `Media`, a stored image or video."""
 
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,18 @@ class Media:
     """Frames per second, for files that do not state it; or None."""
     digest: str | None = None
     """SHA-256 of the file in hexadecimal; None until the file has been read."""
+    background: str = field(default="white", compare=False)
+    """Colour behind transparent pixels. Masks have black, which means unchanged."""
+
+    @property
+    def source(self) -> str | io.BytesIO:
+        """Path, or file in memory, as decoders open it."""
+        return self.path or io.BytesIO(self.data or b"")
+
+    @property
+    def name(self) -> str:
+        """Path, or number of bytes, for messages."""
+        return self.path or f"{len(self.data or b'')} bytes"
 
 
 def describe_missing(path: Path) -> str:

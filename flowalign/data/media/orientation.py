@@ -1,10 +1,14 @@
-"""Rotate the frames of a video as players do; phones store frames as the sensor was held."""
+"""Show the frames of a video as players do: rotated, because phones store frames as the sensor was
+held, and without transparency."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from flowalign.data.media.frame_sampling import MediaProblem
+from flowalign.data.media.media import Media
+from flowalign.data.media.rgb import flatten
 
 
 class _Turn(NamedTuple):
@@ -23,11 +27,11 @@ class Orientation:
     the threads of their converter deadlock.
     """
 
-    def __init__(self, name: str):
-        """Prepare for the clip `name`; av must be installed."""
+    def __init__(self, medium: Media):
+        """Prepare for the clip `medium`; av must be installed."""
         from av.video.reformatter import VideoReformatter
 
-        self.name = name
+        self.medium = medium
         self._converter = VideoReformatter()
         self._turn: _Turn | None = None
 
@@ -37,8 +41,12 @@ class Orientation:
         Raises:
             MediaProblem: The rotation is not a multiple of 90 degrees.
         """
-        self._turn = self._turn or _read_turn(frame, self.name)
-        pixels = self._converter.reformat(frame, format="rgb24").to_ndarray()
+        self._turn = self._turn or _read_turn(frame, self.medium.name)
+        transparent = any(one.is_alpha for one in frame.format.components)
+        colours = "rgba" if transparent else "rgb24"
+        pixels = self._converter.reformat(frame, format=colours).to_ndarray()
+        if transparent:
+            pixels = np.asarray(flatten(Image.fromarray(pixels), self.medium.background))
         pixels = pixels.transpose(1, 0, 2) if self._turn.swapped else pixels
         return pixels[:: self._turn.down, :: self._turn.right]
 

@@ -1,6 +1,5 @@
 """Write and read the sound of video files with PyAV."""
 
-import io
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,8 @@ def read_sound(medium: Media) -> Sound | None:
         import av
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
-    source: Any = medium.path or io.BytesIO(medium.data or b"")
     try:
-        return _decode_sound(source)
+        return _decode_sound(medium.source)
     except av.FFmpegError as error:
         raise MediaProblem(f"damaged sound of {medium.path or 'a video'}: {error}") from error
 

@@ -1,7 +1,6 @@
 """Validate the images and videos of pairs, decoding at most one frame of each."""
 
 import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,9 @@ from flowalign.data.media.decode import (
     MediaProblem,
     count_frames,
     digest_media,
-    find_video_stream,
     is_video,
     list_frame_files,
+    open_video,
 )
 from flowalign.data.media.media import Media, describe_missing
 from flowalign.data.media.orientation import Orientation
@@ -42,7 +41,7 @@ class Inspection:
         """Return why two items cannot be a pair, as "kind: details"; "" if they can."""
         try:
             if self.same(chosen, rejected):
-                return f"the media are equal: {_name(chosen)} and {_name(rejected)}"
+                return f"the media are equal: {chosen.name} and {rejected.name}"
             if mixed_shapes:
                 return ""
             first, second = self.shape(chosen), self.shape(rejected)
@@ -145,46 +144,37 @@ def _shape(medium: Media) -> Shape:
     frames = list_frame_files(folder) if folder else []
     moves = not folder and is_video(medium)
     if folder:
-        width, height, _ = _picture(frames[0], str(frames[0]))
+        width, height, _ = _picture(Media(str(frames[0])))
         return width, height, len(frames)
-    source = Path(medium.path) if medium.path else io.BytesIO(medium.data or b"")
-    return (_video if moves else _picture)(source, _name(medium))
+    return (_video if moves else _picture)(medium)
 
 
-def _picture(source: Path | io.BytesIO, name: str) -> Shape:
+def _picture(medium: Media) -> Shape:
     """Return the shape of an image after its EXIF rotation, as in `decode`."""
     try:
-        with Image.open(source) as image:
+        with Image.open(medium.source) as image:
             (width, height), frames = image.size, count_frames(image)
             if image.format in ("JPEG", "MPO") and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
                 return height, width, frames
             return width, height, frames
     except UnidentifiedImageError as error:
-        raise MediaProblem(f"unreadable image: {name} has an unknown format") from error
+        raise MediaProblem(f"unreadable image: {medium.name} has an unknown format") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaProblem(f"unreadable image: {name} ({error})") from error
+        raise MediaProblem(f"unreadable image: {medium.name} ({error})") from error
 
 
-def _video(source: Path | io.BytesIO, name: str) -> Shape:
+def _video(medium: Media) -> Shape:
     """Return the shape of a video; frames are counted if the header lacks their number."""
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError("videos need av: pip install 'flowalign[video]'") from error
-    try:
-        with av.open(source if isinstance(source, io.BytesIO) else str(source), "r") as container:
-            stream, orientation = find_video_stream(container, name), Orientation(name)
-            sides, count = None, 0
-            for packet in container.demux(stream):
-                count += packet.size > 0
-                sides = sides or next(_sizes(packet, orientation), None)
-                if sides and stream.frames:
-                    break
-            if not sides:
-                raise MediaProblem(f"no frames: {name}")
-            return *sides, stream.frames or count
-    except av.FFmpegError as error:
-        raise MediaProblem(f"unreadable video: {name} ({error.strerror})") from error
+    with open_video(medium, "unreadable") as (container, stream):
+        orientation, sides, count = Orientation(medium), None, 0
+        for packet in container.demux(stream):
+            count += packet.size > 0
+            sides = sides or next(_sizes(packet, orientation), None)
+            if sides and stream.frames:
+                break
+        if not sides:
+            raise MediaProblem(f"no frames: {medium.name}")
+        return *sides, stream.frames or count
 
 
 def _sizes(packet: Any, orientation: Orientation) -> Iterator[tuple[int, int]]:
@@ -204,7 +194,3 @@ def _hash(*parts: bytes) -> bytes:
 
 def _sides(shape: Shape) -> str:
     return f"{shape[0]} x {shape[1]}"
-
-
-def _name(medium: Media) -> str:
-    return medium.path or f"{len(medium.data or b'')} bytes"

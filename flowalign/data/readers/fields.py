@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,9 @@ class Fields:
         """Return a list of media; [] if absent."""
         return self.media(name) if name in self else []
 
-    def request_mask(self) -> Media | None:
-        """Return the inpainting mask of the request, an image in `REQUEST_MASK`; None if absent."""
-        return self.medium(REQUEST_MASK) if REQUEST_MASK in self else None
+    def request_mask(self, name: str = REQUEST_MASK) -> Media | None:
+        """Return the inpainting mask of the request, an image; None if absent."""
+        return replace(self.medium(name), background="black") if name in self else None
 
     def of(self, value: Any, name: str) -> Media:
         """Return an image or video from a value inside a column; messages call it `name`."""

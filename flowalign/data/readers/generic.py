@@ -28,7 +28,7 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
         votes=_by_dimension(row, "votes", len(media)),
         ratings=_by_dimension(row, "ratings", len(media)),
         metadata=row.rest(*_USED, REQUEST_MASK, *(["mask"] if old else [])),
-        mask=row.medium("mask") if old else row.request_mask(),
+        mask=row.request_mask("mask" if old else REQUEST_MASK),
     )
 
 

@@ -26,11 +26,83 @@ def test_a_picture_is_one_frame_of_its_pixels(tmp_path):
     assert torch.equal(again.frames, expected)
 
 
-def test_grey_of_16_bits_and_transparency_become_colours_of_8(tmp_path):
+def test_grey_of_16_bits_becomes_colours_of_8(tmp_path):
     Image.fromarray(np.array([[0, 65535], [257, 32896]], np.uint16)).save(tmp_path / "a.png")
     assert decode(Media(str(tmp_path / "a.png"))).pixels[0, 1].tolist() == [[0, 255], [1, 128]]
-    Image.new("RGBA", (1, 1), (10, 20, 30, 0)).save(tmp_path / "b.png")
-    assert decode(Media(str(tmp_path / "b.png"))).pixels.flatten().tolist() == [10, 20, 30]
+
+
+CLEAR, FAINT, SOLID = (10, 20, 30, 0), (0, 50, 100, 51), (10, 20, 30, 255)
+SHOWN = [[255, 204, 10], [255, 214, 20], [255, 224, 30]]
+"""The three colours on white, by channel: 204 = 0.2 * 0 + 0.8 * 255."""
+
+
+def layer() -> Image.Image:
+    return Image.fromarray(np.array([[CLEAR, FAINT, SOLID]], np.uint8), "RGBA")
+
+
+@pytest.mark.parametrize("ending", [".png", ".webp", ".tiff"])
+def test_transparent_pixels_are_shown_on_white(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    layer().save(path, **({"lossless": True, "exact": True} if ending == ".webp" else {}))
+    for medium in (Media(str(path)), Media(data=path.read_bytes())):
+        assert decode(medium).pixels[0, :, 0].tolist() == SHOWN
+    assert decode(Media(str(path), background="black")).pixels[0, 0, 0].tolist() == [0, 0, 10]
+
+
+def test_every_form_of_transparency_of_a_png_is_shown_on_white(tmp_path):
+    palette = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    palette.putpalette(bytes(CLEAR[:3] + FAINT[:3] + SOLID[:3]))
+    palette.save(tmp_path / "palette.png", transparency=bytes([0, 51, 255]))
+    Image.fromarray(np.array([[[9, 0], [0, 51], [30, 255]]], np.uint8), "LA").save(
+        tmp_path / "grey.png"
+    )
+    Image.fromarray(np.array([[9, 7]], np.uint8), "L").save(tmp_path / "key.png", transparency=9)
+    Image.fromarray(np.array([[257, 0]], np.uint16)).save(tmp_path / "deep.png", transparency=257)
+    assert shown(tmp_path / "palette.png") == SHOWN
+    assert shown(tmp_path / "grey.png") == [[255, 204, 30]] * 3
+    assert shown(tmp_path / "key.png") == [[255, 7]] * 3
+    assert shown(tmp_path / "deep.png") == [[255, 0]] * 3
+
+
+def shown(path) -> list:
+    return decode(Media(str(path))).pixels[0, :, 0].tolist()
+
+
+def test_frames_of_an_animation_are_shown_on_white(tmp_path):
+    opaque = Image.new("RGBA", (3, 1), (1, 2, 3, 255))
+    many = {"save_all": True, "append_images": [layer()], "duration": 100}
+    opaque.save(tmp_path / "a.webp", **many, lossless=True, exact=True, minimize_size=False)
+    assert decode(Media(str(tmp_path / "a.webp"))).pixels[1, :, 0].tolist() == SHOWN
+
+
+@pytest.mark.parametrize(
+    ("ending", "codec", "colours"),
+    [
+        (".mov", "qtrle", "argb"),
+        (".mkv", "ffv1", "yuva444p"),
+        (".mov", "prores", "yuva444p10le"),
+        (".webm", "libvpx", "yuva420p"),
+        (".webm", "libvpx-vp9", "yuva420p"),
+    ],
+)
+def test_transparent_frames_of_a_video_are_shown_on_white(tmp_path, ending, codec, colours):
+    """The left half is green that is hidden, the right half red."""
+    import av
+
+    stored = np.zeros((32, 64, 4), np.uint8)
+    stored[:, :32], stored[:, 32:] = (0, 200, 0, 0), (200, 0, 0, 255)
+    with av.open(str(tmp_path / f"a{ending}"), "w") as container:
+        stream = container.add_stream(codec, rate=8, options={"auto-alt-ref": "0"})
+        stream.width, stream.height, stream.pix_fmt = 64, 32, colours
+        for _ in range(3):
+            frame = av.VideoFrame.from_ndarray(stored, "rgba").reformat(format=colours)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    pixels = decode(Media(str(tmp_path / f"a{ending}"))).pixels.int()
+    assert pixels.shape == (3, 3, 32, 64)
+    assert (pixels[..., :28] - 255).abs().max() <= 4
+    red = torch.tensor([200, 0, 0])[:, None, None]
+    assert (pixels[..., 36:] - red).abs().max() <= 16
 
 
 def test_a_picture_is_turned_as_its_exif_data_say(tmp_path):
