@@ -1,5 +1,6 @@
 """Decode images and videos to tensors, from a path or from bytes."""
 
+import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from flowalign.data.media.frame_sampling import (
 from flowalign.data.media.media import VIDEOS, Media, describe_missing
 from flowalign.data.media.orientation import Orientation
 from flowalign.data.media.rgb import to_rgb
+from flowalign.data.media.truncation import is_cut
 
 __all__ = [
     "FrameSelection",
@@ -218,6 +220,9 @@ def _iterate_frames(
     end = second + interval
     if alone and alone / 1e6 - end > max(interval / 2, _ROUNDING):
         raise MediaProblem(f"{problem} (ends after {end:.3f} of {alone / 1e6:.3f} s)")
+    with open(medium.path, "rb") if medium.path else io.BytesIO(medium.data or b"") as file:
+        if is_cut(file):
+            raise MediaProblem(f"{problem} (the file ends early)")
 
 
 def _decode_packets(container: Any, stream: Any) -> Iterator[Any]:

@@ -210,6 +210,53 @@ def test_a_file_that_breaks_off_is_a_reason(tmp_path, keep):
             decode(Media(str(tmp_path / name)))
 
 
+@pytest.mark.parametrize(
+    ("ending", "codec", "movflags"),
+    [
+        (".mp4", "aac", "faststart"),
+        (".mp4", "aac", "frag_keyframe+empty_moov"),
+        (".mkv", "aac", ""),
+        (".webm", "libopus", ""),
+        (".avi", "mp3", ""),
+    ],
+)
+@pytest.mark.parametrize("seconds", [1, 2, 3])
+def test_a_video_with_sound_that_breaks_off_is_a_reason(tmp_path, ending, codec, movflags, seconds):
+    """The sound may be shorter or longer than the 20 frames of 2 seconds, which is no damage."""
+    path = tmp_path / f"a{ending}"
+    loud(path, codec, movflags, seconds)
+    assert decode(Media(str(path))).pixels.shape[0] == 20
+    whole = path.read_bytes()
+    for percent in (30, 60, 90):
+        path.write_bytes(whole[: len(whole) * percent // 100])
+        for medium in (Media(str(path)), Media(data=path.read_bytes())):
+            with pytest.raises(MediaProblem, match=r"^(truncated or damaged|no frames)"):
+                decode(medium)
+
+
+def loud(path, codec: str, movflags: str, seconds: int) -> None:
+    """Write 20 frames of noise, 10 a second, with a sound."""
+    import av
+
+    draw = np.random.default_rng(0)
+    kind = {".webm": "libvpx-vp9", ".avi": "mpeg4"}.get(path.suffix, "libx264")
+    with av.open(str(path), "w", options={"movflags": movflags} if movflags else {}) as container:
+        stream = container.add_stream(kind, rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        sound = container.add_stream(codec, rate=48000, layout="mono")
+        for k in range(10 * max(seconds, 2)):
+            if k < 20:
+                noise = draw.integers(0, 256, (64, 64, 3), np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(noise, "rgb24")))
+            if k < 10 * seconds:
+                part = draw.normal(0, 0.1, (1, 4800)).astype(np.float32)
+                frame = av.AudioFrame.from_ndarray(part, "fltp", "mono")
+                frame.sample_rate, frame.pts = 48000, 4800 * k
+                container.mux(sound.encode(frame))
+        container.mux(stream.encode())
+        container.mux(sound.encode())
+
+
 def test_what_is_not_a_picture_is_a_reason(tmp_path):
     with pytest.raises(MediaProblem, match=r"^missing file: .*none.png"):
         decode(Media(str(tmp_path / "none.png")))
