@@ -1,9 +1,11 @@
 """Define `Record`, the schema-independent row of a preference dataset or scoring job."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flowalign.data.media.digests import stamp_media
 from flowalign.data.media.media import Media
 from flowalign.data.media_references import read_reference
 from flowalign.types import Request
@@ -44,3 +46,10 @@ class Record:
         """
         references = tuple(read_reference(medium) for medium in self.references)
         return Request(self.prompt, references, read_reference(self.mask) if self.mask else None)
+
+    def stamp(self) -> str:
+        """Return a hash that changes with the texts, labels and files of the record."""
+        texts = replace(self, media=(), references=(), mask=None)
+        files = self.media, self.references, [self.mask] if self.mask else []
+        states = [[(medium.fps, stamp_media(medium)) for medium in media] for media in files]
+        return hashlib.blake2b(repr((texts, states)).encode(), digest_size=16).hexdigest()

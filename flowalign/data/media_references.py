@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.data.media.decode import Clip, MediaProblem, decode, digest_media
+from flowalign.data.media.digests import stamp_media
 from flowalign.data.media.media import Media, describe_missing
 from flowalign.functional.resizing import hole_within
 from flowalign.types import Reference
@@ -27,7 +28,7 @@ def read_reference(medium: Media) -> Reference:
         path, name = Path(medium.path), medium.path
         if not path.exists():
             raise MediaProblem(describe_missing(path))
-        content = _digest(name, _last_change(path))
+        content = _digest(name, stamp_media(medium))
     return Reference(name, content, partial(_read_pixels, medium, content))
 
 
@@ -40,14 +41,8 @@ def _decode_cached(medium: Media, _content_and_background: str) -> Clip:
     return decode(medium)
 
 
-def _last_change(path: Path) -> int:
-    """Return the modification time of a file, or of the newest file in a folder, in ns."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return max((file.stat().st_mtime_ns for file in files), default=0)
-
-
 @cache
-def _digest(path: str, _changed_at: int) -> str:
+def _digest(path: str, _stamp: str) -> str:
     return digest_media(Media(path)).hex()
 
 

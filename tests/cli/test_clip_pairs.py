@@ -151,6 +151,16 @@ def test_a_finished_folder_reads_no_weights_and_refuses_other_settings(
     assert "seed was '0', now '1'" in capsys.readouterr().err
 
 
+def test_a_video_that_changed_gets_new_pairs_with_its_batch(written, tmp_path):
+    config, out = written(LOCAL), tmp_path / "out"
+    assert exit_code("clip-pairs", config) == 0
+    before = [(out / row["positive"]).read_bytes() for row in rows(out)]
+    write_clip(tmp_path / "data" / "02.mp4", clip(7), 4.0)
+    assert exit_code("clip-pairs", config) == 0
+    after = [(out / row["positive"]).read_bytes() for row in rows(out)]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False, True, True]
+
+
 def test_shards_make_what_one_process_makes_the_last_writes_the_lists(written, tmp_path):
     config, whole, parts = written(LOCAL), tmp_path / "whole", tmp_path / "parts"
     assert exit_code("clip-pairs", config, f"output_dir={whole}") == 0

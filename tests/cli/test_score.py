@@ -161,6 +161,28 @@ def test_other_settings_are_refused_by_name_before_anything_is_loaded(tmp_path, 
         score(data, "--rewards", REWARD, "--out", out)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_folder_with_its_results_and_other_files_continues_and_follows_its_captions(
+    tmp_path, kind
+):
+    """The job is repeated with its own output, votes and files of the system in the folder."""
+    for k in range(3):
+        picture(tmp_path / f"{k}.png", k)
+        (tmp_path / f"{k}.txt").write_text("a red cat")
+    command = (tmp_path, "--rewards", REWARD, "--out", tmp_path / "out", "--format", kind)
+    assert score(*command) == 0
+    (tmp_path / ".DS_Store").write_bytes(b"\0")
+    (tmp_path / "votes").mkdir()
+    (tmp_path / "votes" / "votes.jsonl").write_text("{}\n")
+    (tmp_path / "1.txt").write_text("a tan dog")
+    assert score(*command) == 0
+    found = rows(tmp_path / "out", kind)
+    assert [row["prompt"] for row in found] == ["a red cat", "a tan dog", "a red cat"]
+    picture(tmp_path / "3.png", 3)
+    with pytest.raises(ConfigError, match="identity differ"):
+        score(*command)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

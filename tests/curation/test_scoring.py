@@ -376,6 +376,29 @@ def test_a_reason_that_holds_the_separator_is_counted_once():
     assert stats.reasons == {"row 3": 1}
 
 
+def test_a_changed_image_of_an_unchanged_table_is_scored_again_with_its_block(tmp_path, capsys):
+    for k in range(20):
+        Image.new("RGB", (9, 9), (10 * k,) * 3).save(tmp_path / f"{k}.bmp")
+    table = tmp_path / "data.jsonl"
+    rows = [{"id": f"r{k}", "prompt": f"{k}", "image": f"{k}.bmp"} for k in range(20)]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, log = tmp_path / "out", tmp_path / "log"
+    whole(job(str(table), out, Brightness()))
+    found = whole(job(str(table), out, Brightness(str(log))))
+    assert found[9]["brightness"] == pytest.approx(90 / 255)
+    assert not log.exists()
+    Image.new("RGB", (9, 9), (255,) * 3).save(tmp_path / "9.bmp")
+    (tmp_path / "13.bmp").unlink()
+    found = whole(job(str(table), out, Brightness(str(log))))
+    assert "2 rows changed since they were scored: scoring them again" in capsys.readouterr().err
+    assert [found[k]["brightness"] for k in (9, 10)] == pytest.approx([1, 100 / 255])
+    assert found[13]["reason"] == f"missing file: {tmp_path / '13.bmp'}"
+    again = {line.split()[1] for line in log.read_text().splitlines()}
+    assert again == {str(k) for k in range(8, 16) if k != 13}, "one block of eight records"
+    Image.new("RGB", (9, 9), (51,) * 3).save(tmp_path / "13.bmp")
+    assert whole(job(str(table), out, Brightness()))[13]["brightness"] == pytest.approx(0.2)
+
+
 def _score(_: int, data: str, out: Path, log: str) -> None:
     scoring.RECORDS_PER_PART = 8
     run(job(data, out, Brightness(log, seconds=0.005)), quiet, Throughput())

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -410,6 +411,30 @@ def test_the_identity_is_of_the_contents(tmp_path):
     before = open_dataset(jsonl(tmp_path, *rows)).identity()
     assert open_dataset(jsonl(tmp_path, *rows)).identity() == before
     assert open_dataset(jsonl(tmp_path, {"prompt": "q", "image": "a.png"})).identity() != before
+
+
+def test_the_stamp_of_a_record_follows_its_files_and_its_row(tmp_path, monkeypatch):
+    def stamp(**row) -> str:
+        return only(jsonl(tmp_path, {"prompt": "p", "image": "a.png"} | row), "generic").stamp()
+
+    (tmp_path / "a.png").write_bytes(b"12")
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "1.png").write_bytes(b"1")
+    first, missing, frames = stamp(), stamp(image="b.png"), stamp(image="frames")
+    monkeypatch.chdir(tmp_path)
+    assert only("data.jsonl", "generic").stamp() == frames, "the working directory does not matter"
+    (tmp_path / "frames" / ".DS_Store").write_bytes(b"1")
+    assert (stamp(), stamp(image="frames")) == (first, frames)
+    os.utime(tmp_path / "a.png", ns=(1, 1))
+    (tmp_path / "b.png").write_bytes(b"1")
+    (tmp_path / "frames" / "2.png").write_bytes(b"1")
+    changed = [stamp(), stamp(image="b.png"), stamp(image="frames"), stamp(seed=1)]
+    changed += [stamp(prompt="q"), stamp(references=["b.png"]), stamp(fps=8), stamp(id="x")]
+    assert len({first, missing, frames, *changed}) == 11
+    contents = [
+        only(table(tmp_path, {"prompt": "p", "image": data}), "generic") for data in (b"x", b"y")
+    ]
+    assert len({record.stamp() for record in contents}) == 2
 
 
 def test_every_schema_has_a_name_of_its_own():

@@ -2,7 +2,7 @@
 
     train.jsonl, held_out.jsonl   rows in the format of the method's data reader
     latents/  clips/  masks/      both sides of every pair, for training and for viewing
-    parts/                        outcome of each batch of videos; an existing part is done
+    parts/                        outcome of each batch of videos; done unless a video changes
     clip_pairs.json               settings that decide the pairs
     summary.json                  numbers of pairs and drops, and costs
 
@@ -50,6 +50,8 @@ class SourceClip:
     request: Request
     medium: Media | None
     problem: str = ""
+    stamp: str = ""
+    """Hash that changes with the record of the dataset and its files."""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class BatchOutcome:
     """Videos with pairs that the method drops by design."""
     costs: dict[str, float] = field(default_factory=dict)
     """Network evaluations, decodes, reward calls and seconds."""
+    stamps: list[str] = field(default_factory=list)
+    """Stamps of the videos of the batch."""
 
     @staticmethod
     def join(parts: Sequence["BatchOutcome"]) -> "BatchOutcome":
@@ -78,13 +82,14 @@ class BatchOutcome:
     def save(self, path: Path) -> None:
         """Write the outcome as JSON."""
         fields = {"rows": self.rows, "faults": self.errors, "expected": self.expected}
-        write_text(path, json.dumps(fields | {"costs": self.costs}))
+        write_text(path, json.dumps(fields | {"costs": self.costs, "stamps": self.stamps}))
 
     @staticmethod
     def read(path: Path) -> "BatchOutcome":
         """Read an outcome written by `save`."""
         fields = json.loads(path.read_text())
-        return BatchOutcome(fields["rows"], fields["faults"], fields["expected"], fields["costs"])
+        names = "rows", "faults", "expected", "costs", "stamps"
+        return BatchOutcome(*(fields.get(name) for name in names))
 
     def drop_report(self) -> DropReport:
         """Return the number of dropped videos by kind of problem."""
@@ -112,7 +117,7 @@ def run(
     for number, batch in enumerate(
         _split_batches(iterate_sources(dataset, cfg.limit), cfg.batch_size)
     ):
-        if number % shard[1] == shard[0] and not _part_file(folder, number).exists():
+        if number % shard[1] == shard[0] and not _is_made(_part_file(folder, number), batch):
             regenerator = regenerator or cfg.regenerator(join())
             _make_pairs(cfg, regenerator, folder, batch).save(_part_file(folder, number))
             watch(batch[-1].number + 1)
@@ -152,13 +157,13 @@ def iterate_sources(dataset: Dataset, limit: int | None) -> Iterator[SourceClip]
     number = itertools.count()
     for where, record in itertools.islice(dataset.iter_located(), limit):
         problem = record.problem or ("" if record.prompt else "no prompt")
-        request = Request(record.prompt)
+        request, stamp = Request(record.prompt), record.stamp()
         try:
             request = record.request()
         except MediaProblem as error:
             problem = problem or str(error)
         for medium in record.media or [None]:
-            yield SourceClip(next(number), where, request, medium, problem)
+            yield SourceClip(next(number), where, request, medium, problem, stamp)
 
 
 def _split_batches(items: Iterator[SourceClip], size: int) -> Iterator[list[SourceClip]]:
@@ -170,7 +175,8 @@ def _make_pairs(
     cfg: ClipPairs, regenerator: ClipRegenerator, folder: Path, batch: Sequence[SourceClip]
 ) -> BatchOutcome:
     """Make the pairs of a batch, and write their files."""
-    start, before, found = time.perf_counter(), asdict(regenerator.rewards.costs), BatchOutcome()
+    start, before = time.perf_counter(), asdict(regenerator.rewards.costs)
+    found = BatchOutcome(stamps=[source.stamp for source in batch])
     latents: dict[SourceClip, torch.Tensor] = {}
     for source in batch:
         try:
@@ -233,6 +239,12 @@ def _write_pair(
             save_file({"mask": pair.mask.cpu().contiguous()}, partial)
     path = source.medium.path if source.medium else None
     return row | {"fps": fps, "source": path, **pair.row}
+
+
+def _is_made(part: Path, batch: Sequence[SourceClip]) -> bool:
+    """Return whether the pairs of a batch exist and its videos have not changed since."""
+    stamps = [source.stamp for source in batch]
+    return part.exists() and BatchOutcome.read(part).stamps == stamps
 
 
 def _part_file(folder: Path, number: int) -> Path:

@@ -33,6 +33,7 @@ REFERENCES = "references"
 _REQUEST = {REFERENCES: "strings", REQUEST_MASK: "string"}
 """Types of the columns that only tables of records with references or a mask have."""
 _ROWS_AT_ONCE = 4096
+_STAMPS = "stamps"
 _DIGITS = 8
 
 
@@ -62,11 +63,15 @@ class PartFiles:
             self._saved[block] = [None if n in again else row for n, row in numbered]
         return [record for n, record in enumerate(records, 1) if n in again]
 
-    def write(self, block: int, rows: Sequence[Row]) -> None:
-        """Save the rows of the records that `select` returned, with the other rows of the block."""
+    def write(self, block: int, rows: Sequence[Row], stamps: Sequence[str]) -> None:
+        """Save the rows of the records that `select` returned, with the other rows of the block.
+
+        The first line of the file has the stamps of all records of the block.
+        """
         fresh = iter(rows)
         rows = [row or next(fresh) for row in self._saved.pop(block, [])] + list(fresh)
-        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        entries = ({_STAMPS: stamps}, *rows)
+        lines = (json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n" for entry in entries)
         with (
             atomic_write(self._path(block)) as partial,
             partial.open("w", encoding="utf-8") as file,
@@ -86,7 +91,16 @@ class PartFiles:
             if block not in self:
                 raise ValueError(f"block {block} of {self.folder} has not been scored yet")
             with self._path(block).open(encoding="utf-8") as file:
-                yield from map(json.loads, file)
+                yield from map(json.loads, itertools.islice(file, 1, None))
+
+    def drop_changed(self, block: int, stamps: Sequence[str]) -> int:
+        """Delete a block if stamps of its records differ; return the number of these records."""
+        with self._path(block).open(encoding="utf-8") as file:
+            saved = json.loads(file.readline()).get(_STAMPS, [])
+        changed = sum(a != b for a, b in itertools.zip_longest(saved, stamps))
+        if changed:
+            self._path(block).unlink()
+        return changed
 
     def blocks(self) -> list[int]:
         """Return the saved blocks, in order."""

@@ -21,6 +21,7 @@ from flowalign.curation.scoring.scoring_job import (
     ScoringJob,
     Watch,
     block_numbers,
+    drop_changed,
 )
 from flowalign.curation.scoring.stats import RunningStats, Throughput
 from flowalign.rewards.checked import RewardFailure
@@ -58,6 +59,7 @@ class ScoringCluster:
             ValueError: A worker cannot use the options or the data.
         """
         parts, stats, blocks = PartFiles(job.folder / "parts"), RunningStats(), block_numbers(job)
+        drop_changed(job, parts)
         complete = parts.complete(blocks)
         for row in parts.rows(complete):
             stats.add(row)

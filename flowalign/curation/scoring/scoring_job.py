@@ -25,6 +25,7 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
 from flowalign.rewards.checked import CheckedReward
 from flowalign.types import RewardModel
+from flowalign.utils.console import say
 from flowalign.utils.files import write_text
 
 RECORDS_PER_PART = 256
@@ -89,25 +90,39 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     """
     job = replace(job, models=[CheckedReward(model) for model in job.models])
     parts, stats = PartFiles(job.folder / "parts"), RunningStats()
+    drop_changed(job, parts)
     blocks: list[int] = []
+    stamps: dict[int, list[str]] = {}
 
     def missing() -> Iterator[tuple[int, int, Record]]:
         for block, records in _split_blocks(_limit_records(job)):
             blocks.append(block)
-            if block % job.shard[1] == job.shard[0]:
-                yield from ((block, i, record) for i, record in parts.select(block, records))
+            if block % job.shard[1] == job.shard[0] and (todo := parts.select(block, records)):
+                stamps[block] = [record.stamp() for _, record in records]
+                yield from ((block, i, record) for i, record in todo)
 
     mine = (b for b in parts.blocks() if b % job.shard[1] == job.shard[0])
     for row in parts.rows(parts.complete(mine)):
         stats.add(row)
     stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
     for block, rows in _score_blocks(job, missing(), speed):
-        parts.write(block, rows)
+        parts.write(block, rows, stamps.pop(block))
         for row in parts.rows([block]):
             stats.add(row)
         watch(stats, speed)
         stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
     return blocks
+
+
+def drop_changed(job: ScoringJob, parts: PartFiles) -> None:
+    """Delete the blocks of this shard with records that changed since they were scored."""
+    saved = {block for block in parts.blocks() if block % job.shard[1] == job.shard[0]}
+    changed, last = 0, max(saved, default=-1)
+    for block, records in itertools.islice(_split_blocks(_limit_records(job)), last + 1):
+        if block in saved:
+            changed += parts.drop_changed(block, [record.stamp() for _, record in records])
+    if changed:
+        say(f"{changed} rows changed since they were scored: scoring them again")
 
 
 class BlockScorer:
@@ -120,10 +135,12 @@ class BlockScorer:
 
     def score(self, block: int) -> None:
         """Score the records of a block that `PartFiles.select` returns, and save its rows."""
-        records = self.parts.select(block, self._records(block))
+        records = self._records(block)
+        stamps = [record.stamp() for _, record in records]
+        records = self.parts.select(block, records)
         todo = ((block, i, record) for i, record in records)
         for number, rows in _score_blocks(self.job, todo, Throughput()):
-            self.parts.write(number, rows)
+            self.parts.write(number, rows, stamps)
 
     def _records(self, block: int) -> list[tuple[int, Record]]:
         """Return the records of a block, reading forward to it or again from the beginning."""

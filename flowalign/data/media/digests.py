@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from flowalign.data.media.frame_sampling import MediaProblem
@@ -22,6 +23,22 @@ def list_frame_files(folder: Path) -> list[Path]:
     if not paths:
         raise MediaProblem(f"no frames: {folder} has no images")
     return paths
+
+
+def stamp_media(medium: Media) -> str:
+    """Return a text that changes with a medium: its digest, or the state of its files.
+
+    Files are not read: the state is their paths, sizes and times of change.
+    """
+    if medium.path is None:
+        return digest_media(medium).hex()
+    path = Path(medium.path).absolute()
+    states = []
+    with suppress(OSError, MediaProblem):  # a missing file may appear later
+        for file in list_frame_files(path) if path.is_dir() else [path]:
+            state = file.stat()
+            states.append((file.name, state.st_size, state.st_mtime_ns))
+    return f"{path} {states}"
 
 
 def digest_media(medium: Media) -> bytes:

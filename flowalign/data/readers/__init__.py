@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from flowalign.data.readers.hpd import HPD_V2_TEST, HPD_V2_TRAIN, HPD_V3
 from flowalign.data.readers.image_reward_db import IMAGE_REWARD_DB
 from flowalign.data.readers.kto import KTO
 from flowalign.data.readers.local_dpo import LOCAL_DPO
-from flowalign.data.readers.media_folder import list_files, read_folder
+from flowalign.data.readers.media_folder import is_medium, list_files, read_folder
 from flowalign.data.readers.mmrb2 import MMRB2
 from flowalign.data.readers.pick_a_pic import PICK_A_PIC
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
@@ -94,14 +95,16 @@ class Dataset:
         return None if None in counts else sum(found or 0 for found in counts)
 
     def identity(self) -> str:
-        """Return a hash of the names, the sizes, and the first and last MiB of the files."""
+        """Return a hash of the names of a folder's media, or the sizes and ends of other files.
+
+        Changes inside the media, their prompts or middle rows are in `Record.stamp`.
+        """
         found = hashlib.sha256()
         for file in self.files:
-            for path in list_files(file) if file.is_dir() else [file]:
-                size = path.stat().st_size if path.exists() else 0  # a link may point nowhere
-                found.update(f"{path.relative_to(file.parent).as_posix()} {size}\n".encode())
-                if path is file:
-                    found.update(_read_ends(path, size))
+            for path in filter(is_medium, list_files(file)) if file.is_dir() else [file]:
+                found.update(f"{path.relative_to(file.parent).as_posix()}\n".encode())
+            if file.is_file():
+                found.update(_read_ends(file))
         return found.hexdigest()[:16]
 
 
@@ -179,8 +182,9 @@ def _detect(path: str, columns: frozenset[str]) -> Schema:
     return (published or found)[0]
 
 
-def _read_ends(path: Path, size: int) -> bytes:
+def _read_ends(path: Path) -> bytes:
+    """Return the size of a file, and its first and last MiB."""
     with path.open("rb") as file:
-        start = file.read(_IDENTIFYING_BYTES)
+        start, size = file.read(_IDENTIFYING_BYTES), file.seek(0, os.SEEK_END)
         file.seek(max(size - _IDENTIFYING_BYTES, 0))
-        return start + file.read()
+        return b"%d " % size + start + file.read()

@@ -30,6 +30,8 @@ FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 """Readers by file name ending."""
 _SHARDS = (".parquet", ".tar", ".tar.gz", ".tgz")
 """Endings of files that together form one dataset in a folder."""
+_SCORES = "scores.parquet"
+"""Table of `flowalign score`, which may be in the folder of the media that it scored."""
 _LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files in which `datasets.save_to_disk` describes a dataset, or a dataset with splits."""
@@ -92,6 +94,8 @@ def _find_in_folder(folder: Path) -> list[Path]:
     below = list(list_files(folder))
     shards = [file for file in below if file.name.lower().endswith(_SHARDS)]
     media = any(map(is_medium, below))
+    if media:
+        shards = [file for file in shards if file.name != _SCORES]
     if not shards and not media:
         raise ValueError(f"{folder} holds no images, videos, parquet files or tar files")
     if media and shards and not shards[0].suffix == ".parquet":
