@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.agreement import list_pairs
+from flowalign.utils.optional import import_optional
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -182,10 +183,7 @@ def find_both_orders(
 
 def _read(path: Path) -> Columns:
     if path.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ValueError("parquet needs pyarrow: pip install 'flowalign[data]'") from error
+        parquet = import_optional("pyarrow.parquet", "data")
         return parquet.read_table(path).to_pydict()
     if path.suffix != ".jsonl":
         raise ValueError(f"{path} is neither a .parquet nor a .jsonl file")

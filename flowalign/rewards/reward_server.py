@@ -1,4 +1,4 @@
-"""Serve reward models over HTTP: /health, /spec and /score. Needs `flowalign[serve]`."""
+"""Serve reward models over HTTP: /health, /spec and /score. Needs `flowalign-diffusion[serve]`."""
 
 import asyncio
 import hmac

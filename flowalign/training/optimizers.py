@@ -76,7 +76,8 @@ def check_kind(kind: OptimizerKind, divided: bool) -> None:
     """
     if kind == "adamw_8bit" and not find_spec("bitsandbytes"):
         raise ValueError(
-            "optimizer.kind adamw_8bit needs bitsandbytes: pip install 'flowalign[quantized]'"
+            "optimizer.kind adamw_8bit needs bitsandbytes: "
+            "pip install 'flowalign-diffusion[quantized]'"
         )
     if kind != "adamw" and divided:
         raise ValueError(

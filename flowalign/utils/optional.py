@@ -9,4 +9,6 @@ def import_optional(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{module} is missing: pip install 'flowalign[{extra}]'") from error
+        raise ValueError(
+            f"{module} is missing: pip install 'flowalign-diffusion[{extra}]'"
+        ) from error

@@ -5,8 +5,9 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
+
+from flowalign.utils.optional import import_optional
 
 _SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Environment that disables Ray's usage statistics and the low priority of its workers."""
@@ -21,10 +22,7 @@ def prepare_ray(module: str, address: str | None = None) -> Any:
         ValueError: Ray is not installed.
     """
     os.environ.update(_SILENT if address else _SILENT | _LOOPBACK)
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{module} is missing: pip install 'flowalign[ray]'") from error
+    return import_optional(module, "ray")
 
 
 def join_cluster(cores: int, address: str | None = None) -> None:

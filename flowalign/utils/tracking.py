@@ -58,7 +58,7 @@ def check_trackers(trackers: Sequence[str]) -> None:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"trackers names {name}, which is not installed: run "
-                f"`pip install flowalign[{name}]`, or set trackers: []; "
+                f"`pip install flowalign-diffusion[{name}]`, or set trackers: []; "
                 f"{FILE} and the report are always written"
             )
 

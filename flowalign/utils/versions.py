@@ -5,7 +5,7 @@ import os
 import sys
 
 LIBRARIES = (
-    "flowalign",
+    "flowalign-diffusion",
     "torch",
     "torchvision",
     "diffusers",

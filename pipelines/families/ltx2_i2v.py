@@ -34,7 +34,9 @@ class LTX2I2V(LTX2):
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if find_spec("av") is None:
-            raise ValueError("first frames of LTX-2 need av: pip install 'flowalign[video]'")
+            raise ValueError(
+                "first frames of LTX-2 need av: pip install 'flowalign-diffusion[video]'"
+            )
         return super().shape_of_latents(transformer, vae)
 
     def encode(self, requests: Sequence[Request]) -> Cond:

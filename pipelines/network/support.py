@@ -107,7 +107,8 @@ def _check_quantization(network: Denoisers, quantization: Quantization) -> None:
         package = PACKAGES.get(kind)
         if package and not find_spec(package):
             raise ValueError(
-                f"quantization.{setting} {kind} needs {package}: pip install 'flowalign[quantized]'"
+                f"quantization.{setting} {kind} needs {package}: "
+                "pip install 'flowalign-diffusion[quantized]'"
             )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowalign.utils.optional import import_optional
 from reward_models.questions.question_set import QuestionSet
 
 
@@ -47,12 +48,7 @@ def fit_weights(
     Raises:
         ValueError: Values are not finite or not probabilities, or the fit fails.
     """
-    try:
-        from scipy.optimize import minimize
-    except ImportError as error:
-        raise ValueError(
-            "fitting a checklist needs scipy: pip install 'flowalign[train-rewards]'"
-        ) from error
+    minimize = import_optional("scipy.optimize", "train-rewards").minimize
     x, y = (first - second).double() / 2, preferred.double()
     if not x.isfinite().all() or not ((y >= 0) & (y <= 1)).all() or ridge < 0:
         raise ValueError("features must be finite, preferences in [0, 1], and ridge at least 0")

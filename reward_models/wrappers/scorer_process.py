@@ -16,7 +16,7 @@ class ScorerProcess(OutOfProcessReward):
     """Scores with a reward model in a separate process on this machine.
 
     `reward` is an entry of `rewards:`, a class with its settings. `python` is the interpreter of an
-    environment with `flowalign[serve]` installed (null: the current one). `device` is `cpu` or
+    environment with flowalign and its extra `serve` (null: the current one). `device` is `cpu` or
     `cuda:N`, by default the device of the training process. Without `dims` the class is also
     constructed in the training process, so that its settings and needs are checked before anything
     starts. With `dims` it need not be importable in the training process. Each process of a run has

@@ -201,4 +201,4 @@ def test_a_missing_ray_is_refused_with_its_extra(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
-    assert "pip install 'flowalign[ray]'" in capsys.readouterr().err
+    assert "pip install 'flowalign-diffusion[ray]'" in capsys.readouterr().err

@@ -402,7 +402,7 @@ def test_cells_too_many_or_too_few_are_a_bad_row(tmp_path):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path = table(tmp_path, {"prompt": "p", "image": b"x"})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"pip install 'flowalign\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[data\]'"):
         open_dataset(path)
 
 

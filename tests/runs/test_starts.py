@@ -56,7 +56,7 @@ def test_a_tracker_that_is_missing_is_reported_by_check_and_before_weights_are_l
     monkeypatch.setattr(util, "find_spec", missing)
     run = new_run(tmp_path / "run", policy=Unloadable(), trackers=["wandb"])
     for use in (lambda: runs.plan(run), lambda: runs.start(run, "num_steps: 5\n", quiet)):
-        with pytest.raises(ValueError, match=r"wandb.*pip install flowalign\[wandb\]"):
+        with pytest.raises(ValueError, match=r"wandb.*pip install flowalign-diffusion\[wandb\]"):
             use()
     assert not (tmp_path / "run").exists()
 

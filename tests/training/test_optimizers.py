@@ -119,7 +119,9 @@ def test_divided_parameters_are_refused_by_the_plan(kind):
 def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
     absent = lambda name: None if name == "bitsandbytes" else find_spec(name)  # noqa: E731
     monkeypatch.setattr("flowalign.training.optimizers.find_spec", absent)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes: pip install 'flowalign\[quanti"):
+    with pytest.raises(
+        ConfigError, match=r"needs bitsandbytes: pip install 'flowalign-diffusion\[quanti"
+    ):
         load(SHAPES, ["optimizer.kind=adamw_8bit"])
 
 

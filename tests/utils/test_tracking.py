@@ -101,7 +101,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     """Files of earlier runs are not touched."""
     write(tmp_path, [0, 1])
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=rf"pip install flowalign\[{name}\]"):
+    with pytest.raises(ValueError, match=rf"pip install flowalign-diffusion\[{name}\]"):
         Tracker(tmp_path, [name], keep_until=0)
     assert steps_of(tmp_path) == [0, 1]
 

@@ -182,5 +182,5 @@ def needs_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "parquet needs pyarrow: pip install 'flowalign[data]', or --format jsonl"
+            "parquet needs pyarrow: pip install 'flowalign-diffusion[data]', or --format jsonl"
         ) from error

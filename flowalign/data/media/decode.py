@@ -25,6 +25,7 @@ from flowalign.data.media.media import VIDEOS, Media, describe_missing
 from flowalign.data.media.orientation import Orientation
 from flowalign.data.media.rgb import to_rgb
 from flowalign.data.media.truncation import is_cut
+from flowalign.utils.optional import import_optional
 
 __all__ = [
     "FrameSelection",
@@ -258,10 +259,7 @@ def open_video(medium: Media, fault: str = "truncated or damaged") -> Iterator[t
         MediaProblem: The file is damaged, which `fault` names, or it has no video stream.
         ValueError: av is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError("videos need av: pip install 'flowalign[video]'") from error
+    av = import_optional("av", "video")
     try:
         with av.open(medium.source) as container:
             yield container, _find_video_stream(container, medium.name)

@@ -14,6 +14,7 @@ from flowalign.data.media.sound import add_sound_stream, write_sound
 from flowalign.data.media.thumbnails import EXACT, encode_loop, to_bytes
 from flowalign.types import Sound
 from flowalign.utils.files import atomic_write
+from flowalign.utils.optional import import_optional
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
 """File name extensions that `write_clip` supports."""
@@ -87,10 +88,7 @@ def _write_video(
     rate: Fraction,
     sound: Sound | None,
 ) -> None:
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError("videos need av: pip install 'flowalign[video]'") from error
+    av = import_optional("av", "video")
     exact = max(pixels.shape[-2:]) <= EXACT
     colours = "yuv444p" if exact else "yuv420p"
     made = _convert_to_palette(pixels) if ending == ".gif" else _convert_to_yuv(pixels, colours)

@@ -8,6 +8,7 @@ import torch
 from flowalign.data.media.frame_sampling import MediaProblem
 from flowalign.data.media.media import Media
 from flowalign.types import Sound
+from flowalign.utils.optional import import_optional
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
 _OPUS_RATE = 48_000
@@ -45,10 +46,7 @@ def read_sound(medium: Media) -> Sound | None:
         MediaProblem: The sound is damaged.
         ValueError: av is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError("videos need av: pip install 'flowalign[video]'") from error
+    av = import_optional("av", "video")
     try:
         return _decode_sound(medium.source)
     except av.FFmpegError as error:

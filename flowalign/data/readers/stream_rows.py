@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowalign.utils.optional import import_optional
+
 _CHARACTERS_AT_ONCE = 1 << 16
 _LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')
 """Pattern of the beginning of the list in a JSON file of rows."""
@@ -103,11 +105,8 @@ def read_csv(path: Path) -> Iterator[Row]:
 
 def read_parquet(path: Path) -> Iterator[Row]:
     """Yield the rows of a parquet file, with only a few rows in memory at a time."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError("parquet needs pyarrow: pip install 'flowalign[data]'") from error
+    pyarrow = import_optional("pyarrow", "data")
+    parquet = import_optional("pyarrow.parquet", "data")
     try:
         with parquet.ParquetFile(path) as file:
             yield from _number_rows(path, file.iter_batches(_ROWS_AT_ONCE))
@@ -117,10 +116,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 def read_arrow(path: Path) -> Iterator[Row]:
     """Yield the rows of an Arrow stream, the file format of `datasets.save_to_disk`."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise ValueError("a saved dataset needs pyarrow: pip install 'flowalign[data]'") from error
+    pyarrow = import_optional("pyarrow", "data")
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
             slices = (

@@ -85,7 +85,7 @@ def test_the_first_frame_is_compressed_and_encoded_as_in_the_official_pipeline(l
 
 def test_a_machine_without_av_is_refused_before_weights(ltx2, monkeypatch):
     monkeypatch.setattr("pipelines.families.ltx2_i2v.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"need av: pip install 'flowalign\[video\]'"):
+    with pytest.raises(ValueError, match=r"need av: pip install 'flowalign-diffusion\[video\]'"):
         of_clips(LTX2I2V, ltx2.path).plan()
 
 

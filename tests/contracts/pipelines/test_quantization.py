@@ -68,7 +68,9 @@ def test_what_cannot_be_stored_so_is_refused_before_weights_are_read(settings, w
 def test_a_missing_package_is_refused_with_the_extra(kind, package, monkeypatch):
     absent = lambda name: None if name == package else find_spec(name)  # noqa: E731
     monkeypatch.setattr("pipelines.network.support.find_spec", absent)
-    with pytest.raises(ConfigError, match=rf"needs {package}: pip install 'flowalign\[quantized"):
+    with pytest.raises(
+        ConfigError, match=rf"needs {package}: pip install 'flowalign-diffusion\[quantized"
+    ):
         load(SHAPES, [f"quantization.denoiser={kind}", "device=cuda"])
 
 

@@ -58,5 +58,5 @@ def test_wrong_alphabets_are_refused(library):
 
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ddddocr", None)
-    with pytest.raises(ValueError, match=r"pip install 'flowalign\[ocr-judge\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[ocr-judge\]'"):
         DdddOCR().load()

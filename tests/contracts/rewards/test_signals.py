@@ -100,7 +100,7 @@ def test_safety_keeps_the_contract_and_knows_its_classes():
 
 def test_a_missing_library_is_named_with_its_extra():
     with pytest.raises(
-        ValueError, match=r"no_such_library is missing: pip install 'flowalign\[x\]'"
+        ValueError, match=r"no_such_library is missing: pip install 'flowalign-diffusion\[x\]'"
     ):
         import_optional("no_such_library", "x")
 

@@ -291,6 +291,6 @@ def test_a_video_without_frames_is_a_reason(tmp_path):
 def test_a_video_without_av_names_the_extra(tmp_path, monkeypatch):
     video(tmp_path / "a.mp4", 2)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ValueError, match=r"pip install 'flowalign\[video\]'") as raised:
+    with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[video\]'") as raised:
         decode(Media(str(tmp_path / "a.mp4")))
     assert not isinstance(raised.value, MediaProblem)
