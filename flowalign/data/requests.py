@@ -1,8 +1,8 @@
 """Read requests, and order them by a pure function of the seed.
 
-A request file is a text file with one prompt per line, or JSONL with a field `prompt`. A row may
-name an image or clip as `image`, several as `images` or `references`, and a `mask`. Paths are
-relative to the file. The remaining fields are metadata for rewards.
+A request file is a text file with one prompt per line, JSONL with a field `prompt`, or a table with
+a column `prompt`. A row may name an image or clip as `image`, several as `images` or `references`,
+and a `mask`. Paths are relative to the file. The remaining fields are metadata for rewards.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from typing import Any
 from flowalign.data.media.frame_sampling import MediaProblem
 from flowalign.data.media.media import Media
 from flowalign.data.media_references import read_reference
-from flowalign.data.readers.fields import REQUEST_MASK
+from flowalign.data.readers.fields import REQUEST_MASK, Fields
+from flowalign.data.readers.find_files import FORMATS
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
 
@@ -27,6 +28,9 @@ _REFERENCES = ("image", "images", "references")
 """Alternative fields for the images or clips of a row."""
 _MASKS = ("mask", REQUEST_MASK)
 """Alternative fields for the mask of a row; the second is used in folders of samples."""
+_TABLES = (".json", ".csv", ".tsv", ".parquet")
+_LINES = (".jsonl", ".ndjson")
+_TEXTS = (".txt", "")
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,11 @@ def _shuffle(seed: int, epoch: int, num_requests: int) -> list[int]:
 
 
 def read_requests(path: str) -> list[Request]:
-    """Read requests from a text file (one prompt per line) or JSONL; skip blank lines.
+    """Read requests from a text file (one prompt per line), JSONL or a table; skip blank lines.
 
     Raises:
-        ValueError: The file is missing or empty, or a line has no prompt or names missing files.
+        ValueError: The file is missing or empty or of another kind, or a line has no prompt or
+            names missing files.
     """
     return [request for _, request in read_located_requests(path)]
 
@@ -75,15 +80,26 @@ def read_located_requests(path: str) -> list[tuple[str, Request]]:
         raise ValueError(f"prompts file {path!r} is a pipe, which can be read once only")
     if not file.is_file():
         raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
+    kind = file.suffix.lower()
+    if kind in _TABLES:
+        return _read_table(file, path)
+    if kind not in (*_LINES, *_TEXTS):
+        tables = ", ".join((*_LINES, *_TABLES))
+        raise ValueError(
+            f"prompts file {path!r} must be text with one prompt per line (.txt or no ending), or\n"
+            f"rows with a column `prompt` ({tables}): got {kind}. Rename or convert it"
+        )
     lines = _split_lines(_decode_text(file.read_bytes(), path), path)
-    return _parse_requests(lines, path, file.parent, is_jsonl=file.suffix == ".jsonl")
+    if kind in _TEXTS and _is_object(lines[0][1]):
+        raise ValueError(f"{path}:{lines[0][0]} is a JSON object: rename the file to .jsonl")
+    return _parse_requests(lines, path, file.parent, is_jsonl=kind in _LINES)
 
 
 def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
     """Read requests like `read_located_requests`, also from a pipe, or stdin if `-`.
 
-    A stream is read as JSONL if its first line is a JSON row. Its paths are relative to the working
-    directory.
+    A stream is read as JSONL if its first line is a JSON object. Its paths are relative to the
+    working directory.
 
     Raises:
         ValueError: For the same reasons as `read_requests`.
@@ -95,7 +111,7 @@ def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
     with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else path.open("rb") as stream:
         text = _decode_text(stream.read(), source)
     lines = _split_lines(text, source)
-    return _parse_requests(lines, source, Path(), is_jsonl=_is_row(lines[0][1]))
+    return _parse_requests(lines, source, Path(), is_jsonl=_is_object(lines[0][1]))
 
 
 def locate_prompts(option: str, prompts: Sequence[str]) -> list[tuple[str, Request]]:
@@ -117,9 +133,29 @@ def _decode_text(content: bytes, path: str) -> str:
         raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
 
 
+def _read_table(file: Path, path: str) -> list[tuple[str, Request]]:
+    """Read the rows of a table; null and empty cells count as absent."""
+    found = []
+    try:
+        for row in FORMATS[file.suffix.lower()](file):
+            where, fields = f"{path} row {row.number}", Fields(row, file.parent)
+            if row.problem:
+                raise ValueError(f"{where} {row.problem}")
+            paths = {name: row.fields[name] for name in (*_REFERENCES, *_MASKS) if name in fields}
+            found.append((where, _parse_request(fields.rest() | paths, file.parent, where)))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
+    if not found:
+        raise ValueError(f"prompts file {path!r} holds no prompt")
+    return found
+
+
 def _split_lines(text: str, path: str) -> list[tuple[int, str]]:
-    """Return the non-blank lines with their numbers."""
-    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+    """Return the non-blank lines with their numbers.
+
+    Only line feeds end lines: prompts may contain characters such as U+2028.
+    """
+    lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1)]
     if not (lines := [(n, line) for n, line in lines if line]):
         raise ValueError(f"prompts file {path!r} holds no prompt")
     return lines
@@ -131,10 +167,16 @@ def _parse_requests(
     if not is_jsonl:
         return [(f"{path}:{n}", Request(line)) for n, line in lines]
     rows = [(f"{path}:{n}", line) for n, line in lines]
-    return [(where, _parse_request(_parse_row(line, where), folder, where)) for where, line in rows]
+    return [
+        (where, _parse_request(_parse_json(line, where), folder, where)) for where, line in rows
+    ]
 
 
-def _parse_request(row: dict[str, Any], folder: Path, where: str) -> Request:
+def _parse_request(row: Any, folder: Path, where: str) -> Request:
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        given = json.dumps(row, default=str)[:60]
+        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {given}")
     named = [name for name in _REFERENCES if name in row]
     if len(named) > 1:
         raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")
@@ -146,7 +188,7 @@ def _parse_request(row: dict[str, Any], folder: Path, where: str) -> Request:
     found = [_open_reference(folder / path, where) for path in references]
     mask = [_open_reference(folder / path, where, "black") for path in masks]
     return Request(
-        row["prompt"],
+        prompt,
         tuple(found),
         mask[0] if mask else None,
         {name: value for name, value in row.items() if name not in ("prompt", *masked, *named)},
@@ -156,7 +198,7 @@ def _parse_request(row: dict[str, Any], folder: Path, where: str) -> Request:
 def _parse_paths(value: object, name: str, where: str) -> list[str]:
     paths: list[Any] = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path for path in paths):
-        given = json.dumps(value)[:60]
+        given = json.dumps(value, default=str)[:60]
         raise ValueError(f"{where}: {name} must be a path, or a list of paths, got {given}")
     return paths
 
@@ -168,20 +210,15 @@ def _open_reference(path: Path, where: str, background: str = "white") -> Refere
         raise ValueError(f"{where}: {problem}") from problem
 
 
-def _is_row(line: str) -> bool:
+def _is_object(line: str) -> bool:
     try:
-        _parse_row(line, "")
+        return isinstance(json.loads(line), dict)
     except ValueError:
         return False
-    return True
 
 
-def _parse_row(line: str, where: str) -> dict[str, Any]:
+def _parse_json(line: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {line[:60]}")
-    return row

@@ -156,7 +156,7 @@ def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
 def _rows(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -122,7 +122,8 @@ def read_listing(folder: str) -> list[tuple[Path, str]]:
             f"media of D2Align is {folder!r}, which has no metadata.jsonl: make images of the "
             f"initial policy with flowalign sample RUN.yaml --out {folder}"
         )
-    rows = [json.loads(line) for line in listing.read_text().splitlines()]
+    lines = listing.read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines if line]
     found = [(Path(folder) / row["file_name"], str(row["prompt"])) for row in rows]
     if not found or any(path.suffix != ".png" for path, _ in found):
         raise ValueError(f"{listing} must name at least one image, and PNG files only")

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from flowalign.cli.main import main
+from flowalign.studies.benchmark.external import _read_rows
 from tests.fixtures.pixel import PixelPolicy
 
 pytestmark = pytest.mark.slow
@@ -221,6 +222,13 @@ def write_scores(change=lambda rows: rows):
         for row in range(5)
     ]
     Path("scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
+
+
+def test_a_row_of_scores_may_hold_any_character_except_a_line_feed(tmp_path):
+    row = {"model": "base", "group": "a\u2028b"}
+    file = tmp_path / "scores.jsonl"
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    assert _read_rows(file) == [(f"{file}:1", row)]
 
 
 def test_scores_of_an_official_tool(folder, capsys):

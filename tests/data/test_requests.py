@@ -1,14 +1,18 @@
 """Prompts come from files, and once from pipes and standard input."""
 
+import csv
 import io
 import json
 import os
 import sys
 import threading
+from datetime import datetime
 from pathlib import Path
 
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
@@ -83,6 +87,83 @@ def test_files_are_read_alike_and_a_byte_order_mark_is_no_part_of_a_prompt(tmp_p
         assert read_once(path) == prompts_of(read_requests(path)) == ["a cat", "two dogs"]
     with pytest.raises(ValueError, match="does not exist"):
         read_once(str(tmp_path))
+
+
+@pytest.mark.parametrize("mark", "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")
+def test_only_line_feeds_end_lines(tmp_path, monkeypatch, mark):
+    (tmp_path / "p.txt").write_text(f"a red{mark}circle\r\ntwo\n", encoding="utf-8", newline="")
+    assert read_once(str(tmp_path / "p.txt")) == [f"a red{mark}circle", "two"]
+    if mark > "\x20":  # JSON escapes the others
+        row = json.dumps({"prompt": f"a red{mark}circle"}, ensure_ascii=False)
+        (tmp_path / "p.jsonl").write_text(f"{row}\n", encoding="utf-8")
+        assert read_once(str(tmp_path / "p.jsonl")) == [f"a red{mark}circle"]
+        typed(monkeypatch, row.encode())
+        assert read_once("-") == [f"a red{mark}circle"]
+
+
+def table(path: Path, rows: list[dict]) -> None:
+    """Write rows in the format of the file name."""
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.tsv", "p.json", "p.parquet", "p.ndjson", "P.JSONL"])
+def test_tables_hold_prompts_and_their_other_columns_are_metadata(tmp_path, name):
+    Image.new("RGB", (3, 2)).save(tmp_path / "a.png")
+    rows = [{"prompt": "a, b\nc", "image": "a.png", "n": "1"}, {"prompt": "d", "n": "2"}]
+    table(tmp_path / name, rows)
+    first, second = read_requests(str(tmp_path / name))
+    assert prompts_of([first, second]) == ["a, b\nc", "d"]
+    assert [request.metadata for request in (first, second)] == [{"n": "1"}, {"n": "2"}]
+    assert [len(request.references) for request in (first, second)] == [1, 0]
+    (tmp_path / name).unlink()
+    table(tmp_path / name, [{"caption": "a"}])
+    with pytest.raises(ValueError, match=f"{name}( row |:)1: expected .* 'prompt', got .*caption"):
+        read_requests(str(tmp_path / name))
+
+
+def test_a_row_of_a_table_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "p.csv"
+    for content, why in (
+        (b"prompt,n\na\n", "p.csv row 1 has more or fewer cells than the header"),
+        (b"prompt,image\na,b.png\n", r"p.csv row 1: missing file: .*b\.png"),
+        (b"prompt\n", "p.csv' holds no prompt"),
+        (b"prompt\ncaf\xe9\n", "p.csv' is not text in UTF-8"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=why):
+            read_requests(str(path))
+    stored = {"prompt": "a", "image": {"bytes": b"x", "path": None}, "made": datetime(2026, 1, 1)}
+    table(tmp_path / "p.parquet", [stored])
+    with pytest.raises(ValueError, match=r"p\.parquet row 1: image must be a path"):
+        read_requests(str(tmp_path / "p.parquet"))
+    table(tmp_path / "p.parquet", [stored | {"image": None}])
+    assert read_requests(str(tmp_path / "p.parquet")) == [Request("a")]
+
+
+def test_a_file_of_another_kind_is_refused_with_the_kinds_that_are_read(tmp_path):
+    for name in ("p.yaml", "p.xlsx", "p.md"):
+        (tmp_path / name).write_text("- a cat\n")
+        with pytest.raises(
+            ValueError, match=r"\.jsonl, \.ndjson, \.json, \.csv, .*: got \."
+        ) as found:
+            read_requests(str(tmp_path / name))
+        assert len(str(found.value).splitlines()) <= 5
+    for name in ("p.txt", "p"):
+        (tmp_path / name).write_text("\n" + ROWS)
+        with pytest.raises(
+            ValueError, match=rf"{name}:2 is a JSON object: rename the file to \.jsonl"
+        ):
+            read_requests(str(tmp_path / name))
 
 
 def test_what_reads_prompts_again_and_again_takes_no_pipe(tmp_path):

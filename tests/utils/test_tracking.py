@@ -82,6 +82,11 @@ def test_a_complete_last_line_without_a_newline_is_kept(tmp_path):
     assert steps_of(tmp_path) == [0, 1]
 
 
+def test_only_line_feeds_end_rows(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "note": "a\u2028b"}\n', encoding="utf-8")
+    assert [row["note"] for row in read_metrics(tmp_path)] == ["a\u2028b"]
+
+
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 1}\n{"ste\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not JSON"):

@@ -12,7 +12,7 @@ from flowalign.data.readers.stream_rows import Row, RowProblem
 REQUEST_MASK = "request_mask"
 """Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a
 safetensors file that marks the differing region of two clips."""
-_PLAIN = str | int | float | bool
+_PLAIN = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Fields:
     def rest(self, *used: str) -> dict[str, Any]:
         """Return the columns except `used` that hold numbers, texts, lists or structs."""
         fields = self.row.fields.items()
-        return {name: value for name, value in fields if name not in used and _is_plain(value)}
+        shown = ((name, value) for name, value in fields if value is not None and name not in used)
+        return {name: value for name, value in shown if _is_plain(value)}
 
     def _medium(self, value: Any, name: str, fps: float | None) -> Media:
         if isinstance(value, Mapping):

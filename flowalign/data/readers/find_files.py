@@ -4,6 +4,7 @@ import glob
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from flowalign.data.readers.media_folder import is_medium, list_files
@@ -19,8 +20,10 @@ from flowalign.data.readers.tar import read_tar
 
 FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
     ".tar": read_tar,

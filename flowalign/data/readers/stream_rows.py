@@ -73,7 +73,7 @@ def read_json(path: Path) -> Iterator[Row]:
 def _iterate_items(path: Path) -> Iterator[Any]:
     """Yield the items of a JSON list; read more whenever the buffer ends inside an item."""
     decoder, at_end = json.JSONDecoder(), False
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         text = file.read(_CHARACTERS_AT_ONCE)
         if not (start := _LIST.match(text)):
             raise ValueError(f"{path} is not a JSON list of rows")
@@ -91,11 +91,11 @@ def _iterate_items(path: Path) -> Iterator[Any]:
                 text = text[end:]
 
 
-def read_csv(path: Path) -> Iterator[Row]:
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
     """Yield one row per line of a CSV file; cells are texts, and empty cells are absent."""
     csv.field_size_limit(1 << 30)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, restkey="")
+        reader = csv.DictReader(file, restkey="", delimiter=delimiter)
         for number, cells in enumerate(reader, 1):
             if "" in cells or None in cells.values():
                 yield Row(number, path, problem="has more or fewer cells than the header")

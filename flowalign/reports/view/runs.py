@@ -232,7 +232,7 @@ def _text(file: Path) -> str:
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of metrics; incomplete lines are left out."""
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

@@ -74,7 +74,7 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"--scores {path} does not exist (looked in {Path.cwd()})")
     rows = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

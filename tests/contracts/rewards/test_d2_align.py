@@ -13,7 +13,7 @@ from flowalign.types import MediaBatch
 from reward_models.backbones.clip_towers import guide_text
 from reward_models.preference.pickscore import PickScore
 from reward_models.signals.jpeg import JpegSize
-from reward_models.wrappers.d2_align import D2Align, learn_shift
+from reward_models.wrappers.d2_align import D2Align, learn_shift, read_listing
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_fingerprints, example_batch
 
@@ -61,6 +61,12 @@ def test_a_reward_without_steps_of_learning_is_the_reward_and_with_them_keeps_it
     assert_close(guided.score(batch).values, before)
     assert guided.spec.dims == ("pickscore_d2",)
     check_fingerprints([plain, guided, D2Align(plain, media, strength=2.0)])
+
+
+def test_a_prompt_of_a_listing_may_hold_any_character_except_a_line_feed(tmp_path):
+    row = json.dumps({"file_name": "0.png", "prompt": "a red\u2028ball"}, ensure_ascii=False)
+    (tmp_path / "metadata.jsonl").write_text(row + "\n", encoding="utf-8")
+    assert read_listing(str(tmp_path)) == [(tmp_path / "0.png", "a red\u2028ball")]
 
 
 def test_other_rewards_and_folders_are_refused(tmp_path):
