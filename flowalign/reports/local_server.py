@@ -6,6 +6,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
 
+from flowalign.utils.hosts import is_foreign
+
 _POLICY = (
     "default-src 'none'; img-src 'self' data:; media-src 'self'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src {connect}; base-uri 'none'; form-action 'self'"
@@ -13,18 +15,12 @@ _POLICY = (
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Threaded server of pages.
-
-    With `names`, requests with another host name are refused. On the loopback address, they come
-    from a foreign page that uses DNS rebinding.
-    """
+    """Threaded server of pages."""
 
     daemon_threads = True
 
-    def __init__(
-        self, host: str, port: int, handler: type["LocalHandler"], names: tuple[str, ...] = ()
-    ):
-        self.names = names
+    def __init__(self, host: str, port: int, handler: type["LocalHandler"]):
+        self.host = host
         super().__init__((host, port), handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -51,11 +47,9 @@ class LocalHandler(BaseHTTPRequestHandler, ABC):
         self.do_GET()
 
     def is_foreign(self) -> bool:
-        """Return whether the request names another host, and answer it with 403 if so."""
+        """Return whether the request names another host or none, and answer it with 403 if so."""
         assert isinstance(self.server, LocalServer)
-        host = self.headers.get("Host", "").lower().rpartition(":")[0].strip("[]")
-        # DNS rebinding: a foreign page may resolve its own name to the loopback address.
-        foreign = bool(self.server.names) and host not in self.server.names
+        foreign = is_foreign(self.headers.get("Host"), self.server.host)
         if foreign:
             self.send_error(HTTPStatus.FORBIDDEN)
         return foreign

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flowalign.rewards.checked import CheckedReward, RewardError, load
+from flowalign.rewards.protocol import CONTENT_TYPE
 from flowalign.types import MediaBatch, RewardModel, RewardOutput
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
@@ -24,6 +25,12 @@ class Refusal(Exception):
     def __init__(self, status: int, why: str):
         super().__init__(why)
         self.status = status
+
+
+def check_content_type(kind: str) -> None:
+    """Raise Refusal unless a request has a content type of the protocol, which no form can send."""
+    if not kind.startswith((CONTENT_TYPE, "application/json")):
+        raise Refusal(415, f"send {CONTENT_TYPE} or application/json")
 
 
 @dataclass(frozen=True, kw_only=True)

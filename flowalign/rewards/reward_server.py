@@ -12,16 +12,17 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from PIL import Image
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from flowalign.rewards.batching import MIB, Batcher, Limits, Refusal, Room
+from flowalign.rewards.batching import MIB, Batcher, Limits, Refusal, Room, check_content_type
 from flowalign.rewards.protocol import VERSION, output_to_json, read_request, spec_to_json
 from flowalign.types import MediaBatch, RewardModel
 from flowalign.utils.console import say
+from flowalign.utils.hosts import is_foreign
 
 RETRY_AFTER_S = 1
 """Seconds until a client should retry after status 503."""
@@ -146,9 +147,15 @@ async def receive(request: Request, limits: Limits, hold: Callable[[int], None])
     return bytes(body)
 
 
-def application(service: Service) -> FastAPI:
-    """Build the HTTP application."""
-    app = FastAPI(title="flowalign rewards", docs_url=None, redoc_url=None, openapi_url=None)
+def application(service: Service, host: str = "127.0.0.1") -> FastAPI:
+    """Build the HTTP application of a server at the address `host`."""
+
+    async def check_host(request: Request) -> None:
+        if is_foreign(request.headers.get("host"), host):
+            raise Refusal(403, "the Host header names another machine, or none")
+
+    checks = [Depends(check_host)]
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=checks)
 
     @app.exception_handler(Refusal)
     async def refuse(_: Request, error: Refusal) -> JSONResponse:
@@ -170,9 +177,11 @@ def application(service: Service) -> FastAPI:
     @app.post("/score")
     async def score(request: Request) -> Response:
         service.check_token(request.headers.get("authorization", ""))
+        kind = request.headers.get("content-type", "")
+        check_content_type(kind)
         with service.room.admit() as hold:
             body = await receive(request, service.limits, hold)
-            answer = await service.score(body, request.headers.get("content-type", ""), hold)
+            answer = await service.score(body, kind, hold)
         return Response(answer, media_type="application/json")
 
     return app
@@ -211,11 +220,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot serve on host {host!r}, port {port}: {error}") from error
 
 
-def build_server(service: Service) -> uvicorn.Server:
-    """Build the uvicorn server of a service."""
+def build_server(service: Service, host: str = "127.0.0.1") -> uvicorn.Server:
+    """Build the uvicorn server of a service, for sockets at the address `host`."""
     seconds = service.limits.read_timeout
     config = uvicorn.Config(
-        application(service),
+        application(service, host),
         http=partial(HeadTimeout, seconds=seconds),  # type: ignore[arg-type]
         timeout_keep_alive=math.ceil(seconds),
         log_level="warning",

@@ -1,13 +1,16 @@
 """Votes over HTTP, a page that a browser operates, and votes as the reward of a training run."""
 
+import errno
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,8 +47,7 @@ class Served:
             questions.append(Question(f"q{number}", f"prompt <{number}>", media, media[:1]))
         self.poll = Poll(PollSettings(**settings), VoteTable(folder / "votes.jsonl"), questions)
         reward = VoteReward(self.poll, folder / "samples", 4)
-        names = ("127.0.0.1", "localhost")
-        self.server = serving.VoteServer(self.poll, reward, "127.0.0.1", 0, names, token)
+        self.server = serving.VoteServer(self.poll, reward, "127.0.0.1", 0, folder, token)
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -120,12 +122,59 @@ def test_a_voter_over_http_answers_all_questions(tmp_path):
         ("/media", None, {}, 404),
         ("/votes.jsonl", None, {}, 404),
         ("/next", None, {"Host": "evil.example"}, 403),
+        ("/next", None, {"Host": ""}, 403),
+        ("/score", b"{}", {"Host": "evil.example"}, 403),
     ],
 )
 def test_other_requests_are_refused(tmp_path, path, content, headers, status):
     with Served(tmp_path) as served:
         assert served.ask(path, content, **headers)[0] == status
         assert not served.poll.table.rows
+
+
+def test_only_samples_are_sent_and_no_link_that_leads_out(tmp_path):
+    folder, outside = tmp_path / "samples", tmp_path / "private.png"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(outside)
+    with Served(folder) as served:
+        files = [Path(one.path) for one in served.poll.questions["q0"].candidates]
+        for file, target in zip(files, ("/etc/passwd", outside, folder / "1-0.png"), strict=True):
+            file.unlink()
+            file.symlink_to(target)
+        assert [served.ask(f"/media/q0/{i}")[0] for i in range(3)] == [404, 404, 200]
+        for file in files:
+            file.unlink()
+        files[0].write_bytes(b"root:x:0:0")
+        os.mkfifo(files[1])
+        Image.new("RGB", (8, 8)).save(files[2], "JPEG")
+        assert [served.ask(f"/media/q0/{i}")[0] for i in range(3)] == [404, 404, 200]
+        served.poll.add(Question("q9", "named in a table", [Media(str(outside))] * 2))
+        assert served.ask("/media/q9/0") == (200, outside.read_bytes())
+
+
+def test_a_pipe_that_is_named_as_a_video_stops_no_question(tmp_path):
+    os.mkfifo(tmp_path / "a.mp4")
+    with Served(tmp_path, 0) as served:
+        served.poll.add(Question("q0", "a", [Media(str(tmp_path / "a.mp4"))] * 2))
+        question = json.loads(served.ask("/next?annotator=anna")[1])["question"]
+        assert [one["video"] for one in question["candidates"]] == [False, False]
+        assert served.ask("/media/q0/0")[0] == 404
+
+
+def test_a_full_disk_is_answered_and_the_next_vote_is_whole(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Served(tmp_path) as served:
+        assert served.vote("q0", [1, 2, 3])[0] == 200
+        with monkeypatch.context() as full:
+            full.setattr(os, "fsync", fail)
+            status, why = served.vote("q1", [1, 2, 3])
+        assert (status, b"No space left" in why) == (507, True)
+        assert [*VoteTable(tmp_path / "votes.jsonl").rows] == ["q0/anna"]
+        assert served.vote("q1", [3, 2, 1])[0] == 200
+    rows = VoteTable(tmp_path / "votes.jsonl").rows
+    assert [row["ranks"]["overall"] for row in rows.values()] == [[1, 2, 3], [3, 2, 1]]
 
 
 def test_a_public_server_needs_its_token(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from flowalign.curation.pairing.score_table import find_table, read_table
 from flowalign.curation.votes.poll import Poll, PollSettings, measure_agreement
 from flowalign.curation.votes.questions import Question, divide, make_questions
 from flowalign.curation.votes.run_samples import find_run_questions
+from flowalign.curation.votes.vote_scores import read_votes
 from flowalign.curation.votes.vote_table import VoteTable
 from flowalign.data.media.media import Media
 from flowalign.data.preference.convert import read_pairs
@@ -189,6 +191,34 @@ def test_a_line_that_a_kill_cut_is_removed_and_whole_ones_stay(tmp_path):
     poll.table.path.write_bytes(b"no vote\n" + whole)
     with pytest.raises(ValueError, match="line 1 is no vote"):
         VoteTable(poll.table.path)
+
+
+@pytest.mark.parametrize("rest", [b"", b'{"id": "q2/an'])
+def test_reading_leaves_a_table_without_a_last_line_end_as_it_is(tmp_path, rest):
+    """An editor, `jq` or a copy in progress leaves none; a whole vote counts."""
+    poll = make_poll(tmp_path)
+    for id in ("q0", "q1"):
+        answer(poll, "anna", id)
+    table = poll.table.path
+    content = table.read_bytes() + rest if rest else table.read_bytes()[:-1]
+    table.write_bytes(content)
+    assert len(list(read_votes(table))) == 2 * 3
+    again = make_poll(tmp_path)
+    assert table.read_bytes() == content
+    answer(again, "anna", "q2")
+    assert [json.loads(line)["id"] for line in table.read_text().splitlines()] == [
+        "q0/anna",
+        "q1/anna",
+        "q2/anna",
+    ]
+
+
+def test_a_prompt_with_a_line_separator_is_one_row(tmp_path):
+    poll = make_poll(tmp_path, 1)
+    poll.questions["q0"] = replace(poll.questions["q0"], prompt="a\u2028b\x85c\x0cd\re")
+    answer(poll, "anna", "q0")
+    (row,) = VoteTable(poll.table.path).rows.values()
+    assert row["prompt"] == "a\u2028b\x85c\x0cd\re"
 
 
 def test_the_last_vote_of_an_annotator_can_be_undone(tmp_path):

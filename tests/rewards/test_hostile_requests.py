@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from flowalign.rewards.protocol import pack_batch
 from flowalign.rewards.reward_server import listen
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.hosts import is_foreign
 from reward_models.wrappers.remote import RemoteReward
 from tests.fixtures.running import Running
 from tests.fixtures.served import (
@@ -54,6 +56,50 @@ def test_a_malformed_request_is_refused_with_a_reason_and_disables_nothing(there
     assert there.service.health()["status"] == "ready"
     assert post(there.url, JSON, json_request())[0] == 200
     assert there.service.room.held == {}
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "multipart/form-data", "text/plain; charset=x"])
+def test_content_types_that_a_page_elsewhere_can_send_are_refused(there, kind):
+    status, answer = post(there.url, kind, json_request())
+    assert (status, "application/json" in json.loads(answer)["error"]) == (415, True)
+
+
+def ask_for_health(port: int, host: str | None) -> int:
+    """Status of a request with this `Host`, or without one."""
+    http = HTTPConnection("127.0.0.1", port, timeout=60)
+    http.putrequest("GET", "/health", skip_host=True)
+    if host is not None:
+        http.putheader("Host", host)
+    http.endheaders()
+    status = http.getresponse().status
+    http.close()
+    return status
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8411", 200),
+        ("LocalHost", 200),
+        ("[::1]:8411", 200),
+        ("127.0.0.5", 200),
+        ("evil.example:8411", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("10.0.0.1:8411", 403),
+        ("", 403),
+        (None, 403),
+        ("[::1", 403),
+    ],
+)
+def test_a_page_elsewhere_that_pretends_to_be_here_is_refused(there, host, status):
+    """Its name was resolved to the loopback address: DNS rebinding."""
+    assert ask_for_health(there.port, host) == status
+
+
+def test_a_server_for_other_machines_has_names_that_it_does_not_know():
+    assert not is_foreign("gpu-box:8411", "0.0.0.0")
+    assert not is_foreign("10.0.0.1", "10.0.0.1")
+    assert is_foreign(None, "0.0.0.0")
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -156,7 +202,8 @@ def test_a_request_that_the_model_trips_over_leaves_others_of_its_batch_alone(th
     assert "raised KeyError: 'poison'" in answers[0][1]
 
 
-HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+HEAD = b"POST /score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +224,7 @@ def test_a_connection_whose_request_never_comes_is_closed(before, sent):
 def test_a_request_that_stops_half_way_is_refused_and_let_go():
     with Running(Level(), read_timeout=0.1) as there:
         connection = socket.create_connection(("127.0.0.1", there.port), 60)
-        connection.sendall(b"POST /score HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\nabc")
+        connection.sendall(HEAD + b"content-length: 99\r\n\r\nabc")
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"not received within 0.1 seconds" in answer
@@ -215,7 +262,7 @@ def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatc
         while not busy:
             if room.held:
                 connection = socket.create_connection(("127.0.0.1", there.port), 60)
-                connection.sendall(b"POST /score HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
+                connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
                 busy = [connection.recv(65536)]
                 connection.close()
             time.sleep(0.01)

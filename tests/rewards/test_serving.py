@@ -21,7 +21,6 @@ from PIL import Image
 from safetensors.torch import load
 from torch.testing import assert_close
 
-from flowalign.cli.commands.common import is_loopback
 from flowalign.cli.commands.serve import format_snippet, run
 from flowalign.rewards.batching import Batcher, Limits
 from flowalign.rewards.checked import RewardError
@@ -38,6 +37,7 @@ from flowalign.types import (
     RewardSpec,
 )
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.hosts import is_loopback
 from reward_models.wrappers.remote import RemoteReward
 from tests.fixtures.running import Running
 

@@ -1,15 +1,12 @@
 """Read the run files of a command, decide on other processes, and print messages."""
 
 import argparse
-import ipaddress
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError
-
-LOOPBACK = ("localhost", "::1")
 
 
 def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -36,14 +33,6 @@ def starts_others(processes: int, launched: bool = False) -> bool:
 def get_log() -> Callable[[str], None]:
     """Return a function that prints a line on the main process, and does nothing on other ranks."""
     return say if os.environ.get("RANK", "0") == "0" else lambda _: None
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host in LOOPBACK
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
-from flowalign.cli.commands.common import is_loopback
 from flowalign.rewards.batching import Batcher, Limits
 from flowalign.rewards.config import load_rewards
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.hosts import is_loopback
 from flowalign.utils.optional import import_optional
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"rewards on {url}: /health /spec /score. In a run file:")
         say(format_snippet(service.batchers, url))
-        build_server(service).run(sockets=[listening])
+        build_server(service, args.host).run(sockets=[listening])
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flowalign.cli.commands.common import LOOPBACK, get_log, is_loopback, refuse_address
+from flowalign.cli.commands.common import get_log, refuse_address
 from flowalign.cli.commands.serve import format_entries
 from flowalign.curation.votes.poll import Poll, PollSettings, measure_agreement
 from flowalign.curation.votes.questions import Question, make_questions
@@ -19,6 +19,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.folders import Claim
+from flowalign.utils.hosts import is_loopback
 
 _WEEK_S = 604800
 
@@ -51,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{table.path} has other votes than {settings.column}: choose --out")
         poll = Poll(settings, table, [] if args.online else _find_questions(args, source, out))
         reward = VoteReward(poll, out / "samples", args.candidates)
-        names = ("127.0.0.1", args.host, *LOOPBACK) if local else ()
         with refuse_address(args.host, args.port):
-            server = VoteServer(poll, reward, args.host, args.port, names, None if local else token)
+            server = VoteServer(
+                poll, reward, args.host, args.port, source, None if local else token
+            )
         _announce(args, server)
         with server, suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -201,7 +201,8 @@ def measure_agreement(poll: Poll) -> dict[str, Agreement]:
     preferred order. The distance is the interval distance.
     """
     column = poll.settings.column
-    rows = [row for row in poll.table.rows.values() if column in row]
+    with poll.changed:
+        rows = [row for row in poll.table.rows.values() if column in row]
     found = {}
     for dim in poll.settings.dimensions:
         units: dict[tuple[str, int], dict[tuple[str, bool], float]] = {}

@@ -7,6 +7,7 @@ first, and this server does not answer such a question.
 import hmac
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
@@ -25,14 +26,8 @@ from flowalign.data.media.thumbnails import EXACT, MOST_FRAMES, UNKNOWN_RATE, en
 from flowalign.data.preference.validate import Inspection
 from flowalign.reports.local_server import LocalHandler, LocalServer
 from flowalign.reports.pages import render
-from flowalign.rewards.batching import MIB, Limits, Refusal
-from flowalign.rewards.protocol import (
-    CONTENT_TYPE,
-    VERSION,
-    output_to_json,
-    read_request,
-    spec_to_json,
-)
+from flowalign.rewards.batching import MIB, Limits, Refusal, check_content_type
+from flowalign.rewards.protocol import VERSION, output_to_json, read_request, spec_to_json
 
 _JSON, _HTML = "application/json", "text/html; charset=utf-8"
 _KINDS = {
@@ -45,11 +40,16 @@ _KINDS = {
     ".webm": "video/webm",
 }
 """Content types of files that browsers show; other samples are decoded first."""
+_SHOWN = re.compile(rb"(?s)\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|....ftyp|\x1a\x45\xdf\xa3")
+"""First bytes of these files."""
 _LONGEST_VOTE = 100_000
 
 
 class VoteServer(LocalServer):
-    """Server of a poll. With `token`, requests must carry it, in the address or as bearer token."""
+    """Server of a poll. With `token`, requests must carry it, in the address or as bearer token.
+
+    Links in the folder `root` of the samples that lead out of it are not followed.
+    """
 
     def __init__(
         self,
@@ -57,11 +57,12 @@ class VoteServer(LocalServer):
         reward: VoteReward,
         host: str,
         port: int,
-        names: tuple[str, ...] = (),
+        root: Path,
         token: str | None = None,
     ):
         self.poll, self.reward, self.token, self.limits = poll, reward, token, Limits()
-        super().__init__(host, port, _Handler, names)
+        self.root = root.absolute()
+        super().__init__(host, port, _Handler)
 
 
 class _Handler(LocalHandler):
@@ -102,8 +103,9 @@ class _Handler(LocalHandler):
             return self.send_error(HTTPStatus.NOT_FOUND)
         try:
             return known[first](parts, asked)
-        except (Refusal, TimeoutError, ValueError, Image.DecompressionBombError) as error:
+        except (Refusal, OSError, ValueError, Image.DecompressionBombError) as error:
             status = error.status if isinstance(error, Refusal) else HTTPStatus.BAD_REQUEST
+            status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, OSError) else status
             status = HTTPStatus.GATEWAY_TIMEOUT if isinstance(error, TimeoutError) else status
             return self.send_content(str(error).encode(), "text/plain", status=status)
 
@@ -137,7 +139,7 @@ class _Handler(LocalHandler):
         if medium is None:
             return self.send_error(HTTPStatus.NOT_FOUND)
         try:
-            return self.send_content(*_show(medium))
+            return self.send_content(*_show(medium, self._served.root))
         except (OSError, MediaProblem):
             return self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -159,8 +161,7 @@ class _Handler(LocalHandler):
 
     def _score(self, _parts: list[str], _asked: dict[str, str]) -> None:
         limits, kind = self._served.limits, self.headers.get("Content-Type", "")
-        if not kind.startswith((CONTENT_TYPE, _JSON)):
-            raise Refusal(415, f"send {CONTENT_TYPE} or {_JSON}")
+        check_content_type(kind)
         body = self._read(int(limits.max_request_mb * MIB))
 
         def check(shapes: Sequence[Sequence[int]]) -> None:
@@ -217,15 +218,24 @@ def _describe(task: Task) -> dict[str, Any]:
 @cache
 def _is_played(path: str) -> bool:
     """Return whether browsers play a clip; small ones have full colour resolution, which few do."""
-    kind = _KINDS.get(Path(path).suffix.lower(), "")
+    kind = _KINDS.get(Path(path).suffix.lower(), "") if Path(path).is_file() else ""
     return kind.startswith("video/") and max(Inspection().shape(Media(path))[:2]) > EXACT
 
 
-def _show(medium: Media) -> tuple[bytes, str]:
-    """Return the content and the type of a sample for a browser."""
+def _show(medium: Media, root: Path) -> tuple[bytes, str]:
+    """Return the content and the type of a sample for a browser.
+
+    Raises:
+        MediaProblem: The sample is no regular file, no image or video, or a link out of `root`.
+    """
     path = Path(medium.path or "")
+    is_inside = path.absolute().is_relative_to(root)
+    if not path.is_file() or (is_inside and not path.resolve().is_relative_to(root.resolve())):
+        raise MediaProblem(f"{path} is no regular file, or a link out of {root}")
     kind = _KINDS.get(path.suffix.lower(), "")
     if kind.startswith("image/") or _is_played(str(path)):
-        return path.read_bytes(), kind
+        content = path.read_bytes()
+        if _SHOWN.match(content):
+            return content, kind
     clip = decode(medium, MOST_FRAMES)
     return encode_loop(clip.pixels, clip.fps or UNKNOWN_RATE), "image/webp"

@@ -25,9 +25,9 @@ _KINDS = {
 class ViewServer(LocalServer):
     """Server of the runs below a folder."""
 
-    def __init__(self, root: Path, host: str, port: int, every: float, names: tuple[str, ...] = ()):
+    def __init__(self, root: Path, host: str, port: int, every: float):
         self.reader, self.every = RunReader(root), every
-        super().__init__(host, port, _ViewHandler, names)
+        super().__init__(host, port, _ViewHandler)
 
 
 class _ViewHandler(LocalHandler):

@@ -30,8 +30,7 @@ def root(tmp_path):
 @pytest.fixture
 def served(root):
     """The server on a free port, in a thread."""
-    names = ("127.0.0.1", "localhost")
-    with serving.ViewServer(root, "127.0.0.1", 0, 1.0, names) as server:
+    with serving.ViewServer(root, "127.0.0.1", 0, 1.0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield server
