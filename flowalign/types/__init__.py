@@ -83,4 +83,4 @@ from flowalign.types.setup import Offload, Setup
 from flowalign.types.sharding import SampleRanks, Sharding
 from flowalign.types.speed import Reduced, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
-from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
+from flowalign.types.transitions import Minibatch, PolicyLoss

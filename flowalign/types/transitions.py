@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,17 +14,6 @@ from flowalign.functional.transition import Gaussian, Kernel, transition
 from flowalign.types.loss import Loss
 from flowalign.types.policy import VelocityField
 from flowalign.types.trajectory import Cond
-
-
-class BestTransition(NamedTuple):
-    """Transitions of the best sample of each prompt at the same step, one row per sample."""
-
-    x: Float[Tensor, "n *latent"]
-    """State x_k."""
-    mean: Float[Tensor, "n *latent"]
-    """Mean of x_{k+1} under the old policy, without the noise that was drawn."""
-    eta: Float[Tensor, "n"]
-    """Noise level."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +48,6 @@ class Minibatch:
     """Id of the start state of each transition, on the CPU; None if all states differ."""
     process: Float[Tensor, "n"] | None = None
     """Advantage of each transition's process reward, clipped separately; None if there is none."""
-    best: BestTransition | None = None
-    """Transitions of the best samples, for losses that declare `needs_best`."""
     has_kl: Bool[Tensor, "n"] | None = None
     """Mask of the transitions with a KL to the reference; None: all."""
     places: Float[Tensor, "n 1 *grid"] | None = None
@@ -78,12 +65,6 @@ class Minibatch:
         """Return `mean_old`, which the loop provides to losses that declare `needs_mean_old`."""
         assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
         return self.mean_old
-
-    @property
-    def required_best(self) -> BestTransition:
-        """Return `best`, which the loop provides to losses that declare `needs_best`."""
-        assert self.best is not None, "the loss uses best without declaring needs_best"
-        return self.best
 
     @property
     def dt(self) -> Float[Tensor, ""]:
@@ -134,11 +115,6 @@ class PolicyLoss(ABC):
     @property
     def needs_mean_old(self) -> bool:
         """Return whether rollouts must store the mean of each trained transition."""
-        return False
-
-    @property
-    def needs_best(self) -> bool:
-        """Return whether a minibatch must contain the transitions of each prompt's best sample."""
         return False
 
     @property

@@ -4,7 +4,7 @@ Source: Flow-GRPO, arXiv:2505.05470v5. The log-probability in the ratio is a mea
 elements.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -43,7 +43,7 @@ class GRPO(PolicyLoss):
         """Reject empty chunks, and chunks with a surrogate that needs single steps."""
         if self.chunk_sizes is None:
             return
-        if self.surrogate.needs_mean_old and not self.surrogate.needs_best:
+        if self.surrogate.needs_mean_old:
             raise ValueError(
                 f"algorithm.chunk_sizes is {self.chunk_sizes}, but {type(self.surrogate).__name__} "
                 "needs the means of single steps: choose PPOClip, LogHinge or RewardClip"
@@ -64,15 +64,9 @@ class GRPO(PolicyLoss):
         return self.surrogate.needs_mean_old
 
     @property
-    def needs_best(self) -> bool:
-        """Return whether the surrogate needs the best sample of the prompt."""
-        return self.surrogate.needs_best
-
-    @property
     def uses_places(self) -> bool:
         """Return whether the surrogate needs only the log-ratio of single steps."""
-        inner = getattr(self.surrogate, "surrogate", self.surrogate)
-        return self.chunk_sizes is None and not inner.needs_mean_old
+        return self.chunk_sizes is None and not self.surrogate.needs_mean_old
 
     @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
@@ -102,27 +96,12 @@ class GRPO(PolicyLoss):
         stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {
             "policy_loss": loss.detach()
         }
-        auxiliary = self._auxiliary(current, frozen, batch)
-        stats |= {name: term.detach() for name, term in auxiliary.items()}
-        stats |= gradient_squares(current.mean, {POLICY: loss, **self._scaled(auxiliary)})
-        return loss + sum(self._scaled(auxiliary).values()), stats
-
-    def _auxiliary(
-        self, current: Gaussian, frozen: Gaussian | None, batch: Minibatch
-    ) -> dict[str, Float[Tensor, ""]]:
-        """Return the auxiliary terms of the loss by name; the KL without its coefficient."""
-        terms = {}
-        penalty = self.surrogate.penalty(current, batch)
-        if penalty is not None:
-            terms["penalty"] = (batch.weight * penalty).mean()
-        if frozen is not None:
-            divergence = self._kl(current, frozen, batch)
-            gated = divergence if batch.has_kl is None else divergence * batch.has_kl
-            terms["kl"] = gated.mean()
-        return terms
-
-    def _scaled(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: t * self.kl_coef if name == "kl" else t for name, t in terms.items()}
+        if frozen is None:
+            return loss, stats
+        divergence = self._kl(current, frozen, batch)
+        kl = (divergence if batch.has_kl is None else divergence * batch.has_kl).mean()
+        squares = gradient_squares(current.mean, {POLICY: loss, "kl": self.kl_coef * kl})
+        return loss + self.kl_coef * kl, {**stats, "kl": kl.detach(), **squares}
 
     @torch.no_grad()
     def _frozen(self, reference: VelocityField, batch: Minibatch) -> Gaussian | None:

@@ -1,7 +1,7 @@
 """Define the trust regions of the GRPO family, which turn log-ratios into losses."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from jaxtyping import Float
@@ -16,9 +16,9 @@ from flowalign.functional.surrogate import (
     ratio_norm,
     reward_clip,
 )
-from flowalign.functional.transition import Gaussian, travelled_velocity
+from flowalign.functional.transition import Gaussian
 from flowalign.types import Minibatch
-from flowalign.types.ranges import PositiveFloat, require_ranges
+from flowalign.types.ranges import PositiveFloat
 
 SurrogateLoss: TypeAlias = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
 """Loss per sample, and the log-ratio that the trust region is applied to."""
@@ -30,21 +30,12 @@ class Surrogate(ABC):
     clip: float
     """Size of the trust region, in the unit of the surrogate."""
     needs_mean_old: ClassVar[bool]
-    needs_best: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> SurrogateLoss:
         """Return the loss per sample, and the log-ratio that the trust region is applied to."""
-
-    def penalty(
-        self,
-        current: Gaussian,  # noqa: ARG002 (for overrides)
-        batch: Minibatch,  # noqa: ARG002 (for overrides)
-    ) -> Float[Tensor, "n"] | None:
-        """Return an auxiliary loss per sample that no trust region bounds (default: None)."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -140,43 +131,3 @@ class RewardClip(Surrogate):
     def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
         clip = reward_clip(batch.advantage, self.low, self.clip, self.sensitivity)
         return ppo_clip(log_ratio, batch.advantage, clip), log_ratio
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTuning(Surrogate):
-    """Another surrogate, with the penalty coef * mean((v - v_best)^2).
-
-    v_best is the velocity that the old policy predicted for the prompt's best sample at the same
-    step, without the noise that was drawn there. The velocity that the sample travelled would add
-    noise of standard deviation std / kappa to the target, 17 to 42 on FLUX. The penalty pulls every
-    path of a tree towards the best one. Source: Dynamic-TreeRPO, arXiv:2509.23352v3, Eq. (13),
-    known only from its reviews.
-    """
-
-    surrogate: Surrogate
-    coef: PositiveFloat
-    """Weight of the penalty. It has no default because we do not know the published value."""
-    clip: float = field(init=False)
-    needs_mean_old: ClassVar[bool] = True
-    needs_best: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Copy the clip of the inner surrogate; reject a surrogate that needs old means."""
-        if self.surrogate.needs_mean_old:
-            raise ValueError(
-                f"surrogate.surrogate is {type(self.surrogate).__name__}; "
-                "choose PPOClip, LogHinge or RewardClip"
-            )
-        require_ranges(self, "surrogate")
-        object.__setattr__(self, "clip", self.surrogate.clip)
-
-    @override
-    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
-        return self.surrogate(log_ratio, current, batch)
-
-    @override
-    def penalty(self, current: Gaussian, batch: Minibatch) -> Float[Tensor, "n"]:
-        step, best = (batch.sigmas, batch.k), batch.required_best
-        velocity = travelled_velocity(batch.kernel, batch.x, current.mean, *step, batch.eta)
-        target = travelled_velocity(batch.kernel, best.x, best.mean, *step, best.eta)
-        return self.coef * (velocity - target).square().flatten(1).mean(1)

@@ -12,7 +12,7 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.preference import best_and_worst
 from flowalign.sampling.complete_states import take_rows
-from flowalign.types import BestTransition, Minibatch, Trajectory
+from flowalign.types import Minibatch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class TrainBatch:
     """Index of the sample that lost against this one at a step, or -1; only for pair losses."""
     chunk: Int[Tensor, "T"] | None = None
     """Chunk of each step; only for ratios of chunks."""
-    best: Int[Tensor, "B"] | None = None
-    """Index of the best sample of each sample's prompt; only for losses that need it."""
     others: Float[Tensor, "B T"] | None = None
     """Summed log-ratios of the other transitions of a chunk; None before the first update."""
     spans: Mapping[int, Sequence[int]] | None = None
@@ -142,7 +140,6 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         mean_old=trajectory.mean(k, chosen),
         chunk=_chunk(batch, k, chosen),
         source=_source(trajectory, k, chosen),
-        best=_best(batch, k, chosen),
         after=after,
         has_kl=None if batch.has_kl is None else batch.has_kl[chosen].to(on_device.device),
         places=None if batch.places is None else batch.places[chosen, k].to(on_device.device),
@@ -153,16 +150,6 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
 def _source(trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"]) -> Int[Tensor, "n"] | None:
     source = trajectory.rows.source_row[chosen, k]
     return source if len(source.unique()) < len(source) else None
-
-
-def _best(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> BestTransition | None:
-    if batch.best is None:
-        return None
-    trajectory, best = batch.trajectory, batch.best[chosen]
-    eta = trajectory.eta[best.to(trajectory.device), k]
-    mean = trajectory.mean(k, best)
-    assert mean is not None, "the loss needs the best sample, so rollouts store means"
-    return BestTransition(trajectory.state(k, best), mean, eta)
 
 
 def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:

@@ -3,13 +3,11 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.distributed.processes import Processes
 from flowalign.functional.weight import step_weights
-from flowalign.rewards.composite import Rewards
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.chunks import prepare_for_loss
 from flowalign.training.policy_gradient.measured import Averages
@@ -55,8 +53,7 @@ def build_batch(
     `averages` determine measured step weights. If None, the starting weights are used.
     """
     trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
-    everyone = estimate.gathered.outcome
-    outcome, gate = everyone[local], cfg.kl_gate
+    everyone, gate = estimate.gathered.outcome, cfg.kl_gate
     advantage = estimate.advantage[local]
     batch = TrainBatch(
         trajectory=trajectory,
@@ -68,9 +65,6 @@ def build_batch(
         global_mask=mask,
         rank_offset=local.start,
         process=None if estimate.process is None else estimate.process[local],
-        best=best_samples(values.rewards, outcome, trajectory.group_size)
-        if cfg.algorithm.needs_best
-        else None,
     )
     return prepare_for_loss(batch, cfg.algorithm, processes)
 
@@ -84,13 +78,3 @@ def _weights_of_steps(
     if cfg.measured is None:
         return weight
     return cfg.measured.weights(averages or Averages.none(len(weight)), weight, trained)
-
-
-def best_samples(
-    rewards: Rewards, outcome: Float[Tensor, "n R"], group_size: int
-) -> Int[Tensor, "n"]:
-    """Return the index of the sample with the highest weighted reward of each sample's prompt."""
-    usable = rewards.usable(outcome.isfinite())
-    total = (outcome.nan_to_num() @ rewards.weights).masked_fill(~usable, -torch.inf)
-    best = total.view(-1, group_size).argmax(1) + torch.arange(0, len(total), group_size)
-    return best.repeat_interleave(group_size)

@@ -105,8 +105,7 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
                 "no step to train; choose another, such as flowalign.sampling.AllButLast"
             )
         algorithm, rollouts = self.algorithm, self.rollouts
-        alone = algorithm.pairs or algorithm.needs_best or algorithm.span is not None
-        alone = alone or self.spatial is not None
+        alone = algorithm.pairs or algorithm.span is not None or self.spatial is not None
         if rollouts.requirements(steps).credit.process is not None and alone:
             refuse_process("recipe", self.credit)
         if algorithm.chunks is not None or algorithm.span is not None:
