@@ -32,5 +32,5 @@ class Speed:
     """Attention backend of diffusers. It must be installed and have a backward pass. `native` is
     torch's default. Other backends round differently; each run checks its first ratio."""
     compile: bool = False
-    """Whether to compile the blocks with torch.compile. It takes a minute or more at the start and
-    for each new batch shape."""
+    """Whether to compile the blocks with torch.compile, for all batch shapes at once. It takes a
+    minute or more at the start."""

@@ -1,5 +1,6 @@
 """Selects attention backends and compiles blocks of diffusers networks."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ _BOOLEAN_MASKS = (
     "ZImageTransformer2DModel",
 )
 """Networks with boolean masks, which diffusers 0.42.1 adds as 0 and 1 with the backend xformers."""
+MOST_GRAPHS = 64
+"""Number of graphs of one class of blocks after which torch stops the run (torch's default: 8)."""
 
 _REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
 """Precision of velocities if it is below the policy's; copies of the policy also use it."""
@@ -91,9 +94,17 @@ def blocks_of(network: Any) -> list[nn.Module]:
 
 
 def compile_blocks(network: Any) -> None:
-    """Compile each repeated block. A graph break raises torch's error."""
+    """Compile each repeated block. A graph break raises torch's error.
+
+    All blocks of a class share one limit of graphs. Each kind of block needs several: with and
+    without gradient, and with the adapter off.
+    """
+    limit = {"recompile_limit": MOST_GRAPHS}
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # before torch 2.15
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        limit = {}
     for block in blocks_of(network):
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, dynamic=True, **limit)
 
 
 def speed_up(network: Any, speed: Speed) -> None:
