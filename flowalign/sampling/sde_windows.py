@@ -136,6 +136,9 @@ class Sliding(SDEWindow):
     """Number of training steps between two moves."""
     stride: PositiveInt = 1
     """Number of denoising steps that the window moves by."""
+    roll_back: bool = False
+    """Whether the window starts again after its last position, as MixGRPO's code does with this
+    option. False: it stays at the last position."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
@@ -145,7 +148,10 @@ class Sliding(SDEWindow):
                 f"sliding window with every {self.every}, stride {self.stride}: need at least 1"
             )
         _check_window(0, self.size, num_steps - 1)
-        start = min(self.stride * (iteration // self.every), num_steps - 1 - self.size)
+        last, moves = num_steps - 1 - self.size, iteration // self.every
+        if self.roll_back:
+            moves %= 1 - (-last // self.stride)
+        start = min(self.stride * moves, last)
         return _check_window(start, start + self.size, num_steps)
 
 

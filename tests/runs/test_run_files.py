@@ -244,15 +244,15 @@ FOUR = {"updates_per_step": 4}
 value."""
 FLOW_GRPO = TWO | {"advantages.scale": "batch"}
 """With its deviation over the whole batch."""
-LENGTH = {"num_steps": 300}
-"""MixGRPO's number, during which its window slides."""
+SLIDING = {"num_steps": 300, "sampling.sde_window.roll_back": True}
+"""MixGRPO's number of steps, during which its window slides, on short schedules several times."""
 B2 = {"epochs_per_step": 2, "sampling.untrained_steps": "shared_sde", "credit.history": 8}
 """Two epochs of each stage, noise before the split, and scores of eight stages before."""
 PUBLISHED = {
     "branch_grpo": FOUR,
     "gcpo": FOUR,
-    "dynamic_treerpo": FOUR | LENGTH,
-    "mixgrpo": FOUR | LENGTH | {"advantages.std_correction": 1},
+    "dynamic_treerpo": FOUR | SLIDING,
+    "mixgrpo": FOUR | SLIDING | {"advantages.std_correction": 1},
     "b2_diffurl": B2 | {"num_steps": 100},
     "flow_grpo_cps": FLOW_GRPO,
     "flow_grpo_fast": FLOW_GRPO,
@@ -269,6 +269,7 @@ ELSEWHERE = {
     },
     "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
     "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
+    "configs/credit/sd35_medium/mixgrpo.yaml": {"num_steps": 900},
     # on the embedded model, but for the runs of the study of credit
     "configs/credit/toy_shapes/b2_diffurl.yaml": B2,
     "configs/credit/toy_shapes/dynamic_treerpo.yaml": FOUR,
@@ -307,6 +308,7 @@ DEFAULTS = {
     "advantages.std_correction": 0,
     "advantages.extremes": None,
     "sampling.untrained_steps": "ode",
+    "sampling.sde_window.roll_back": False,
     "credit.threshold": 0.5,
     "credit.history": 0,
 }

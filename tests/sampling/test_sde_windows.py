@@ -86,6 +86,15 @@ def test_sliding_by_hand():
     assert got[4:] == [(4, 5, 6)] * 4  # stopped before the last step, whole
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "stride", "starts"),
+    [(8, 2, [0, 2, 4, 0, 2]), (9, 2, [0, 2, 4, 5, 0]), (6, 1, [0, 1, 2, 0, 1]), (4, 1, [0, 0])],
+)
+def test_a_window_that_rolls_back_starts_again_after_its_last_position(num_steps, stride, starts):
+    window = Sliding(size=3, every=2, stride=stride, roll_back=True)
+    assert [steps(window, num_steps, 2 * i)[0] for i in range(len(starts))] == starts
+
+
 @pytest.mark.parametrize("num_steps", [5, 8, 25])
 def test_sliding_never_reaches_the_last_step(num_steps):
     window = Sliding(size=4, every=1)

@@ -1,0 +1,124 @@
+"""Composed run files hold the constants that papers and their code publish.
+
+Each table names its source. A class default is no constant of a run file until it is composed, so
+whole runs are built.
+"""
+
+from operator import attrgetter
+
+import pytest
+import torch
+
+from flowalign.runs.config import load
+
+MODELS, METHODS, CREDIT = "configs/models/", "configs/methods/", "configs/credit/"
+SD35, KONTEXT = MODELS + "sd35_medium.yaml", MODELS + "flux1_kontext.yaml"
+PUBLISHED = {
+    # EPG, arXiv:2602.04663: A = R - mean, error of weight 1, no clip; no guidance in training
+    (SD35, METHODS + "epg.yaml"): {
+        "recipe.loss.advantage_scale": 1.0,
+        "recipe.loss.weighting": "uniform",
+        "recipe.loss.ratio_to": "old",
+        "recipe.loss.clip": None,
+        "recipe.loss.anchor_weight": 0.0,
+        "recipe.data.advantages.scale": "none",
+        "policy.guidance": 1.0,
+    },
+    # AWM, arXiv:2509.25050: scxue/advantage_weighted_matching, config/dgx_awm.py for GenEval
+    (SD35, METHODS + "awm.yaml"): {
+        "recipe.kl": 0.001,
+        "recipe.loss.advantage_scale": 0.2,
+        "recipe.loss.weighting": "generalised_huber",
+        "recipe.loss.clip": 1.0,
+        "recipe.loss.anchor_weight": 1.0,
+        "recipe.anchor.decay.slope": 0.001,
+        "recipe.anchor.decay.highest": 0.3,
+        "recipe.data.sampling.num_steps": 14,
+        "recipe.data.sampling.samples_per_prompt": 24,
+        "recipe.times_per_sample": 6,
+        "optimizer.learning_rate": 3e-4,
+    },
+    # DiffusionNFT, arXiv:2509.16117 and its SD3.5-M configuration for GenEval
+    (SD35, METHODS + "nft.yaml"): {
+        "recipe.kl": 1e-4,
+        "recipe.loss.beta": 1.0,
+        "recipe.data.sampling.num_steps": 10,
+        "recipe.data.sampling.samples_per_prompt": 24,
+        "recipe.data.prompts_per_step": 48,
+        "optimizer.learning_rate": 3e-4,
+    },
+    # DGPO, arXiv:2510.08425 and its SD3.5-M configuration for GenEval
+    (SD35, METHODS + "dgpo.yaml"): {
+        "recipe.kl": 0.02,
+        "recipe.loss.beta": 100.0,
+        "recipe.old.decay.slope": 0.001,
+        "recipe.old.decay.highest": 0.3,
+        "policy.network.lora.rank": 64,
+    },
+    # CRD, arXiv:2603.14128, as in Flow-Factory's SD3.5-M configuration for text
+    (SD35, METHODS + "crd.yaml"): {"recipe.loss.kl": 0.1, "recipe.loss.least_kl": 1e-4},
+    # MixGRPO, arXiv:2507.21802v7: FLUX.1, then SD3.5-M
+    (CREDIT + "flux1_dev/mixgrpo.yaml",): {
+        "recipe.sampling.num_steps": 25,
+        "recipe.sampling.samples_per_prompt": 12,
+        "recipe.sampling.eta": 0.7,
+        "recipe.sampling.sde_window.size": 4,
+        "recipe.sampling.sde_window.every": 25,
+        "recipe.sampling.sde_window.stride": 1,
+        "recipe.updates_per_step": 4,
+        "recipe.algorithm.kl_coef": 0.0,
+        "optimizer.learning_rate": 1e-5,
+        "num_steps": 300,
+    },
+    (CREDIT + "sd35_medium/mixgrpo.yaml",): {
+        "recipe.prompts_per_step": 96,
+        "recipe.sampling.num_steps": 10,
+        "recipe.sampling.samples_per_prompt": 24,
+        "recipe.sampling.sde_window.size": 4,
+        "recipe.sampling.sde_window.every": 150,
+        "recipe.algorithm.kl_coef": 0.001,
+        "optimizer.learning_rate": 3e-4,
+        "policy.guidance": 4.5,
+    },
+    # GRPO-Guard, arXiv:2510.22319v1
+    (SD35, METHODS + "grpo_guard.yaml"): {
+        "recipe.algorithm.surrogate.clip": 2e-6,
+        "recipe.algorithm.kl_coef": 0.0,
+        "recipe.step_weight": "inverse_dt",
+        "optimizer.learning_rate": 1e-4,
+    },
+    # Flow-DPPO, arXiv:2606.11025v1, and UniRL's code
+    (CREDIT + "sd35_medium/flow_dppo.yaml",): {
+        "recipe.algorithm.surrogate.clip": 1e-5,
+        "recipe.sampling.samples_per_prompt": 16,
+        "recipe.updates_per_step": 2,
+        "policy.guidance": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("files", PUBLISHED, ids=lambda files: files[-1])
+def test_a_composed_run_has_the_published_constants(files):
+    run, _ = load(list(files), [])
+    assert {key: attrgetter(key)(run) for key in PUBLISHED[files]} == PUBLISHED[files]
+
+
+@pytest.mark.parametrize("method", ["mixgrpo", "mixgrpo_flash", "dynamic_treerpo"])
+@pytest.mark.parametrize("model", [SD35, KONTEXT])
+def test_a_sliding_window_passes_all_steps_but_the_last(method, model):
+    assert_even([model, f"{METHODS}{method}.yaml"])
+
+
+def test_the_window_of_sd35_passes_all_steps_but_the_last():
+    assert_even([CREDIT + "sd35_medium/mixgrpo.yaml"])
+
+
+def assert_even(files):
+    """Each position of the window has the same number of training steps, up to one turn."""
+    run, _ = load(files, [])
+    sampling = run.recipe.sampling
+    window, num_steps = sampling.sde_window, sampling.num_steps
+    chosen = [window.steps(num_steps, i, torch.Generator()) for i in range(run.num_steps)]
+    counts = [chosen.count(positions) for positions in set(chosen)]
+    assert {k for steps in chosen for k in steps} == set(range(num_steps - 1))
+    assert max(counts) - min(counts) <= window.every
