@@ -67,8 +67,8 @@ class Scorer:
         self.seconds, self.token = seconds, secrets.token_urlsafe(32)
         folder = tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True)
         file = Path(folder.name, "rewards.yaml")
-        settings = yaml.safe_dump({"rewards": [dict(reward)]})
-        file.write_text(name_files(settings), encoding="utf-8")
+        settings = name_files({"rewards": [dict(reward)]})
+        file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         environment = {TOKEN: self.token, **select_device(device)}
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -21,9 +21,8 @@ FUNCTION_REWARD = "flowalign.rewards.FunctionReward"
 """Class path of the reward model that calls a plain function."""
 FIRST_PARAMETERS = ("images", "videos")
 """Names of the first parameter of a plain reward function."""
-_CLASS, _ARGUMENTS, _REWARDS = "class_path", "init_args", ("rewards", "reward")
+_CLASS, _ARGS, _FUNCTION, _REWARDS = "class_path", "init_args", "function", ("rewards", "reward")
 _IN_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)$")
-_PLAIN = re.compile(r"[\w./-]+$")
 _files: dict[str, Path] = {}
 """Imported files by module name."""
 
@@ -41,36 +40,32 @@ def resolve_components(
         ConfigError: A named file or the component in it does not exist, or cannot be imported.
     """
     if isinstance(value, str):
-        return resolve_name(value, folders) if is_component(annotation) else value
+        return resolve_name(value, folders) if key == _CLASS or is_component(annotation) else value
     if isinstance(value, list):
-        kinds = [get_item_annotation(annotation, i) for i in range(len(value))]
         return [
-            resolve_components(inner, folders, kind, key)
-            for inner, kind in zip(value, kinds, strict=True)
+            resolve_components(inner, folders, get_item_annotation(annotation, i), key)
+            for i, inner in enumerate(value)
         ]
     if not isinstance(value, Mapping):
         return value
     one = dict(value)
-    if isinstance(named := one.get(_CLASS), str):
-        one[_CLASS] = resolve_name(named, folders)
+    if _CLASS in one:
+        one[_CLASS] = resolve_components(one[_CLASS], folders, key=_CLASS)
     known = _find_annotations(one, annotation)
-    one = {
-        name: resolve_components(inner, folders, known.get(name, Any), name)
-        for name, inner in one.items()
-    }
+    for name, inner in one.items():
+        one[name] = resolve_components(inner, folders, known.get(name, Any), name)
     return _wrap_function(one) if _CLASS in one and key in _REWARDS else one
 
 
 def find_annotation(keys: Sequence[str], settings: Mapping[str, Any], annotation: Any) -> Any:
     """Return the annotation of a setting below `settings`; its keys may leave out `init_args`."""
-    for key in keys:
-        known = _find_annotations(settings, annotation)
-        if key not in known and _ARGUMENTS in known:
-            settings = settings.get(_ARGUMENTS) or {}
-            known = _find_annotations(settings, known[_ARGUMENTS])
-        annotation, inner = known.get(key, Any), settings.get(key)
-        settings = inner if isinstance(inner, Mapping) else {}
-    return annotation
+    if not keys:
+        return annotation
+    known = _find_annotations(settings, annotation)
+    first, *rest = keys if keys[0] in known or _ARGS not in known else [_ARGS, *keys]
+    inside = settings.get(first)
+    inside = inside if isinstance(inside, Mapping) else {}
+    return find_annotation(rest, inside, known.get(first, Any))
 
 
 def _find_annotations(settings: Mapping[str, Any], annotation: Any) -> Mapping[str, Any]:
@@ -107,19 +102,20 @@ def resolve_name(name: str, folders: Sequence[Path]) -> str:
     return name
 
 
-def name_files(text: str) -> str:
-    """Return YAML with components of user files named by file, such as `my_reward.py:Warmth`.
+def name_files(settings: Any, key: str = "") -> Any:
+    """Return settings with components of user files named by file, such as `my_reward.py:Warmth`.
 
     Paths below the current folder are relative, like the paths of prompts and data.
     """
-    for module, file in _files.items():
-        below = file.is_relative_to(Path.cwd())
-        shown = str(file.relative_to(Path.cwd()) if below else file)
-        if not _PLAIN.match(shown):
-            continue  # such a name would need quotes
-        component = re.compile(rf"(?m)(: |- ){re.escape(module)}\.(\w+)$")
-        text = component.sub(lambda found, shown=shown: f"{found[1]}{shown}:{found[2]}", text)
-    return text
+    if isinstance(settings, Mapping):
+        return {name: name_files(inner, name) for name, inner in settings.items()}
+    if isinstance(settings, list):
+        return [name_files(inner) for inner in settings]
+    module, _, name = str(settings).rpartition(".")
+    if key not in (_CLASS, _FUNCTION) or module not in _files:
+        return settings
+    file = _files[module]
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{name}"
 
 
 def _is_free(module: str, file: Path) -> bool:
@@ -181,4 +177,4 @@ def _wrap_function(component: dict[str, Any]) -> dict[str, Any]:
     first = next(iter(inspect.signature(found).parameters), None)
     if first not in FIRST_PARAMETERS:
         return component
-    return component | {_CLASS: FUNCTION_REWARD, _ARGUMENTS: {"function": component[_CLASS]}}
+    return component | {_CLASS: FUNCTION_REWARD, _ARGS: {_FUNCTION: component[_CLASS]}}

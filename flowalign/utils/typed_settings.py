@@ -67,8 +67,8 @@ def build(
         settings = {field.name: built[field.name] for field in fields(kind)}  # type: ignore[arg-type]
         resolved = _to_plain(parsed)  # `parser.dump` writes and reads each component as a text
         del resolved["config"]
-        text = dump_yaml(flatten_components(kind, resolved, settings))
-        return kind(**settings), name_files(text)
+        text = dump_yaml(name_files(flatten_components(kind, resolved, settings)))
+        return kind(**settings), text
     except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -85,9 +85,7 @@ def _check_kind(
         raise ConfigError(wrong)
 
 
-def _resolve_option(
-    option: str, folders: Sequence[Path], values: Mapping[str, Any], kind: type
-) -> str:
+def _resolve_option(option: str, folders: Sequence[Path], values: Any, kind: type) -> str:
     """Return an option with its components named by importable dotted paths."""
     key, _, value = option.partition("=")
     keys = key.lstrip("-").split(".")
@@ -95,8 +93,7 @@ def _resolve_option(
         read = parse_yaml(value) if value.startswith(("[", "{")) else value
     except yaml.YAMLError:  # parsing the option reports it
         return option
-    annotation = find_annotation(keys, values, kind)
-    resolved = resolve_components(read, folders, annotation, keys[-1])
+    resolved = resolve_components(read, folders, find_annotation(keys, values, kind), keys[-1])
     shown = resolved if isinstance(resolved, str) else json.dumps(resolved)
     return option if resolved == read else f"{key}={shown}"
 

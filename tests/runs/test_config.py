@@ -6,18 +6,24 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowalign.cli import main as cli
 from flowalign.cli.dispatch import run_verb
-from flowalign.runs.config import load
+from flowalign.runs.config import LoadedRun, load
+from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.planning.plan import plan
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import dump_yaml, parse_yaml
 from pipelines.families.sd3 import SD3
 from pipelines.network.weights import Lora
 
@@ -53,6 +59,38 @@ def complaint(config: str, *overrides: str) -> str:
     assert len(message.splitlines()) <= 5
     assert max(map(len, message.splitlines())) < 500
     return message
+
+
+WORDS = ["note:", "- item", "#", "'", '"', "\n", " ", "word", "key: value", "|", "\u2028"]
+TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=20)).map("".join)
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
+def test_settings_with_origins_are_the_settings(texts, file):
+    """PyYAML folds long texts, and a line of a text may look like a setting."""
+    texts = [text * 8 for text in texts]
+    known = {"notify": texts, "policy": {"path": texts[0], "none": {}}, "a": []}
+    text = dump_yaml(known | {"output_dir": texts[-1]})
+    origins = {"policy.path": file, "notify": "command line"}
+    shown = replace(_load_shapes(), text=text, origins=origins).annotate()
+    assert parse_yaml(shown) == parse_yaml(text) == known | {"output_dir": texts[-1]}
+    assert "notify:  # command line\n" in shown
+    assert "  none: {}  # default\na: []  # default\n" in shown
+
+
+@cache
+def _load_shapes() -> LoadedRun:
+    return load_with_origins(SHAPES)
+
+
+def test_a_long_text_keeps_its_origin_and_its_words(written):
+    words = "a note: of several words # and more " * 10
+    file = written("output_dir", words)
+    loaded = load_with_origins(file)
+    assert parse_yaml(loaded.annotate())["output_dir"] == words
+    assert re.search(rf"and more '  # {file}$", loaded.annotate(), re.MULTILINE)
 
 
 INIT = "policy/init_args/"

@@ -15,6 +15,7 @@ from flowalign.runs.config import load
 from flowalign.types import MediaBatch
 from flowalign.utils import local_modules
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import parse_yaml
 from tests.fixtures.pixel import PixelPolicy
 
 WARMTH = """
@@ -177,6 +178,15 @@ def test_a_text_of_a_component_may_name_an_own_file(folder, monkeypatch):
     settings["recipe"]["init_args"]["sampling"]["sde_window"] = "my_window.py:Mine"
     run.write_text(yaml.safe_dump(settings))
     assert load(str(run))[1] == text
+
+
+def test_a_text_that_equals_a_component_stays_in_the_settings(folder, monkeypatch):
+    """The settings name user files by their paths; the value of another setting is no component."""
+    monkeypatch.chdir(folder)
+    run = write_run(folder, "my_reward.Warmth", "warmth")
+    settings = parse_yaml(load(str(run), ["--output_dir", "my_reward.Warmth"])[1])
+    assert settings["output_dir"] == "my_reward.Warmth"
+    assert settings["rewards"][0]["class_path"] == "my_reward.py:Warmth"
 
 
 def test_functions_take_images_or_videos_and_their_columns(folder, monkeypatch):

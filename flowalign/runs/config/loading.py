@@ -5,10 +5,11 @@ a component is named by its dotted path, so there is no registry. `--help` takes
 Hydra took 0.40 s, and tyro needs a separate YAML loader.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from flowalign.runs.config.compose import compose, find_origin
 from flowalign.runs.config.run import Run
@@ -30,18 +31,24 @@ class LoadedRun:
 
     def annotate(self) -> str:
         """Return the settings as YAML, each with its origin as a comment."""
-        lines, above = self.text.splitlines(), []
-        shown = []
-        for line, after in zip(lines, [*lines[1:], ""], strict=True):
-            if found := _SETTING.match(line):
-                above = [*above[: len(found[1]) // 2], found[2]]
-                if found[3] or after.lstrip().startswith("- "):
-                    line = f"{line}  # {find_origin(self.origins, '.'.join(above)) or 'default'}"
-            shown.append(line)
-        return "\n".join(shown) + "\n"
+        text = self.text
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        for place, key in reversed([*_find_ends(yaml.compose(text, loader))]):
+            origin = repr(find_origin(self.origins, key) or "default")[1:-1]  # one line
+            end = text.index("\n", place)
+            text = f"{text[:end]}  # {origin}{text[end:]}"
+        return text
 
 
-_SETTING = re.compile(r"( *)([\w-]+):( .*)?$")
+def _find_ends(settings: yaml.MappingNode, above: str = "") -> Iterator[tuple[int, str]]:
+    """Yield the end and the dotted key of each setting; a list in lines ends with its key."""
+    for key, value in settings.value:
+        name = f"{above}.{key.value}".lstrip(".")
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _find_ends(value, name)
+        else:
+            in_lines = isinstance(value, yaml.SequenceNode) and value.value
+            yield (key if in_lines else value).end_mark.index, name
 
 
 def load(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Run, str]:
