@@ -10,6 +10,7 @@ from importlib import import_module
 from flowalign import __version__
 from flowalign.cli.options import Parser
 from flowalign.distributed.failures import leave_crashes, leave_stop
+from flowalign.utils.hide_secrets import hide_in_command
 from flowalign.utils.imports import pause_garbage_collection
 from flowalign.utils.parent_watchdog import end_with_parent
 
@@ -84,7 +85,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         verb = " ".join([args.verb, *([args.action] if args.verb == "reward" else [])])
         parser.error(f"{verb} does not understand {' '.join(rest)}")
     args.overrides, args.words = rest, list(words)
-    args.command = shlex.join(["flowalign", *words])
+    args.command = shlex.join(["flowalign", *hide_in_command(words)])
     return args
 
 

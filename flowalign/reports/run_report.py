@@ -32,6 +32,7 @@ from flowalign.reports.scores import read_scores, worst
 from flowalign.sampling.calibration import read_calibration
 from flowalign.utils.console import duration
 from flowalign.utils.files import write_text
+from flowalign.utils.hide_secrets import hide_in_settings
 from flowalign.utils.journal import commands
 from flowalign.utils.tracking import read_metrics
 
@@ -96,7 +97,7 @@ def write_report(folder: Path) -> Path:
         checks=checks(series),
         changes=changes,
         commands=commands(folder),
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
+        config=hide_in_settings(config.read_text(encoding="utf-8")) if config.exists() else "",
     )
     target = folder / "report.html"
     write_text(target, page)

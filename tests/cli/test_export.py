@@ -30,6 +30,7 @@ def run(tmp_path_factory) -> Path:
     checkpoint = folder / "checkpoints" / "step-000003"
     settings = yaml.safe_load(Path("configs/shapes.yaml").read_text())
     settings["policy"]["init_args"]["lora"] = {"rank": 3, "alpha": 6}
+    settings["notify"] = ["curl", "https://hooks.example/SECRET"]
     (checkpoint / "state").mkdir(parents=True)
     policy = new_sd3(lora=_lora())
     policy.save_weights(str(checkpoint))
@@ -79,6 +80,9 @@ def test_an_export_is_a_folder_with_weights_settings_grid_and_card(run, tmp_path
         "comfyui": "comfyui_lora.safetensors",
         "merged": "model_index.json",
     }[target] in files
+    settings = yaml.safe_load((out / "flowalign.yaml").read_text())
+    assert settings["num_steps"] == 150
+    assert not any(b"SECRET" in file.read_bytes() for file in out.rglob("*") if file.is_file())
     _, front, text = (out / "README.md").read_text().split("---\n", 2)
     about = yaml.safe_load(front)
     assert about["base_model"] == "assets/shapes/sd3"

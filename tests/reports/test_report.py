@@ -66,6 +66,14 @@ def test_the_parts_come_in_order_and_the_charts_too(folder):
     )
 
 
+def test_the_page_shows_no_secrets(folder):
+    with (folder / "config.yaml").open("a") as config:
+        config.write("notify:\n- curl\n- https://hooks.example/SECRET\nnote: x://me:SECRET@host\n")
+    page = page_of(folder)
+    assert "SECRET" not in page
+    assert "note: x://***@host" in page
+
+
 def test_the_page_needs_nothing_but_itself(folder):
     page = page_of(folder)
     assert page.count('src="data:image/png') == 2 * len(PROMPTS) + 4 * 3  # and four strips

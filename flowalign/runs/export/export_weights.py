@@ -17,6 +17,7 @@ from flowalign.runs.export.model_card import SAMPLES, SAMPLES_BEFORE, Evidence, 
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
 from flowalign.utils.files import atomic_write
+from flowalign.utils.hide_secrets import hide_in_settings
 
 _GRIDS = "*.png"
 
@@ -126,7 +127,8 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
             stamp_adapter(partial, yaml.safe_load(trained.config.read_text(encoding="utf-8")))
         for name, grid in trained.grids.items():
             shutil.copyfile(grid, partial / name)
-        shutil.copyfile(trained.config, partial / "flowalign.yaml")
+        settings = hide_in_settings(trained.config.read_text(encoding="utf-8"))
+        (partial / "flowalign.yaml").write_text(settings, encoding="utf-8")
         curves = draw_curves(trained.run_folder) if trained.run_folder else None
         if curves:
             (partial / "curves.png").write_bytes(curves)
