@@ -22,11 +22,8 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -56,8 +53,7 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
     # A machine that replaces a lost one would wait for the address of a store that outlives starts.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launch.nodes == 1:  # gloo would listen at the address of the machine's name
-        loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback, default=""))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     with tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder:
         tie_all_children(Path(folder))
         try:
@@ -160,25 +156,26 @@ class Agent(_Agent):
 
 def _meet(launch: Launch) -> RendezvousHandler:
     """Return how the launchers meet; a launcher that is alone opens no port."""
-    # Torch unpickles the state of the rendezvous, so who can write it can run code here.
-    if launch.nodes == 1:
-        store, own = HashStore(), "127.0.0.1"
-        alone = RendezvousParameters("c10d", "", RUN_ID, 1, 1, own)
-        return create_handler(store, C10dRendezvousBackend(store, RUN_ID), alone)
-    # Torch would take the name of this machine, which others often cannot resolve.
-    host, _, port = launch.rendezvous.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, kind) as way:
-        way.connect(address)
-        own = way.getsockname()[0]
-    nodes = launch.nodes
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            "c10d", launch.rendezvous, RUN_ID, nodes, nodes, own, read_timeout=_SECONDS_TO_MEET
-        )
+    nodes, place = launch.nodes, launch.rendezvous or ""
+    own = _find_own_address(place) if nodes > 1 else "127.0.0.1"
+    settings = RendezvousParameters(
+        "c10d", place, RUN_ID, nodes, nodes, own, read_timeout=_SECONDS_TO_MEET
     )
+    if nodes > 1:
+        return get_rendezvous_handler(settings)
+    # Torch unpickles the state of the rendezvous, so who can write it can run code here.
+    store = HashStore()
+    return create_handler(store, C10dRendezvousBackend(store, RUN_ID), settings)
+
+
+def _find_own_address(place: str) -> str:
+    """Return the address of this machine on the way to the host of a rendezvous."""
+    # Torch would take the name of this machine, which others often cannot resolve.
+    host, _, port = place.rpartition(":")
+    way = socket.getaddrinfo(host, int(port) or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(*way[:2]) as connection:
+        connection.connect(way[4])
+        return connection.getsockname()[0]
 
 
 if __name__ == "__main__":

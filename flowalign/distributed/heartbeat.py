@@ -57,11 +57,12 @@ class BeatFile:
 
     def set(self, key: str, beat: str) -> None:
         """Store the beat of a process."""
-        os.pwrite(self.file, beat.ljust(_WIDTH).encode(), _place(key))
+        os.pwrite(self.file, beat.ljust(_WIDTH).encode(), _WIDTH * int(key.rpartition("/")[2]))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the beats of some processes; they are blank before the first one."""
-        return [os.pread(self.file, _WIDTH, _place(key)).strip() for key in keys]
+        places = [_WIDTH * int(key.rpartition("/")[2]) for key in keys]
+        return [os.pread(self.file, _WIDTH, place).strip() for place in places]
 
 
 class Heartbeat:
@@ -114,10 +115,6 @@ class Heartbeat:
 
 def _store_key(rank: int) -> str:
     return f"heartbeat/{rank}"
-
-
-def _place(key: str) -> int:
-    return _WIDTH * int(key.rpartition("/")[2])
 
 
 def _end_process(why: str, end: Callable[[int], None] = os._exit) -> None:

@@ -23,7 +23,7 @@ class Launch:
     """Restarts of all processes after the failure of one."""
     nodes: int = 1
     """Machines."""
-    rendezvous: str = ""
+    rendezvous: str | None = None
     """Address where the launchers of several machines meet, `host:port` of one of them."""
 
 

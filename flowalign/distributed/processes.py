@@ -235,13 +235,11 @@ def _meet(device: torch.device, rank: int, world: int) -> None:
     """Form the default process group through the file or the address that the launcher has set."""
     # NCCL would guess the device of a rank in its first barrier, and may hang if it is wrong.
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    store = None
+    options: dict[str, Any] = {"rank": rank, "world_size": world, "device_id": own}
     if file := os.environ.get(STORE):
-        store = dist.FileStore(file, world)
-        store.set_timeout(SOON)
-    dist.init_process_group(
-        backend, store=store, timeout=SOON, rank=rank, world_size=world, device_id=own
-    )
+        options["store"] = dist.FileStore(file, world)
+        options["store"].set_timeout(SOON)
+    dist.init_process_group(backend, timeout=SOON, **options)
 
 
 @cache

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flowalign.distributed import heartbeat
 from flowalign.distributed.failures import RUN_ID, read_first_failure
 from flowalign.distributed.heartbeat import BeatFile, Heartbeat, Silence
+from flowalign.distributed.launch import STORE
 from tests.fixtures.ranks import join_ranks, start_ranks
 
 
@@ -60,10 +61,11 @@ def test_the_end_is_told_and_at_once(tmp_path, monkeypatch, capsys):
     assert codes == [1]
 
 
-def _stopped(rank: int, folder: str, world: int) -> None:
+def _stopped(rank: int, folder: str, world: int, environment: dict[str, str]) -> None:
     heartbeat.BEAT_S, heartbeat.MISSED = 0.2, 10
     os.environ["TORCHELASTIC_RUN_ID"] = RUN_ID
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error.json"
+    os.environ |= environment
     processes = join_ranks(rank, world, folder)
     processes.barrier()
     if rank == 1:
@@ -74,8 +76,10 @@ def _stopped(rank: int, folder: str, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_stands_still_ends_the_others_with_a_message(tmp_path):
-    context = start_ranks(_stopped, 3, str(tmp_path), 3, wait=False)
+@pytest.mark.parametrize("file", [None, "store"])
+def test_a_process_that_stands_still_ends_the_others_with_a_message(tmp_path, file):
+    environment = {STORE: str(tmp_path / file)} if file else {}
+    context = start_ranks(_stopped, 3, str(tmp_path), 3, environment, wait=False)
     start = time.monotonic()
     for rank in (0, 2):
         context.processes[rank].join(60)
