@@ -120,6 +120,10 @@ class Learner:
         self.num_updates = 0
         self.num_skipped = 0
         self.skipped_in_a_row = 0
+        self.num_with_gradient = 0
+        """Number of updates with a gradient above 0."""
+        self.reached: set[str] = set()
+        """Names of the parameters that ever had a gradient other than 0 on this process."""
 
     @property
     def reference(self) -> VelocityField:
@@ -177,6 +181,7 @@ class Learner:
         nn.utils.clip_grads_with_norm_(self.parameters, self.cfg.max_grad_norm, total)
         norm = float(total)
         if math.isfinite(norm):
+            self._record_gradient(norm)
             self.scaler.step(self.optimizer)
             self.skipped_in_a_row = 0
         else:
@@ -208,6 +213,13 @@ class Learner:
         """Update the averages with `per` step, after the updates of a training step."""
         for average in self.averages.values():
             average.end_step()
+
+    def _record_gradient(self, norm: float) -> None:
+        self.num_with_gradient += norm > 0
+        for name in self.named.keys() - self.reached:
+            gradient = self.named[name].grad
+            if gradient is not None and local_part(gradient).any():
+                self.reached.add(name)
 
     def _skip(self) -> None:
         self.num_skipped += 1

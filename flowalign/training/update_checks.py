@@ -1,48 +1,51 @@
 """Check the weights automatically after the first updates, in all recipes."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
-
-import torch
 
 from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.utils.stages import stage
 
 OnFailure = Literal["raise", "warn"]
 """Action after a failed check. raise: the run ends. warn: the message is logged."""
+MOST_STEPS = 10
+"""Number of steps with a gradient after which every kind of parameter must have had one.
+
+One step is not enough: the gradient of a LoRA's A is 0 until B has moved, and during a long warmup
+the first values of B are 0 in half precision.
+"""
 
 
 class WeightChecks:
-    """Checks of the weights after the first two steps with an update."""
+    """Checks of gradients and weights after the first steps with a gradient."""
 
     def __init__(self, learner: Learner, on_failure: OnFailure, log: Callable[[str], None]):
         self.learner, self.on_failure, self.log = learner, on_failure, log
-        self.start = {name: p.cpu() for name, p in learner.snapshot()}
         self.seen = 0
-        self.made = learner.num_updates - learner.num_skipped
+        self.warned = self.complete = False
+        self.made, self.effective = self._counts()
         self.found: dict[str, float] = {}
 
     @stage("check")
-    def after_update(self) -> bool:
-        """Check that weights changed and ranks agree, after the first two steps with an update.
+    def after_update(self, metrics: Mapping[str, float]) -> bool:
+        """Check that gradients reach all kinds of parameters and ranks agree, in the first steps.
 
-        Return True if this step was checked.
+        A step counts if it made an update with a gradient; return True for the steps that count.
         """
-        made = self.learner.num_updates - self.learner.num_skipped
-        if self.seen == 2 or made == self.made:
+        made, effective = self.made, self.effective
+        self.made, self.effective = self._counts()
+        if self.seen == MOST_STEPS or self.made == made:
             return False
-        self.seen, self.made = self.seen + 1, made
-        self._moved()
-        difference = self.learner.processes.max_rank_difference(self.learner.parameters)
-        self.found["check/max_rank_difference"] = difference
-        if difference != 0:
-            self.fail(
-                "after an update the ranks hold different weights "
-                f"(sums differ by {difference:.1e})."
-            )
-        if self.seen == 2:
-            self.start.clear()
+        if self.effective == effective:
+            if not effective:
+                self._report_no_gradient(metrics)
+            return False
+        self.seen += 1
+        if not self.complete:
+            self._check_kinds()
+        if self.seen <= 2:
+            self._compare_ranks()
         return True
 
     def metrics(self) -> dict[str, float]:
@@ -56,21 +59,44 @@ class WeightChecks:
             raise TrainingFailure(f"{message}\n(Set on_failed_check: warn to continue anyway.)")
         self.log(message)
 
-    def _moved(self) -> None:
-        now = {name: p.cpu() for name, p in self.learner.snapshot()}
-        moved = {n: 1.0 for n, before in self.start.items() if not torch.equal(before, now[n])}
-        moved = self.learner.processes.sum_by_name(moved)  # sharded parameters may move elsewhere
-        still = [name for name in now if name not in moved]
-        self.found["check/moved_share"] = 1 - len(still) / len(now)
-        if len(still) == len(now):
+    def _counts(self) -> tuple[int, int]:
+        made = self.learner.num_updates - self.learner.num_skipped
+        return made, self.learner.num_with_gradient
+
+    def _report_no_gradient(self, metrics: Mapping[str, float]) -> None:
+        update = f"update {self.learner.num_updates} had no gradient"
+        if metrics.get("zero_std_ratio") != 1:
+            self.seen += 1
             self.fail(
-                f"no trained parameter changed in update {self.learner.num_updates}: "
-                "all advantages (see zero_std_ratio) or weights were 0, "
-                "or the loss does not reach the parameters."
+                f"{update}: all weights were 0, or the loss does not reach the trained parameters."
             )
-        elif self.seen == 2 and (dead := _kind_names(still) - _kind_names(set(now) - set(still))):
+        elif not self.warned:
+            self.warned = True
+            self.log(
+                f"warning: {update}, because the samples of each prompt have equal rewards "
+                "(zero_std_ratio is 1)"
+            )
+
+    def _check_kinds(self) -> None:
+        processes, names = self.learner.processes, self.learner.named.keys()
+        mine = dict.fromkeys(self.learner.reached, 1.0)
+        reached = processes.sum_by_name(mine).keys()  # sharded gradients may be elsewhere
+        self.found["check/gradient_share"] = len(reached) / len(names)
+        dead = _kind_names(names - reached) - _kind_names(reached)
+        self.complete = self.seen > 1 and not dead
+        if dead and self.seen == MOST_STEPS:
             self.fail(
-                f"parameters of this kind never change, in any layer: {', '.join(sorted(dead))}."
+                f"parameters of this kind had no gradient in {MOST_STEPS} steps, in any layer: "
+                f"{', '.join(sorted(dead))}."
+            )
+
+    def _compare_ranks(self) -> None:
+        difference = self.learner.processes.max_rank_difference(self.learner.parameters)
+        self.found["check/max_rank_difference"] = difference
+        if difference != 0:
+            self.fail(
+                "after an update the ranks hold different weights "
+                f"(sums differ by {difference:.1e})."
             )
 
 

@@ -235,7 +235,7 @@ def test_a_clip_among_credit_is_four_of_its_frames_and_a_picture_is_itself():
 
 def test_checks_are_sorted_by_denoising_step_and_show_the_last_value(folder):
     cells = re.findall(r"<tr><td>(.*?)</td><td class=\"n\">(.*?)</td><td>", page_of(folder))
-    assert [value for _, value in cells] == ["0", "1", "3e-07", "4e-07", "1.1e-06"]
+    assert [value for _, value in cells] == ["1", "0", "3e-07", "4e-07", "1.1e-06"]
     assert cells[2][0].endswith("denoising step 2")
     assert cells[4][0].endswith("denoising step 10")
 

@@ -91,7 +91,7 @@ class TDMLoop(Loop):
             sampled = time.perf_counter()
             metrics = self._updates(step, drawn)
             for check in checks:
-                check.after_update()
+                check.after_update(metrics)
                 metrics |= check.metrics()
             done = time.perf_counter()
             yield metrics | {

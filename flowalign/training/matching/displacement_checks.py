@@ -19,7 +19,7 @@ _DISPLACED = "displaced_in_a_row"
 
 
 class MatchingChecks:
-    """Automatic checks of a run: before its first update, after two updates, and at every update.
+    """Automatic checks of a run: before its first update, after its first ones, and at every one.
 
     Raises:
         ValueError: The recipe draws times outside the range that the model was trained on.
@@ -57,10 +57,6 @@ class MatchingChecks:
                 "policy and reference differ.\n"
                 "Look for dropout, another precision, or weights that were loaded into one of them."
             )
-
-    def after_update(self) -> None:
-        """Check after the first two steps with updates that weights changed and ranks agree."""
-        self.weights.after_update()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Log likelihood displacement once.

@@ -68,7 +68,7 @@ class MatchingLoop(Loop):
             batch = next(batches)
             ready = time.perf_counter()
             metrics = dict(batch.metrics) | self._updates(batch, step, checks)
-            checks.after_update()
+            checks.weights.after_update(metrics)
             done = time.perf_counter()
             metrics |= {
                 "timing/data": ready - start,

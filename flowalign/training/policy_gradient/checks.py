@@ -4,7 +4,7 @@ Each check detects a bug that occurred in a released code base: a rollout that t
 reproduce, a KL term without gradient, adapters that never change, ranks with diverging weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,18 +14,18 @@ from flowalign.functional.transition import log_density
 from flowalign.training.auxiliary_terms import AuxiliaryTerms
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log
-from flowalign.training.update_checks import OnFailure, WeightChecks
+from flowalign.training.update_checks import MOST_STEPS, OnFailure, WeightChecks
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 from flowalign.utils.stages import stage
 
 
 class PolicyGradientChecks:
-    """Automatic checks of a run before its first update and after two updates."""
+    """Automatic checks of a run before its first update and after its first updates."""
 
     def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure, log: Log):
         self.algorithm, self.learner = algorithm, learner
         self.weights = WeightChecks(learner, on_failure, log)
-        self.replayed = False
+        self.replayed, self.kl_due = False, algorithm.needs_reference
         self.terms = AuxiliaryTerms(log)
 
     @stage("check")
@@ -55,9 +55,9 @@ class PolicyGradientChecks:
             )
 
     @stage("check")
-    def after_update(self, batches: Iterable[Minibatch]) -> None:
-        """Check after two updates that weights changed, ranks agree and the KL has a gradient."""
-        if self.weights.after_update() and self.algorithm.needs_reference:
+    def after_update(self, batches: Iterable[Minibatch], metrics: Mapping[str, float]) -> None:
+        """Check that parameters and the KL have gradients, and that ranks agree."""
+        if self.weights.after_update(metrics) and self.kl_due:
             self._kl_gradient(next(iter(batches), None))
 
     def metrics(self) -> dict[str, float]:
@@ -71,10 +71,11 @@ class PolicyGradientChecks:
             neutral = replace(batch, advantage=still, places=None, has_kl=None)
             loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, neutral)
         size = self.learner.gradient_size(loss)
+        self.kl_due = size == 0  # after tiny updates the policy may still equal the reference
         if batch is None:
             return
         self.weights.found["check/kl_gradient"] = size
-        if size == 0:
+        if self.kl_due and self.weights.seen == MOST_STEPS:
             self.weights.fail(
                 "the KL term has no gradient: the reference equals the policy, or it was detached."
             )

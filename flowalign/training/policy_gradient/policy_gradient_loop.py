@@ -90,7 +90,7 @@ class PolicyGradientLoop(Loop):
                 update(cfg, learner, batch, seed, step, self.steps, regularised)
             )
             with self.costs.paused():
-                checks.after_update(_all_minibatches(batch, cfg.micro_batch))
+                checks.after_update(_all_minibatches(batch, cfg.micro_batch), metrics)
             if self.reference:
                 metrics |= self.reference.after_step(metrics.get("kl", 0.0))
             done = time.perf_counter()

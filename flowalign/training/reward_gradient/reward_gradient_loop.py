@@ -66,7 +66,7 @@ class RewardGradientLoop(Loop):
             scores = self.accumulate(step, trajectory, first)
             metrics = self.metrics(scores) | next(regularised)
             metrics |= self.update(metrics["reward_invalid"])
-            checks.after_update()
+            checks.after_update(metrics)
             done = time.perf_counter()
             metrics |= {
                 "timing/sample": sampled - start,

@@ -198,7 +198,7 @@ def test_a_run_trains_checks_its_ratio_and_writes_a_plain_adapter(kind, tmp_path
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = {name: row[name] for row in rows for name in row if name.startswith("check/")}
     assert max(abs(v) for name, v in found.items() if "ratio_drift" in name) < 1e-4
-    assert found["check/moved_share"] > 0
+    assert found["check/gradient_share"] > 0
     saved = out / "checkpoints" / "step-000003"
     pipe = StableDiffusion3Pipeline.from_pretrained(FOLDER)
     pipe.load_lora_weights(str(saved))

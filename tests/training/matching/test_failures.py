@@ -13,6 +13,7 @@ from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.ema import EMA
+from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.update_checks import WeightChecks
@@ -59,16 +60,28 @@ def test_a_reference_that_is_taken_anew_is_not_late_after_a_skipped_update():
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
 
 
-def test_the_copy_of_the_start_is_given_up_once_it_has_been_compared():
+def test_checks_end_once_all_kinds_of_parameters_had_a_gradient():
     learner = new_learner()
     weights = WeightChecks(learner, "raise", lambda _: None)
-    for _ in range(2):
+    for step in range(12):
         for p in learner.parameters:
             p.grad = torch.full_like(p, 0.1)
         learner.step()
-        assert weights.after_update()
-    assert not weights.start
-    assert not weights.after_update()
+        assert weights.after_update({}) == (step < 10)
+        assert bool(weights.metrics()) == (step < 2)
+
+
+def test_a_detached_loss_ends_a_run_whose_rewards_differ():
+    learner = new_learner()
+    weights = WeightChecks(learner, "raise", lambda _: None)
+    for flat in (1.0, 0.9):
+        for p in learner.parameters:
+            p.grad = torch.zeros_like(p)
+        learner.step()
+        if flat == 1:
+            assert not weights.after_update({"zero_std_ratio": flat})
+    with pytest.raises(TrainingFailure, match="update 2 had no gradient"):
+        weights.after_update({"zero_std_ratio": flat})
 
 
 def test_a_loss_that_needs_masks_refuses_data_without_any():
