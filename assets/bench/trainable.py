@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowalign.runs.config import Run, load
-from flowalign.runs.library.draft_run_file import models
 from flowalign.runs.planning.plan import memory_parts
 from flowalign.runs.planning.run_memory import peak
 from flowalign.utils.files import write_text
@@ -38,7 +37,7 @@ def _resize(run: Run, batch: int) -> Run:
 def main() -> None:
     """Write a line per model: planned bytes by precision and micro-batch."""
     lines = []
-    for name in models():
+    for name in sorted(file.stem for file in Path("configs/models").glob("*.yaml")):
         if not name.startswith(("toy", "shapes")):
             found = dict(plans(f"configs/models/{name}.yaml"))
             lines.append(f'"{name}": {json.dumps(found)}')

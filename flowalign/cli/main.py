@@ -16,7 +16,6 @@ from flowalign.utils.parent_watchdog import end_with_parent
 
 EXAMPLES = """examples:
   flowalign demo                                   align the toy model on the CPU, in minutes
-  flowalign init                                   write a run file from a few answers
   flowalign check configs/shapes.yaml              validate a run file and print its cost
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     continue after a stop or a kill
@@ -30,8 +29,6 @@ EXAMPLES = """examples:
 VERBS = {
     "train": "train",
     "demo": "demo",
-    "init": "init",
-    "import": "import_config",
     "recipes": "recipes",
     "eval": "evaluate",
     "sample": "sample",

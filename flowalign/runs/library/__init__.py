@@ -1,1 +1,1 @@
-"""List the run files of the package, and draft new ones from them."""
+"""List the run files of the package."""

@@ -1,1 +1,0 @@
-"""Convert configurations of other toolkits to run files."""
