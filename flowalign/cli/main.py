@@ -21,7 +21,6 @@ EXAMPLES = """examples:
   flowalign train configs/shapes.yaml --resume     continue after a stop or a kill
   flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
   flowalign compare configs/methods/{flow_grpo,nft}.yaml --base configs/models/toy_shapes.yaml
-  flowalign view                                   follow all runs of runs/ in a browser
   flowalign score images/ --rewards reward_models.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
@@ -34,7 +33,6 @@ VERBS = {
     "sample": "sample",
     "check": "check",
     "compare": "compare",
-    "view": "view",
     "bench": "bench",
     "probe": "probe",
     "score": "score",

@@ -11,15 +11,6 @@ from flowalign.reports.charts import INK, PALETTE, Chart, Line
 from flowalign.reports.records import Lines, Series
 from flowalign.utils.strict_yaml import read_yaml
 
-MAIN = (
-    "kl",
-    "optim/grad_norm",
-    "zero_std_ratio",
-    "clip_frac_high",
-    "timing/step",
-)
-"""Metrics that `flowalign view` shows after rewards and held-out values."""
-
 
 def draw_lines(lines: Lines) -> list[Line]:
     """Return one line for each series."""
@@ -165,23 +156,6 @@ def select_panels(series: Lines, weights: Mapping[str, float] | None = None) -> 
         *(group.select(series) for group in HEALTH),
     ]
     return [panel for panel in panels if panel.lines]
-
-
-def title_of(metric: str) -> str:
-    """Return the title of one metric."""
-    if metric == "reward_mean":
-        return "Training reward"
-    if metric.startswith("eval/"):
-        return f"Held-out {metric[5:]}"
-    for group in (*PREFERENCE, *HEALTH):
-        for label, name in group.metrics.items():
-            if name == metric:
-                return group.title if label in _UNNAMED else f"{group.title}, {label}"
-    return metric
-
-
-_UNNAMED = ("training", "kl", "norm", "share", "total")
-"""Labels that a title omits."""
 
 
 def read_weights(config: Path) -> dict[str, float] | None:

@@ -68,8 +68,11 @@ class Change:
         return _signed(self.after - self.before)
 
 
-def write_report(folder: Path) -> Path:
-    """Write `report.html` into a run directory atomically, and return its path."""
+def write_report(folder: Path, running: bool = False) -> Path:
+    """Write `report.html` into a run directory atomically, and return its path.
+
+    The page of a running run reloads itself.
+    """
     series = collect(read_metrics(folder))
     summary = read_json(folder / "summary.json")
     changes = outcomes(summary, series)
@@ -81,7 +84,8 @@ def write_report(folder: Path) -> Path:
         "run.html.j2",
         {"number": _number, "signed": _signed},
         name="/".join(folder.resolve().parts[-2 if compared else -1 :]),
-        status=summary.get("status", ""),
+        running=running,
+        status="running" if running else summary.get("status", ""),
         comparison=_COMPARISON if compared else "",
         verdict=verdict(changes, summary, series),
         warnings=summary.get("warnings") or {},

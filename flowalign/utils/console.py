@@ -96,8 +96,6 @@ class Messages:
 
     def __init__(self, log: Callable[[str], None]):
         self.log = self.show = log
-        self.draw: Callable[[Text], None] = say
-        """Function that shows text with colours."""
 
     def __call__(self, text: str) -> None:
         """Show a message."""
@@ -106,11 +104,11 @@ class Messages:
     @contextmanager
     def above(self, progress: Progress) -> Iterator[None]:
         """Show messages above a progress bar inside the context."""
-        self.show = self.draw = progress.note
+        self.show = progress.note
         try:
             yield
         finally:
-            self.show, self.draw = self.log, say
+            self.show = self.log
 
 
 class Patience:

@@ -120,13 +120,6 @@ def test_a_histogram_counts_every_value_and_marks_the_median():
     assert chart.x_marks == [1.0]
 
 
-def test_metrics_have_the_titles_of_their_panels():
-    assert panels.title_of("implicit_accuracy") == "Preference accuracy"
-    assert panels.title_of("clip_frac_high") == "Clipped transitions, above"
-    assert panels.title_of("eval/seen/x") == "Held-out seen/x"
-    assert panels.title_of("new/metric") == "new/metric"
-
-
 def test_long_lines_keep_their_peaks_for_the_pointer():
     values = [math.sin(k / 50) for k in range(5000)]
     values[777], values[3210] = 9.0, -9.0

@@ -385,3 +385,9 @@ def test_a_second_report_replaces_the_first_and_leaves_nothing_else(folder):
     first = page_of(folder)
     assert page_of(folder) == first
     assert {path.name for path in folder.iterdir()} == before | {"report.html"}
+
+
+def test_the_page_of_a_running_run_reloads_itself(folder):
+    refresh = '<meta http-equiv="refresh"'
+    assert refresh in write_report(folder, running=True).read_text()
+    assert refresh not in page_of(folder)

@@ -42,7 +42,7 @@ def _drawing_only_where_it_matters(request, monkeypatch):
     """Drawing takes a second; tests of the figure request `drawn`."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
-        monkeypatch.setattr(train_session, "write_report", lambda _: None)
+        monkeypatch.setattr(train_session, "write_report", lambda *_, **__: None)
 
 
 @pytest.fixture

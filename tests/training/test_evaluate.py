@@ -106,3 +106,16 @@ def test_a_run_that_fails_says_why_in_its_folder(run_file, monkeypatch):
     monkeypatch.setattr("flowalign.runs.session.train_session.save_grid", disk_is_full)
     assert exit_code("train", run_file) == 1
     assert (run_file.parent / "run" / "failure.txt").read_text() == "no space left on device\n"
+
+
+@pytest.mark.slow
+def test_the_report_is_written_at_each_evaluation(run_file, monkeypatch):
+    written = []
+
+    def write(folder, running=False):
+        written.append((running, len((folder / "metrics.jsonl").read_text().splitlines())))
+
+    monkeypatch.setattr("flowalign.runs.session.train_session.write_report", write)
+    assert exit_code("train", run_file, "--num_steps", 2, "--evaluation.every", 1) == 0
+    assert [running for running, _ in written] == [True, True, True, False]
+    assert [lines for _, lines in written] == sorted(lines for _, lines in written)

@@ -25,7 +25,6 @@ from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
-from flowalign.utils.terminal_pictures import show_pictures
 from flowalign.utils.tracking import Tracker, read_metrics
 
 
@@ -147,7 +146,6 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
-        show_pictures(result.grid, session.messages.draw)
     if session.monitor:
         watch(session, done, result.panel, get_state(session, _spent(session)))
     if tracker and cfg.bounds:
@@ -155,6 +153,7 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
             session.messages(f"warning: {text}")
     if tracker and not _is_recorded(session.folder, done):
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
+        write_report(session.folder, running=True)
     session.started += time.perf_counter() - start
     return metrics
 

@@ -1,1 +1,0 @@
-"""Show all runs of a folder in a browser, also while they train: `flowalign view`."""
