@@ -45,7 +45,7 @@ class RunContext:
     workers: RolloutPool | None = None
     """Processes that sample the rollouts. None: the training process samples."""
     is_off_policy: bool = False
-    """Whether older weights or other kernels sample rollouts, so that losses with ratios recompute
+    """Whether older weights sample rollouts, so that losses with ratios recompute
     log-probabilities."""
 
     def check_conditioning(self) -> None:

@@ -21,7 +21,6 @@ from flowalign.training.ema import Ema
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.training.sglang.messages import check_sampler
 from flowalign.training.workers import RolloutPool, RolloutWorkers
 from flowalign.types import (
     Offload,
@@ -67,7 +66,7 @@ class Run:
     """Trackers in addition to metrics.jsonl, which is always written."""
     rollouts: RolloutWorkers | None = None
     """Workers that sample the rollouts of PolicyGradient, or of Matching with ScoredGroups or
-    Rollouts: our processes, or SGLang-Diffusion servers. Null: the training process samples."""
+    Rollouts, in separate processes. Null: the training process samples."""
     notify: list[str] = field(default_factory=list)
     """Command and its arguments, started without a shell when the run finishes, fails or is
     interrupted, and on an alarm of `evaluation.watch`. It gets the event as JSON on its standard
@@ -127,9 +126,7 @@ class Run:
                 f"sharding is {self.sharding}, but rollout workers load whole weights: set "
                 "rollouts to null, or leave sharding out"
             )
-        sampler = self.recipe.open_sampler(self.context(rewards))
-        if self.rollouts and self.rollouts.sglang:
-            check_sampler(sampler)
+        self.recipe.open_sampler(self.context(rewards))
 
     def _check_setup(self) -> None:
         self.policy.check_setup(self.setup)

@@ -24,8 +24,6 @@ from flowalign.runs.session.run_directory import (
 from flowalign.training import checkpoint
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
-from flowalign.training.sglang import SGLangPool
-from flowalign.training.sglang.messages import check_sampler
 from flowalign.training.watch import HackingMonitor
 from flowalign.training.workers import RolloutPool, WorkerPool
 from flowalign.utils.console import Messages
@@ -129,11 +127,11 @@ def _open_session(
     rewards.ranks = processes
     if processes.is_main:  # other ranks have no progress bar, and print long waits directly
         rewards.log = messages
-    workers = _open_servers(run, rewards, processes, messages)
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
     run.encode_prompts(processes)
-    if run.rollouts and workers is None:
+    workers = None
+    if run.rollouts:
         workers = WorkerPool(run.rollouts, config, run.num_steps, messages)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     updates = run.num_steps * run.recipe.updates
@@ -160,14 +158,6 @@ def _open_session(
         monitor=HackingMonitor(watch, folder) if watch else None,
         workers=workers,
     )
-
-
-def _open_servers(run: Run, rewards: Rewards, processes: Processes, log: Log) -> RolloutPool | None:
-    """Connect to the servers that sample, if there are any, before the model is loaded."""
-    if run.rollouts is None or run.rollouts.sglang is None:
-        return None
-    sampler = check_sampler(run.recipe.open_sampler(run.context(rewards)))
-    return SGLangPool(run.rollouts, sampler, rewards, processes, run.num_steps, log)
 
 
 def _resume(session: Session, resume: Path) -> None:

@@ -2,6 +2,6 @@
 
 from flowalign.training.workers.rollout_pool import RolloutPool
 from flowalign.training.workers.worker_pool import WorkerPool
-from flowalign.training.workers.worker_settings import RolloutWorkers, SGLang
+from flowalign.training.workers.worker_settings import RolloutWorkers
 
-__all__ = ["RolloutPool", "RolloutWorkers", "SGLang", "WorkerPool"]
+__all__ = ["RolloutPool", "RolloutWorkers", "WorkerPool"]

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,15 +34,10 @@ class Answer:
 class RolloutPool(ABC):
     """Workers of one training process. `num_steps` is the number of training steps of the run."""
 
-    same_kernels: ClassVar[bool] = True
-    """Whether the workers evaluate the network with the code of the training process."""
-
     def __init__(self, cfg: RolloutWorkers, num_steps: int, num_workers: int):
         self.cfg, self.num_steps, self.num_workers = cfg, num_steps, num_workers
         self.metrics: dict[str, float] = {}
-        """Staleness of the collected rollouts, waiting time, utilization, and `checks`."""
-        self.checks: dict[str, float] = {}
-        """Results of checks of the workers."""
+        """Staleness of the collected rollouts, waiting time and utilization."""
         self._requested: int | None = None
         self._version = 0
         self._since: float | None = None
@@ -51,9 +45,8 @@ class RolloutPool(ABC):
 
     @property
     def is_off_policy(self) -> bool:
-        """Return whether the collected rollouts have older weights, or log-probabilities of other
-        kernels."""
-        return not self.same_kernels or self.metrics["rollout/staleness"] > 0
+        """Return whether the collected rollouts have older weights."""
+        return self.metrics["rollout/staleness"] > 0
 
     def sample(
         self, step: int, parts: Sequence[Sequence[int]], learner: Learner, costs: Costs
@@ -116,7 +109,6 @@ class RolloutPool(ABC):
             "rollout/weight_version": float(version),
             "rollout/staleness": float(step - version),
             "timing/rollout_wait": self._waited,
-            **self.checks,
         }
         if since is not None:
             self.metrics["utilization/trainer"] = 1 - self._waited / (now - since)
