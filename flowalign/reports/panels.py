@@ -122,13 +122,7 @@ HEALTH = (
             "data": "timing/data",
             "reward": "timing/reward",
             "update": "timing/update",
-            "waiting for rollouts": "timing/rollout_wait",
         },
-    ),
-    MetricGroup(
-        "Utilization",
-        "busy share of the time",
-        {"trainer": "utilization/trainer", "rollout workers": "utilization/workers"},
     ),
 )
 

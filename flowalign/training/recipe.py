@@ -4,15 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
-
-from torch import Tensor
+from typing import Any
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.recipe_plan import RecipePlan
-from flowalign.training.workers import RolloutPool
 from flowalign.types import ModelPlan, Policy, PromptConditioning
 
 Log = Callable[[str], None]
@@ -42,11 +39,6 @@ class RunContext:
     """Whether the run keeps averaged weights."""
     conditioning: PromptConditioning | None = None
     """Conditioning added to the prompts. None: plain prompts."""
-    workers: RolloutPool | None = None
-    """Processes that sample the rollouts. None: the training process samples."""
-    is_off_policy: bool = False
-    """Whether older weights sample rollouts, so that losses with ratios recompute
-    log-probabilities."""
 
     def check_conditioning(self) -> None:
         """Raise ValueError if the conditioning uses dimensions without a reward."""
@@ -79,17 +71,6 @@ class Loop(ABC):
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most draws follow the seed)
         """Restore the state of a checkpoint; called before `run`."""
-
-
-class Sampler(ABC):
-    """Sampler of a recipe's rollouts in a worker process."""
-
-    @abstractmethod
-    def sample(self, step: int, places: Sequence[int]) -> Mapping[str, Tensor]:
-        """Return the tensors of the rollouts of some requests of a training step, by name.
-
-        They depend on the weights, the seed, the step and `places`, the indices of the requests.
-        """
 
 
 class Recipe(ABC):
@@ -153,14 +134,6 @@ class Recipe(ABC):
             "set it to 1, or take PolicyGradient or Matching"
         )
 
-    def open_sampler(self, run: RunContext) -> Sampler:  # noqa: ARG002 (most recipes have none)
-        """Return the sampler of a worker process. It needs no weights until it samples.
-
-        Raises:
-            ValueError: The recipe samples nothing, or samples in the training process only.
-        """
-        refuse_workers(f"recipe {type(self).__name__}")
-
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         """Return the cost of a step on `world` processes.
@@ -178,12 +151,3 @@ class Recipe(ABC):
         Raises:
             ValueError: The data cannot be used for training.
         """
-
-
-def refuse_workers(sampled: str) -> NoReturn:
-    """Raise ValueError because workers cannot sample for this recipe or data source."""
-    raise ValueError(
-        f"rollouts asks for worker processes, but the {sampled} does not sample with them: set "
-        "rollouts to null, or take PolicyGradient, or Matching with data of class ScoredGroups or "
-        "Rollouts"
-    )

@@ -12,7 +12,6 @@ ACCEPTED = (
     "evaluation",
     "checkpoints",
     "trackers",
-    "rollouts",
     "notify",
     "device",
     "sharding",

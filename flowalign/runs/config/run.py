@@ -21,7 +21,6 @@ from flowalign.training.ema import Ema
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.training.workers import RolloutPool, RolloutWorkers
 from flowalign.types import (
     Offload,
     Policy,
@@ -64,9 +63,6 @@ class Run:
     """Interval of checkpoints, and number of checkpoints kept."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Trackers in addition to metrics.jsonl, which is always written."""
-    rollouts: RolloutWorkers | None = None
-    """Workers that sample the rollouts of PolicyGradient, or of Matching with ScoredGroups or
-    Rollouts, in separate processes. Null: the training process samples."""
     notify: list[str] = field(default_factory=list)
     """Command and its arguments, started without a shell when the run finishes, fails or is
     interrupted, and on an alarm of `evaluation.watch`. It gets the event as JSON on its standard
@@ -116,17 +112,7 @@ class Run:
             self.evaluation.check_watch(weights)
         if self.sharding.context_degree > 1:
             self.recipe.check_context()
-        if self.rollouts:
-            self._check_workers(rewards)
         self._check_prompts(rewards)
-
-    def _check_workers(self, rewards: Rewards) -> None:
-        if self.sharding != Sharding():
-            raise ValueError(
-                f"sharding is {self.sharding}, but rollout workers load whole weights: set "
-                "rollouts to null, or leave sharding out"
-            )
-        self.recipe.open_sampler(self.context(rewards))
 
     def _check_setup(self) -> None:
         self.policy.check_setup(self.setup)
@@ -217,7 +203,7 @@ class Run:
         rewards.check_policy(self.policy)
         self._check_prompts(rewards)
 
-    def context(self, rewards: Rewards, workers: RolloutPool | None = None) -> RunContext:
+    def context(self, rewards: Rewards) -> RunContext:
         """Return the parts of this run that its recipe reads."""
         return RunContext(
             policy=self.policy,
@@ -229,6 +215,4 @@ class Run:
             optimizer=self.optimizer,
             has_ema=self.ema is not None,
             conditioning=self.conditioning,
-            workers=workers,
-            is_off_policy=bool(self.rollouts and self.rollouts.is_off_policy),
         )

@@ -26,15 +26,12 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     rewards = run.build_rewards()
     step = run.recipe.plan(run.context(rewards), model, groups)
     parts = parts_of(run, model, step, world)
-    if run.rollouts:
-        run.rollouts.check_prompts(step.prompts_per_step, groups)
     updates = run.recipe.updates
     asked = describe_conditioning(run.conditioning)
     return {
         **({"sampling asks": asked} if asked else {}),
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
         **step.rows,
-        **(run.rollouts.rows if run.rollouts else {}),
         **prompt_rows(run, step.prompts_per_step),
         **{f"warning: {one.spec.name}": one.caveat for one in rewards.models if one.caveat},
         "denoiser parameters": f"{model.parameters:,}",

@@ -25,7 +25,6 @@ from flowalign.training import checkpoint
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.watch import HackingMonitor
-from flowalign.training.workers import RolloutPool, WorkerPool
 from flowalign.utils.console import Messages
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
@@ -69,8 +68,6 @@ class Session:
     """Whether a stop signal skipped an evaluation that was due."""
     monitor: HackingMonitor | None = None
     """Monitor of watched metrics; None if the run watches none."""
-    workers: RolloutPool | None = None
-    """Processes that sample rollouts; None if this process samples."""
     claim: Claim | None = None
     """Claim of the run directory, held by the main process during training; None on other ranks."""
 
@@ -130,9 +127,6 @@ def _open_session(
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
     run.encode_prompts(processes)
-    workers = None
-    if run.rollouts:
-        workers = WorkerPool(run.rollouts, config, run.num_steps, messages)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
@@ -141,7 +135,7 @@ def _open_session(
     processes.barrier()
     before_opening = time.perf_counter()
     with begin_directory(folder, config) if processes.is_main and begins else nullcontext():
-        loop = run.recipe.open(run.context(rewards, workers), learner, folder, messages)
+        loop = run.recipe.open(run.context(rewards), learner, folder, messages)
     watch = run.evaluation.watch if run.evaluation else None
     return Session(
         run,
@@ -156,7 +150,6 @@ def _open_session(
         messages,
         seconds_before=time.perf_counter() - before_opening,  # includes encoding
         monitor=HackingMonitor(watch, folder) if watch else None,
-        workers=workers,
     )
 
 
@@ -169,11 +162,6 @@ def _resume(session: Session, resume: Path) -> None:
     if session.processes.is_main:
         write_config(session.folder, session.config)
     session.log(f"resumed {resume} after {session.first_step} steps")
-    if session.run.rollouts and session.run.rollouts.max_staleness and session.first_step:
-        session.log(
-            "the first rollouts have the restored weights, one step newer than those of a run that "
-            "was not stopped, so the weights will differ from that run's"
-        )
 
 
 def _restore(session: Session, state: dict[str, Any]) -> None:

@@ -33,8 +33,6 @@ def train(session: Session) -> dict[str, Any]:
     try:
         return _train(session)
     finally:
-        if session.workers:
-            session.workers.close()
         if session.claim:
             session.claim.release()
 

@@ -1,7 +1,7 @@
 """Base class of the streams that make examples from credited rollouts of the current policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
@@ -12,7 +12,6 @@ from flowalign.training.learner import Learner
 from flowalign.training.matching.source import BatchStream
 from flowalign.training.rollouts.credited import CreditedRollouts
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.workers import RolloutPool
 
 
 @dataclass(eq=False)
@@ -23,13 +22,11 @@ class CreditedStream(BatchStream):
     learner: Learner
     rewards: Rewards
     requests: Requests
-    workers: RolloutPool | None = field(default=None, kw_only=True)
-    """Processes that sample. None: this process samples."""
 
     def __post_init__(self) -> None:
         """Prepare the rollouts."""
-        seed, workers = self.requests.seed, self.workers
-        self.rollouts = CreditedRollouts(self.cfg, self.learner, self.rewards, seed, workers)
+        seed = self.requests.seed
+        self.rollouts = CreditedRollouts(self.cfg, self.learner, self.rewards, seed)
 
     @override
     def state(self) -> dict[str, Any]:

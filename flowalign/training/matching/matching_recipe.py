@@ -13,9 +13,9 @@ from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.reference_models import FrozenBase
-from flowalign.training.matching.source import DataSource, StreamContext, WorkerSampled
+from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.matching.times import SamplerGrid
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext, Sampler, refuse_workers
+from flowalign.training.recipe import Log, Loop, Recipe, RunContext
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
@@ -55,12 +55,6 @@ class Matching(MatchingSettings, Recipe):
     @override
     def check_context(self) -> None:
         self.data.check_context()
-
-    @override
-    def open_sampler(self, run: RunContext) -> Sampler:
-        if not isinstance(self.data, WorkerSampled):
-            refuse_workers(f"data source {type(self.data).__name__}")
-        return self.data.open_sampler(run)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -113,7 +107,7 @@ class Matching(MatchingSettings, Recipe):
         step = self.states.field(learner.policy)
         learner.fields |= {} if step is None else {STEP_FIELD: step}
         requires = self.loss.requirements.requires
-        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning, run.workers)
+        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning)
         stream = self.data.open(learner, context)
         return MatchingLoop(self, learner, stream, run.seed, log)
 

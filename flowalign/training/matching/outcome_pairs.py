@@ -23,37 +23,10 @@ from flowalign.training.rollouts.advantages import (
     mask_unused_rewards,
     outcome_credit,
 )
-from flowalign.training.rollouts.collecting import RequestSampler
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.workers import RolloutPool
-from flowalign.types import Examples, Policy, Request, encode_requests
+from flowalign.types import Examples, Request, encode_requests
 from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
-
-
-class LatentSampler(RequestSampler):
-    """Sampler of clean latents."""
-
-    @override
-    def sample(self, step: int, places: Sequence[int]) -> dict[str, Tensor]:
-        requests, seed = self.batch(step), self.requests.seed
-        chosen = [requests[i] for i in places]
-        return {"latents": sample_latents(self.cfg, self.policy, chosen, seed, step, places)}
-
-
-def sample_latents(
-    cfg: RolloutSettings,
-    policy: Policy,
-    requests: Sequence[Request],
-    seed: int,
-    step: int,
-    places: Sequence[int],
-) -> Float[Tensor, "n *latent"]:
-    """Return K clean latents of each request; `places` are the indices of the requests."""
-    copies = range(cfg.sampling.samples_per_prompt)
-    repeated = [request for request in requests for _ in copies]
-    seeds = [generator(seed, "rollout", step, i, k) for i in places for k in copies]
-    return generate(policy, repeated, cfg.sampling.num_steps, seeds, cfg.sampling.micro_batch)
 
 
 class OutcomePairStream(BatchStream):
@@ -66,11 +39,9 @@ class OutcomePairStream(BatchStream):
         rewards: Rewards,
         requests: Requests,
         rule: Rule,
-        workers: RolloutPool | None = None,
     ):
-        self.cfg, self.learner, self.rewards, self.requests = cfg, learner, rewards, requests
+        self.cfg, self.rewards, self.requests = cfg, rewards, requests
         self.policy, self.processes, self.rule = learner.policy, learner.processes, rule
-        self.workers = workers
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
 
     @override
@@ -103,7 +74,6 @@ class OutcomePairStream(BatchStream):
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
         metrics = {**estimate.metrics, "pairs": float(counts.sum())}
-        metrics |= self.workers.metrics if self.workers else {}
         self.estimator.learn(estimate.gathered.outcome)
         return Batch(examples, first, int(counts.sum()), metrics)
 
@@ -128,17 +98,13 @@ class OutcomePairStream(BatchStream):
         """Return K samples of each request, and all their rewards."""
         cfg, policy, copies = self.cfg, self.policy, range(self.cfg.sampling.samples_per_prompt)
         repeated = [request for request in requests for _ in copies]
-        if self.workers is None:
-            latents = sample_latents(cfg, policy, requests, self.requests.seed, step, places)
-        else:
-            parts = self.workers.divide(places)
-            sent = self.workers.sample(step, parts, self.learner, self.rewards.costs)
-            device = self.processes.device
-            latents = torch.cat([tensors["latents"].to(device) for tensors in sent])
+        seed, size = self.requests.seed, cfg.sampling.micro_batch
+        seeds = [generator(seed, "rollout", step, i, k) for i in places for k in copies]
+        latents = generate(policy, repeated, cfg.sampling.num_steps, seeds, size)
         scoring = self.rewards.scoring()
         groups = [i for i in places for _ in copies]
-        for start in range(0, len(repeated), cfg.sampling.micro_batch):
-            part = slice(start, start + cfg.sampling.micro_batch)
+        for start in range(0, len(repeated), size):
+            part = slice(start, start + size)
             with stage("decode"):
                 batch = self.rewards.decode(policy, latents[part], repeated[part], groups[part])
             self.rewards.costs.decodes += len(batch)

@@ -15,19 +15,13 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.training.learner import Learner
-from flowalign.training.matching.outcome_pairs import LatentSampler, OutcomePairStream
-from flowalign.training.matching.source import (
-    BatchStream,
-    DataSource,
-    StreamContext,
-    WorkerSampled,
-)
+from flowalign.training.matching.outcome_pairs import OutcomePairStream
+from flowalign.training.matching.source import BatchStream, DataSource, StreamContext
 from flowalign.training.matching.step_pairs import StepPairStream, StepWeighting, count_pairs
 from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
-from flowalign.training.recipe import RunContext, Sampler
+from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import RecipePlan, StepWork
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
@@ -37,7 +31,7 @@ from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, requi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts(TrainingPrompts, DataSource, WorkerSampled):
+class Rollouts(TrainingPrompts, DataSource):
     """Pairs of samples of the policy, chosen by weighted rewards or by step-level credit.
 
     Samples are deterministic without credit.
@@ -175,14 +169,8 @@ class Rollouts(TrainingPrompts, DataSource, WorkerSampled):
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
         common = self.rollouts, learner, rewards, requests, self.rule
         if self.credit is None:
-            return OutcomePairStream(*common, context.workers)
-        return StepPairStream(*common, self.step_weight, workers=context.workers)
-
-    @override
-    def open_sampler(self, run: RunContext) -> Sampler:
-        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
-        kind = LatentSampler if self.credit is None else RolloutSampler
-        return kind(self.rollouts, run.policy, requests)
+            return OutcomePairStream(*common)
+        return StepPairStream(*common, self.step_weight)
 
     def _check_credit(self) -> None:
         """Raise ValueError if settings for credit are unused, or do not fit the credit method."""

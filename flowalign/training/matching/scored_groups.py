@@ -18,10 +18,9 @@ from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
 from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.scored_stream import ScoredStream
-from flowalign.training.matching.source import DataSource, StreamContext, WorkerSampled
+from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import RecipePlan
-from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.training.rollouts.spatial import SpatialCredit
@@ -31,7 +30,7 @@ from flowalign.types.ranges import require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredGroups(TrainingPrompts, RolloutFields, DataSource, WorkerSampled):
+class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     """Groups of samples per prompt, with the advantage of each sample within its group.
 
     The default sampler is deterministic. `sampling.tail_ratio: 1.0` makes its steps second order.
@@ -170,13 +169,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource, WorkerSampled):
             self.spatial,
             self.contrast,
             self.modalities,
-            workers=context.workers,
         )
-
-    @override
-    def open_sampler(self, run: RunContext) -> RolloutSampler:
-        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
-        return RolloutSampler(self.rollouts, run.policy, requests)
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
         """Map each trained step to the completed state that its credit is computed from.

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, RunContext, Sampler
+from flowalign.training.recipe import Log, RunContext
 from flowalign.training.recipe_plan import RecipePlan
-from flowalign.training.workers import RolloutPool
 from flowalign.types import (
     CreditEstimator,
     Examples,
@@ -38,8 +37,6 @@ class StreamContext:
     log: Log = lambda _: None
     conditioning: PromptConditioning | None = None
     """Conditioning of prompts in sampling and training. None: plain prompts."""
-    workers: RolloutPool | None = None
-    """Processes that sample the rollouts. None: the training process samples."""
 
 
 @dataclass(frozen=True)
@@ -195,14 +192,6 @@ class DataSource(ABC):
         Raises:
             ValueError: The data cannot be used for training.
         """
-
-
-class WorkerSampled(ABC):
-    """Data source with examples that worker processes can sample."""
-
-    @abstractmethod
-    def open_sampler(self, run: RunContext) -> Sampler:
-        """Return the sampler of a worker process; it needs no weights until it samples."""
 
 
 def refuse_teachers(names: Sequence[str], source: str) -> None:

@@ -26,12 +26,10 @@ from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, 
 from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult, build_batch
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
-from flowalign.training.policy_gradient.old_log_probs import OldLogProbs
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
-from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Minibatch
 from flowalign.utils.seeds import generator
 
@@ -57,7 +55,6 @@ class PolicyGradientLoop(Loop):
         """Reference of the KL that follows the policy; None if it is fixed."""
         self.steps = step_gradients(cfg, learner)
         """Measurement of the gradients of denoising steps; None if step weights are fixed."""
-        self.old = OldLogProbs(learner, cfg.algorithm.clip, cfg.micro_batch, log)
         self.stored: StoredGradient | None = None
         """Gradient of the stored data that regularises the run, or None."""
 
@@ -72,14 +69,13 @@ class PolicyGradientLoop(Loop):
             start = time.perf_counter()
             requests = self.requests.batch(step, cfg.prompts_per_step)
             values = self.rollouts.sample(requests, step)
-            compared = self._recompute(values)
             sampled = time.perf_counter()
             credit = compute_credit(self.rollouts.cfg, values)
             estimate = self.rollouts.estimate(values, credit)
             averages = self.steps and self.steps.averages
             batch = build_batch(cfg, learner.processes, values, estimate, averages)
             metrics = {**estimate.metrics, **estimate.size_metrics, **estimate.transition_metrics}
-            metrics |= compared | self.rollouts.learn(requests, values, estimate)
+            metrics |= self.rollouts.learn(requests, values, estimate)
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
@@ -102,15 +98,6 @@ class PolicyGradientLoop(Loop):
                 "throughput": len(batch.global_mask) / (done - start),
             }
             yield metrics | checks.metrics()
-
-    def _recompute(self, values: CompletionValues) -> dict[str, float]:
-        """Replace log-probabilities that are not those of this process's current weights."""
-        workers = self.rollouts.workers
-        if workers is None or not workers.is_off_policy:
-            return {}
-        limit = workers.cfg.max_clipped
-        values.trajectory, metrics = self.old.recompute(values.trajectory, limit)
-        return metrics
 
     @override
     def draw(self) -> float:

@@ -17,7 +17,6 @@ from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGr
 from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import Log, Loop, Recipe, RunContext
 from flowalign.training.recipe_plan import RecipePlan
-from flowalign.training.rollouts.collecting import RolloutSampler
 from flowalign.types import ModelPlan
 
 
@@ -58,17 +57,6 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         self.rollouts.refuse_features()
 
     @override
-    def open_sampler(self, run: RunContext) -> RolloutSampler:
-        if self.calibration:
-            raise ValueError(
-                "recipe.calibration changes the noise levels during the run, which rollout workers "
-                "do not follow: set rollouts to null, or calibration to null and sampling.eta to "
-                "the levels of a calibrated run"
-            )
-        requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
-        return RolloutSampler(self.rollouts, run.policy, requests)
-
-    @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         return plan_step(self, run, model, world)
 
@@ -78,7 +66,6 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         settings = calibrate_noise_levels(self, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
         loop = PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
-        loop.rollouts.workers = run.workers
         if self.regularised:
             loop.stored = self.regularised.open(run, learner, log)
         return loop

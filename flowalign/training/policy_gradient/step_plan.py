@@ -37,7 +37,7 @@ def plan_step(
     rows |= _calibration_rows(cfg, run, window)
     rows |= _measured_rows(cfg)
     counts = _counts(cfg, run, window)
-    frozen = ("attention", "reference", "ratios", "log-probabilities")
+    frozen = ("attention", "reference", "ratios")
     rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
     return RecipePlan(
         rows=rows,
@@ -128,9 +128,6 @@ def _is_bound(cfg: PolicyGradientSettings, empty: Trajectory) -> bool:
 def _counts(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, int]:
     """Return the network evaluations of a step, by purpose."""
     counts = evaluations(cfg, window, run.policy.evaluations_per_velocity)
-    if run.is_off_policy:
-        states = _num_states(cfg.rollouts.empty_trajectory(window))
-        counts["log-probabilities"] = states * run.policy.evaluations_per_velocity
     cost = {name: count * cfg.prompts_per_step for name, count in counts.items()}
     return cost | {"of stored media": cfg.regularised.rows * cfg.updates if cfg.regularised else 0}
 

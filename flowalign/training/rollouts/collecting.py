@@ -2,26 +2,20 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from flowalign.credit.critic import FittedCritic
-from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import CompletionRequest, complete
 from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Sampler
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.training.rollouts.trajectory_tensors import from_tensors, to_tensors
-from flowalign.training.workers import RolloutPool
 from flowalign.types import Policy, Request, Trajectory
 from flowalign.utils.seeds import generator
 
@@ -34,28 +28,16 @@ def collect_rollouts(
     seed: int,
     step: int,
     critic: FittedCritic | None = None,
-    workers: RolloutPool | None = None,
 ) -> CompletionValues:
     """Sample this rank's share of the requests, and return the values of the trajectories.
 
     If `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
-    computed while the next batch is sampled. Workers sample one batch at a time, by default an
-    equal part of the share.
+    computed while the next batch is sampled.
     """
     local = learner.processes.share(range(len(requests)))
-    size = cfg.rollout_batch_prompts
-    if workers is None:
-        size = size or max(len(local), 1)
-        batches = [local[start : start + size] for start in range(0, len(local), size)] or [local]
-        drawn = (sample_prompts(cfg, learner.policy, requests, seed, step, b) for b in batches)
-    else:
-        batches = workers.divide(local, size)
-        window, device = cfg.window(step, generator(seed, "window", step)), learner.processes.device
-        sent = workers.sample(step, batches, learner, rewards.costs)
-        drawn = (
-            from_tensors(cfg, window, [requests[i] for i in batch], tensors, device)
-            for batch, tensors in zip(batches, sent, strict=True)
-        )
+    size = cfg.rollout_batch_prompts or max(len(local), 1)
+    batches = [local[start : start + size] for start in range(0, len(local), size)] or [local]
+    drawn = (sample_prompts(cfg, learner.policy, requests, seed, step, b) for b in batches)
     if len(batches) == 1:
         return completion_values(cfg, learner, rewards, next(drawn), critic)
     trajectories, parts = [], []
@@ -75,30 +57,6 @@ def rollout(
     """Return the trajectories of this rank's share of the requests, all sampled together."""
     local = learner.processes.share(range(len(requests)))
     return sample_prompts(cfg, learner.policy, requests, seed, step, local)
-
-
-@dataclass(frozen=True)
-class RequestSampler(Sampler):
-    """Sampler of some requests of a step in a worker process."""
-
-    cfg: RolloutSettings
-    policy: Policy
-    requests: Requests
-
-    def batch(self, step: int) -> Sequence[Request]:
-        """Return all requests of a training step."""
-        return self.requests.batch(step, self.cfg.prompts_per_step)
-
-
-class RolloutSampler(RequestSampler):
-    """Sampler of trajectories."""
-
-    @override
-    def sample(self, step: int, places: Sequence[int]) -> dict[str, Tensor]:
-        seed = self.requests.seed
-        drawn = sample_prompts(self.cfg, self.policy, self.batch(step), seed, step, places)
-        window = self.cfg.window(step, generator(seed, "window", step))
-        return to_tensors(self.cfg, window, drawn)
 
 
 def sample_prompts(

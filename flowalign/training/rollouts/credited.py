@@ -22,7 +22,6 @@ from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.training.workers import RolloutPool
 from flowalign.types import Request, StepCredit
 
 
@@ -33,17 +32,8 @@ class CreditedRollouts:
     thresholds.
     """
 
-    def __init__(
-        self,
-        cfg: RolloutSettings,
-        learner: Learner,
-        rewards: Rewards,
-        seed: int,
-        workers: RolloutPool | None = None,
-    ):
+    def __init__(self, cfg: RolloutSettings, learner: Learner, rewards: Rewards, seed: int):
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
-        self.workers = workers
-        """Processes that sample; None: this process samples."""
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
         """Estimator of advantages, with reward weights that thresholds adapt."""
         self.history = OutcomeHistory(cfg.history)
@@ -54,14 +44,7 @@ class CreditedRollouts:
     def sample(self, requests: Sequence[Request], step: int) -> CompletionValues:
         """Sample this process's share of the requests; return the values of the trajectories."""
         values = collect_rollouts(
-            self.cfg,
-            self.learner,
-            self.rewards,
-            requests,
-            self.seed,
-            step,
-            self.critic,
-            self.workers,
+            self.cfg, self.learner, self.rewards, requests, self.seed, step, self.critic
         )
         values.history = self.history
         return values
@@ -86,14 +69,13 @@ class CreditedRollouts:
     ) -> dict[str, float]:
         """Update history, multipliers and critic after a step.
 
-        `requests` are the requests of all processes. Returns the metrics of the critic and of
-        rollout workers.
+        `requests` are the requests of all processes. Returns the metrics of the critic.
         """
         # Update only now: the credit and weights of a step must not depend on its own outcomes.
         outcome = estimate.gathered.outcome
         self.history.add([request.key for request in requests], outcome)
         self.estimator.learn(outcome)
-        return self.learn_critic(values) | (self.workers.metrics if self.workers else {})
+        return self.learn_critic(values)
 
     def learn_critic(self, values: CompletionValues) -> dict[str, float]:
         """Fit the critic to the step's outcomes; return the explained variance before the fit.
