@@ -32,29 +32,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured costs of flowalign bench --out, instead of counted operations",
     )
     add("--reward-seconds", type=number(0.0), metavar="S", help="seconds of a GPU per reward call")
-    _add_failures(parser)
-
-
-def _add_failures(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("failures and stragglers, with --gpus").add_argument
-    add("--simulate", action="store_true", help="simulate runs with and without staleness")
-    add(
-        "--failure-hours",
-        type=number(0.1),
-        default=50_000.0,
-        metavar="H",
-        help="mean time between failures of a GPU (default: 50000, as in the training of Llama 3)",
-    )
-    add(
-        "--restart-seconds",
-        type=number(0.0),
-        default=600.0,
-        metavar="S",
-        help="time from a failure until training continues (default: 600)",
-    )
-    add(
-        "--spread",
-        type=number(0.0),
-        default=0.1,
-        help="standard deviation of the logarithm of stage times (default: 0.1)",
-    )

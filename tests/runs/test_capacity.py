@@ -12,7 +12,6 @@ from flowalign.runs.config import load
 from flowalign.runs.planning.capacity import (
     UnitCosts,
     backward_passes,
-    balance,
     communication_seconds,
     exchange_seconds,
     gpu_seconds,
@@ -96,23 +95,6 @@ def test_uneven_shares():
     assert imbalance(0, 3) == 1
 
 
-@pytest.mark.parametrize("workers", [3, 7, 10])
-@pytest.mark.parametrize("work", [(6.0, 3.0, 1.0), (1.0, 1.0, 50.0), (5.0, 4.0, 3.0)])
-def test_no_other_division_of_workers_is_faster(work, workers):
-    counts = balance(work, workers)
-    assert sum(counts) == workers
-    others = [c for c in product(range(1, workers), repeat=3) if sum(c) == workers]
-    fastest = min(max(w / n for w, n in zip(work, c, strict=True)) for c in others)
-    assert max(w / n for w, n in zip(work, counts, strict=True)) == fastest
-
-
-def test_kinds_without_work_get_no_worker():
-    assert balance([6.0, 0.0, 3.0], 3) == [2, 0, 1]
-    assert balance([0.0, 0.0], 3) == [0, 0]
-    with pytest.raises(ValueError, match="1 workers cannot be divided among 2"):
-        balance([1.0, 1.0], 1)
-
-
 def test_measured_unit_costs_reproduce_the_measured_step():
     seconds = {"sample": 14.0, "update": 50.0, "decode": 4.0, "reward": 3.0}
     unit = unit_seconds({f"seconds/{n}": s for n, s in seconds.items()}, WORK, passes=4)
@@ -167,14 +149,12 @@ def test_two_gpus_halve_a_step_and_uneven_shares_are_idle_time():
     )
     whole, half = (float(rows["seconds per step"].replace(",", "")) for rows in (one, two))
     assert half == pytest.approx(whole / 2, rel=0.01)
-    assert "balanced workers" not in one
     assert two["idle"].startswith("0%")
     assert three["idle"].startswith("11%"), "16 prompts for 3 processes: 6 instead of 5.33"
 
 
 def arguments(**given):
     usual = {"gpus": None, "gpu": None, "costs": None, "reward_seconds": None, "processes": 1}
-    usual |= {"simulate": False}
     return argparse.Namespace(**usual | {"utilization": 0.4} | given)
 
 

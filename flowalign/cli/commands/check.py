@@ -4,15 +4,13 @@ import argparse
 import sys
 
 from flowalign.cli.commands.common import read_settings
-from flowalign.runs.config import Run, load_with_origins
+from flowalign.runs.config import load_with_origins
 from flowalign.runs.planning.capacity_plan import (
-    Capacity,
     Cluster,
     capacity_rows,
     plan_capacity,
     read_costs,
 )
-from flowalign.runs.planning.fleet_plan import Trouble, fleet_rows
 from flowalign.runs.planning.gpus import GPUS, find_gpu
 from flowalign.runs.planning.plan import plan
 from flowalign.utils.console import table
@@ -34,16 +32,7 @@ def run(args: argparse.Namespace) -> int:
         if cluster:
             found = plan_capacity(settings, cluster)
             table(f"step on {cluster.count} x {cluster.name}", capacity_rows(settings, found))
-            if args.simulate:
-                table("simulated runs", _simulate(args, settings, found.capacity))
     return 0
-
-
-def _simulate(args: argparse.Namespace, run: Run, found: Capacity) -> dict[str, str]:
-    trouble = Trouble(
-        failure_hours=args.failure_hours, restart=args.restart_seconds, spread=args.spread
-    )
-    return fleet_rows(found, args.gpus, run.num_steps, run.checkpoints.every, trouble)
 
 
 def _read_cluster(args: argparse.Namespace) -> Cluster | None:
@@ -53,8 +42,8 @@ def _read_cluster(args: argparse.Namespace) -> Cluster | None:
         ValueError: The options do not belong together.
     """
     if args.gpus is None:
-        if args.gpu or args.costs or args.simulate or args.reward_seconds is not None:
-            raise ValueError("--gpu, --costs, --reward-seconds and --simulate need --gpus N")
+        if args.gpu or args.costs or args.reward_seconds is not None:
+            raise ValueError("--gpu, --costs and --reward-seconds need --gpus N")
         return None
     if args.processes != 1:
         raise ValueError("--gpus starts one process per GPU: leave out --processes")

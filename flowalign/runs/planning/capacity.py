@@ -1,12 +1,10 @@
 """Predict the duration of a step on N GPUs from planned counts and the cost of each unit of work.
 
-GPU seconds of a stage = count x seconds of a unit. In synchronous training every GPU does its share
-of each stage in turn. With separate workers, the slowest kind of worker sets the pace.
+GPU seconds of a stage = count x seconds of a unit. Every GPU does its share of each stage in turn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from math import ceil
 
 from flowalign.runs.planning.gpus import Gpu
@@ -96,24 +94,3 @@ def communication_seconds(
 def imbalance(items: int, world: int) -> float:
     """Return the largest share of `items` among `world` processes, in units of the mean share."""
     return ceil(items / world) * world / items if items else 1.0
-
-
-def balance(work: Sequence[float], workers: int) -> list[int]:
-    """Divide workers among kinds of work so that the slowest kind is as fast as possible.
-
-    Each kind with work gets at least one. The next worker always goes to the slowest kind, which
-    minimises the maximum of work / workers.
-
-    Raises:
-        ValueError: There are fewer workers than kinds of work.
-    """
-    counts = [int(one > 0) for one in work]
-    if sum(counts) > workers:
-        raise ValueError(f"{workers} workers cannot be divided among {sum(counts)} kinds of work")
-    queue = [(-one, kind) for kind, one in enumerate(work) if one > 0]
-    heapify(queue)
-    for _ in range(workers - sum(counts)) if queue else ():
-        _, kind = queue[0]
-        counts[kind] += 1
-        heapreplace(queue, (-work[kind] / counts[kind], kind))
-    return counts

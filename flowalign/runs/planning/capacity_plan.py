@@ -1,4 +1,4 @@
-"""Plan a run on many GPUs: seconds of a step by stage, and the workers that balance the load."""
+"""Plan a run on many GPUs: seconds of a step by stage."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from flowalign.runs.config import Run
 from flowalign.runs.planning.capacity import (
     UnitCosts,
     backward_passes,
-    balance,
     communication_seconds,
     gpu_seconds,
     imbalance,
@@ -52,26 +51,14 @@ class Capacity:
     """Prediction of a step on a cluster."""
 
     stages: Mapping[str, float]
-    """Seconds of the busiest GPU in synchronous training, by stage."""
+    """Seconds of the busiest GPU, by stage."""
     idle: float
     """Mean share of the step in which a GPU waits for the busiest one."""
-    whole: Mapping[str, float]
-    """Seconds of one GPU for all work of a step, by stage."""
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a synchronous step."""
+        """Return the seconds of a step."""
         return sum(self.stages.values())
-
-    @property
-    def pools(self) -> dict[str, float]:
-        """Return the GPU seconds of a step for each kind of worker."""
-        rollouts = ("sampling", "completions", "decoding")
-        return {
-            "trainers": self.whole["update"],
-            "rollout workers": sum(self.whole[name] for name in rollouts),
-            "reward workers": self.whole["rewards"],
-        }
 
 
 def read_costs(path: str) -> UnitCosts:
@@ -118,7 +105,7 @@ def predict(
         stages["communication"] = _communication(run, model, step, cluster, cluster.gpu)
     computing = sum(whole.values()) / cluster.count
     busy = computing + stages.get("communication", 0.0)
-    return Capacity(stages=stages, idle=1 - busy / sum(stages.values()), whole=whole)
+    return Capacity(stages=stages, idle=1 - busy / sum(stages.values()))
 
 
 def _communication(
@@ -178,16 +165,4 @@ def capacity_rows(run: Run, plan: CapacityPlan) -> dict[str, str]:
         parts, memory = parts_of(run, plan.model, plan.step, cluster.count), cluster.gpu.memory
         verdict = "enough" if peak(parts) <= memory else "too little"
         rows["memory per GPU"] = f"{size(peak(parts))} of {size(memory)}: {verdict}"
-    return rows | _balance_row(found, cluster.count)
-
-
-def _balance_row(found: Capacity, count: int) -> dict[str, str]:
-    """Return the row about separate workers that overlap, each with samples one step old."""
-    pools = {name: seconds for name, seconds in found.pools.items() if seconds > 0}
-    if count < len(pools) or len(pools) < 2:
-        return {}
-    counts = dict(zip(pools, balance([*pools.values()], count), strict=True))
-    seconds = max(pools[name] / counts[name] for name in pools)
-    seconds += found.stages.get("communication", 0.0)
-    told = ", ".join(f"{number} {name}" for name, number in counts.items())
-    return {"balanced workers": f"{told}: {seconds:,.3g} seconds per step if stages overlap"}
+    return rows
