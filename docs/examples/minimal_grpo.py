@@ -32,9 +32,9 @@ from flowalign.losses import GRPO, PPOClip
 from flowalign.rewards import Rewards
 from flowalign.sampling import Fixed, Sampling, complete, sample
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
-from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
+from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Completion
+from flowalign.types import Batch, Completion
 from flowalign.utils.files import bundled
 from flowalign.utils.seeds import generator
 from pipelines.families.sd3 import SD3
@@ -104,11 +104,12 @@ for step in range(args.steps):
 
     # advantages -> loss -> update. A minibatch holds step k of several samples.
     step_weight = torch.ones(sampling.num_steps)
-    batch = TrainBatch(trajectory, advantage, credit.mask, step_weight, credit.mask, rank_offset=0)
+    samples = Batch({"advantage": advantage, "mask": credit.mask})
+    batch = RolloutBatch(trajectory, samples, Batch({"weight": step_weight}), credit.mask)
     num_trained, ratio = int(credit.mask.sum()), 0.0
     for minibatch in minibatches(batch, torch.arange(len(credit.mask)), size=96):
-        loss, stats = algorithm.loss(policy, policy, minibatch)
-        share = len(minibatch.x) / num_trained
+        loss, stats = algorithm.loss(batch.fields(policy, policy), minibatch)
+        share = minibatch.num_rows / num_trained
         (share * loss).backward()
         ratio += share * float(stats["ratio_mean"])
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -4,30 +4,23 @@ Source: GCPO, arXiv:2510.21583, and code of xingzhejun/GCPO.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
-class Chunk(NamedTuple):
-    """Log-ratios and size of the chunk of each transition, for losses."""
-
-    others: Float[Tensor, "n"]
-    """Sum of the log-ratios of the other transitions in the chunk, without gradient."""
-    size: Int[Tensor, "n"]
-    """Number of transitions in the chunk."""
-
-
-def chunk_log_ratio(log_ratio: Float[Tensor, "n"], chunk: Chunk) -> Float[Tensor, "n"]:
+def chunk_log_ratio(
+    log_ratio: Float[Tensor, "n"], others: Float[Tensor, "n"], size: Int[Tensor, "n"]
+) -> Float[Tensor, "n"]:
     """Return the log of the geometric mean of a chunk's ratios, (product of ratios)^(1 / size).
 
-    The value is equal for all transitions of a chunk, but each gradient reaches only the ratio of
-    its own transition. For any f, the sum of the gradients of f(chunk_log_ratio) over a chunk is
-    the gradient of f at the product.
+    `others` are the sums of the log-ratios of the other transitions of the chunk, without gradient,
+    and `size` its number of transitions. The value is equal for all transitions of a chunk, but
+    each gradient reaches only the ratio of its own transition. For any f, the sum of the gradients
+    of f(chunk_log_ratio) over a chunk is the gradient of f at the product.
     """
-    return (log_ratio + chunk.others) / chunk.size
+    return (log_ratio + others) / size
 
 
 def chunks_of_sizes(sizes: Sequence[int], num_steps: int) -> Int[Tensor, "T"]:

@@ -12,6 +12,7 @@ sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data. `k
 and `sigma` always a time.
 """
 
+from flowalign.types.batch import COLUMNS, Batch
 from flowalign.types.completion import Completion
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
 from flowalign.types.decoders import DifferentiableDecoder, Sound, SoundDecoder
@@ -69,7 +70,6 @@ from flowalign.types.request import (
     prompts_of,
 )
 from flowalign.types.reward import (
-    MAY_PASS,
     Column,
     JudgeCalls,
     Loadable,
@@ -83,4 +83,4 @@ from flowalign.types.setup import Offload, Setup
 from flowalign.types.sharding import SampleRanks, Sharding
 from flowalign.types.speed import Reduced, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
-from flowalign.types.transitions import Minibatch, PolicyLoss
+from flowalign.types.transitions import Fields, PolicyLoss, step_of, steps_of

@@ -1,4 +1,4 @@
-"""Define minibatches of rollout transitions and the interface of losses on them."""
+"""Define the fields of transitions, and the interface of losses on batches of transitions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -6,85 +6,60 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.chunk import Chunk
 from flowalign.functional.transition import Gaussian, Kernel, transition
+from flowalign.types.batch import Batch
 from flowalign.types.loss import Loss
 from flowalign.types.policy import VelocityField
-from flowalign.types.trajectory import Cond
 
 
 @dataclass(frozen=True)
-class Minibatch:
-    """Transition k of n samples, with everything a loss may read."""
+class Fields:
+    """Velocity fields that a loss evaluates, and the transitions that they define."""
 
-    k: int
-    """Index of the transition."""
-    x: Float[Tensor, "n *latent"]
-    """State x_k."""
-    x_next: Float[Tensor, "n *latent"]
-    """State x_{k+1} that the old policy drew."""
-    logp_old: Float[Tensor, "n"]
-    """log pi_old(x_{k+1} | x_k), averaged over latent elements."""
-    advantage: Float[Tensor, "n"]
-    """Advantage of each transition."""
-    weight: Float[Tensor, "n"]
-    """Weight of each transition in the policy term; 0 excludes it."""
-    sigmas: Float[Tensor, "S"]
-    """Schedule of the trajectories."""
-    eta: Float[Tensor, "n"]
-    """Noise level of each transition."""
+    policy: VelocityField
+    """Trained policy."""
+    reference: VelocityField
+    """Reference of the KL, without gradient."""
     kernel: Kernel
     """Transition family that drew the states."""
-    cond: Cond
-    """Text conditioning, one row per sample."""
-    mean_old: Float[Tensor, "n *latent"] | None = None
-    """Mean of the transition under the old policy, for losses that declare `needs_mean_old`."""
-    chunk: Chunk | None = None
-    """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
-    source: Int[Tensor, "n"] | None = None
-    """Id of the start state of each transition, on the CPU; None if all states differ."""
-    process: Float[Tensor, "n"] | None = None
-    """Advantage of each transition's process reward, clipped separately; None if there is none."""
-    has_kl: Bool[Tensor, "n"] | None = None
-    """Mask of the transitions with a KL to the reference; None: all."""
-    places: Float[Tensor, "n 1 *grid"] | None = None
-    """Advantage of each transition at each latent position; None: `advantage` at all positions."""
-    after: tuple["Minibatch", ...] = ()
-    """Transitions that follow in the same span, for losses that declare a span; else empty."""
+    sigmas: Float[Tensor, "S"]
+    """Schedule of the trajectories."""
 
-    @property
-    def span(self) -> tuple["Minibatch", ...]:
-        """Return the transitions of the span in order, starting with this one."""
-        return (self, *self.after)
-
-    @property
-    def required_mean_old(self) -> Float[Tensor, "n *latent"]:
-        """Return `mean_old`, which the loop provides to losses that declare `needs_mean_old`."""
-        assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
-        return self.mean_old
-
-    @property
-    def dt(self) -> Float[Tensor, ""]:
+    def dt(self, batch: Batch) -> Float[Tensor, ""]:
         """Return the length of the step, sigma_k - sigma_{k+1} > 0."""
-        return self.sigmas[self.k] - self.sigmas[self.k + 1]
+        k = step_of(batch)
+        return self.sigmas[k] - self.sigmas[k + 1]
 
-    def transition(self, field: "VelocityField") -> Gaussian:
+    def transition(self, field: VelocityField, batch: Batch) -> Gaussian:
         """Return pi(. | x_k) under a velocity field, evaluated once per distinct state."""
-        velocity = self.velocity(field)
-        return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
+        k, velocity = step_of(batch), self.velocity(field, batch)
+        return transition(self.kernel, batch["x"].float(), velocity, self.sigmas, k, batch["eta"])
 
-    def velocity(self, field: "VelocityField") -> Float[Tensor, "n *latent"]:
+    def velocity(self, field: VelocityField, batch: Batch) -> Float[Tensor, "n *latent"]:
         """Return the velocity at x_k, evaluated once per distinct state."""
-        x, sigma = self.x.float(), self.sigmas[self.k]
-        if self.source is None:
-            return field.velocity(x, sigma, self.cond)
-        first, row = first_of_each(self.source)
-        first, row = first.to(x.device), row.to(x.device)
-        cond = {name: value[first] for name, value in self.cond.items()}
+        x, sigma, cond = batch["x"].float(), self.sigmas[step_of(batch)], batch["cond"]
+        if "state" not in batch:
+            return field.velocity(x, sigma, cond)
+        first, row = (index.to(x.device) for index in first_of_each(batch["state"]))
+        cond = {name: value[first] for name, value in cond.items()}
         return field.velocity(x[first], sigma, cond)[row]
+
+
+def step_of(batch: Batch) -> int:
+    """Return the denoising step of the transitions, which is the same in all rows."""
+    return int(batch["k"][0])
+
+
+def steps_of(batch: Batch) -> list[Batch]:
+    """Return the rows of each denoising step, in order; a span has several steps."""
+    k = batch["k"]
+    first = k[0].item()
+    if (k == first).all():
+        return [batch]
+    return [batch.take((k == step).nonzero()[:, 0]) for step in k.unique().tolist()]
 
 
 def first_of_each(
@@ -99,7 +74,7 @@ def first_of_each(
 
 
 class PolicyLoss(ABC):
-    """Loss on minibatches of transitions. Implementations: `flowalign/losses/`."""
+    """Loss on batches of transitions. Implementations: `flowalign/losses/`."""
 
     pairs: ClassVar[bool] = False
     """Whether a minibatch holds pairs: all winners, then their losers."""
@@ -144,5 +119,5 @@ class PolicyLoss(ABC):
         """
 
     @abstractmethod
-    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
-        """Return the mean loss over the minibatch and detached scalars for the log."""
+    def loss(self, fields: Fields, batch: Batch) -> Loss:
+        """Return the mean loss over the rows, and detached scalars for the log."""

@@ -1,7 +1,5 @@
 """Credit by a latent reward: by hand, without completions, and clipped separately."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -130,16 +128,18 @@ def test_process_and_outcome_are_compared_apart():
 
 
 def test_losses_of_process_and_outcome_are_clipped_apart_and_summed():
-    batch = _minibatch()
+    rollouts, batch = _minibatch()
     policy = PixelPolicy()
+    fields = rollouts.fields(policy, policy)
     torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.4)  # ratios beyond the clip
     loss = GRPO(PPOClip(1e-3))
-    both = loss.loss(policy, policy, batch)[0]
-    outcome = loss.loss(policy, policy, replace(batch, process=None))[0]
-    process = loss.loss(policy, policy, replace(batch, advantage=batch.process, process=None))[0]
-    summed = replace(batch, advantage=batch.advantage + batch.process, process=None)
+    both = loss.loss(fields, batch)[0]
+    alone = batch.without("process")
+    outcome = loss.loss(fields, alone)[0]
+    process = loss.loss(fields, alone.with_columns(advantage=batch["process"]))[0]
+    summed = alone.with_columns(advantage=batch["advantage"] + batch["process"])
     assert_close(both, outcome + process)
-    assert not torch.isclose(both, loss.loss(policy, policy, summed)[0])
+    assert not torch.isclose(both, loss.loss(fields, summed)[0])
 
 
 def _minibatch():
@@ -147,7 +147,7 @@ def _minibatch():
     cfg, learner, values = rolled(ProcessOutcome(reward=LatentRedness()))
     estimate = CreditedRollouts(cfg.rollouts, learner, values.rewards, 0).estimate(values)
     batch = build_batch(cfg, learner.processes, values, estimate)
-    return next(m for m in minibatches(batch, torch.arange(12), 64) if m.k == 1)
+    return batch, list(minibatches(batch, torch.arange(12), 64))[1]
 
 
 def test_the_loop_trains_on_process_rewards():

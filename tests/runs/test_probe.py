@@ -1,7 +1,5 @@
 """The probe's gradients are those of the update, step by step, and no weight moves."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -37,8 +35,9 @@ def test_the_gradients_of_the_steps_add_up_to_that_of_the_update():
     found = dict(gradients_of_steps(recipe, learner, batch))
     assert sorted(found) == [0, 1, 2]
     for one in minibatches(batch, torch.arange(len(batch.mask)), 100):
-        loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
-        (len(one.x) / int(batch.mask.sum()) * loss).backward()
+        fields = batch.fields(learner.policy, learner.reference)
+        loss, _ = recipe.algorithm.loss(fields, one)
+        (one.num_rows / int(batch.mask.sum()) * loss).backward()
     whole = torch.cat([p.grad.flatten() for p in learner.parameters])
     torch.testing.assert_close(sum(found.values()), whole, atol=1e-7, rtol=1e-5)
     assert all(g.abs().max() > 1e-4 for g in found.values())
@@ -56,7 +55,7 @@ def test_they_depend_neither_on_the_micro_batch_nor_on_the_weights_of_the_steps(
 def test_they_do_not_depend_on_the_scale_of_a_loss_in_half_precision():
     """A scale under which they overflow is lowered until they do not."""
     recipe, learner, batch = one_batch()
-    batch = replace(batch, advantage=1e4 * batch.advantage)
+    batch = batch.with_samples(advantage=1e4 * batch.advantage)
     reference = dict(gradients_of_steps(recipe, learner, batch))
     learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     learner.scaler.scale(torch.zeros(1))

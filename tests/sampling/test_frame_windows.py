@@ -13,10 +13,10 @@ from flowalign.sampling.frame_windows import (
     share_outside_windows,
 )
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
+from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import rollout
-from flowalign.types import ModelPlan, plain_requests
+from flowalign.types import Batch, ModelPlan, plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import flat, new_learner, new_recipe, train
@@ -126,14 +126,17 @@ def with_advantages(trajectory, *values):
     """Of the four samples of each prompt, equal at all steps."""
     advantage = torch.tensor(values).repeat(2)[:, None].expand(8, 4).clone()
     mask = trajectory.trained
-    return TrainBatch(trajectory, advantage, mask, torch.ones(4), mask, 0)
+    samples = Batch({"advantage": advantage, "mask": mask})
+    return RolloutBatch(trajectory, samples, Batch({"weight": torch.ones(4)}), mask)
 
 
 def gradient(cfg, learner, trajectory, *values):
     """Of the surrogate at ratio 1, in the weight of each frame."""
     learner.policy.denoiser.zero_grad()
-    for batch in minibatches(with_advantages(trajectory, *values), torch.arange(8), 100):
-        loss, _ = cfg.algorithm.loss(learner.policy, learner.reference, batch)
+    rollouts = with_advantages(trajectory, *values)
+    fields = rollouts.fields(learner.policy, learner.reference)
+    for batch in minibatches(rollouts, torch.arange(8), 100):
+        loss, _ = cfg.algorithm.loss(fields, batch)
         loss.backward()
     return learner.policy.denoiser["scale"].grad.clone()
 

@@ -122,10 +122,10 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     )
     seen = 0
     for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
-        current = batch.transition(learner.policy)
-        got = log_density(batch.kernel, batch.x_next.float(), current)
-        torch.testing.assert_close(got, batch.logp_old, atol=1e-5, rtol=1e-5)
-        seen += len(batch.x)
+        current = judged.fields(learner.policy, learner.policy).transition(learner.policy, batch)
+        got = log_density(kernel, batch["x_next"].float(), current)
+        torch.testing.assert_close(got, batch["logp_old"], atol=1e-5, rtol=1e-5)
+        seen += batch.num_rows
     assert seen == 12 * 3
 
 

@@ -158,13 +158,16 @@ def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtyp
         cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
     )
     batches = list(minibatches(judged, torch.arange(12), 7))
-    assert sum(len(batch.x) for batch in batches) == int(trajectory.trained.sum())
+    assert sum(batch.num_rows for batch in batches) == int(trajectory.trained.sum())
     for batch in batches:
         with torch.no_grad():
-            logp = log_density(batch.kernel, batch.x_next, batch.transition(learner.policy))
-        torch.testing.assert_close(logp, batch.logp_old, atol=2e-6, rtol=1e-6)
+            current = judged.fields(learner.policy, learner.policy).transition(
+                learner.policy, batch
+            )
+            logp = log_density(kernel, batch["x_next"], current)
+        torch.testing.assert_close(logp, batch["logp_old"], atol=2e-6, rtol=1e-6)
         if dtype == "bfloat16":
-            assert torch.equal(batch.x, batch.x.bfloat16().float())
+            assert torch.equal(batch["x"], batch["x"].bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

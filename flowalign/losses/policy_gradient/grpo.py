@@ -5,7 +5,7 @@ elements.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, laten
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
-from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.types import Batch, Fields, PolicyLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt
 
@@ -66,7 +66,8 @@ class GRPO(PolicyLoss):
     @property
     def uses_places(self) -> bool:
         """Return whether the surrogate needs only the log-ratio of single steps."""
-        return self.chunk_sizes is None and not self.surrogate.needs_mean_old
+        inner = getattr(self.surrogate, "surrogate", self.surrogate)
+        return self.chunk_sizes is None and not inner.needs_mean_old
 
     @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
@@ -78,52 +79,52 @@ class GRPO(PolicyLoss):
         """Return the clip range of the surrogate."""
         return self.surrogate.clip
 
-    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
-        """Return the mean loss over the minibatch, and detached scalars for the log."""
-        frozen = self._frozen(reference, batch)  # first, because it may swap the policy's weights
-        current = batch.transition(policy)
-        if batch.places is not None:
-            batch, log_ratio = _by_places(batch, batch.places, current)
+    def loss(self, fields: Fields, batch: Batch) -> Loss:
+        """Return the mean loss over the rows, and detached scalars for the log."""
+        frozen = self._frozen(fields, batch)  # first, because it may swap the policy's weights
+        current = fields.transition(fields.policy, batch)
+        if "places" in batch:
+            batch, log_ratio = _by_places(fields, batch, current)
         else:
-            log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old
-        if batch.chunk:
-            log_ratio = chunk_log_ratio(log_ratio, batch.chunk)
+            log_ratio = log_density(fields.kernel, batch["x_next"].float(), current)
+            log_ratio = log_ratio - batch["logp_old"]
+        if "chunk_size" in batch:
+            log_ratio = chunk_log_ratio(log_ratio, batch["chunk_others"], batch["chunk_size"])
         per_sample, seen = self.surrogate(log_ratio, current, batch)
-        if batch.process is not None:  # clip it separately, because its sign may differ
-            apart = replace(batch, advantage=batch.process)
+        if "process" in batch:  # clip it separately, because its sign may differ
+            apart = batch.with_columns(advantage=batch["process"])
             per_sample = per_sample + self.surrogate(log_ratio, current, apart)[0]
-        loss = (batch.weight * per_sample).mean()
-        stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {
+        loss = (batch["weight"] * per_sample).mean()
+        stats = ratio_stats(seen.detach(), batch["advantage"], self.clip) | {
             "policy_loss": loss.detach()
         }
         if frozen is None:
             return loss, stats
-        divergence = self._kl(current, frozen, batch)
-        kl = (divergence if batch.has_kl is None else divergence * batch.has_kl).mean()
-        squares = gradient_squares(current.mean, {POLICY: loss, "kl": self.kl_coef * kl})
-        return loss + self.kl_coef * kl, {**stats, "kl": kl.detach(), **squares}
+        kl = self._kl(current, frozen, fields.dt(batch))
+        kl = (kl * batch["has_kl"] if "has_kl" in batch else kl).mean()
+        stats |= {"kl": kl.detach()}
+        stats |= gradient_squares(current.mean, {POLICY: loss, "kl": self.kl_coef * kl})
+        return loss + self.kl_coef * kl, stats
 
     @torch.no_grad()
-    def _frozen(self, reference: VelocityField, batch: Minibatch) -> Gaussian | None:
+    def _frozen(self, fields: Fields, batch: Batch) -> Gaussian | None:
         """Return the transition of the reference, or None without a KL."""
-        return batch.transition(reference) if self.kl_coef > 0 else None
+        return fields.transition(fields.reference, batch) if self.kl_coef > 0 else None
 
-    def _kl(self, current: Gaussian, frozen: Gaussian, batch: Minibatch) -> Float[Tensor, "n"]:
+    def _kl(self, current: Gaussian, frozen: Gaussian, dt: Float[Tensor, ""]) -> Float[Tensor, "n"]:
         if self.kl == "gaussian":
             return gaussian_kl(current, frozen)
         if self.kl == "gaussian_no_dt":
-            return gaussian_kl_no_dt(current, frozen, batch.dt)
+            return gaussian_kl_no_dt(current, frozen, dt)
         return latent_mse(current, frozen)
 
 
-def _by_places(
-    batch: Minibatch, places: Float[Tensor, "n 1 *grid"], current: Gaussian
-) -> tuple[Minibatch, Float[Tensor, "n"]]:
+def _by_places(fields: Fields, batch: Batch, current: Gaussian) -> tuple[Batch, Float[Tensor, "n"]]:
     """Return the batch with one advantage per sample, and log-ratios weighted over places."""
-    advantage, weight = split_places(places, batch.advantage)
-    x_next, old = batch.x_next.float(), batch.required_mean_old
-    return replace(batch, advantage=advantage), place_log_ratio(
-        batch.kernel, x_next, current, old, weight
+    advantage, weight = split_places(batch["places"], batch["advantage"])
+    x_next, old = batch["x_next"].float(), batch["mean_old"]
+    return batch.with_columns(advantage=advantage), place_log_ratio(
+        fields.kernel, x_next, current, old, weight
     )
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from flowalign.functional.span import span_log_density
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.losses.policy_gradient.grpo import ratio_stats
-from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.types import Batch, Fields, PolicyLoss, step_of, steps_of
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat, PositiveInt
 
@@ -43,17 +43,18 @@ class SpanGRPO(PolicyLoss):
         return self.clip_range
 
     @override
-    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
-        steps = batch.span
+    def loss(self, fields: Fields, batch: Batch) -> Loss:
+        steps = steps_of(batch)
+        first = steps[0]
         logp = span_log_density(
-            batch.kernel,
-            [batch.x.float(), *(step.x_next.float() for step in steps)],
-            [step.velocity(policy) for step in steps],
-            batch.sigmas,
-            batch.k,
-            [step.eta for step in steps],
+            fields.kernel,
+            [first["x"].float(), *(step["x_next"].float() for step in steps)],
+            [fields.velocity(fields.policy, step) for step in steps],
+            fields.sigmas,
+            step_of(first),
+            [step["eta"] for step in steps],
         )
-        log_ratio = logp - torch.stack([step.logp_old for step in steps]).sum(0)
-        loss = (batch.weight * ppo_clip(log_ratio, batch.advantage, self.clip)).mean()
-        stats = ratio_stats(log_ratio.detach(), batch.advantage, self.clip)
+        log_ratio = logp - torch.stack([step["logp_old"] for step in steps]).sum(0)
+        loss = (first["weight"] * ppo_clip(log_ratio, first["advantage"], self.clip)).mean()
+        stats = ratio_stats(log_ratio.detach(), first["advantage"], self.clip)
         return loss, stats | {"policy_loss": loss.detach()}

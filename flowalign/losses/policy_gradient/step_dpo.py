@@ -16,7 +16,7 @@ from typing_extensions import override
 from flowalign.functional.preference import step_dpo
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
-from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.types import Batch, Fields, PolicyLoss, VelocityField
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat, Range, require_ranges
 
@@ -50,24 +50,24 @@ class StepDPO(PolicyLoss):
         return self.ratio_clip
 
     @override
-    def loss(self, policy: VelocityField, reference: VelocityField, batch: Minibatch) -> Loss:
-        log_ratio = self._logp(policy, batch) - self._base(reference, batch)
+    def loss(self, fields: Fields, batch: Batch) -> Loss:
+        log_ratio = _logp(fields, fields.policy, batch) - self._base(fields, batch)
         clipped = log_ratio.clamp(math.log1p(-self.clip), math.log1p(self.clip))
         winner, loser = clipped.chunk(2)
-        loss = (batch.weight.chunk(2)[0] * step_dpo(winner, loser, self.beta)).mean()
+        loss = (batch["weight"].chunk(2)[0] * step_dpo(winner, loser, self.beta)).mean()
         margin = (winner - loser).detach()
-        return loss, ratio_stats(log_ratio.detach(), batch.advantage, self.clip) | {
+        return loss, ratio_stats(log_ratio.detach(), batch["advantage"], self.clip) | {
             "policy_loss": loss.detach(),
             "pair_margin": self.beta * margin.mean(),
             "pair_accuracy": (margin > 0).float().mean(),
         }
 
-    def _base(self, reference: VelocityField, batch: Minibatch) -> Float[Tensor, "n"]:
+    def _base(self, fields: Fields, batch: Batch) -> Float[Tensor, "n"]:
         if self.reference == "old":
-            return batch.logp_old
+            return batch["logp_old"]
         with torch.no_grad():
-            return self._logp(reference, batch)
+            return _logp(fields, fields.reference, batch)
 
-    @staticmethod
-    def _logp(field: VelocityField, batch: Minibatch) -> Float[Tensor, "n"]:
-        return log_density(batch.kernel, batch.x_next.float(), batch.transition(field))
+
+def _logp(fields: Fields, field: VelocityField, batch: Batch) -> Float[Tensor, "n"]:
+    return log_density(fields.kernel, batch["x_next"].float(), fields.transition(field, batch))

@@ -17,7 +17,7 @@ from flowalign.functional.surrogate import (
     reward_clip,
 )
 from flowalign.functional.transition import Gaussian
-from flowalign.types import Minibatch
+from flowalign.types import Batch
 from flowalign.types.ranges import PositiveFloat
 
 SurrogateLoss: TypeAlias = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
@@ -33,7 +33,7 @@ class Surrogate(ABC):
 
     @abstractmethod
     def __call__(
-        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
+        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Batch
     ) -> SurrogateLoss:
         """Return the loss per sample, and the log-ratio that the trust region is applied to."""
 
@@ -49,8 +49,8 @@ class PPOClip(Surrogate):
     needs_mean_old: ClassVar[bool] = False
 
     @override
-    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
-        return ppo_clip(log_ratio, batch.advantage, self.clip), log_ratio
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
+        return ppo_clip(log_ratio, batch["advantage"], self.clip), log_ratio
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class RatioNorm(Surrogate):
     needs_mean_old: ClassVar[bool] = True
 
     @override
-    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
-        normed = ratio_norm(log_ratio, current.mean, batch.required_mean_old, current.std)
-        return ppo_clip(normed, batch.advantage, self.clip), normed
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
+        normed = ratio_norm(log_ratio, current.mean, batch["mean_old"], current.std)
+        return ppo_clip(normed, batch["advantage"], self.clip), normed
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class LogHinge(Surrogate):
     needs_mean_old: ClassVar[bool] = False
 
     @override
-    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
-        return log_hinge(log_ratio, batch.advantage, self.clip), log_ratio
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
+        return log_hinge(log_ratio, batch["advantage"], self.clip), log_ratio
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class DivergenceMask(Surrogate):
     needs_mean_old: ClassVar[bool] = True
 
     @override
-    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
-        divergence = gaussian_kl(current, Gaussian(batch.required_mean_old, current.std)).detach()
-        keep = divergence_mask(log_ratio.detach(), batch.advantage, divergence, self.clip)
-        return -(keep * log_ratio.exp() * batch.advantage), log_ratio
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
+        divergence = gaussian_kl(current, Gaussian(batch["mean_old"], current.std)).detach()
+        keep = divergence_mask(log_ratio.detach(), batch["advantage"], divergence, self.clip)
+        return -(keep * log_ratio.exp() * batch["advantage"]), log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,6 @@ class RewardClip(Surrogate):
             )
 
     @override
-    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Minibatch) -> SurrogateLoss:
-        clip = reward_clip(batch.advantage, self.low, self.clip, self.sensitivity)
-        return ppo_clip(log_ratio, batch.advantage, clip), log_ratio
+    def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
+        clip = reward_clip(batch["advantage"], self.low, self.clip, self.sensitivity)
+        return ppo_clip(log_ratio, batch["advantage"], clip), log_ratio

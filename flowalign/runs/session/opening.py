@@ -9,7 +9,7 @@ from flowalign.distributed.processes import join
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.build_batch import build_batch
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.policy_gradient_settings import (
@@ -62,7 +62,7 @@ def compute_batch(
     learner: Learner,
     loop: PolicyGradientLoop,
     trajectory: Trajectory,
-) -> TrainBatch:
+) -> RolloutBatch:
     """Return a trajectory with its values, credit and advantages: the reward stage of a step."""
     rollouts = loop.rollouts
     values = completion_values(rollouts.cfg, learner, rollouts.rewards, trajectory, rollouts.critic)

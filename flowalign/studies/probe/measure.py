@@ -15,8 +15,7 @@ from flowalign.runs.session.opening import RunParts, compute_batch, open_run
 from flowalign.studies.probe.probe_settings import Setting, Weights, remove_place
 from flowalign.studies.probe.sums import GradientSums, adam_scale
 from flowalign.training.learner import Learner, TrainingFailure
-from flowalign.training.policy_gradient.batches import TrainBatch, portions
-from flowalign.training.policy_gradient.batches import minibatch as minibatch_of
+from flowalign.training.policy_gradient.batches import RolloutBatch, minibatch, portions
 from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
@@ -134,7 +133,7 @@ def probe(
 
 
 def gradients_of_steps(
-    recipe: PolicyGradientSettings, learner: Learner, batch: TrainBatch
+    recipe: PolicyGradientSettings, learner: Learner, batch: RolloutBatch
 ) -> Iterator[tuple[int, Float[Tensor, "p"]]]:
     """Yield the gradient that each denoising step adds to the update, with step weight 1.
 
@@ -144,7 +143,7 @@ def gradients_of_steps(
     Raises:
         TrainingFailure: A gradient is not finite.
     """
-    batch = replace(batch, weight=torch.ones_like(batch.weight))
+    batch = batch.with_steps(weight=torch.ones_like(batch.weight))
     local: dict[int, list[Tensor]] = {}
     for k, chosen in portions(batch, torch.arange(len(batch.mask)), recipe.micro_batch):
         local.setdefault(k, []).append(chosen)
@@ -156,7 +155,7 @@ def gradients_of_steps(
 def _gradient(
     recipe: PolicyGradientSettings,
     learner: Learner,
-    batch: TrainBatch,
+    batch: RolloutBatch,
     k: int,
     local: Sequence[Tensor],
 ) -> Float[Tensor, "p"]:
@@ -165,11 +164,11 @@ def _gradient(
     In fp16, the loss scale is lowered until the gradient is finite.
     """
     num_trained = int(batch.global_mask.sum())
+    fields = batch.fields(learner.policy, learner.reference)
     while True:
         learner.optimizer.zero_grad(set_to_none=True)
         for chosen in local:
-            one = minibatch_of(batch, k, chosen)
-            loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
+            loss, _ = recipe.algorithm.loss(fields, minibatch(batch, k, chosen))
             learner.backward(len(chosen) / num_trained * loss)
         learner.processes.sum_gradients(learner.parameters)
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]

@@ -17,7 +17,7 @@ from torch import Tensor
 from flowalign.functional.signal import Products, inner_products, project, random_signs
 from flowalign.runs.config import Run
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient
 from flowalign.utils.seeds import generator
 
@@ -87,7 +87,7 @@ class GradientSums:
             scaling = scale.to(device)
             self.update = BlockSums(blocks, lambda gradient: keep(scaling * gradient))
 
-    def add(self, i: int, batch: TrainBatch, gradients: Iterator[tuple[int, Tensor]]) -> None:
+    def add(self, i: int, batch: RolloutBatch, gradients: Iterator[tuple[int, Tensor]]) -> None:
         """Add the gradients of the steps of batch i, one after another."""
         total = torch.zeros(())
         trained = batch.global_mask.any(0)

@@ -1,6 +1,6 @@
-"""Split the batch of a step into minibatches of single transitions or of pairs."""
+"""Split the rollouts of a step into batches of single transitions, of pairs or of spans."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,45 +9,58 @@ from torch import Tensor
 
 from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.distributed.processes import Processes
-from flowalign.functional.chunk import Chunk
 from flowalign.functional.preference import best_and_worst
 from flowalign.sampling.complete_states import take_rows
-from flowalign.types import Minibatch, Trajectory
+from flowalign.types import Batch, Fields, Trajectory, VelocityField
+
+_OF_LOOP = ("mask", "rival", "log_ratio")
+"""Columns of samples that no loss reads."""
 
 
 @dataclass(frozen=True)
-class TrainBatch:
-    """Transitions of this rank that one step trains, with the masks of all ranks."""
+class RolloutBatch:
+    """Rollouts of this rank that one step trains, with the masks of all ranks."""
 
     trajectory: Trajectory
     """Trajectories of this rank."""
-    advantage: Float[Tensor, "B T"]
-    """Advantage of each transition."""
-    mask: Bool[Tensor, "B T"]
-    """Mask of the trained transitions."""
-    weight: Float[Tensor, "T"]
-    """Weight of each denoising step in the loss."""
+    samples: Batch
+    """Columns of the samples, most of them with an axis of denoising steps."""
+    steps: Batch
+    """Columns of the denoising steps."""
     global_mask: Bool[Tensor, "B_all T"]
-    """Masks of all ranks, in rank order."""
-    rank_offset: int
+    """Masks of the trained transitions of all ranks, in rank order."""
+    rank_offset: int = 0
     """Global position of this rank's first sample."""
-    process: Float[Tensor, "B T"] | None = None
-    """Advantage of each transition's process reward; None if there are no process rewards."""
-    has_kl: Bool[Tensor, "B"] | None = None
-    """Mask of the samples with a KL to the reference; None: all samples."""
-    places: Float[Tensor, "B T 1 *grid"] | None = None
-    """Advantage of each transition at each latent position; None without spatial credit."""
-    rival: Int[Tensor, "B T"] | None = None
-    """Index of the sample that lost against this one at a step, or -1; only for pair losses."""
-    chunk: Int[Tensor, "T"] | None = None
-    """Chunk of each step; only for ratios of chunks."""
-    others: Float[Tensor, "B T"] | None = None
-    """Summed log-ratios of the other transitions of a chunk; None before the first update."""
-    spans: Mapping[int, Sequence[int]] | None = None
-    """Steps of each span, keyed by its first step; only for losses of spans."""
+
+    @property
+    def advantage(self) -> Float[Tensor, "B T"]:
+        """Return the advantage of each transition."""
+        return self.samples["advantage"]
+
+    @property
+    def mask(self) -> Bool[Tensor, "B T"]:
+        """Return the mask of the trained transitions."""
+        return self.samples["mask"]
+
+    @property
+    def weight(self) -> Float[Tensor, "T"]:
+        """Return the weight of each denoising step in the loss."""
+        return self.steps["weight"]
+
+    def with_samples(self, **columns: Tensor) -> "RolloutBatch":
+        """Return the batch with columns of samples added or replaced."""
+        return replace(self, samples=self.samples.with_columns(**columns))
+
+    def with_steps(self, **columns: Tensor) -> "RolloutBatch":
+        """Return the batch with columns of denoising steps added or replaced."""
+        return replace(self, steps=self.steps.with_columns(**columns))
+
+    def fields(self, policy: VelocityField, reference: VelocityField) -> Fields:
+        """Return the fields of a loss on these rollouts."""
+        return Fields(policy, reference, self.trajectory.kernel, self.trajectory.sigmas)
 
 
-def pair_best_and_worst(batch: TrainBatch, processes: Processes) -> TrainBatch:
+def pair_best_and_worst(batch: RolloutBatch, processes: Processes) -> RolloutBatch:
     """Return a batch of pairs: the best against the worst of each set of alternatives."""
     chosen = batch.mask & _noisy(batch.trajectory)
     sample, step = chosen.nonzero().unbind(1)
@@ -57,7 +70,8 @@ def pair_best_and_worst(batch: TrainBatch, processes: Processes) -> TrainBatch:
     rival[sample[best], step[best]] = sample[worst]
     mask = rival >= 0
     mask[sample[worst], step[worst]] = True
-    return replace(batch, rival=rival, mask=mask, global_mask=processes.gather(mask))
+    paired = batch.with_samples(rival=rival, mask=mask)
+    return replace(paired, global_mask=processes.gather(mask))
 
 
 def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
@@ -73,38 +87,39 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
 
 
 def parts(
-    batch: TrainBatch, num_parts: int, generator: torch.Generator
+    batch: RolloutBatch, num_parts: int, generator: torch.Generator
 ) -> Iterator[Int[Tensor, "n"]]:
     """Yield random, equal parts of the samples of all ranks; for pairs, prompts are not split."""
-    unit = 1 if batch.rival is None else batch.trajectory.group_size
+    unit = batch.trajectory.group_size if "rival" in batch.samples else 1
     order = torch.randperm(len(batch.global_mask) // unit, generator=generator)
     for part in order.tensor_split(num_parts):
         yield (part[:, None] * unit + torch.arange(unit)).flatten()
 
 
-def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
-    """Yield each trained transition of the given samples once, in minibatches of one step k.
+def minibatches(batch: RolloutBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Batch]:
+    """Yield each trained transition of the given samples once, in batches of one step k.
 
-    A minibatch has the transitions from at most `size` states. Pairs are not split: the winners
-    come first, then the losers in the same order.
+    A batch has the transitions from at most `size` states. Pairs are not split: the winners come
+    first, then the losers in the same order.
     """
     for k, chosen in portions(batch, rows, size):
         yield minibatch(batch, k, chosen)
 
 
 def portions(
-    batch: TrainBatch, rows: Int[Tensor, "n"], size: int
+    batch: RolloutBatch, rows: Int[Tensor, "n"], size: int
 ) -> Iterator[tuple[int, Int[Tensor, "m"]]]:
     """Yield the step and the samples of each minibatch."""
-    if batch.rival is None:
+    if "rival" not in batch.samples:
         for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
             chosen = rows[batch.mask[rows, k]]
             yield from ((k, part) for part in _of_states(batch.trajectory, k, chosen, size))
         return
-    wins = batch.rival[rows] >= 0
+    rival = batch.samples["rival"]
+    wins = rival[rows] >= 0
     for k in wins.any(0).nonzero().flatten().tolist():
         for winners in rows[wins[:, k]].split(max(size // 2, 1)):
-            yield k, torch.cat([winners, batch.rival[winners, k]])
+            yield k, torch.cat([winners, rival[winners, k]])
 
 
 def _of_states(
@@ -119,46 +134,49 @@ def _of_states(
         yield chosen[(row >= start) & (row < start + size)]
 
 
-def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
-    """Return transition k of the chosen samples, with the other transitions of its span."""
-    single = replace(batch, spans=None)
-    following = () if batch.spans is None else batch.spans[k][1:]
-    after = tuple(minibatch(single, step, chosen) for step in following)
-    trajectory = batch.trajectory
-    on_device = chosen.to(trajectory.device)
-    return Minibatch(
-        k=k,
-        x=trajectory.state(k, chosen),
-        x_next=trajectory.state(k + 1, chosen),
-        logp_old=trajectory.logp[on_device, k],
-        advantage=batch.advantage[chosen, k].to(on_device.device),
-        weight=batch.weight[k].expand(len(chosen)),
-        sigmas=trajectory.sigmas,
-        eta=trajectory.eta[on_device, k],
-        kernel=trajectory.kernel,
-        cond=take_rows(trajectory.cond, on_device // trajectory.group_size),
-        mean_old=trajectory.mean(k, chosen),
-        chunk=_chunk(batch, k, chosen),
-        source=_source(trajectory, k, chosen),
-        after=after,
-        has_kl=None if batch.has_kl is None else batch.has_kl[chosen].to(on_device.device),
-        places=None if batch.places is None else batch.places[chosen, k].to(on_device.device),
-        process=None if batch.process is None else batch.process[chosen, k].to(on_device.device),
-    )
+def minibatch(batch: RolloutBatch, k: int, chosen: Int[Tensor, "n"]) -> Batch:
+    """Return transition k of the chosen samples; for losses of spans, all transitions of its span.
+
+    The rows of a span are ordered by step; those of its first step have its weight and advantage.
+    """
+    if "span" not in batch.steps:
+        return _transitions(batch, k, chosen)
+    steps = (batch.steps["span"] == k).nonzero()[:, 0].tolist()
+    return Batch.concat([_transitions(batch, step, chosen) for step in steps])
 
 
-def _source(trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"]) -> Int[Tensor, "n"] | None:
-    source = trajectory.rows.source_row[chosen, k]
-    return source if len(source.unique()) < len(source) else None
+def _transitions(batch: RolloutBatch, k: int, chosen: Int[Tensor, "n"]) -> Batch:
+    trajectory, device = batch.trajectory, batch.trajectory.device
+    on_device = chosen.to(device)
+    columns = {
+        "k": torch.full((len(chosen),), k),
+        "x": trajectory.state(k, chosen),
+        "x_next": trajectory.state(k + 1, chosen),
+        "logp_old": trajectory.logp[on_device, k],
+        "weight": batch.weight[k].expand(len(chosen)),
+        "eta": trajectory.eta[on_device, k],
+        "cond": take_rows(trajectory.cond, on_device // trajectory.group_size),
+    }
+    for name, column in batch.samples.without(*_OF_LOOP).items():
+        per_step = name != "has_kl"
+        columns[name] = (column[chosen, k] if per_step else column[chosen]).to(device)
+    mean, state = trajectory.mean(k, chosen), trajectory.rows.source_row[chosen, k]
+    columns |= {} if mean is None else {"mean_old": mean}
+    columns |= {"state": state} if len(state.unique()) < len(state) else {}
+    return Batch(columns | _chunk(batch, k, chosen))
 
 
-def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
-    if batch.chunk is None:
-        return None
-    device = batch.trajectory.device
-    size = batch.mask[chosen][:, batch.chunk == batch.chunk[k]].sum(1).to(device)
-    others = torch.zeros(len(chosen)) if batch.others is None else batch.others[chosen, k]
-    return Chunk(others.to(device), size)
+def _chunk(batch: RolloutBatch, k: int, chosen: Int[Tensor, "n"]) -> dict[str, Tensor]:
+    """Return the columns of the transitions' chunks; empty without chunks."""
+    if "chunk" not in batch.steps:
+        return {}
+    device, chunk = batch.trajectory.device, batch.steps["chunk"]
+    size = batch.mask[chosen][:, chunk == chunk[k]].sum(1)
+    # No own ratio: the loss adds it, because it carries the gradient.
+    others = (chunk == chunk[k]).float()
+    others[k] = 0
+    log_ratio = batch.samples["log_ratio"][chosen] @ others
+    return {"chunk_others": log_ratio.to(device), "chunk_size": size.to(device)}
 
 
 def _noisy(trajectory: Trajectory) -> Bool[Tensor, "B T"]:

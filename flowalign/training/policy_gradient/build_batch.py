@@ -8,20 +8,20 @@ from torch import Tensor
 
 from flowalign.distributed.processes import Processes
 from flowalign.functional.weight import step_weights
-from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.chunks import prepare_for_loss
 from flowalign.training.policy_gradient.measured import Averages
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.advantages import AdvantageEstimate
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import StepCredit, Trajectory
+from flowalign.types import Batch, StepCredit, Trajectory
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Samples, values and credit of this rank in one step, before the update."""
 
-    batch: TrainBatch
+    batch: RolloutBatch
     """Transitions with their advantages."""
     credit: StepCredit
     """Credit before normalisation."""
@@ -47,25 +47,24 @@ def build_batch(
     values: CompletionValues,
     estimate: AdvantageEstimate,
     averages: Averages | None = None,
-) -> TrainBatch:
+) -> RolloutBatch:
     """Return this rank's transitions with advantages, in pairs or chunks if the loss needs them.
 
     `averages` determine measured step weights. If None, the starting weights are used.
     """
     trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
-    everyone, gate = estimate.gathered.outcome, cfg.kl_gate
+    everyone = estimate.gathered.outcome
     advantage = estimate.advantage[local]
-    batch = TrainBatch(
-        trajectory=trajectory,
-        advantage=advantage,
-        has_kl=gate(everyone, values.rewards, values.rewards.weights)[local] if gate else None,
-        places=None if cfg.spatial is None else cfg.spatial(advantage, values),
-        mask=mask[local],
-        weight=_weights_of_steps(cfg, trajectory, averages),
-        global_mask=mask,
-        rank_offset=local.start,
-        process=None if estimate.process is None else estimate.process[local],
-    )
+    samples = {"advantage": advantage, "mask": mask[local]}
+    if cfg.kl_gate:
+        gate = cfg.kl_gate(everyone, values.rewards, values.rewards.weights)
+        samples |= {"has_kl": gate[local]}
+    if cfg.spatial and cfg.spatial.blend:
+        samples |= {"places": cfg.spatial(advantage, values)}
+    if estimate.process is not None:
+        samples |= {"process": estimate.process[local]}
+    steps = {"weight": _weights_of_steps(cfg, trajectory, averages)}
+    batch = RolloutBatch(trajectory, Batch(samples), Batch(steps), mask, local.start)
     return prepare_for_loss(batch, cfg.algorithm, processes)
 
 

@@ -4,8 +4,7 @@ Each check detects a bug that occurred in a released code base: a rollout that t
 reproduce, a KL term without gradient, adapters that never change, ranks with diverging weights.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from torch import Tensor
 from flowalign.functional.transition import log_density
 from flowalign.training.auxiliary_terms import AuxiliaryTerms
 from flowalign.training.learner import Learner
+from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
 from flowalign.training.recipe import Log
 from flowalign.training.update_checks import MOST_STEPS, OnFailure, WeightChecks
-from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.types import Batch, PolicyLoss, VelocityField, step_of, steps_of
 from flowalign.utils.stages import stage
 
 
@@ -29,11 +29,11 @@ class PolicyGradientChecks:
         self.terms = AuxiliaryTerms(log)
 
     @stage("check")
-    def before_update(self, batches: Iterable[Minibatch]) -> None:
+    def before_update(self, batch: RolloutBatch, micro_batch: int) -> None:
         """Check before the first update that the ratio of every stored transition is 1."""
         if self.replayed:
             return
-        drift = replay_drift(self.learner.policy, batches)
+        drift = replay_drift(self.learner.policy, batch, micro_batch)
         self.replayed = bool(drift)
         for k, deviation in drift.items():
             self.weights.found[f"check/ratio_drift_{k}"] = deviation
@@ -55,24 +55,26 @@ class PolicyGradientChecks:
             )
 
     @stage("check")
-    def after_update(self, batches: Iterable[Minibatch], metrics: Mapping[str, float]) -> None:
+    def after_update(
+        self, batch: RolloutBatch, micro_batch: int, metrics: Mapping[str, float]
+    ) -> None:
         """Check that parameters and the KL have gradients, and that ranks agree."""
         if self.weights.after_update(metrics) and self.kl_due:
-            self._kl_gradient(next(iter(batches), None))
+            self._kl_gradient(batch, micro_batch)
 
     def metrics(self) -> dict[str, float]:
         """Return the measurements since the last call."""
         return self.weights.metrics()
 
-    def _kl_gradient(self, batch: Minibatch | None) -> None:
-        loss = None
-        if batch is not None:
-            still = torch.zeros_like(batch.advantage)
-            neutral = replace(batch, advantage=still, places=None, has_kl=None)
-            loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, neutral)
+    def _kl_gradient(self, batch: RolloutBatch, micro_batch: int) -> None:
+        loss, part = None, next(_all_minibatches(batch, micro_batch), None)
+        if part is not None:
+            neutral = part.with_columns(advantage=torch.zeros_like(part["advantage"]))
+            fields = batch.fields(self.learner.policy, self.learner.reference)
+            loss, _ = self.algorithm.loss(fields, neutral.without("places", "has_kl"))
         size = self.learner.gradient_size(loss)
         self.kl_due = size == 0  # after tiny updates the policy may still equal the reference
-        if batch is None:
+        if part is None:
             return
         self.weights.found["check/kl_gradient"] = size
         if self.kl_due and self.weights.seen == MOST_STEPS:
@@ -82,11 +84,17 @@ class PolicyGradientChecks:
 
 
 @torch.no_grad()
-def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[int, float]:
+def replay_drift(policy: VelocityField, batch: RolloutBatch, micro_batch: int) -> dict[int, float]:
     """Return the largest |ratio - 1| of each denoising step before any update of the weights."""
     drift: dict[int, Tensor] = {}
-    for batch in (step for first in batches for step in first.span):
-        logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))
-        worst = ((logp - batch.logp_old).exp() - 1).abs().nan_to_num(torch.inf).max()
-        drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)
+    fields = batch.fields(policy, policy)
+    for part in (step for one in _all_minibatches(batch, micro_batch) for step in steps_of(one)):
+        k, current = step_of(part), fields.transition(policy, part)
+        logp = log_density(fields.kernel, part["x_next"].float(), current)
+        worst: Tensor = ((logp - part["logp_old"]).exp() - 1).abs().nan_to_num(torch.inf).max()
+        drift[k] = torch.maximum(drift[k], worst) if k in drift else worst
     return {k: float(worst) for k, worst in drift.items()}
+
+
+def _all_minibatches(batch: RolloutBatch, micro_batch: int) -> Iterator[Batch]:
+    return minibatches(batch, torch.arange(len(batch.mask)), micro_batch)

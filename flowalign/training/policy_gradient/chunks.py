@@ -1,7 +1,6 @@
 """Form chunks of rollout steps, and compute the log-ratios of the other steps of a chunk."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -13,7 +12,7 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import chunks_of_change, chunks_of_sizes, latent_change
 from flowalign.functional.transition import log_density
 from flowalign.training.policy_gradient.batches import (
-    TrainBatch,
+    RolloutBatch,
     minibatch,
     pair_best_and_worst,
     portions,
@@ -22,7 +21,9 @@ from flowalign.training.policy_gradient.spans import join_spans
 from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
-def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Processes) -> TrainBatch:
+def prepare_for_loss(
+    batch: RolloutBatch, algorithm: PolicyLoss, processes: Processes
+) -> RolloutBatch:
     """Return the batch with pairs, chunks or spans if the loss needs them."""
     if algorithm.pairs:
         return pair_best_and_worst(batch, processes)
@@ -33,8 +34,8 @@ def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Proces
 
 
 def join_chunks(
-    batch: TrainBatch, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
-) -> TrainBatch:
+    batch: RolloutBatch, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
+) -> RolloutBatch:
     """Return a batch in which all transitions of a chunk have the mean of their advantages.
 
     Weights are scaled so that every chunk has equal weight in the mean over transitions.
@@ -48,11 +49,11 @@ def join_chunks(
         ids = chunks_of_sizes(list(chunks), trajectory.num_steps)
     together = (ids[:, None] == ids).float()
     size = (batch.mask.float() @ together).clamp(min=1)
-    return replace(
-        batch,
-        chunk=ids,
-        advantage=(batch.advantage * batch.mask) @ together / size * batch.mask,
-        weight=batch.weight * stochastic.sum() / len(ids[stochastic].unique()),
+    weight = batch.weight * stochastic.sum() / len(ids[stochastic].unique())
+    advantage = (batch.advantage * batch.mask) @ together / size * batch.mask
+    equal = torch.zeros(batch.mask.shape)  # before the first update all ratios are 1
+    return batch.with_steps(chunk=ids, weight=weight).with_samples(
+        advantage=advantage, log_ratio=equal
     )
 
 
@@ -74,18 +75,16 @@ def check_chains(trajectory: Trajectory) -> None:
 
 @torch.no_grad()
 def with_log_ratios(
-    batch: TrainBatch, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
-) -> TrainBatch:
-    """Return the batch with the summed log-ratios of the other transitions of each chunk.
+    batch: RolloutBatch, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
+) -> RolloutBatch:
+    """Return the batch with the current log-ratios of its transitions.
 
     Only the given samples are evaluated.
     """
-    assert batch.chunk is not None, "the rollout was not chunked"
-    log_ratio = torch.zeros(batch.mask.shape)
+    fields, log_ratio = batch.fields(policy, policy), torch.zeros(batch.mask.shape)
     for k, chosen in portions(batch, rows, micro_batch):
         part = minibatch(batch, k, chosen)
-        logp = log_density(part.kernel, part.x_next.float(), part.transition(policy))
-        log_ratio[chosen, k] = (logp - part.logp_old).cpu()
-    # No diagonal: the loss adds the transition's own ratio, which carries the gradient.
-    others = (batch.chunk[:, None] == batch.chunk).float().fill_diagonal_(0)
-    return replace(batch, others=log_ratio @ others)
+        current = fields.transition(policy, part)
+        logp = log_density(fields.kernel, part["x_next"].float(), current)
+        log_ratio[chosen, k] = (logp - part["logp_old"]).cpu()
+    return batch.with_samples(log_ratio=log_ratio)

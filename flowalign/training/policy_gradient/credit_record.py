@@ -19,7 +19,7 @@ from flowalign.reports.charts import PALETTE
 from flowalign.reports.credit_schema import MAX_ROWS, PLACES, CreditRecord
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.sampling.complete_states import CompletionRequest
-from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
@@ -70,7 +70,7 @@ class CreditRecorder(StepObserver):
         content = replace(content, image_states=list(images), num_images=len(by_sample))
         # Images are written first, because the report shows a record only with its images.
         write_picture(file.with_suffix(".png"), arrange_grid(by_sample.flatten(0, 1), len(images)))
-        if result.batch.places is not None:
+        if "places" in result.batch.samples:
             maps, content = draw_places(result.batch, content)
             grid = arrange_grid(maps.flatten(0, 1), len(content.place_steps))
             write_picture(file.with_name(PLACES.format(file.stem)), grid)
@@ -129,16 +129,15 @@ def images_of(result: StepResult) -> dict[int, Float[Tensor, "n 3 h w"]]:
 
 
 def draw_places(
-    batch: TrainBatch, content: CreditRecord
+    batch: RolloutBatch, content: CreditRecord
 ) -> tuple[Float[Tensor, "n T 3 h w"], CreditRecord]:
     """Return maps of the advantages of latent positions, and the record with their scale.
 
     Maps are of the samples and steps that the record shows: white is 0, blue above, and orange
     below. Maps of videos are means over frames.
     """
-    assert batch.places is not None
     steps = [k for k in content.trained if bool(batch.mask[: content.num_images, k].any())]
-    places = batch.places[: content.num_images, steps, 0].float().cpu()
+    places = batch.samples["places"][: content.num_images, steps, 0].float().cpu()
     while places.ndim > _MAP_DIMS:
         places = places.mean(2)
     most = max(float(places.abs().max()), 1e-12)

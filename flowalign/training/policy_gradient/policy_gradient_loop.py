@@ -22,7 +22,7 @@ from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.matching.regulariser import StoredGradient
-from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
+from flowalign.training.policy_gradient.batches import RolloutBatch, minibatch, parts, portions
 from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult, build_batch
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
@@ -30,7 +30,6 @@ from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGr
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
-from flowalign.types import Minibatch
 from flowalign.utils.seeds import generator
 
 
@@ -80,13 +79,13 @@ class PolicyGradientLoop(Loop):
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
             with self.costs.paused():  # checks are no cost of training
-                checks.before_update(_all_minibatches(batch, cfg.micro_batch))
+                checks.before_update(batch, cfg.micro_batch)
             checked = time.perf_counter()
             metrics |= checks.terms.compare(
                 update(cfg, learner, batch, seed, step, self.steps, regularised)
             )
             with self.costs.paused():
-                checks.after_update(_all_minibatches(batch, cfg.micro_batch), metrics)
+                checks.after_update(batch, cfg.micro_batch, metrics)
             if self.reference:
                 metrics |= self.reference.after_step(metrics.get("kl", 0.0))
             done = time.perf_counter()
@@ -130,7 +129,7 @@ def step_gradients(cfg: PolicyGradientSettings, learner: Learner) -> StepGradien
 def update(
     cfg: PolicyGradientSettings,
     learner: Learner,
-    batch: TrainBatch,
+    batch: RolloutBatch,
     seed: int,
     step: int,
     steps: StepGradients | None = None,
@@ -149,7 +148,7 @@ def update(
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
             num_trained = int(batch.global_mask[part].sum())
             # Before the first update all ratios are 1, so chunks need no evaluation.
-            if batch.chunk is not None and learner.num_updates > sampled_with:
+            if "chunk" in batch.steps and learner.num_updates > sampled_with:
                 local = _local(batch, part)
                 batch = with_log_ratios(batch, local, learner.policy, cfg.micro_batch)
             backward = partial(_backward, cfg, learner, num_trained, totals)
@@ -169,24 +168,21 @@ def _backward(
     learner: Learner,
     num_trained: int,
     totals: dict[str, Tensor],
-    batch: TrainBatch,
+    batch: RolloutBatch,
     samples: Int[Tensor, "n"],
 ) -> Iterator[int]:
     """Accumulate gradient and statistics of the samples; yield the step of each minibatch."""
-    for minibatch in minibatches(batch, _local(batch, samples), cfg.micro_batch):
-        loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
-        share = len(minibatch.x) / num_trained
+    fields = batch.fields(learner.policy, learner.reference)
+    for k, chosen in portions(batch, _local(batch, samples), cfg.micro_batch):
+        loss, stats = cfg.algorithm.loss(fields, minibatch(batch, k, chosen))
+        share = len(chosen) / num_trained
         learner.backward(share * loss)
         for name, stat in stats.items():
             totals[name] = totals.get(name, 0.0) + share / cfg.updates * stat
-        yield minibatch.k
+        yield k
 
 
-def _local(batch: TrainBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
+def _local(batch: RolloutBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
     """Return the local positions of the samples that are on this rank."""
     start, stop = batch.rank_offset, batch.rank_offset + len(batch.mask)
     return samples[(samples >= start) & (samples < stop)] - start
-
-
-def _all_minibatches(batch: TrainBatch, micro_batch: int) -> Iterator[Minibatch]:
-    return minibatches(batch, torch.arange(len(batch.mask)), micro_batch)

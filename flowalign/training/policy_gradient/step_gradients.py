@@ -1,7 +1,6 @@
 """Weight the gradients of denoising steps, and measure them over two halves of the prompts."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from flowalign.functional.signal import moments_of_halves, project, random_signs
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 
 MOST_BYTES = 2**30
@@ -19,7 +18,7 @@ projected."""
 PROJECTED = 2**16
 """Number of dimensions of a projected gradient."""
 
-Backward = Callable[[TrainBatch, Int[Tensor, "n"]], Iterable[int]]
+Backward = Callable[[RolloutBatch, Int[Tensor, "n"]], Iterable[int]]
 """Function that accumulates the gradient of samples and yields the step of each minibatch."""
 
 
@@ -42,7 +41,7 @@ class StepGradients:
         self.signs = None if self.size == size else random_signs(size, device)
 
     def accumulate(
-        self, batch: TrainBatch, samples: Int[Tensor, "n"], backward: Backward, measures: bool
+        self, batch: RolloutBatch, samples: Int[Tensor, "n"], backward: Backward, measures: bool
     ) -> None:
         """Set the parameters' gradients to the weighted gradient of the samples.
 
@@ -53,7 +52,7 @@ class StepGradients:
         steps = batch.global_mask[samples].any(0).nonzero()[:, 0]
         place = {k: i for i, k in enumerate(steps.tolist())}
         kept = torch.zeros(2, len(place), self.size, device=self.learner.processes.device)
-        equal = replace(batch, weight=torch.ones_like(batch.weight))
+        equal = batch.with_steps(weight=torch.ones_like(batch.weight))
         weight, sums = batch.weight.tolist(), _Sums(self.learner.parameters)
         parts = halves(samples, batch.trajectory.group_size)
         for half, part in zip(kept, parts, strict=True):

@@ -49,10 +49,8 @@ class SpatialCredit(ABC):
 
     def __call__(
         self, advantage: Float[Tensor, "B T"], values: CompletionValues
-    ) -> Float[Tensor, "B T 1 *grid"] | None:
-        """Return the advantage of each transition at each place; None: the same at all places."""
-        if not self.blend:
-            return None
+    ) -> Float[Tensor, "B T 1 *grid"]:
+        """Return the advantage of each transition at each place."""
         trajectory = values.trajectory
         grid = tuple(trajectory.unique_states(trajectory.num_steps).shape[2:])
         return self.spread(advantage, values, grid)

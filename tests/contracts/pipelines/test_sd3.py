@@ -1,6 +1,5 @@
 """Properties of SD3: classifier-free guidance, three text encoders, recorded numbers."""
 
-import dataclasses
 import json
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowalign.functional.transition import FlowSDE
-from flowalign.types import Minibatch
+from flowalign.types import Batch, Fields
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.families import (
     GOLDEN,
@@ -76,20 +75,10 @@ def test_a_transition_replayed_from_a_minibatch_uses_the_guided_velocity():
         policy.schedule(4),
     )
     eta = torch.tensor([0.5, 0.5])
-    batch = Minibatch(
-        k=2,
-        x=x,
-        x_next=x,
-        logp_old=eta,
-        advantage=eta,
-        weight=eta,
-        sigmas=sigmas,
-        eta=eta,
-        kernel=FlowSDE(),
-        cond=cond,
-    )
-    got = batch.transition(policy).mean
-    other = dataclasses.replace(batch, k=1).transition(policy).mean
+    batch = Batch({"k": torch.tensor([2, 2]), "x": x, "eta": eta, "cond": cond})
+    fields = Fields(policy, policy, FlowSDE(), sigmas)
+    got = fields.transition(policy, batch).mean
+    other = fields.transition(policy, batch.with_columns(k=torch.tensor([1, 1]))).mean
     v, s, t = policy.velocity(x, sigmas[2], cond), sigmas[2], sigmas[3]
     c1 = t - 0.25 * s / (1 - s) * (s - t) / (2 * s)
     torch.testing.assert_close(got, (1 - t) * (x - s * v) + c1 * (x + (1 - s) * v))

@@ -71,8 +71,8 @@ class DetachedLoss(PolicyLoss):
 
     clip = 0.2
 
-    def loss(self, policy, reference, batch):
-        return 0.0 * batch.transition(policy).mean.sum(), {}
+    def loss(self, fields, batch):
+        return 0.0 * fields.transition(fields.policy, batch).mean.sum(), {}
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda s: type(s).__name__)
@@ -197,9 +197,9 @@ class LateStart(GRPO):
 
     calls = 0
 
-    def loss(self, policy, reference, batch):
+    def loss(self, fields, batch):
         self.calls += 1
-        loss, stats = super().loss(policy, reference, batch)
+        loss, stats = super().loss(fields, batch)
         return loss * (torch.inf if self.calls in (1, 2, 3, 7, 8, 9) else 1.0), stats
 
 

@@ -72,10 +72,11 @@ def gradients(learner, cfg, batch):
 
 def log_ratios(policy, batch):
     """[12, 3], with gradient."""
-    plain = replace(batch, chunk=None)
+    fields = batch.fields(policy, policy)
     columns = [
-        log_density(part.kernel, part.x_next, part.transition(policy)) - part.logp_old
-        for part in minibatches(plain, torch.arange(12), 100)
+        log_density(fields.kernel, part["x_next"], fields.transition(policy, part))
+        - part["logp_old"]
+        for part in minibatches(batch, torch.arange(12), 100)
     ]
     return torch.stack(columns, 1)
 
@@ -129,12 +130,12 @@ def test_what_is_not_trained_is_no_part_of_a_chunk():
     _, _, single = made(GRPO(PPOClip(0.2)))
     mask = single.mask.clone()
     mask[4, 0] = False
-    batch = join_chunks(replace(single, mask=mask), [3], ALONE)
+    batch = join_chunks(single.with_samples(mask=mask), [3], ALONE)
     k1 = list(minibatches(batch, torch.arange(12), 100))[1]
-    assert k1.chunk.size.tolist() == [3] * 4 + [2] + [3] * 7
+    assert k1["chunk_size"].tolist() == [3] * 4 + [2] + [3] * 7
     mean = single.advantage[:, :3].mean(1)
     mean[4] = single.advantage[4, 1:3].mean()
-    torch.testing.assert_close(k1.advantage, mean)
+    torch.testing.assert_close(k1["advantage"], mean)
     assert batch.advantage[4, 0] == 0
 
 
@@ -145,7 +146,7 @@ def test_boundaries_come_from_the_states_of_everyone():
     states = size[:, None].expand(12, 5, 3).clone()
     kept = dict(enumerate(states.unbind(1)))
     single = replace(single, trajectory=replace(single.trajectory, states=kept))
-    assert join_chunks(single, "latent_change", ALONE).chunk.tolist() == [0, 0, 1, 2]
+    assert join_chunks(single, "latent_change", ALONE).steps["chunk"].tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("surrogate", [PPOClip(0.2), LogHinge(0.2)])

@@ -42,14 +42,12 @@ def test_only_gated_samples_have_a_kl():
     with torch.no_grad():
         learner.policy.denoiser[-1].weight.normal_(generator=torch.Generator().manual_seed(3))
     made = batch(new_recipe(algorithm=KL, kl_gate=GATE), learner)
-    assert made.has_kl.sum() == 3  # a quarter of 12
+    assert made.samples["has_kl"].sum() == 3  # a quarter of 12
     part = next(minibatches(made, torch.arange(12), 100))
-    gated, one = (
-        KL.loss(learner.policy, learner.reference, changed)[1]["kl"]
-        for changed in (part, replace(part, has_kl=None))
-    )
-    alone = replace(part, has_kl=torch.arange(12) < 0)
-    assert KL.loss(learner.policy, learner.reference, alone)[1]["kl"] == 0
+    fields = made.fields(learner.policy, learner.reference)
+    gated, one = (KL.loss(fields, changed)[1]["kl"] for changed in (part, part.without("has_kl")))
+    alone = part.with_columns(has_kl=torch.arange(12) < 0)
+    assert KL.loss(fields, alone)[1]["kl"] == 0
     assert 0 < gated < one
 
 

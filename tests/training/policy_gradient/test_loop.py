@@ -27,6 +27,7 @@ from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
+    step_of,
     CreditEstimator,
     MediaBatch,
     PolicyLoss,
@@ -65,9 +66,9 @@ class Spy(PolicyLoss):
     def __post_init__(self):
         self.seen = []
 
-    def loss(self, policy, reference, batch):
+    def loss(self, fields, batch):
         self.seen.append(batch)
-        return batch.transition(policy).mean.mean(), {}
+        return fields.transition(fields.policy, batch).mean.mean(), {}
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,13 @@ def test_reward_clip_lets_the_best_move_further():
     learner = new_learner()
     batch, _ = judged(new_recipe(), new_rewards(), learner)
     part = next(minibatches(batch, torch.arange(12), 100))
-    part = replace(part, logp_old=part.logp_old - 0.1)  # all ratios are e^.1
-    best, middling = float(part.advantage.max()), 0.1
-    part = replace(part, advantage=torch.tensor([best, middling] * 6))
+    part = part.with_columns(logp_old=part["logp_old"] - 0.1)  # all ratios are e^.1
+    best, middling = float(part["advantage"].max()), 0.1
+    part = part.with_columns(advantage=torch.tensor([best, middling] * 6))
     surrogate = RewardClip(low=0.05, clip=0.3, sensitivity=1.0)
-    current = part.transition(learner.policy)
-    log_ratio = log_density(part.kernel, part.x_next, current) - part.logp_old
+    fields = batch.fields(learner.policy, learner.policy)
+    current = fields.transition(learner.policy, part)
+    log_ratio = log_density(fields.kernel, part["x_next"], current) - part["logp_old"]
     loss, _ = surrogate(log_ratio, current, part)
     ratios = torch.tensor([math.exp(0.1), 1.05 + 0.25 * math.tanh(0.1)])
     free, bound = torch.tensor([best, middling]) * ratios
@@ -199,8 +201,9 @@ def test_each_update_is_the_gradient_of_the_mean_over_all_trained_transitions():
     everything = list(minibatches(batch, torch.arange(12), 100))
     losses = []
     for b in everything:
-        ratio = (log_density(b.kernel, b.x_next, b.transition(learner.policy)) - b.logp_old).exp()
-        losses.append(-b.weight * ratio * b.advantage)
+        fields = batch.fields(learner.policy, learner.policy)
+        logp = log_density(fields.kernel, b["x_next"], fields.transition(learner.policy, b))
+        losses.append(-b["weight"] * (logp - b["logp_old"]).exp() * b["advantage"])
     wanted = torch.autograd.grad(torch.cat(losses).mean(), learner.parameters)
     got = []
     learner.step = lambda: got.extend(p.grad.clone() for p in learner.parameters) or {}
@@ -247,22 +250,23 @@ def test_step_weights_reach_the_loss():
     g = [0.8 * math.sqrt(s / (1 - min(s, 0.75))) for s in (1.0, 0.75, 0.5)]
     std = [x * math.sqrt(0.25) for x in g]
     for batch in spy.seen:
-        wanted = std[batch.k] / (sum(std) / 3)
-        torch.testing.assert_close(batch.weight, torch.full((12,), wanted))
-    assert [b.k for b in spy.seen] == [0, 1, 2]
+        wanted = std[step_of(batch)] / (sum(std) / 3)
+        torch.testing.assert_close(batch["weight"], torch.full((12,), wanted))
+    assert [step_of(b) for b in spy.seen] == [0, 1, 2]
 
 
 def test_weights_scale_the_policy_term_and_not_the_kl():
     learner, cfg = new_learner(PixelPolicy(seed=2)), new_recipe()
     batch, _ = judged(cfg, new_rewards(), learner)
     first = next(minibatches(batch, torch.arange(12), 100))
-    heavy = type(first)(**vars(first) | {"weight": 3 * first.weight})
+    heavy = first.with_columns(weight=3 * first["weight"])
     plain, with_kl = GRPO(PPOClip(0.2)), GRPO(PPOClip(0.2), kl_coef=0.5)
     other = PixelPolicy(seed=5)
-    single, triple = (plain.loss(other, learner.reference, b)[0] for b in (first, heavy))
+    fields = batch.fields(other, learner.reference)
+    single, triple = (plain.loss(fields, b)[0] for b in (first, heavy))
     torch.testing.assert_close(triple, 3 * single)
-    kl = with_kl.loss(other, learner.reference, first)[0] - single
-    torch.testing.assert_close(with_kl.loss(other, learner.reference, heavy)[0] - triple, kl)
+    kl = with_kl.loss(fields, first)[0] - single
+    torch.testing.assert_close(with_kl.loss(fields, heavy)[0] - triple, kl)
     assert kl > 1e-4
 
 
@@ -487,9 +491,9 @@ class Exploding(GRPO):
         super().__init__(PPOClip(0.2))
         self.updates, self.factor, self.count = updates, factor, -1
 
-    def loss(self, policy, reference, batch):
+    def loss(self, fields, batch):
         self.count += 1
-        loss, stats = super().loss(policy, reference, batch)
+        loss, stats = super().loss(fields, batch)
         return loss * (self.factor if self.count // 3 in self.updates else 1.0), stats
 
 

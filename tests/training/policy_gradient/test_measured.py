@@ -279,8 +279,8 @@ def test_the_moments_are_those_of_the_gradients_of_halves():
     flats = []
     for rows in (torch.arange(4), torch.arange(4, 12)):
         for one in minibatches(batch, rows, 100):
-            loss, _ = cfg.algorithm.loss(learner.policy, learner.reference, one)
-            grads = torch.autograd.grad(len(one.x) / 36 * loss, learner.parameters)
+            loss, _ = cfg.algorithm.loss(batch.fields(learner.policy, learner.reference), one)
+            grads = torch.autograd.grad(one.num_rows / 36 * loss, learner.parameters)
             flats.append(torch.cat([g.flatten() for g in grads]))
     a, b = torch.stack(flats).double().view(2, 3, -1)
     found = steps.averages.of(torch.arange(3))

@@ -46,9 +46,9 @@ def batch_of(recipe, learner):
 def gradient(recipe, learner, batch, size: int, *, sharing: bool) -> Tensor:
     learner.optimizer.zero_grad()
     for one in minibatches(batch, torch.arange(len(batch.mask)), size):
-        one = one if sharing else replace(one, source=None)
-        loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
-        (loss * len(one.x)).backward()
+        one = one if sharing else one.without("state")
+        loss, _ = recipe.algorithm.loss(batch.fields(learner.policy, learner.reference), one)
+        (loss * one.num_rows).backward()
     return torch.cat([p.grad.flatten() for p in learner.parameters])
 
 

@@ -16,7 +16,7 @@ from flowalign.training.policy_gradient.checks import replay_drift
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.spans import join_spans
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import CreditEstimator, StepCredit, plain_requests
+from flowalign.types import CreditEstimator, StepCredit, plain_requests, step_of, steps_of
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     ALONE,
@@ -105,20 +105,15 @@ def test_the_clip_acts_on_the_product_of_ratios():
     """No single ratio leaves the clip range, the product of three does: nothing is learned."""
     learner, _, batch = made(SpanGRPO(span_steps=3, clip_range=0.2))
     (part,) = minibatches(batch, torch.arange(12), 64)
-    assert [step.k for step in part.span] == [0, 1, 2]
-    shifted = [replace(step, logp_old=step.logp_old - 0.1) for step in part.after]
-    moved = replace(
-        part,
-        logp_old=part.logp_old - 0.1,
-        after=tuple(shifted),
-        advantage=torch.ones_like(part.advantage),
-    )
-    loss, stats = SpanGRPO(clip_range=0.2).loss(learner.policy, learner.reference, moved)
+    assert [step_of(step) for step in steps_of(part)] == [0, 1, 2]
+    ones = torch.ones_like(part["advantage"])
+    moved = part.with_columns(logp_old=part["logp_old"] - 0.1, advantage=ones)
+    fields = batch.fields(learner.policy, learner.reference)
+    loss, stats = SpanGRPO(clip_range=0.2).loss(fields, moved)
     assert stats["ratio_mean"] == pytest.approx(2.718281828**0.3, rel=1e-4)
     assert stats["clip_frac_high"] == 1
     assert not any(g.any() for g in torch.autograd.grad(loss, learner.parameters))
-    alone = replace(moved, after=())
-    loss, stats = SpanGRPO(clip_range=0.2).loss(learner.policy, learner.reference, alone)
+    loss, stats = SpanGRPO(clip_range=0.2).loss(fields, steps_of(moved)[0])
     assert stats["clip_frac_high"] == 0
     assert any(g.any() for g in torch.autograd.grad(loss, learner.parameters))
 
@@ -127,8 +122,8 @@ def test_a_sample_with_an_untrained_step_in_a_span_is_left_out_of_that_span():
     _, _, batch = made(GRPO(PPOClip(0.2)))
     mask = batch.mask.clone()
     mask[4, 1], mask[7, 2] = False, False
-    joined = join_spans(replace(batch, mask=mask), 2, ALONE)
-    assert joined.spans == {0: [0, 1], 2: [2]}
+    joined = join_spans(batch.with_samples(mask=mask), 2, ALONE)
+    assert joined.steps["span"].tolist() == [0, 0, 2, -1]
     assert joined.mask.sum(0).tolist() == [11, 0, 11, 0]
     assert not joined.mask[4, 0]
     assert not joined.mask[7, 2]
@@ -138,11 +133,11 @@ def test_a_sample_with_an_untrained_step_in_a_span_is_left_out_of_that_span():
 def test_a_drift_in_the_middle_of_a_span_is_found():
     """The replay check looks at every step of a span, and names the one that does not replay."""
     learner, _, batch = made(SpanGRPO(span_steps=3))
-    assert replay_drift(learner.policy, minibatches(batch, torch.arange(12), 5)).keys() == {0, 1, 2}
+    assert replay_drift(learner.policy, batch, 5).keys() == {0, 1, 2}
     logp = batch.trajectory.logp.clone()
     logp[3, 1] += 0.5
     leaky = replace(batch, trajectory=replace(batch.trajectory, logp=logp))
-    drift = replay_drift(learner.policy, minibatches(leaky, torch.arange(12), 5))
+    drift = replay_drift(learner.policy, leaky, 5)
     assert max(drift, key=lambda k: drift[k]) == 1
 
 

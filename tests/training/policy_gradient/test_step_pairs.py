@@ -14,7 +14,12 @@ from flowalign.functional.transition import CPS, log_density
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, pair_best_and_worst
+from flowalign.training.policy_gradient.batches import (
+    RolloutBatch,
+    minibatch,
+    minibatches,
+    pair_best_and_worst,
+)
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
@@ -35,7 +40,7 @@ THREE = ["a", "bb", "ccc"]
 OLD = StepDPO(reference="old")
 
 
-def sampled(learner=None, advantage=None, **sampling) -> TrainBatch:
+def sampled(learner=None, advantage=None, **sampling) -> RolloutBatch:
     """A rollout with given advantages, before it is paired."""
     cfg = new_recipe(sampling)
     learner = learner or new_learner()
@@ -43,12 +48,13 @@ def sampled(learner=None, advantage=None, **sampling) -> TrainBatch:
     batch, _ = credited(
         cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
     )
-    return batch if advantage is None else replace(batch, advantage=advantage)
+    return batch if advantage is None else batch.with_samples(advantage=advantage)
 
 
-def duels(batch: TrainBatch) -> set[tuple[int, int, int]]:
+def duels(batch: RolloutBatch) -> set[tuple[int, int, int]]:
     """(step, winner, loser) of every pair."""
-    return {(k, b, int(batch.rival[b, k])) for b, k in (batch.rival >= 0).nonzero().tolist()}
+    rival = batch.samples["rival"]
+    return {(k, b, int(rival[b, k])) for b, k in (rival >= 0).nonzero().tolist()}
 
 
 def test_in_chains_the_best_and_worst_of_a_prompt_meet_step_by_step():
@@ -60,7 +66,7 @@ def test_in_chains_the_best_and_worst_of_a_prompt_meet_step_by_step():
     batch = sampled(advantage=advantage)
     mask = batch.mask.clone()
     mask[8] = False  # its reward failed; it would have won step 1
-    got = pair_best_and_worst(replace(batch, mask=mask), ALONE)
+    got = pair_best_and_worst(batch.with_samples(mask=mask), ALONE)
     wanted = {(0, 1, 2), (1, 0, 1), (0, 5, 6), (1, 4, 5), (2, 6, 4), (0, 9, 10), (1, 11, 9)}
     assert duels(got) == wanted
     members = {(k, b) for k, *both in wanted for b in both}
@@ -107,11 +113,11 @@ def test_winners_come_first_and_each_loser_stands_opposite_its_winner():
     batch = sampled(advantage=advantage, samples_per_prompt=8, branching=Tree(splits=[0, 1, 2]))
     batch, seen = pair_best_and_worst(batch, ALONE), 0
     for part in minibatches(batch, torch.arange(24), 5):
-        winner, loser = part.advantage.chunk(2)
+        winner, loser = part["advantage"].chunk(2)
         assert (winner > loser).all()
-        half = len(part.x) // 2
-        assert torch.equal(part.x[:half], part.x[half:])  # siblings, in the same order
-        assert len(part.x) in (2, 4)
+        half = part.num_rows // 2
+        assert torch.equal(part["x"][:half], part["x"][half:])  # siblings, in the same order
+        assert part.num_rows in (2, 4)
         seen += half
     assert seen == len(duels(batch)) == 3 * (1 + 2 + 4)
 
@@ -147,22 +153,10 @@ def test_the_update_is_the_mean_over_pairs_whatever_the_micro_batch(micro_batch)
     for k, winner, loser in sorted(duels(batch)):
         ratios = []
         for b in (winner, loser):
-            one = next(
-                m
-                for m in minibatches(
-                    replace(
-                        batch,
-                        rival=None,
-                        mask=torch.zeros(12, 4, dtype=torch.bool).index_put(
-                            (torch.tensor(b), torch.tensor(k)), torch.tensor(True)
-                        ),
-                    ),
-                    torch.tensor([b]),
-                    9,
-                )
-            )
+            one = minibatch(batch, k, torch.tensor([b]))
+            fields = batch.fields(learner.policy, learner.reference)
             new, old = (
-                log_density(one.kernel, one.x_next, one.transition(p))
+                log_density(fields.kernel, one["x_next"], fields.transition(p, one))
                 for p in (learner.policy, learner.reference)
             )
             ratios.append(new - old.detach())
@@ -182,8 +176,9 @@ def test_on_policy_the_loss_is_log_2_and_the_winner_becomes_more_likely():
     assert metrics["pair_margin"] == pytest.approx(0, abs=1e-5)
     moved = []
     for part in minibatches(batch, torch.arange(12), 100):
-        logp = log_density(part.kernel, part.x_next, part.transition(learner.policy))
-        winner, loser = (logp - part.logp_old).detach().chunk(2)
+        fields = batch.fields(learner.policy, learner.policy)
+        logp = log_density(fields.kernel, part["x_next"], fields.transition(learner.policy, part))
+        winner, loser = (logp - part["logp_old"]).detach().chunk(2)
         moved.append(winner - loser)
     assert torch.cat(moved).mean() > 1e-3
 
@@ -198,7 +193,7 @@ def test_a_transition_beyond_the_clip_of_the_ratio_pulls_no_more():
 
 def test_steps_of_larger_weight_pull_more():
     learner, cfg, batch = told(ADVANTAGE, OLD)
-    heavy = replace(batch, weight=3 * batch.weight)
+    heavy = batch.with_steps(weight=3 * batch.weight)
     single = gradient(learner, cfg, batch)
     torch.testing.assert_close(gradient(new_learner(), cfg, heavy), 3 * single)
 
@@ -209,9 +204,9 @@ def test_every_pair_is_seen_once_an_epoch_however_the_step_is_divided(updates):
     seen = []
 
     class Watched(StepDPO):
-        def loss(self, policy, reference, batch):
-            seen.append(batch.x_next)
-            return super().loss(policy, reference, batch)
+        def loss(self, fields, batch):
+            seen.append(batch["x_next"])
+            return super().loss(fields, batch)
 
     learner, cfg, batch = told(ADVANTAGE, Watched(reference="old"), updates_per_step=updates)
     steps = []

@@ -19,7 +19,7 @@ from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.spatial import AttentionMap, RewardMap
-from flowalign.types import MediaBatch, RewardOutput, plain_requests
+from flowalign.types import MediaBatch, RewardOutput, plain_requests, step_of
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.scored import batch_of, groups
 from tests.fixtures.small_run import go, new_run
@@ -85,12 +85,13 @@ def test_a_minibatch_has_the_advantage_of_every_place(mode):
     learner = new_learner(VideoPixel(seed=1))
     cfg = new_recipe(spatial=RewardMap(reward="mapped", mode=mode))
     made = batch(cfg, learner)
-    assert made.places.shape == (12, 4, 1, *GRID)
+    places = made.samples["places"]
+    assert places.shape == (12, 4, 1, *GRID)
     if mode == "weight":
-        assert_close(made.places.mean((2, 3, 4, 5)), made.advantage)
+        assert_close(places.mean((2, 3, 4, 5)), made.advantage)
     part = next(minibatches(made, torch.arange(12), 100))
-    assert torch.equal(part.places, made.places[:, part.k])
-    loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, part)
+    assert torch.equal(part["places"], places[:, step_of(part)])
+    loss, stats = cfg.algorithm.loss(made.fields(learner.policy, learner.reference), part)
     assert stats["ratio_mean"].item() == pytest.approx(1.0, abs=1e-5)
     loss.backward()
     assert flat(learner.policy.denoiser).isfinite().all()
@@ -100,13 +101,15 @@ def test_the_gradient_of_grpo_is_that_of_the_advantages_of_places():
     """At ratio 1 it is the gradient of -mean A_p (x' - mu)(mu' - mu_old) / std^2 over places."""
     learner = new_learner(VideoPixel(seed=1))
     cfg = new_recipe(spatial=RewardMap(reward="mapped", mode="compare"))
-    part = next(minibatches(batch(cfg, learner), torch.arange(12), 100))
-    loss, _ = cfg.algorithm.loss(learner.policy, learner.reference, part)
+    made = batch(cfg, learner)
+    fields = made.fields(learner.policy, learner.reference)
+    part = next(minibatches(made, torch.arange(12), 100))
+    loss, _ = cfg.algorithm.loss(fields, part)
     parameters = list(learner.parameters)
     found = torch.autograd.grad(loss, parameters)
-    current = part.transition(learner.policy)
-    pull = (part.x_next - part.mean_old) / current.std.reshape(-1, 1, 1, 1, 1) ** 2
-    expected = torch.autograd.grad(-(part.places * pull * current.mean).mean(), parameters)
+    current = fields.transition(learner.policy, part)
+    pull = (part["x_next"] - part["mean_old"]) / current.std.reshape(-1, 1, 1, 1, 1) ** 2
+    expected = torch.autograd.grad(-(part["places"] * pull * current.mean).mean(), parameters)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, atol=1e-5, rtol=1e-4)
 

@@ -1,0 +1,126 @@
+"""Define the batch: a table of named columns that sources fill and losses read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from typing_extensions import override
+
+Values: TypeAlias = Tensor | tuple[str, ...] | Mapping[str, Tensor]
+"""Values of a column: a tensor, names, or a group of columns by name. The row axis comes first."""
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    # rows of every kind
+    "cond": ("group", "Text conditioning."),
+    "weight": ("", "Weight of the row in the loss; 0 excludes it."),
+    "advantage": ("", "Advantage of the row, clipped, within its group."),
+    "places": ("1 *grid", "Advantage at each latent position, instead of `advantage`."),
+    # transitions of rollouts
+    "k": ("", "Index of the transition, on the CPU."),
+    "x": ("*latent", "State x_k."),
+    "x_next": ("*latent", "State x_{k+1} that the old policy drew."),
+    "logp_old": ("", "log pi_old(x_{k+1} | x_k), averaged over latent elements."),
+    "mean_old": ("*latent", "Mean of x_{k+1} under the old policy."),
+    "eta": ("", "Noise level of the transition."),
+    "state": ("", "Id of the start state, on the CPU, if rows share states."),
+    "process": ("", "Advantage of the process reward, clipped separately."),
+    "has_kl": ("", "Whether the row has a KL to the reference; absent: all rows."),
+    "chunk_others": ("", "Sum of the log-ratios of the other transitions of the row's chunk."),
+    "chunk_size": ("", "Number of transitions of the row's chunk."),
+    # samples of a rollout, from which transitions are taken: T is the axis of denoising steps
+    "mask": ("T", "Whether the transition is trained."),
+    "rival": ("T", "Index of the sample that lost against this one, or -1."),
+    "log_ratio": ("T", "Log-ratio of the transition, 0 before the first update, for chunks."),
+    # denoising steps of a rollout
+    "chunk": ("", "Id of the step's chunk."),
+    "span": ("", "First step of the step's span, or -1."),
+}
+"""Axes after the row axis, and meaning of each column. A batch has no other column."""
+
+
+class Batch(Mapping[str, Any]):
+    """Rows of named columns; `COLUMNS` lists the names.
+
+    Raises:
+        ValueError: A name is unknown, or columns differ in their number of rows.
+    """
+
+    def __init__(self, columns: Mapping[str, Values]):
+        self._columns = dict(columns)
+        if unknown := self._columns.keys() - COLUMNS.keys():
+            raise ValueError(f"unknown columns {sorted(unknown)}: describe them in COLUMNS")
+        lengths = {name: _length(column) for name, column in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns differ in their number of rows: {lengths}")
+        self.num_rows = next(iter(lengths.values()), 0)
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._columns:
+            raise KeyError(f"the batch has no column {name!r}, only {', '.join(self._columns)}")
+        return self._columns[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def with_columns(self, **columns: Values) -> "Batch":
+        """Return the batch with columns added or replaced."""
+        return Batch(self._columns | columns)
+
+    def without(self, *names: str) -> "Batch":
+        """Return the batch without some columns, present or not."""
+        return Batch({name: c for name, c in self._columns.items() if name not in names})
+
+    def take(self, rows: Int[Tensor, "m"]) -> "Batch":
+        """Return the rows with these indices."""
+        return Batch({name: _take(column, rows) for name, column in self._columns.items()})
+
+    def split(self, size: int) -> Iterator["Batch"]:
+        """Yield consecutive parts of at most `size` rows."""
+        for rows in torch.arange(self.num_rows).split(size):
+            yield self.take(rows)
+
+    @classmethod
+    def concat(cls, batches: Sequence["Batch"]) -> "Batch":
+        """Return the rows of several batches with equal columns."""
+        return cls({name: _concat([batch[name] for batch in batches]) for name in batches[0]})
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch with its tensors on a device."""
+        return Batch({name: _move(column, device) for name, column in self._columns.items()})
+
+
+def _take(column: Values, rows: Int[Tensor, "m"]) -> Values:
+    """Return the rows of a column with these indices."""
+    if isinstance(column, Tensor):
+        return column[rows.to(column.device)]
+    if isinstance(column, tuple):
+        return tuple(column[i] for i in rows.tolist())
+    return {name: values[rows.to(values.device)] for name, values in column.items()}
+
+
+def _length(column: Values) -> int:
+    return _length(next(iter(column.values()))) if isinstance(column, Mapping) else len(column)
+
+
+def _move(column: Values, device: torch.device) -> Values:
+    if isinstance(column, Tensor):
+        return column.to(device)
+    if isinstance(column, tuple):
+        return column
+    return {name: values.to(device) for name, values in column.items()}
+
+
+def _concat(parts: Sequence[Any]) -> Values:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    if isinstance(parts[0], tuple):
+        return tuple(name for part in parts for name in part)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
