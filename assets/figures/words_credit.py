@@ -24,7 +24,6 @@ from torch import Tensor
 
 from flowalign.credit.branch import Branch
 from flowalign.credit.control_variate import ControlVariate
-from flowalign.credit.discounted import Discounted
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.redistribute import Redistribute
@@ -83,7 +82,6 @@ METHODS = (
     Method("gain, five ODE steps (Stepwise-Flow-GRPO)", Gain(), completion=FIVE),
     Method("gain, one-step prediction", Gain(), completion=ONE),
     Method("next value", NextValue()),
-    Method("discounted, one-step (VGPO)", Discounted(gamma=0.9), completion=ONE),
     Method("turning points (TP-GRPO)", TurningPoint()),
     Method("control variate", ControlVariate()),
     Method("comb (TempFlow-GRPO)", Branch(), "comb", weight="std"),
@@ -378,7 +376,7 @@ def _draw_shares(panel: Any, content: Mapping[str, Any]) -> None:
     steps = content["variance"]["steps"]
     truth = [v / sum(steps) for v in steps]
     panel.bar(range(len(truth)), truth, color="#d0d0d0", label="true credit")
-    shown = (METHODS[0], METHODS[3], METHODS[5], METHODS[9], METHODS[10])
+    shown = (METHODS[0], METHODS[3], METHODS[5], METHODS[8], METHODS[9])
     rows = {row["method"]: row for row in content["methods"]}
     for method, colour in zip(shown, (GREY, PINK, GREEN, ORANGE, BLUE), strict=True):
         share = rows[method.label]["glyphs"]["share"]

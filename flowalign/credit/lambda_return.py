@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.credit.discounted import discounted_sums
 from flowalign.credit.gain import gains
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import UnitInterval
@@ -22,7 +21,11 @@ def lambda_returns(values: Float[Tensor, "B S R"], decay: float) -> Float[Tensor
 
     With decay 1 the sum is the outcome minus V_k. With decay 0 it is the gain of step k.
     """
-    return discounted_sums(gains(values), decay)
+    total, sums = torch.zeros_like(values[:, 0]), []
+    for gain in reversed(gains(values).unbind(dim=1)):
+        total = gain + decay * total
+        sums.append(total)
+    return torch.stack(sums[::-1], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)

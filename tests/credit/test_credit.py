@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.credit.discounted import Discounted, discounted_sums
 from flowalign.credit.gain import gains
+from flowalign.credit.lambda_return import lambda_returns
 from flowalign.credit.turning_point import (
     TurningPoint,
     balance_turning_points,
@@ -336,26 +336,18 @@ def test_advantages_of_the_reference_compare_step_rewards_per_prompt_and_step():
         assert_close(got, golden["advantages_global_std"][:, k], rtol=1e-6, atol=1e-12)
 
 
-# Discounted ---------------------------------------------------------------------
+# Lambda returns -----------------------------------------------------------------------------------
 
 
-def test_discounted_sums_by_hand():
-    got = discounted_sums(column(8.0, 4.0, 2.0), 0.5)
-    assert got.flatten().tolist() == [8 + 2 + 0.5, 4 + 1, 2]
-    missing = discounted_sums(column(8.0, NAN, 2.0), 0.5).flatten()
-    assert missing.isnan().tolist() == [True, True, False]
+def test_a_missing_value_spoils_the_lambda_returns_until_it():
+    got = lambda_returns(column(0.0, NAN, 12.0, 14.0), 0.5).flatten()
+    assert got.isnan().tolist() == [True, True, False]
 
 
 @quick
-@given(values=some_values(), gamma=st.sampled_from([0.25, 0.5, 1.0]))
-def test_discounted_sums_are_a_value_and_the_discounted_rest(values, gamma):
-    got = discounted_sums(values, gamma)
-    assert torch.equal(got[:, -1], values[:, -1])
-    assert torch.equal(got[:, :-1], values[:, :-1] + gamma * got[:, 1:])
-    assert gamma < 1 or torch.equal(got, values.flip(1).cumsum(1).flip(1))
-
-
-@pytest.mark.parametrize("gamma", [0.0, -0.5, 1.01, NAN])
-def test_a_discount_that_is_none_is_refused(gamma):
-    with pytest.raises(ValueError, match="gamma"):
-        Discounted(gamma)
+@given(values=some_values(), decay=st.sampled_from([0.25, 0.5, 1.0]))
+def test_lambda_returns_are_a_gain_and_the_discounted_rest(values, decay):
+    got, gained = lambda_returns(values, decay), gains(values)
+    assert torch.equal(got[:, -1], gained[:, -1])
+    assert torch.equal(got[:, :-1], gained[:, :-1] + decay * got[:, 1:])
+    assert decay < 1 or torch.equal(got, values[:, -1:] - values[:, :-1])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit.discounted import Discounted
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
@@ -34,7 +33,7 @@ from tests.fixtures.training import (
     train,
 )
 
-DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False), Discounted(0.8)]
+DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False)]
 EVERY = [*DENSE, Outcome()]
 
 
@@ -61,7 +60,6 @@ def trained(batch):
         (Gain(), [1, 2, 3, 6]),
         (NextValue(), [2, 3, 6]),
         (TurningPoint(), [1, 2, 3, 6]),
-        (Discounted(0.9), [2, 3, 6]),
         (Outcome(), [6]),
     ],
     ids=lambda x: type(x).__name__,
@@ -148,7 +146,6 @@ MISSING = [
     (TurningPoint(), 2, {1, 2, 3}),
     (TurningPoint(), 0, {0, 1, 2, 3}),
     (TurningPoint(balance=False, first_step=False), 5, {1, 2, 3}),
-    (Discounted(0.5), 2, {0, 1}),
     (Outcome(), 5, {0, 1, 2, 3}),
 ]
 
