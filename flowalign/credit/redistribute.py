@@ -1,7 +1,6 @@
 """Give more of the outcome to steps that brought the latent closer to the final latent.
 
-Source: CoCA, arXiv:2505.19196, reconstructed from secondary sources. (For SuperFlow's share, which
-is proportional to sigma, set `step_weight: sigma`.)
+Source: CoCA, arXiv:2505.19196, reconstructed from secondary sources.
 """
 
 import torch

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from flowalign.functional.transition import Kernel, mean_sensitivity
 
-StepWeight = Literal[
-    "uniform", "std", "dt", "sigma", "inverse_dt", "inverse_sensitivity", "proportional"
-]
+StepWeight = Literal["uniform", "std", "dt", "inverse_dt", "inverse_sensitivity", "proportional"]
 
 
 def step_weights(
@@ -26,14 +24,13 @@ def step_weights(
     - uniform: 1.
     - std: the std of the step (noise-aware weight of TempFlow-GRPO, arXiv:2508.04324).
     - dt: the length of the step.
-    - sigma: the noise level of the step (SuperFlow, arXiv:2512.17951v2, from secondary sources).
     - inverse_dt: 1 / length (GRPO-Guard, arXiv:2510.22319v1).
     - inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard).
     - proportional: makes the gradient of each step proportional to its length, and keeps the sum of
       the native weights |d mean / d v| / std (PCPO, arXiv:2509.25774).
     - numbers: one factor per denoising step.
 
-    std, dt and sigma are scaled to mean 1 over trained steps.
+    std and dt are scaled to mean 1 over trained steps.
     """
     if not isinstance(kind, str):
         return torch.where(trained, torch.tensor(kind, device=eta.device), 0.0)
@@ -50,7 +47,6 @@ def step_weights(
         "uniform": torch.ones_like(dt),
         "std": std / std[trained].mean(),
         "dt": dt / dt[trained].mean(),
-        "sigma": sigmas[:-1] / sigmas[:-1][trained].mean(),
         "inverse_dt": 1 / dt,
         "inverse_sensitivity": 1 / kappa.abs(),
         "proportional": native[trained].sum() / dt[trained].sum() * dt / native,

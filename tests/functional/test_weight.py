@@ -24,7 +24,7 @@ from flowalign.functional.weight import step_weights
 from tests.fixtures.golden import load
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
-KINDS = ["uniform", "std", "dt", "sigma", "inverse_dt", "inverse_sensitivity", "proportional"]
+KINDS = ["uniform", "std", "dt", "inverse_dt", "inverse_sensitivity", "proportional"]
 KERNELS = [FlowSDE(), DanceSDE(), CPS(), Precise(), DDIM()]
 
 
@@ -38,7 +38,6 @@ KERNELS = [FlowSDE(), DanceSDE(), CPS(), Precise(), DDIM()]
         ("uniform", [1.0, 1.0]),
         ("std", [0.954452, 1.045548]),  # over their mean .628634
         ("dt", [0.8, 1.2]),  # .2 and .3 over .25
-        ("sigma", [1 / 0.9, 0.8 / 0.9]),  # 1 and .8 over their mean
         ("inverse_dt", [5.0, 10 / 3]),
         ("inverse_sensitivity", [5.0, 1 / 0.354]),
         # native 1/3 and .538594 sum to .871927: .871927 / .5 * .2 * 3 and / .5 * .3 / .538594
@@ -202,7 +201,7 @@ def test_uniform_and_dt_weights_multiply_the_gradient_of_each_step():
 
 
 def test_weights_of_mean_one_have_mean_one_over_trained_steps():
-    for kind in ("uniform", "std", "dt", "sigma"):
+    for kind in ("uniform", "std", "dt"):
         assert weights(kind)[:9].mean().item() == pytest.approx(1.0)
         assert weights(kind)[9] == 0
     assert weights("std")[8] != weights("dt")[8] != weights("uniform")[8]
