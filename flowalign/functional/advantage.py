@@ -1,6 +1,5 @@
 """Compute advantages from credit: normalise within groups, then weight reward dimensions."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,8 +8,6 @@ from torch import Tensor
 
 Scale = Literal["group", "batch", "joint", "pooled", "none", "leave_one_out", "given"]
 Combine = Literal["sum_of_advantages", "advantage_of_sum"]
-Reweight = Callable[[Float[Tensor, "n R"]], Float[Tensor, "n R"]]
-"""Function that weights the advantages of each sample's dimensions before they are added."""
 
 
 def group_center(
@@ -83,7 +80,7 @@ def advantages(
     weights: Float[Tensor, "R"],
     *,
     scale: Scale = "group",
-    combine: Combine | Reweight = "sum_of_advantages",
+    combine: Combine = "sum_of_advantages",
     std_floor: float = 1e-6,
     correction: int = 0,
 ) -> Float[Tensor, "B T"]:
@@ -91,8 +88,7 @@ def advantages(
 
     "sum_of_advantages" normalises each dimension separately and adds the results with `weights`, so
     a dimension's influence does not depend on its spread. "advantage_of_sum" adds the raw values
-    with `weights`, then normalises. A function changes the terms of the sum of each sample; it
-    gets the dimensions with a weight that is not 0.
+    with `weights`, then normalises.
 
     Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of sum).
     """
@@ -104,10 +100,7 @@ def advantages(
         chosen, weights = (chosen @ weights)[:, None], torch.ones_like(weights[:1])
     centred = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction)
     # Not `centred @ weights`: a matrix product may round equal rows differently.
-    terms = centred * weights
-    if not isinstance(combine, str):
-        terms = combine(terms[:, weights != 0])
-    out[mask] = terms.sum(1)
+    out[mask] = (centred * weights).sum(1)
     return out
 
 

@@ -68,36 +68,6 @@ def pareto_mask(
     return keep
 
 
-# Min-norm -----------------------------------------------------------------------------------------
-
-
-def min_norm_weights(advantage: Float[Tensor, "n R"]) -> Float[Tensor, "n R"]:
-    """Return weights c on the simplex that minimise (sum_j c_j A_j)^2 for each sample.
-
-    If all A_j have the same sign, the smallest |A_j| has weight 1, and equal ones share it. Else
-    the minimum is 0, and the weights are unique only for two objectives. We take c_j = s / |A_j|,
-    with a factor s for each sign, so that objectives of the same sign contribute equally. An
-    objective with A_j = 0 has weight 1.
-
-    Source: OTCA, arXiv:2604.19234, from a secondary source; more than two objectives are our
-    choice.
-    """
-    size = advantage.abs()
-    least = size == size.amin(1, keepdim=True)
-    alone = least / least.sum(1, keepdim=True)
-    up, down = advantage > 0, advantage < 0
-    factor = torch.where(up, down.sum(1, keepdim=True), up.sum(1, keepdim=True))
-    shared = factor / size.where(size > 0, 1.0)
-    disputed = up.any(1) & down.any(1) & (size > 0).all(1)
-    return torch.where(disputed[:, None], shared / shared.sum(1, keepdim=True), alone)
-
-
-def opposed_share(advantage: Float[Tensor, "n R"]) -> float:
-    """Return the share of samples with objectives of both signs; min-norm weights cancel them."""
-    opposed = (advantage > 0).any(1) & (advantage < 0).any(1)
-    return float(opposed.float().mean()) if len(opposed) else 0.0
-
-
 # Gaps ---------------------------------------------------------------------------------------------
 
 

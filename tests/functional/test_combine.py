@@ -96,32 +96,6 @@ def test_a_sample_with_an_invalid_reward_is_out_and_dominates_nobody():
     assert got.tolist() == [False, True, True, False]
 
 
-# Min-norm -----------------------------------------------------------------------------------------
-
-
-def test_min_norm_weights_by_hand():
-    """The cases of the specification: all weight on the smallest, and objectives that cancel."""
-    advantage = rows([2.0, 1.0], [2.0, -1.0], [1.0, 1.0], [-3.0, -0.5], [0.0, 4.0])
-    got = combine.min_norm_weights(advantage)
-    third = 1 / 3
-    assert_close(got, rows([0.0, 1.0], [third, 2 * third], [0.5, 0.5], [0.0, 1.0], [1.0, 0.0]))
-    assert_close((got * advantage).sum(1), torch.tensor([1.0, 0.0, 1.0, -0.5, 0.0]))
-    assert combine.opposed_share(advantage) == pytest.approx(0.2)
-
-
-def test_min_norm_weights_of_three_are_minimal_and_follow_the_order():
-    advantage = torch.randn(50, 3, generator=seeded())
-    got = combine.min_norm_weights(advantage)
-    assert_close(got.sum(1), torch.ones(50))
-    assert (got >= 0).all()
-    grid = torch.rand(4000, 3, generator=seeded(1))
-    grid = grid / grid.sum(1, keepdim=True)
-    best = (grid @ advantage.T).square().amin(0)
-    assert ((got * advantage).sum(1).square() <= best + 1e-6).all()
-    order = [2, 0, 1]
-    assert_close(combine.min_norm_weights(advantage[:, order]), got[:, order])
-
-
 # Gaps ---------------------------------------------------------------------------------------------
 
 

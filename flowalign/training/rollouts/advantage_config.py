@@ -3,45 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
 from flowalign.data.requests import read_located_requests
 from flowalign.functional.advantage import Combine, Scale
-from flowalign.functional.combine import min_norm_weights
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
 from flowalign.training.recipe import RunContext
 from flowalign.types import Request
-from flowalign.types.ranges import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    UnitInterval,
-    require_ranges,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MinNorm:
-    """Weights of the objectives of each sample by the min-norm rule, mixed with equal weights.
-
-    The weights sum to 1. Where two objectives disagree in sign, the rule alone cancels them, and
-    only the mixture has a gradient. A reconstruction of OTCA, arXiv:2604.19234, from a secondary
-    source, in which the mixture is missing: the linear mixture and its share are our choice.
-    """
-
-    exploration: UnitInterval = 0.5
-    """Share of equal weights. 0: the min-norm rule alone. 1: the mean of the advantages."""
-
-    def __post_init__(self) -> None:
-        """Reject a share outside [0, 1]."""
-        require_ranges(self, "advantages.combine")
-
-    def __call__(self, terms: Float[Tensor, "n R"]) -> Float[Tensor, "n R"]:
-        """Return each sample's weighted advantages times their weights."""
-        equal = self.exploration / terms.shape[1]
-        return (equal + (1 - self.exploration) * min_norm_weights(terms)) * terms
+from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +23,10 @@ class AdvantageConfig:
     leave_one_out: 1, with the mean of the other samples as the baseline (RLOO). given: credit is
     neither centred nor divided, because the credit method returns advantages or rewards are
     compared directly."""
-    combine: Combine | MinNorm = "sum_of_advantages"
+    combine: Combine = "sum_of_advantages"
     """Order of normalisation and weighting. sum_of_advantages: each reward dimension is normalised
     separately, then weighted (DanceGRPO). advantage_of_sum: rewards are weighted and added first
-    (Flow-GRPO). `{exploration: 0.5}` weights the advantages of each sample by `MinNorm`, as in
-    OTCA."""
+    (Flow-GRPO)."""
     std_correction: Literal[0, 1] = 0
     """Correction of the standard deviation. 1: divide by n - 1 (DanceGRPO, MixGRPO). 0: divide by n
     (Flow-GRPO)."""
@@ -109,13 +76,6 @@ class AdvantageConfig:
         for part in (self.value_transform, self.thresholds):
             if part:
                 part.check(rewards)
-        weighted = [dim for dim in rewards.dims if rewards.weight_of.get(dim)]
-        if isinstance(self.combine, MinNorm) and len(weighted) < 2:
-            raise ValueError(
-                "advantages.combine compares objectives, but only "
-                f"{', '.join(weighted)} has a weight: set combine to sum_of_advantages, or weight "
-                "another reward"
-            )
 
     def check_prompts(self, prompts: str) -> None:
         """Raise ValueError if the prompts file is empty or has unsuitable requests."""

@@ -5,7 +5,7 @@
 Credit has one column per denoising step, or a single column for the outcome.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,10 @@ from flowalign.functional.advantage import (
     exponential_advantages,
     zero_spread_share,
 )
-from flowalign.functional.combine import opposed_share
 from flowalign.rewards.checked import drop_failed
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import not_dominated
-from flowalign.training.rollouts.advantage_config import AdvantageConfig, MinNorm
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import Request, StepCredit
 
 
@@ -99,15 +98,12 @@ class AdvantageEstimator:
         """
         gathered = self._gather(credit, outcome, group_size)
         credit, mask = gathered.credit, gathered.train_mask
-        shares: list[float] = []
-        advantage, process = self._compare(credit, shares.append), None
+        advantage, process = self._compare(credit), None
         if credit.process is not None:
             process = self._compare(replace(credit, value=credit.process))
         if self.cfg.extremes is not None:
             mask = mask_extremes(advantage[..., None], credit.group, mask, self.cfg.extremes)
-        metrics = self._metrics(gathered)
-        metrics |= {"objectives_opposed": shares[0]} if shares else {}
-        return AdvantageEstimate(gathered, advantage, process, mask, metrics)
+        return AdvantageEstimate(gathered, advantage, process, mask, self._metrics(gathered))
 
     def compare_dims(self, gathered: GatheredCredit, dims: Sequence[str]) -> Float[Tensor, "n T"]:
         """Return the advantages by some reward dimensions alone."""
@@ -153,30 +149,20 @@ class AdvantageEstimator:
         )
 
     def _compare(
-        self,
-        credit: StepCredit,
-        observe: Callable[[float], None] = lambda _: None,
-        weights: Float[Tensor, "R"] | None = None,
+        self, credit: StepCredit, weights: Float[Tensor, "R"] | None = None
     ) -> Float[Tensor, "n T"]:
         """Return the clipped advantages of all gathered transitions within their groups.
 
-        If objectives are reweighted, `observe` gets the share of transitions on which they differ
-        in sign. `weights` replace the reward weights.
+        `weights` replace the reward weights.
         """
-        cfg, combine = self.cfg, self.cfg.combine
-
-        def reweight(terms: Float[Tensor, "m R"]) -> Float[Tensor, "m R"]:
-            assert isinstance(combine, MinNorm)
-            observe(opposed_share(terms))
-            return combine(terms)
-
+        cfg = self.cfg
         found = advantages(
             credit.value.nan_to_num(),
             credit.group,
             credit.mask,
             self.weights if weights is None else weights,
             scale=cfg.scale,
-            combine=reweight if isinstance(combine, MinNorm) else combine,
+            combine=cfg.combine,
             std_floor=cfg.std_floor,
             correction=cfg.std_correction,
         )

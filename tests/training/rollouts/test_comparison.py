@@ -13,7 +13,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.rollouts.advantage_config import AdvantageConfig, MinNorm
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import ALONE, PROMPTS, new_learner
@@ -56,21 +56,6 @@ def test_rewards_that_are_given_are_added_as_they_are_and_equal_ones_stay_equal(
     found, _ = advantages(estimator({"redness": 0.3, "green": 0.7}, scale="given", clip=None))
     assert_close(found, 0.3 * OUTCOME[:, 0] + 0.7 * OUTCOME[:, 1])
     assert found[3] == found[4]
-
-
-def test_min_norm_weights_mix_with_equal_ones():
-    """All rewards are positive here, so the rule takes the smaller one; opposed ones cancel."""
-    weights = {"redness": 1.0, "green": 1.0}
-    rule, _ = advantages(estimator(weights, scale="given", combine=MinNorm(exploration=0.0)))
-    assert_close(rule, OUTCOME.amin(1))
-    half, _ = advantages(estimator(weights, scale="given", combine=MinNorm(exploration=0.5)))
-    assert_close(half, 0.5 * OUTCOME.amin(1) + 0.5 * OUTCOME.mean(1))
-    found, estimate = advantages(estimator(weights, combine=MinNorm(exploration=0.0)))
-    assert estimate.metrics["objectives_opposed"] == pytest.approx(1 / 6)
-    assert found[0].abs() < 1e-6  # least red, and most green
-    how = AdvantageConfig(combine=MinNorm())
-    with pytest.raises(ValueError, match="only redness has a weight"):
-        how.check_rewards(Rewards([Redness()], {"redness": 1.0}))
 
 
 def test_failed_and_dominated_samples_take_no_part():
