@@ -26,7 +26,6 @@ from flowalign.credit.branch import Branch
 from flowalign.credit.control_variate import ControlVariate
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.outcome import Outcome
-from flowalign.credit.redistribute import Redistribute
 from flowalign.credit.tree import LeafAdvantage
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import read_requests
@@ -77,7 +76,6 @@ ONE, FIVE = Completion(max_steps=1), Completion(max_steps=5)
 METHODS = (
     Method("outcome (Flow-GRPO)", Outcome()),
     Method("outcome, weight std", Outcome(), weight="std"),
-    Method("outcome, redistributed (CoCA)", Redistribute()),
     Method("gain (DenseGRPO)", Gain()),
     Method("gain, five ODE steps (Stepwise-Flow-GRPO)", Gain(), completion=FIVE),
     Method("gain, one-step prediction", Gain(), completion=ONE),
@@ -376,7 +374,7 @@ def _draw_shares(panel: Any, content: Mapping[str, Any]) -> None:
     steps = content["variance"]["steps"]
     truth = [v / sum(steps) for v in steps]
     panel.bar(range(len(truth)), truth, color="#d0d0d0", label="true credit")
-    shown = (METHODS[0], METHODS[3], METHODS[5], METHODS[8], METHODS[9])
+    shown = (METHODS[0], METHODS[2], METHODS[4], METHODS[7], METHODS[8])
     rows = {row["method"]: row for row in content["methods"]}
     for method, colour in zip(shown, (GREY, PINK, GREEN, ORANGE, BLUE), strict=True):
         share = rows[method.label]["glyphs"]["share"]

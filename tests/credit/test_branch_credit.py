@@ -1,6 +1,5 @@
 """Credit of trees, combs and coarse completions against arithmetic by hand and recordings."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from flowalign.credit.branch import Branch, fuse_branches, mask_extremes
 from flowalign.credit.contrast import Contrast, contrast
 from flowalign.credit.control_variate import ControlVariate, estimate_slope
 from flowalign.credit.granular import Granular
-from flowalign.credit.redistribute import Redistribute, nearness, shares
 from flowalign.credit.tree import LeafAdvantage
 from flowalign.functional.advantage import group_center
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
@@ -39,16 +37,6 @@ def trajectory(branching=None, prompts=("a",), window=None, **sampling) -> Traje
     return empty_trajectory(
         cfg, steps, plain_requests(prompts), torch.linspace(1, 0, cfg.num_steps + 1)
     )
-
-
-def with_states(empty_trajectory: Trajectory) -> Trajectory:
-    """Random ones, of two elements."""
-    generator = torch.Generator().manual_seed(1)
-    states = {
-        k: torch.randn(len(empty_trajectory.rows.unique_rows(k)), 2, generator=generator)
-        for k in range(empty_trajectory.num_steps + 1)
-    }
-    return replace(empty_trajectory, states=states)
 
 
 def outcomes(*values: float) -> Given:
@@ -287,37 +275,6 @@ def test_strides_that_are_none_are_refused(strides):
         Granular(strides=strides)
 
 
-# Redistribution -----------------------------------------------------------------------------------
-
-
-def test_shares_by_hand():
-    """Gained -.6, .8, .2; the third step is not trained."""
-    near = torch.tensor([[0.6, 0.0, 0.8, 1.0]])
-    trained = torch.tensor([[1.0, 1.0, 0.0]])
-    assert_close(shares(near, trained), torch.tensor([[0.0, 2.0, 0.0]]))
-    assert_close(shares(near, torch.ones(1, 3)), torch.tensor([[0.0, 2.4, 0.6]]))
-
-
-def test_nearness_to_the_last_state_by_hand_from_the_states_of_trained_steps_alone():
-    """Of steps 1 and 2 among 4; state 0 is not kept, and no one asks for it."""
-    one = trajectory(samples_per_prompt=1, num_steps=4, sde_window=Fixed(1, 3))
-    states = {1: [0.0, 2.0], 2: [4.0, 3.0], 3: [-3.0, 4.0], 4: [5.0, 0.0]}
-    one = replace(one, states={k: torch.tensor([x]) for k, x in states.items()})
-    assert_close(nearness(one), torch.tensor([[0.0, 0.0, 0.8, -0.6, 0.0]]))
-
-
-def test_where_no_step_came_nearer_all_share_alike():
-    near = torch.tensor([[1.0, 0.0, 1.0]])
-    assert shares(near, torch.tensor([[1.0, 0.0]])).tolist() == [[1.0, 0.0]]
-
-
-def test_redistribution_hands_out_the_advantage():
-    chain = with_states(trajectory(samples_per_prompt=2))
-    got = Redistribute()(chain, outcomes(1, 4))
-    assert got.normalised
-    assert_close(got.value[:, :2, 0].mean(1), torch.tensor([-1.5, 1.5]) / 1.5001)
-
-
 # Control variate ----------------------------------------------------------------------------------
 
 
@@ -352,16 +309,9 @@ def test_a_value_that_explains_nothing_is_not_taken_off_and_one_that_explains_al
 # Missing outcomes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "credit", [Contrast(threshold=0.0), Redistribute()], ids=["contrast", "redistribute"]
-)
-def test_a_missing_outcome_takes_no_other_sample_with_it(credit):
-    four = with_states(trajectory(samples_per_prompt=4, seeds_per_prompt=1, prompts=("a",)))
-    got = credit(four, outcomes(1.0, NAN, 3.0, 8.0))
-    alone = (torch.tensor([1.0, 3.0, 8.0]) - 4) / (26 / 3) ** 0.5
-    if isinstance(credit, Contrast):
-        assert_close(got.value[[0, 3], 0, 0], alone[[0, 2]], atol=1e-3, rtol=1e-3)
-        assert got.mask.any(1).tolist() == [True, False, False, True]
-    else:
-        assert_close(got.value[[0, 2, 3], :2, 0].mean(1), alone, atol=1e-3, rtol=1e-3)
-        assert got.value[1].isnan().any()
+def test_a_missing_outcome_takes_no_other_sample_with_it():
+    four = trajectory(samples_per_prompt=4, seeds_per_prompt=1, prompts=("a",))
+    got = Contrast(threshold=0.0)(four, outcomes(1.0, NAN, 3.0, 8.0))
+    best_and_worst = (torch.tensor([1.0, 8.0]) - 4) / (26 / 3) ** 0.5
+    assert_close(got.value[[0, 3], 0, 0], best_and_worst, atol=1e-3, rtol=1e-3)
+    assert got.mask.any(1).tolist() == [True, False, False, True]

@@ -7,7 +7,6 @@ import torch
 
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
-from flowalign.credit.redistribute import Redistribute
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
@@ -56,10 +55,6 @@ KEPT = {
         new_recipe(SIX | {"sde_window": Fixed(2, 5)}, credit=Gain(), completion=ONE_STEP),
         [2, 3, 4, 5, 6],
     ),
-    "read_by_credit": (
-        new_recipe(SIX, credit=Redistribute(), advantages={"scale": "given"}),
-        [2, 3, 4, 6],
-    ),
     "read_for_chunks": (new_recipe(SIX, algorithm=LATENT_CHANGE), [0, 1, 2, 3, 4, 5, 6]),
     "tree": (new_recipe(SIX | TREE, credit=Branch()), [2, 3, 4, 6]),
 }
@@ -97,7 +92,6 @@ SHORT = {
     "window": lambda: new_recipe(SIX, epochs_per_step=2),
     "shared": lambda: new_recipe(SIX | {"seeds_per_prompt": 1}, updates_per_step=2),
     "completed_after": lambda: new_recipe(SIX, credit=Gain(), completion=ONE_STEP),
-    "redistribute": lambda: new_recipe(SIX, credit=Redistribute(), advantages={"scale": "given"}),
     "tree": lambda: new_recipe(SIX | TREE, credit=Branch()),
     "comb": lambda: new_recipe(SIX | {"branching": Comb(children=2)}, credit=Branch()),
     "batches": lambda: new_recipe(SIX, rollout_batch_prompts=2),
