@@ -32,7 +32,6 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.rollouts.spatial import AttentionMap
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import RewardModel, Trajectory
 from pipelines.families.sd3 import SD3
@@ -115,13 +114,6 @@ class Benchmark:
         v = evaluate_velocity(self.policy, x, sigma, self.trajectory.cond, prompt, MICRO_BATCH)
         return x - sigma * v
 
-    def attention(self) -> Float[Tensor, "B T places"]:
-        """Return STAR's weights of each step."""
-        shape = len(self.trajectory.logp), STEPS
-        credit = AttentionMap(blend=1.0)(torch.ones(shape), self.values)
-        assert credit is not None, "a map with blend 1 has weights"
-        return credit.flatten(2)
-
     def reward_gradient(self, clean: Float[Tensor, "B *latent"]) -> Float[Tensor, "B places"]:
         """Return the norm of the reward's gradient at each place of clean latents."""
         found = []
@@ -136,13 +128,11 @@ class Benchmark:
 
     def maps(self) -> Iterator[tuple[str, int, Float[Tensor, "B places"]]]:
         """Yield the name, state and map of every method, and of a control that uses no credit."""
-        attention = self.attention()
         before = self.clean_predictions(0)
         for k in range(STEPS):
             clean = self.clean_predictions(k + 1)
             yield "reward gradient", k + 1, self.reward_gradient(clean)
             if k < STEPS - 1:  # the last step is not trained, and it does not change the prediction
-                yield "attention to the prompt (STAR)", k, attention[:, k]
                 change = (clean - before).norm(dim=1).flatten(1)
                 yield "change of the prediction (control)", k, change
             before = clean
@@ -204,7 +194,7 @@ def draw(content: dict[str, Any], file: Path) -> None:
     for panel, world in zip(panels, WORLDS, strict=True):
         rows = content[world.name]["rows"]
         names = dict.fromkeys(row["method"] for row in rows)
-        for name, colour in zip(names, (BLUE, ORANGE, GREY), strict=True):
+        for name, colour in zip(names, (BLUE, ORANGE, GREY), strict=False):
             some = [row for row in rows if row["method"] == name]
             mean, low, high = zip(*(row["correlation"] for row in some), strict=True)
             steps = [row["state"] for row in some]

@@ -23,15 +23,8 @@ def weigh_places(
     Both are weights >= 0 of mean 1 over places, so the mean over places is the advantage A of the
     transition.
     """
-    positive = _as_places(advantage, good.ndim - 2) > 0
-    return spread_places(advantage, torch.where(positive, good[:, None], bad[:, None]), blend)
-
-
-def spread_places(
-    advantage: Float[Tensor, "B T"], weight: Float[Tensor, "B T 1 *grid"], blend: float
-) -> Float[Tensor, "B T 1 *grid"]:
-    """Return A ((1 - blend) + blend w) for weights w of mean 1 over places."""
-    a = _as_places(advantage, weight.ndim - 3)
+    a = _as_places(advantage, good.ndim - 2)
+    weight = torch.where(a > 0, good[:, None], bad[:, None])
     return a * ((1 - blend) + blend * weight)
 
 

@@ -1,6 +1,5 @@
 """Credit of trees, combs and coarse completions against arithmetic by hand and recordings."""
 
-
 import pytest
 import torch
 from safetensors.torch import load_file

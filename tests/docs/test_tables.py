@@ -35,7 +35,6 @@ ROLES = {
     "flowalign.sampling": {"SDEWindow", "Branching"},
     "flowalign.training.matching": {"DataSource", "ReferenceModel", "StateSource", "Times"},
     "flowalign.training.reward_gradient": {"Start"},
-    "flowalign.training.rollouts": {"SpatialCredit"},
 }
 """Further base classes of components; the pages name them without a table."""
 ELSEWHERE = {

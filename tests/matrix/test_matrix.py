@@ -133,7 +133,7 @@ def test_a_run_file_of_a_component_trains_one_step(matrix, latent_rewards, name)
 TOYS = (
     *("shapes_draft", "shapes_draft tasks/shapes_hyper_align", "shapes_parrot", "shapes_adjoint"),
     *("shapes_flow_nrg", "shapes_edit_cogni", "shapes_edit_nft", "shapes_edit_tempflow"),
-    *("words_draft", "shapes tasks/shapes_places", "shapes tasks/shapes_star"),
+    *("words_draft", "shapes tasks/shapes_places"),
     *("credit/toy_shapes/b2_diffurl", "credit/toy_shapes/cogni_edit", "credit/toy_shapes/e_grpo"),
     *("credit/toy_shapes/dynamic_treerpo", "credit/toy_shapes/flow_grpo_cps"),
     *("credit/toy_shapes/g2rpo", "credit/toy_shapes/gcpo", "credit/toy_shapes/step_dpo"),

@@ -23,7 +23,7 @@ from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
-from flowalign.training.rollouts.spatial import SpatialCredit
+from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, Label, ModelPlan, Policy
 from flowalign.types.ranges import require_ranges
@@ -53,7 +53,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     weight_map: str | None = None
     """Name of a reward model with a spatial map that weights each sample's error (SRUM's local
     part). Null: equal weight at all positions."""
-    spatial: SpatialCredit | None = None
+    spatial: RewardMap | None = None
     """Distribution of advantages over latent positions, for `NFT`. Null: equal advantages."""
     ascent: RewardAscent | None = None
     """Clean predictions at one step, moved along the reward gradient, for `OPSD`. Null: none."""

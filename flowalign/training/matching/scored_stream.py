@@ -18,7 +18,7 @@ from flowalign.training.matching.reward_ascent import RewardAscent, with_states
 from flowalign.training.matching.source import Batch, StepAdvantages
 from flowalign.training.rollouts.advantages import GatheredCredit
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.rollouts.spatial import SpatialCredit
+from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Cond, Examples, Trajectory
 
@@ -42,7 +42,7 @@ class ScoredStream(CreditedStream):
     """Name of a reward model with a map that weights each sample's error. None: equal weights."""
     ascent: RewardAscent | None = None
     """Ascent of the reward from clean predictions, which replace the samples. None: none."""
-    spatial: SpatialCredit | None = None
+    spatial: RewardMap | None = None
     """Distribution of advantages over latent positions. None: equal advantages."""
     contrast: bool = False
     """Whether the examples are visited states with the direction from the other sample."""

@@ -20,7 +20,7 @@ from flowalign.training.rollouts.rollout_settings import (
     RolloutSettings,
     refuse_process,
 )
-from flowalign.training.rollouts.spatial import SpatialCredit
+from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
@@ -43,7 +43,7 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
     """Samples with a KL, if `algorithm` is GRPO with `kl_coef` (GARDO). Null: all samples."""
     reference: ResetReference | None = None
     """Schedule by which the policy replaces the reference of the KL (GARDO). Null: never."""
-    spatial: SpatialCredit | None = None
+    spatial: RewardMap | None = None
     """Distribution of advantages over latent positions, for `GRPO`. Null: equal advantages."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
@@ -80,7 +80,7 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
             )
         if self.spatial is not None and not self.algorithm.uses_places:
             raise ValueError(
-                f"recipe.spatial is {type(self.spatial).__name__}, but recipe.algorithm has one "
+                "recipe.spatial gives advantages of latent positions, but recipe.algorithm has one "
                 "advantage per transition: choose GRPO without chunk_sizes and with PPOClip, "
                 "LogHinge or RewardClip, or set recipe.spatial to null"
             )

@@ -37,7 +37,7 @@ def plan_step(
     rows |= _calibration_rows(cfg, run, window)
     rows |= _measured_rows(cfg)
     counts = _counts(cfg, run, window)
-    frozen = ("attention", "reference", "ratios")
+    frozen = ("reference", "ratios")
     rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
     return RecipePlan(
         rows=rows,
@@ -75,10 +75,8 @@ def evaluations(
         * cfg.epochs_per_step
         * per_velocity
     )
-    maps = cfg.spatial.evaluations * len(window) if cfg.spatial else 0
     return {
         **rollout_evaluations(cfg.rollouts, window, per_velocity),
-        **({"attention": maps * cfg.sampling.samples_per_prompt} if maps else {}),
         "training": training,
         "reference": training if cfg.algorithm.needs_reference else 0,
         "ratios": 0

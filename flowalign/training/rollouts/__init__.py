@@ -1,5 +1,5 @@
 """Sample requests, value the samples and compare their rewards, for all online recipes."""
 
-from flowalign.training.rollouts.spatial import AttentionMap, RewardMap, SpatialCredit
+from flowalign.training.rollouts.spatial import RewardMap
 
-__all__ = ["AttentionMap", "RewardMap", "SpatialCredit"]
+__all__ = ["RewardMap"]
