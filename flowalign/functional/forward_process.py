@@ -62,9 +62,7 @@ def nft(
     return (optimal * positive + (1 - optimal) * negative) / beta
 
 
-Weighting = Literal[
-    "uniform", "sigma", "sigma_squared", "huber", "generalised_huber", "self_normalised"
-]
+Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 """Function of a row's error that estimates its negative log-likelihood, see `negative_elbo`."""
 
 
@@ -77,13 +75,9 @@ def negative_elbo(
     - sigma, sigma_squared: sigma l and sigma^2 l.
     - huber: sigma (sqrt(l + 1e-10) - 1e-5).
     - generalised_huber: sigma ((l + 1e-10)^p - 1e-10^p) / p with p = 1/4, the choice of AWM.
-    - self_normalised: the self-normalised error of x0, of V-GRPO, arXiv:2604.23380 (from a
-      secondary source).
 
-    The first five are in AWM, arXiv:2509.25050, and its code.
+    Source: AWM, arXiv:2509.25050, and its code.
     """
-    if weighting == "self_normalised":
-        return self_normalised_error(per_row(sigma, residual) * residual)
     error, tiny = sample_error(residual), 1e-10
     match weighting:
         case "uniform":
@@ -96,14 +90,6 @@ def negative_elbo(
             return sigma * ((error + tiny) ** 0.5 - tiny**0.5)
         case "generalised_huber":
             return sigma * 4 * ((error + tiny) ** 0.25 - tiny**0.25)
-
-
-def soft_clip(advantage: Float[Tensor, "n"], largest: float) -> Float[Tensor, "n"]:
-    """Return largest * tanh(A / largest).
-
-    Source: V-GRPO, arXiv:2604.23380, Eq. (17) (from a secondary source).
-    """
-    return largest * (advantage / largest).tanh()
 
 
 def reward_adjusted_matching(

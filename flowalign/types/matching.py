@@ -237,7 +237,7 @@ class Requirements:
     uses_places: bool = False
     """Whether the loss uses advantages of latent positions."""
     shared_noise: bool = False
-    """Whether the rows of a group must have the same noise and time."""
+    """Whether the rows of whole groups must also have the same noise."""
     requires: Set[Label] = frozenset()
     """Labels that the loss needs. Datasets without them are rejected, samples without one are
     dropped."""

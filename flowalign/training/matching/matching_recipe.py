@@ -136,7 +136,7 @@ class Matching(MatchingSettings, Recipe):
     def _check_groups(self) -> None:
         """Raise ValueError if the loss compares samples of groups but the data has no groups."""
         loss, size = type(self.loss).__name__, self.data.rows_per_group
-        if not (self.loss.requirements.whole_groups or self.loss.requirements.shared_noise):
+        if not self.loss.requirements.whole_groups:
             return
         if size is None:
             raise ValueError(

@@ -94,7 +94,7 @@ def noise_for(
     latents, count, levels = examples.latents, num_examples(examples), cfg.times_per_sample
     shape, device = latents.shape[1:], latents.device
     groups = [None] * count
-    if cfg.loss.requirements.whole_groups or cfg.loss.requirements.shared_noise:
+    if cfg.loss.requirements.whole_groups:
         assert examples.group is not None, "the recipe is refused without groups"
         groups = examples.group.tolist()
     drawn = [_draws(cfg, policy, shape, first + i, group, key) for i, group in enumerate(groups)]

@@ -37,8 +37,7 @@ class Times(ABC):
         if self.most is not None and per_sample > self.most:
             raise ValueError(
                 f"recipe.times_per_sample is {per_sample}, but recipe.times has {self.most} "
-                "different noise levels: lower it, or set times.distinct and times.stratified to "
-                "false"
+                "different noise levels: lower it, or set times.distinct to false"
             )
         highest, trained = self.highest(schedule), float(schedule(1)[0])
         if highest > trained + _ROUNDING:
@@ -130,9 +129,6 @@ class SamplerGrid(Times):
     """Index after the last step. Null: num_steps. DiffusionNFT: 9 of the sampler's 10."""
     distinct: bool = False
     """Whether the noise levels of one sample are all different. Default: false."""
-    stratified: bool = False
-    """Whether the steps are divided into equal segments, one for each noise level of a sample, with
-    one draw in each. Source: V-GRPO, arXiv:2604.23380. Default: false."""
 
     def __post_init__(self) -> None:
         """Reject a range without steps."""
@@ -142,8 +138,6 @@ class SamplerGrid(Times):
                 f"times: start {self.start}, stop {stop}; need 0 <= start < stop <= num_steps, "
                 f"which is {self.num_steps}"
             )
-        if self.distinct and self.stratified:
-            raise ValueError("times: distinct and stratified exclude each other; set one of them")
 
     @override
     def highest(self, schedule: Schedule) -> float:
@@ -158,16 +152,12 @@ class SamplerGrid(Times):
     @property
     @override
     def most(self) -> int | None:
-        """Return the number of levels if `distinct` or `stratified` is set, else None."""
-        return len(self.steps) if self.distinct or self.stratified else None
+        """Return the number of levels if `distinct` is set, else None."""
+        return len(self.steps) if self.distinct else None
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
         levels = policy.schedule(self.num_steps)[:-1][self.start : self.stop].cpu()
-        if self.stratified:
-            edges = torch.arange(count + 1) * len(levels) // count
-            offsets = torch.rand(count, generator=generator) * edges.diff()
-            return levels[edges[:-1] + offsets.long()].float()
         if self.distinct:
             return levels[torch.randperm(len(levels), generator=generator)[:count]].float()
         return levels[torch.randint(len(levels), (count,), generator=generator)].float()
