@@ -92,34 +92,6 @@ def negative_elbo(
             return sigma * 4 * ((error + tiny) ** 0.25 - tiny**0.25)
 
 
-def reward_adjusted_matching(
-    policy: Float[Tensor, "n *latent"],
-    reference: Float[Tensor, "n *latent"],
-    advantage: Float[Tensor, "n"],
-    eta: float,
-) -> Float[Tensor, "n"]:
-    """Return mean |v - sg(v_ref + eta A (d - v))|^2, a regression to a reward-adjusted target.
-
-    Its gradient equals the gradient of mean |v - v_ref|^2 + eta A l.
-    Source: RAM, arXiv:2605.10759, from three secondary sources; we have not read its code.
-    """
-    moved = reference - per_row(eta * advantage, policy) * policy.detach()
-    return sample_error(policy - moved)
-
-
-def advantage_weighted_regression(
-    policy: Float[Tensor, "n *latent"],
-    old: Float[Tensor, "n *latent"],
-    advantage: Float[Tensor, "n"],
-) -> Float[Tensor, "n"]:
-    """Return mean |v - (v_old + A (d - v_old))|^2, which moves v towards d if A > 0, else away.
-
-    Its gradient equals the gradient of (1 - A) mean |v - v_old|^2 + A l.
-    Source: FlowAWR, arXiv:2606.30376, according to the documentation of a reproduction.
-    """
-    return sample_error(policy - per_row(1 - advantage, old) * old)
-
-
 # Groups -------------------------------------------------------------------------------------------
 
 
@@ -131,21 +103,6 @@ def same_group(rows: Int[Tensor, "n"], everywhere: Int[Tensor, "N"]) -> Bool[Ten
 def group_mean(values: Float[Tensor, "N"], same_group: Bool[Tensor, "n N"]) -> Float[Tensor, "n"]:
     """Return the mean over the group of each row."""
     return (same_group.to(values) @ values) / same_group.sum(1).clamp(min=1)
-
-
-def softmax_advantage(
-    advantage: Float[Tensor, "n"],
-    everyone: Float[Tensor, "N"],
-    same_group: Bool[Tensor, "n N"],
-    temperature: float,
-) -> Float[Tensor, "n"]:
-    """Return G softmax(A / temperature) - 1 within groups of size G; at least -1, with mean 0.
-
-    Source: FlowAWR, arXiv:2606.30376, Eq. (11), with rewards in units of their standard deviation.
-    """
-    logits = (everyone / temperature)[None].masked_fill(~same_group, -torch.inf)
-    size = same_group.sum(1)
-    return size * (advantage / temperature - logits.logsumexp(1)).exp() - 1
 
 
 def group_preference(

@@ -19,10 +19,8 @@ from flowalign.functional.forward_process import (
     norm_hinge,
     norm_ratio,
     optimality,
-    reward_adjusted_matching,
     same_group,
     self_normalised_error,
-    softmax_advantage,
 )
 
 ROWS, EVERYWHERE = tensor([5, 2, 5]), tensor([2, 5, 5, 2, 2])
@@ -65,12 +63,6 @@ def test_every_weighting_by_hand(weighting, wanted):
     assert_close(found, tensor([wanted]))
 
 
-def test_ram_by_hand():
-    """v_ref - 1/2 2 (v - d) = 1 - 3 = -2 away from d, so 3 - -2 squared."""
-    found = reward_adjusted_matching(tensor([[3.0]]), tensor([[1.0]]), tensor([2.0]), 0.5)
-    assert_close(found, tensor([25.0]))
-
-
 def test_groups_are_found_among_the_rows_of_all_processes():
     assert SAME.tolist() == [
         [False, True, True, False, False],
@@ -79,14 +71,6 @@ def test_groups_are_found_among_the_rows_of_all_processes():
     ]
     found = group_mean(tensor([1.0, 4.0, 6.0, 2.0, 6.0]), SAME)
     assert_close(found, tensor([5.0, 3.0, 5.0]))
-
-
-def test_softmax_advantages_are_the_groups_size_times_a_share_less_one():
-    """Advantages log 1, log 3 in one group of two: shares 1/4 and 3/4."""
-    advantage = tensor([0.0, 1.0, 3.0]).where(tensor([True, True, False]), tensor(3.0).log())
-    everyone = tensor([1.0, 0.0, float(tensor(3.0).log()), 1.0, 1.0])
-    found = softmax_advantage(advantage, everyone, SAME, 1.0)
-    assert_close(found, tensor([2 / 4 - 1, 0.0, 6 / 4 - 1]))
 
 
 def test_dgpo_by_hand():

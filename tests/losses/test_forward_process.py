@@ -21,9 +21,7 @@ from flowalign.losses import (
     DGPO,
     KVPO,
     NFT,
-    RAM,
     SFT,
-    FlowAWR,
     NormGuard,
 )
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Residuals
@@ -250,39 +248,6 @@ def test_epg_is_awm_with_the_plain_error_and_its_ratio_to_the_old_policy():
     assert_close(run(epg, residuals, scored(ADVANTAGE))[2], wanted)
 
 
-def test_ram_is_advantage_weighted_with_an_anchor_at_the_reference():
-    residuals = drawn()
-    reference = residuals.required_reference
-    wanted = gradient(
-        lambda v: (sample_error(v - reference) + 0.7 * ADVANTAGE * sample_error(v)).mean(),
-        residuals.policy,
-    )
-    assert_close(run(RAM(eta=0.7), residuals, scored(ADVANTAGE))[2], wanted)
-
-
-def test_flow_awr_moves_from_the_old_policy_to_the_sample_by_a_softmax_over_the_group():
-    residuals, loss = drawn(), FlowAWR(temperature=0.8)
-    weight = torch.empty_like(ADVANTAGE)
-    for group in GROUP.unique():
-        inside = group == GROUP
-        weight[inside] = 3 * (ADVANTAGE[inside] / 0.8).softmax(0) - 1
-    assert weight[GROUP == 4].sum().abs() < 1e-12
-    old = residuals.required_old
-    wanted = gradient(
-        lambda v: ((1 - weight) * sample_error(v - old) + weight * sample_error(v)).mean(),
-        residuals.policy,
-    )
-    assert_close(run(loss, residuals, scored(ADVANTAGE, GROUP))[2], wanted)
-
-
-def test_flow_awr_of_equal_advantages_is_the_old_policy():
-    residuals = drawn()
-    still = replace(residuals, policy=residuals.required_old)
-    value, stats, grad = run(FlowAWR(), still, scored(torch.full((6,), 0.4).double(), GROUP))
-    assert value == stats["weight_size"] == 0
-    assert grad.abs().max() == 0
-
-
 @pytest.mark.parametrize("clip", [None, 1e6])
 def test_dgpo_has_the_value_and_the_gradient_over_beta_of_its_sigmoid_form(clip):
     residuals, beta = drawn(), 2.5
@@ -330,7 +295,7 @@ def test_crd_at_its_old_policy_pulls_and_pushes_by_the_centred_optimality():
     assert_close(run(CRD(kl=0.0), residuals, scored(ADVANTAGE, GROUP))[2], wanted)
 
 
-@pytest.mark.parametrize("loss", [DGPO(beta=3.0, clip=None), CRD(), FlowAWR(), KVPO(kl=0.4)])
+@pytest.mark.parametrize("loss", [DGPO(beta=3.0, clip=None), CRD(), KVPO(kl=0.4)])
 def test_a_group_is_compared_with_itself_only(loss):
     """The other group may be anything, or absent; its rows take their share of the mean alone."""
     residuals, inside = drawn(), GROUP == 4
@@ -435,8 +400,6 @@ EVERY = {
     "nft": NFT(beta=0.5),
     "awm": AWM(),
     "awm_old": AWM(ratio_to="old", clip=None, weighting="huber"),
-    "ram": RAM(),
-    "flow_awr": FlowAWR(),
     "dgpo": DGPO(beta=2.0, clip=50.0),
     "dgpo_old": DGPO(beta=2.0, relative_to="old", clip=None),
     "crd": CRD(),
@@ -491,10 +454,7 @@ def test_good_samples_are_matched_better_and_bad_ones_worse_at_the_start(loss):
     advantage = advantage - torch.stack([advantage[g == GROUP].mean() for g in GROUP])
     grad = run(loss, same, scored(advantage, GROUP))[2]
     slope = (grad * policy).flatten(1).sum(1)
-    if isinstance(loss, FlowAWR):
-        assert slope[advantage.argmax()] > 0 > slope[advantage.argmin()]
-    else:
-        assert torch.equal(slope.sign(), advantage.sign())
+    assert torch.equal(slope.sign(), advantage.sign())
 
 
 @every
@@ -598,8 +558,6 @@ def test_a_process_without_rows_takes_part_in_what_the_others_gather(loss):
         (lambda: CRD(kl=0.1, least_kl=0.2), r"kl is 0\.1 and least_kl 0\.2"),
         (lambda: KVPO(scale=0.0), "scale is 0"),
         (lambda: KVPO(kl=-1.0), "kl is -1"),
-        (lambda: FlowAWR(temperature=0.0), "temperature is 0"),
-        (lambda: RAM(eta=0.0), "eta is 0"),
         (lambda: NormGuard(inner=NFT(), weight=0.0), "weight is 0"),
     ],
 )

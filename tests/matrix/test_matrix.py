@@ -70,7 +70,7 @@ RUNS = {
     "clip rollouts": ("wan21_1_3b", "methods/worldcompass_wan", "tasks/clip_rollouts"),
     **{
         name: ("sd35_medium", f"methods/{name}")
-        for name in ("ram", "flow_awr", "epg", "kvpo", "norm_guard", "ipo", "align_prop")
+        for name in ("epg", "kvpo", "norm_guard", "ipo", "align_prop")
     },
     "edit score": ("flux1_kontext", "tasks/editing"),
     "lsc": ("sd35_medium", "methods/lsc"),
