@@ -220,12 +220,3 @@ def norm_ratio(
     """Return ||v|| / ||v_ref|| of two predictions, over all elements of a row."""
     norms = (v.flatten(1).norm(dim=1) for v in (policy, reference))
     return next(norms) / next(norms).clamp(min=_LEAST_SCALE)
-
-
-def norm_hinge(ratio: Float[Tensor, "n"], power: int) -> Float[Tensor, "n"]:
-    """Return max(0, ratio - 1)^power, a penalty if the policy's norm exceeds the reference's.
-
-    Source: NormGuard, arXiv:2606.27771; a reconstruction. We only know that the paper's hinge acts
-    where ||v|| > ||v_ref||. The relative form, the power and the per-sample norm are our choice.
-    """
-    return (ratio - 1).clamp(min=0) ** power

@@ -5,7 +5,6 @@ Residuals are made of the recorded predictions, or of the recordings' network, i
 
 from dataclasses import replace
 from math import log
-from typing import Literal
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from flowalign.losses import (
     DGPO,
     KVPO,
     NFT,
-    SFT,
-    NormGuard,
 )
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Residuals
 from tests.fixtures.golden import load, tiny_velocity
@@ -366,34 +363,6 @@ def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
         assert stats["clip_fraction"].item() == pytest.approx(len(stopped) / 3)
 
 
-def test_a_guarded_norm_costs_only_above_that_of_the_reference():
-    """Predictions are residual + target: norms 5 and 6, of references 4 and 8."""
-    target = tensor([[3.0, 0.0], [0.0, 2.0]])
-    policy = tensor([[0.0, 4.0], [0.0, 4.0]])
-    reference = tensor([[-3.0, 4.0], [0.0, 6.0]])
-    residuals = Residuals(policy, reference, target=target)
-    inner = SFT(on="all")
-    base, _, plain = run(inner, residuals, scored(tensor([1.0, 1.0])))
-    weighted = scored(tensor([1.0, 1.0]), weight=tensor([2.0, 1.0]))
-    cases: list[tuple[Literal[1, 2], float]] = [(1, 0.25), (2, 0.0625)]
-    for power, hinge in cases:
-        guard = NormGuard(inner=inner, weight=3.0, power=power)
-        value, stats, grad = run(guard, residuals, scored(tensor([1.0, 1.0])))
-        assert_close(value, base + 3 * hinge / 2)
-        assert_close(stats["norm_hinge"], tensor(hinge / 2))
-        assert torch.equal(grad[1], plain[1])
-        direction = tensor([3.0, 4.0]) / 5 / 4 * 3 / 2
-        assert_close(grad[0] - plain[0], direction * (1 if power == 1 else 2 * 0.25))
-        heavier = run(guard, residuals, weighted)[0] - run(inner, residuals, weighted)[0]
-        assert_close(heavier, tensor(3 * 2 * hinge / 2))
-
-
-def test_a_guarded_loss_asks_for_a_reference_and_keeps_what_its_inner_loss_asks_for():
-    needs = NormGuard(inner=NFT()).requirements
-    assert (needs.reference, needs.old, needs.paired) == (True, True, False)
-    assert needs.requires == {"advantages"}
-
-
 # Rows, weights and processes ----------------------------------------------------------------------
 
 EVERY = {
@@ -406,7 +375,6 @@ EVERY = {
     "crd_bce": CRD(form="bce", kl=0.0),
     "crd_temperature": CRD(temperature=0.3, kl=0.0),
     "kvpo": KVPO(kl=0.2),
-    "norm_guard": NormGuard(inner=NFT(), weight=0.3),
 }
 every = pytest.mark.parametrize("loss", EVERY.values(), ids=EVERY)
 
@@ -558,7 +526,6 @@ def test_a_process_without_rows_takes_part_in_what_the_others_gather(loss):
         (lambda: CRD(kl=0.1, least_kl=0.2), r"kl is 0\.1 and least_kl 0\.2"),
         (lambda: KVPO(scale=0.0), "scale is 0"),
         (lambda: KVPO(kl=-1.0), "kl is -1"),
-        (lambda: NormGuard(inner=NFT(), weight=0.0), "weight is 0"),
     ],
 )
 def test_settings_that_make_no_loss_are_refused(make, said):
