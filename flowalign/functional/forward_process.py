@@ -71,7 +71,7 @@ def negative_elbo(
 ) -> Float[Tensor, "n"]:
     """Return the negative log-likelihood of clean samples, estimated at one noise level.
 
-    - uniform: l, the evidence lower bound with weight 1 of EPG, arXiv:2602.04663.
+    - uniform: l, the evidence lower bound with weight 1.
     - sigma, sigma_squared: sigma l and sigma^2 l.
     - huber: sigma (sqrt(l + 1e-10) - 1e-5).
     - generalised_huber: sigma ((l + 1e-10)^p - 1e-10^p) / p with p = 1/4, the choice of AWM.

@@ -197,15 +197,15 @@ GROUP = tensor([4, 9, 4, 9, 9, 4])
 SIGMA = tensor([0.9, 0.35, 0.9, 0.35, 0.35, 0.9], dtype=torch.float64)
 
 
-def drawn(seed=0, near=1.0) -> Residuals:
-    """Residuals of six rows that share no number; reference and old policy are `near` as far."""
+def drawn(seed=0) -> Residuals:
+    """Residuals of six rows that share no number."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale=1.0):
         return scale * torch.randn(6, 2, 3, 5, generator=generator, dtype=torch.float64)
 
     policy = normal()
-    reference, old, anchor = (policy + normal(near * s) for s in (0.3, 0.2, 0.1))
+    reference, old, anchor = (policy + normal(s) for s in (0.3, 0.2, 0.1))
     return Residuals(policy, reference, old, anchor, normal(), SIGMA)
 
 
@@ -232,17 +232,6 @@ def test_away_from_its_old_policy_beta_changes_the_direction_of_nft():
     residuals, batch = drawn(), scored(ADVANTAGE)
     one, other = (run(NFT(beta=beta), residuals, batch)[2].flatten() for beta in (0.1, 1.0))
     assert torch.cosine_similarity(one, other, dim=0) < 0.999
-
-
-def test_epg_is_awm_with_the_plain_error_and_its_ratio_to_the_old_policy():
-    residuals = drawn(near=0.3)
-    epg = AWM(
-        weighting="uniform", ratio_to="old", clip=None, advantage_scale=1.0, anchor_weight=0.0
-    )
-    ratio = (sample_error(residuals.required_old) - sample_error(residuals.policy)).exp()
-    assert (ratio - 1).abs().min() > 1e-3
-    wanted = gradient(lambda v: (ratio * ADVANTAGE * sample_error(v)).mean(), residuals.policy)
-    assert_close(run(epg, residuals, scored(ADVANTAGE))[2], wanted)
 
 
 @pytest.mark.parametrize("clip", [None, 1e6])
@@ -368,7 +357,7 @@ def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
 EVERY = {
     "nft": NFT(beta=0.5),
     "awm": AWM(),
-    "awm_old": AWM(ratio_to="old", clip=None, weighting="huber"),
+    "awm_old": AWM(ratio_to="old", clip=50.0, weighting="huber"),
     "dgpo": DGPO(beta=2.0, clip=50.0),
     "dgpo_old": DGPO(beta=2.0, relative_to="old", clip=None),
     "crd": CRD(),

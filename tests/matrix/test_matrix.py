@@ -68,7 +68,7 @@ RUNS = {
     "anime reward": ("wan22_5b_i2v", "tasks/anime_reward"),
     "vader": ("wan21_1_3b", "methods/vader", "tasks/hpsv2"),
     "clip rollouts": ("wan21_1_3b", "methods/worldcompass_wan", "tasks/clip_rollouts"),
-    **{name: ("sd35_medium", f"methods/{name}") for name in ("epg", "kvpo", "ipo", "align_prop")},
+    **{name: ("sd35_medium", f"methods/{name}") for name in ("kvpo", "ipo", "align_prop")},
     "edit score": ("flux1_kontext", "tasks/editing"),
     "lsc": ("sd35_medium", "methods/lsc"),
     "modpo": ("sd35_medium", "preference/sd35_dpo", "tasks/modpo"),

@@ -1,11 +1,9 @@
-"""Match samples weighted by their advantage (AWM), or by the ratio to an old policy (EPG).
+"""Match samples weighted by their advantage (AWM).
 
-Source: AWM, arXiv:2509.25050, and code of scxue/advantage_weighted_matching. EPG, arXiv:2602.04663,
-is `weighting: uniform` with `ratio_to: old` and `clip: null`; we know its code only from a port.
+Source: AWM, arXiv:2509.25050, and code of scxue/advantage_weighted_matching.
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import Literal
 
 import torch
@@ -36,8 +34,8 @@ class AWM(MatchingLoss):
     """Denominator of the ratio. policy: the ratio is 1 and only carries the gradient, which is
     exact for the first update of a training step. old: `recipe.old`, for several updates per
     training step with one copy per step."""
-    clip: PositiveFloat | None = 1.0
-    """Bound on |r - 1| in the advantage's direction. 1 rarely has an effect. Null: none."""
+    clip: PositiveFloat = 1.0
+    """Bound on |r - 1| in the advantage's direction. 1 rarely has an effect."""
     advantage_scale: PositiveFloat = 0.2
     """Factor on the advantages. 0.2 maps advantages clipped at 5 into [-1, 1], as in the paper."""
     anchor_weight: NonNegativeFloat = 1.0
@@ -62,13 +60,12 @@ class AWM(MatchingLoss):
         """Return the mean loss over rows, and detached scalars for the log."""
         log_ratio = self._log_ratio(residuals)
         advantage = self.advantage_scale * batch.required_advantage
-        clip = inf if self.clip is None else self.clip
-        each = ppo_clip(log_ratio, advantage, clip)
+        each = ppo_clip(log_ratio, advantage, self.clip)
         ratio = log_ratio.detach().exp()
         stats = {
             "error": sample_error(residuals.policy.detach()).mean(),
             "ratio": ratio.mean(),
-            "clip_fraction": ((ratio - 1) * advantage.sign() > clip).float().mean(),
+            "clip_fraction": ((ratio - 1) * advantage.sign() > self.clip).float().mean(),
         }
         if self.anchor_weight:
             distance = sample_error(residuals.policy - residuals.required_anchor)
