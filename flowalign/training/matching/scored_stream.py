@@ -64,7 +64,7 @@ class ScoredStream(CreditedStream):
         first, total = int(chosen[: local.start].any(1).sum()), int(chosen.any(1).sum())
         own = estimate.advantage[local]
         advantage, trained = own[kept], chosen[local][kept]
-        places = self.spatial(own, values) if self.spatial else None
+        places = self.spatial(own, values) if self.spatial and self.spatial.blend else None
         places = None if places is None else places[kept]
         if self.cfg.credit is None:
             outcome = advantage[:, 0]

@@ -27,7 +27,6 @@ from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
-    step_of,
     CreditEstimator,
     MediaBatch,
     PolicyLoss,
@@ -36,6 +35,7 @@ from flowalign.types import (
     RewardSpec,
     StepCredit,
     plain_requests,
+    step_of,
 )
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
