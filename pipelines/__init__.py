@@ -1,5 +1,5 @@
 """Wraps diffusers pipelines as flowalign policies: name a class as `pipelines.SD3` in run files."""
 
-from flowalign.types.exports import lazy_exports
+import lazy_loader
 
-__getattr__, __dir__ = lazy_exports(__name__, __path__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

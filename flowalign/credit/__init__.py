@@ -3,6 +3,6 @@
 A method receives a trajectory and a function that values its states.
 """
 
-from flowalign.types.exports import lazy_exports
+import lazy_loader
 
-__getattr__, __dir__ = lazy_exports(__name__, __path__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,50 +1,42 @@
-"""A package exports the public names of its modules without a list of them."""
+"""Packages of components list their public names in a stub, and import them at first use."""
 
+import ast
 import importlib
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from flowalign.types.exports import lazy_exports
-
-PACKAGES = ("conditioning", "credit", "gradient_paths", "losses", "sampling")
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A package of two folders with modules that are not imported yet."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    folder = tmp_path / "exported"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "deep" / "__init__.py").write_text("")
-    (folder / "__init__.py").write_text(
-        "from flowalign.types.exports import lazy_exports\n"
-        "__getattr__, __dir__ = lazy_exports(__name__, __path__)\n"
-    )
-    (folder / "one.py").write_text("class One: ...\nclass Both: ...\ndef two(): ...\n")
-    (folder / "deep" / "two.py").write_text("class Two: ...\nclass Both: ...\nclass _Own: ...\n")
-    yield importlib.import_module("exported")
-    for name in [name for name in sys.modules if name.split(".")[0] == "exported"]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-def test_a_class_in_a_new_file_is_exported_without_an_entry(package):
-    assert "exported.deep.two" not in sys.modules
-    assert package.Two.__module__ == "exported.deep.two"
-    assert dir(package) == ["One", "Two"]
-
-
-@pytest.mark.parametrize("name", ["Both", "_Own", "two", "Three"])
-def test_names_that_are_ambiguous_private_or_unknown_are_not_exported(package, name):
-    """`two` is a function of one.py, which the module two.py would hide once it is imported."""
-    with pytest.raises(AttributeError, match=f"'exported' has no attribute '{name}'"):
-        getattr(package, name)
+PACKAGES = (
+    *(f"flowalign.{n}" for n in ("conditioning", "credit", "gradient_paths", "losses", "sampling")),
+    *("flowalign.training.matching", "flowalign.training.reward_gradient"),
+    *("pipelines", "reward_models"),
+)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_packages_of_components_keep_no_list(name):
-    """A new credit method, loss, path, conditioning or sampler is one file of the package."""
-    package = importlib.import_module(f"flowalign.{name}")
-    get_export, _ = lazy_exports(package.__name__, package.__path__)
-    assert not hasattr(package, "__all__")
-    assert all(getattr(package, each) is get_export(each) for each in dir(package)[:3])
+def test_every_exported_name_is_defined_where_the_stub_says(name):
+    """Sources are searched, because importing all reward models takes a minute."""
+    folder = Path(importlib.import_module(name).__file__).parent
+    names = []
+    for node in ast.parse((folder / "__init__.pyi").read_text()).body:
+        assert isinstance(node, ast.ImportFrom)
+        source = folder.joinpath(*node.module.split(".")).with_suffix(".py").read_text()
+        for entry in node.names:
+            assert entry.asname == entry.name, "type checkers export only repeated names"
+            assert re.search(rf"^(class|def) {entry.name}\b", source, re.MULTILINE), entry.name
+            names.append(entry.name)
+    assert sorted(names) == sorted(dir(importlib.import_module(name)))
+
+
+def test_a_package_is_imported_without_its_modules():
+    code = "import flowalign.losses, sys; print('torch' in sys.modules, flowalign.losses.GRPO)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False <class 'flowalign.losses.policy_gradient.grpo.GRPO'>\n"
+
+
+def test_an_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="Nonsense"):
+        _ = importlib.import_module("flowalign.losses").Nonsense

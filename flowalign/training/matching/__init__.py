@@ -1,5 +1,5 @@
 """Train with matching losses on noised clean latents, from stored preferences or rollouts."""
 
-from flowalign.types.exports import lazy_exports
+import lazy_loader
 
-__getattr__, __dir__ = lazy_exports(__name__, __path__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

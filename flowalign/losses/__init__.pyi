@@ -1,0 +1,34 @@
+from .matching.awm import AWM as AWM
+from .matching.crd import CRD as CRD
+from .matching.dense_dpo import DenseDPO as DenseDPO
+from .matching.dgpo import DGPO as DGPO
+from .matching.dpo import DPO as DPO, AutoBeta as AutoBeta
+from .matching.fdfo import FDFO as FDFO
+from .matching.focus_dpo import FocusDPO as FocusDPO
+from .matching.gradient_balance import GradientBalance as GradientBalance
+from .matching.kto import KTO as KTO
+from .matching.kvpo import KVPO as KVPO
+from .matching.linear_dpo import LinearDPO as LinearDPO
+from .matching.links import IPO as IPO, Hinge as Hinge, Link as Link, Sigmoid as Sigmoid
+from .matching.local_dpo import LocalDPO as LocalDPO
+from .matching.mapo import MaPO as MaPO
+from .matching.nft import NFT as NFT
+from .matching.omni_nft import OmniNFT as OmniNFT
+from .matching.opd import OPD as OPD
+from .matching.opsd import OPSD as OPSD
+from .matching.rwr import RWR as RWR
+from .matching.safeguard import Safeguard as Safeguard
+from .matching.sft import SFT as SFT
+from .policy_gradient.grpo import GRPO as GRPO
+from .policy_gradient.span_grpo import SpanGRPO as SpanGRPO
+from .policy_gradient.step_dpo import StepDPO as StepDPO
+from .policy_gradient.surrogates import (
+    DivergenceMask as DivergenceMask,
+    LayerTuning as LayerTuning,
+    LogHinge as LogHinge,
+    PPOClip as PPOClip,
+    RatioNorm as RatioNorm,
+    RewardClip as RewardClip,
+    Surrogate as Surrogate,
+)
+from .reward_gradient import Distance as Distance, Margin as Margin, Maximise as Maximise

@@ -1,0 +1,14 @@
+from .on_policy_states import OnPolicyStates as OnPolicyStates
+from .reference_models import (
+    EMAReference as EMAReference,
+    FrozenBase as FrozenBase,
+    GuidedReference as GuidedReference,
+    PeriodicCopy as PeriodicCopy,
+    Teacher as Teacher,
+)
+from .reward_ascent import RewardAscent as RewardAscent
+from .rollouts import Rollouts as Rollouts
+from .scored_groups import ScoredGroups as ScoredGroups
+from .state_source import GuidedStep as GuidedStep, VisitedStates as VisitedStates
+from .stored import StoredDataset as StoredDataset
+from .times import LogitNormal as LogitNormal, SamplerGrid as SamplerGrid, Uniform as Uniform

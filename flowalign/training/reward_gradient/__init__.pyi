@@ -1,0 +1,6 @@
+from .reward_gradient_recipe import RewardGradient as RewardGradient
+from .start import (
+    FromNoisyRollouts as FromNoisyRollouts,
+    FromPhotos as FromPhotos,
+    FromRollouts as FromRollouts,
+)
