@@ -24,7 +24,6 @@ from .policy_gradient.span_grpo import SpanGRPO as SpanGRPO
 from .policy_gradient.step_dpo import StepDPO as StepDPO
 from .policy_gradient.surrogates import (
     DivergenceMask as DivergenceMask,
-    LayerTuning as LayerTuning,
     LogHinge as LogHinge,
     PPOClip as PPOClip,
     RatioNorm as RatioNorm,

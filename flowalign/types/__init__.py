@@ -70,6 +70,7 @@ from flowalign.types.request import (
     prompts_of,
 )
 from flowalign.types.reward import (
+    MAY_PASS,
     Column,
     JudgeCalls,
     Loadable,

@@ -234,7 +234,7 @@ def test_maps_of_positions_have_a_column_per_trained_step(tmp_path):
     seen = sampled(Outcome(), {"sde_window": Fixed(0, 2)})
     places = torch.zeros(12, 4, 1, 2, 2)
     places[0, 0, 0, 0, 1], places[0, 1, 0, 1, 0] = 2.0, -1.0
-    seen = replace(seen, batch=replace(seen.batch, places=places))
+    seen = replace(seen, batch=seen.batch.with_samples(places=places))
     recorder = CreditRecorder(tmp_path, Outcome(), 1, 0)
     recorder(0, seen)
     recorder.draw()

@@ -124,15 +124,16 @@ def test_gradient_squares_of_auxiliary_terms_are_those_of_autograd():
     anchored = GRPO(PPOClip(0.2), kl_coef=0.5, kl="gaussian")
     batch, _ = judged(replace(new_recipe(), algorithm=anchored), new_rewards(), learner)
     part = list(minibatches(batch, torch.arange(12), 100))[1]
-    _, stats = anchored.loss(learner.policy, reference, part)
-    mean = part.transition(learner.policy).mean.detach().requires_grad_()
-    std = part.transition(learner.policy).std
+    fields = batch.fields(learner.policy, reference)
+    _, stats = anchored.loss(fields, part)
+    current = fields.transition(learner.policy, part)
+    mean, std = current.mean.detach().requires_grad_(), current.std
     with torch.no_grad():
-        frozen = part.transition(reference)
+        frozen = fields.transition(reference, part)
     terms = {
         "kl": 0.5 * gaussian_kl(Gaussian(mean, std), frozen).mean(),
         "policy": anchored.surrogate(
-            log_density(part.kernel, part.x_next, Gaussian(mean, std)) - part.logp_old,
+            log_density(fields.kernel, part["x_next"], Gaussian(mean, std)) - part["logp_old"],
             Gaussian(mean, std),
             part,
         )[0].mean(),
@@ -229,7 +230,7 @@ def test_a_step_makes_updates_times_epochs_and_shows_each_transition_once_an_epo
     cfg = new_recipe(algorithm=spy, updates_per_step=updates, epochs_per_step=epochs, micro_batch=5)
     train(cfg, learner, steps=2)
     assert learner.num_updates == 2 * updates * epochs
-    rows = torch.cat([b.x_next for b in spy.seen])
+    rows = torch.cat([b["x_next"] for b in spy.seen])
     assert len(rows) == 2 * 12 * 3 * epochs
     assert rows.unique(dim=0, return_counts=True)[1].unique().tolist() == [epochs]
 
@@ -237,7 +238,7 @@ def test_a_step_makes_updates_times_epochs_and_shows_each_transition_once_an_epo
 def test_parts_of_a_step_are_of_other_samples_each_epoch():
     spy = Spy()
     train(new_recipe(algorithm=spy, updates_per_step=2, epochs_per_step=2), new_learner())
-    parts = [{tuple(x.tolist()) for b in spy.seen[i : i + 3] for x in b.x} for i in (0, 3, 6, 9)]
+    parts = [{tuple(x.tolist()) for b in spy.seen[i : i + 3] for x in b["x"]} for i in (0, 3, 6, 9)]
     assert parts[0].isdisjoint(parts[1])
     assert parts[0] | parts[1] == parts[2] | parts[3]
     assert parts[0] not in (parts[2], parts[3])
