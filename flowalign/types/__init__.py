@@ -19,16 +19,7 @@ from flowalign.types.decoders import DifferentiableDecoder, Sound, SoundDecoder
 from flowalign.types.gradient_path import GradientPath, Replay, SampleView
 from flowalign.types.input_spec import InputSpec
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
-from flowalign.types.matching import (
-    ALONE,
-    Examples,
-    Label,
-    LossContext,
-    MatchingLoss,
-    Requirements,
-    Residuals,
-    Transitions,
-)
+from flowalign.types.matching import ALONE, LossContext, MatchingLoss
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.model_plan import ModelPlan, Saving
 from flowalign.types.policy import (

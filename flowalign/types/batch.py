@@ -17,9 +17,9 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "weight": ("", "Weight of the row in the loss; 0 excludes it."),
     "advantage": ("", "Advantage of the row, clipped, within its group."),
     "places": ("1 *grid", "Advantage at each latent position, instead of `advantage`."),
-    # transitions of rollouts
+    # transitions of rollouts, and states that they visited
     "k": ("", "Index of the transition, on the CPU."),
-    "x": ("*latent", "State x_k."),
+    "x": ("*latent", "State at which networks are evaluated, x_k of a transition."),
     "x_next": ("*latent", "State x_{k+1} that the old policy drew."),
     "logp_old": ("", "log pi_old(x_{k+1} | x_k), averaged over latent elements."),
     "mean_old": ("*latent", "Mean of x_{k+1} under the old policy."),
@@ -29,6 +29,39 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "has_kl": ("", "Whether the row has a KL to the reference; absent: all rows."),
     "chunk_others": ("", "Sum of the log-ratios of the other transitions of the row's chunk."),
     "chunk_size": ("", "Number of transitions of the row's chunk."),
+    # samples and pairs of media, matched to noised or visited states
+    "latents": ("*latent", "Clean latents; for pairs the winners, then the losers."),
+    "pair": ("", "Index of the row's pair; absent: rows are single samples."),
+    "desirable": ("", "Binary label, true for winners; absent: all rows are desirable."),
+    "scores": ("group", "Reward scores by dimension, NaN where unknown."),
+    "group": ("", "Id of the row's group, equal on all processes: a request at a noise level."),
+    "user": ("names", "Id of the annotator, for personalised policies."),
+    "teacher": ("names", "Name of the row's teacher; absent: there is at most one."),
+    "target_cond": ("group", "Conditioning of the teacher; absent: `cond`."),
+    "segments": (
+        "F",
+        "Sign of each latent frame: 1 the better row of a pair, -1 the worse, 0 tie.",
+    ),
+    "region": ("*mask", "Weights >= 0 of the region where the rows of a pair differ."),
+    "region_strength": ("", "Factor on the elements inside the region."),
+    "weight_map": ("*map", "Importance of each element, mean 1; residuals include it."),
+    "ascent": ("*latent", "Displacement of the clean latent to a target with a higher reward."),
+    "descent": ("*latent", "Displacement of the clean latent to a target with a lower reward."),
+    "contrast": ("*latent", "Normalised direction from the other sample of a group of two."),
+    "modality_advantage": ("group", "Advantage of each part of a state, such as video, by part."),
+    "noise": ("*latent", "Noise, which the rows of a pair share."),
+    "sigma": ("", "Noise level."),
+    "uniform": ("K", "Random numbers in [0, 1) that choose the states."),
+    "travelled": ("*latent", "Velocity for which the mean of the step is the state it reached."),
+    "slope": ("", "Derivative of the mean of the step by the velocity, which is negative."),
+    "std": ("", "Standard deviation of the step."),
+    "dt": ("", "Length of the step, sigma_k - sigma_{k+1}."),
+    # residuals at x: prediction - target, in the recipe's space
+    "target": ("*latent", "Target, so that residual + target is the prediction."),
+    "policy": ("*latent", "Residual of the policy, with gradient."),
+    "reference": ("*latent", "Residual of the reference."),
+    "old": ("*latent", "Residual of the old policy."),
+    "anchor": ("*latent", "Residual of the average that the policy is kept close to."),
     # samples of a rollout, from which transitions are taken: T is the axis of denoising steps
     "mask": ("T", "Whether the transition is trained."),
     "rival": ("T", "Index of the sample that lost against this one, or -1."),
@@ -37,7 +70,10 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "chunk": ("", "Id of the step's chunk."),
     "span": ("", "First step of the step's span, or -1."),
 }
-"""Axes after the row axis, and meaning of each column. A batch has no other column."""
+"""Axes after the row axis, and meaning of each column. A batch has no other column.
+
+The axes are "names" for a tuple of names, and "group" for a group of columns.
+"""
 
 
 class Batch(Mapping[str, Any]):
@@ -51,7 +87,8 @@ class Batch(Mapping[str, Any]):
         self._columns = dict(columns)
         if unknown := self._columns.keys() - COLUMNS.keys():
             raise ValueError(f"unknown columns {sorted(unknown)}: describe them in COLUMNS")
-        lengths = {name: _length(column) for name, column in self._columns.items()}
+        filled = {n: c for n, c in self._columns.items() if not isinstance(c, Mapping) or c}
+        lengths = {name: _length(column) for name, column in filled.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns differ in their number of rows: {lengths}")
         self.num_rows = next(iter(lengths.values()), 0)

@@ -103,11 +103,11 @@ def test_samples_of_the_policy_are_learned_under_their_own_levels(tmp_path, roll
     extra = len(", yyyyyyy") if rollouts == "conditioned" else 0
     assert [len(r.policy_prompt) - len(r.prompt) for r in asked] == [extra] * 12
     examples = batch_of(stream).examples
-    redness = examples.scores["redness"]
+    redness = examples["scores"]["redness"]
     assert 0 < (redness >= 0).sum() < 12
     said = torch.where(redness >= 0, float(len(", yyyyyyy")), float(len(", x")))
     lengths = torch.tensor([float(len(r.prompt)) for r in asked])
-    assert torch.equal(examples.cond["length"][:, 0], lengths + said)
+    assert torch.equal(examples["cond"]["length"][:, 0], lengths + said)
 
 
 def test_stored_samples_are_learned_under_the_levels_of_their_rows(tmp_path):
@@ -123,9 +123,9 @@ def test_stored_samples_are_learned_under_the_levels_of_their_rows(tmp_path):
     (batch,) = cfg.open(new_learner(), StreamContext(new_rewards(), 0, conditioning=SHORT)).batches(
         [0]
     )
-    scores = batch.examples.scores["redness"]
+    scores = batch.examples["scores"]["redness"]
     wanted = torch.where(scores > 0, 1.0 + len(", yyyyyyy"), 2.0 + len(", x"))
-    assert torch.equal(batch.examples.cond["length"][:, 0], wanted)
+    assert torch.equal(batch.examples["cond"]["length"][:, 0], wanted)
     other = RewardLevels(thresholds={"green": [0.5]})
     wrong = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1, conditioning=other)
     with pytest.raises(ValueError, match="names green, which no reward gives; there are redness"):

@@ -54,16 +54,16 @@ def test_each_prompt_is_compared_by_the_reward_of_its_word(tmp_path, combine):
     own = {"redness": 1.0, "green": 0.5}
     for place, dim in enumerate(["redness", "green", "redness"]):
         rows = slice(4 * place, 4 * place + 4)
-        value = examples.scores[dim][rows]
+        value = examples["scores"][dim][rows]
         scale = own[dim] if combine == "advantage_of_sum" else 1.0
         centred = scale * (value - value.mean())
         expected = centred / (scale * value.std(correction=0) + 1e-4)
         if combine == "sum_of_advantages":
             expected = own[dim] * expected
-        assert_close(examples.advantage[rows], expected, atol=1e-4, rtol=1e-3)
+        assert_close(examples["advantage"][rows], expected, atol=1e-4, rtol=1e-3)
     asked = stream.requests.batch(0, 3)
     lengths = [float(len(r.policy_prompt)) for r in asked for _ in range(4)]
-    assert examples.cond["length"][:, 0].tolist() == lengths
+    assert examples["cond"]["length"][:, 0].tolist() == lengths
 
 
 def context(**changes):

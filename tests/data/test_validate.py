@@ -135,7 +135,7 @@ def test_training_on_folders_of_frames_is_training_on_their_frames(tmp_path):
     path = dataset(tmp_path, ("0", "1"), ("3", "2"))
     stream = stored(path, new_learner(policy), batch_size=2, cache=str(tmp_path / "cache"))
     examples = next(iter(stream.batches([0]))).examples
-    first = int(examples.cond["length"][0, 0]) == 1
+    first = int(examples["cond"]["length"][0, 0]) == 1
     order = [0, 3, 1, 2] if first else [3, 0, 2, 1]
     frames = [decode(Media(str(tmp_path / str(k)))).frames[:FRAMES] for k in order]
-    assert torch.equal(examples.latents, policy.embed(torch.stack(frames)))
+    assert torch.equal(examples["latents"], policy.embed(torch.stack(frames)))

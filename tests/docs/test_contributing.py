@@ -11,7 +11,7 @@ import yaml
 from flowalign.gradient_paths import VADER
 from flowalign.runs import start, train
 from flowalign.runs.config import load
-from flowalign.types import Examples, Residuals
+from flowalign.types import Batch
 from tests.fixtures.doc_pages import DOCS, ROOT, blocks
 from tests.fixtures.replays import FieldReplay, bent
 
@@ -71,8 +71,8 @@ def test_the_reward_that_is_shown_trains(tmp_path, monkeypatch, written):
 def test_the_loss_that_is_shown_wants_winners_matched_better(written):
     residuals = torch.tensor([[0.4], [0.6], [0.5], [0.1]]).requires_grad_()  # winners, then losers
     weight = torch.tensor([1.0, 2.0, 1.0, 2.0])
-    batch = Examples(residuals.detach(), {}, True, weight, torch.tensor([1, 1, 0, 0]).bool())
-    loss, _ = written("my_loss").Hinge(gap=0.1).loss(Residuals(residuals), batch)
+    batch = Batch({"policy": residuals, "weight": weight})
+    loss, _ = written("my_loss").Hinge(gap=0.1).loss(batch)
     assert loss.item() == pytest.approx((1 * (0.1 + 0.16 - 0.25) + 2 * (0.1 + 0.36 - 0.01)) / 2)
     loss.backward()
     assert residuals.grad is not None

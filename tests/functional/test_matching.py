@@ -1,6 +1,5 @@
 """Noising, times and matching errors against arithmetic by hand."""
 
-from dataclasses import replace
 from math import exp, sqrt
 
 import pytest
@@ -16,13 +15,14 @@ from flowalign.functional.noise_matching import (
     space_factor,
     step_at,
 )
+from flowalign.training.matching.example_parts import num_examples
 from flowalign.training.matching.noising import NoiseLevels, noise_for
 from flowalign.training.matching.reference_models import Teacher
 from flowalign.training.matching.residuals import divergence, matching_residuals
-from flowalign.training.matching.state_source import ForwardNoise, NoisedExamples
+from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
-from flowalign.types import Examples, Residuals
+from flowalign.types import Batch
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import pairs, recipe
 
@@ -38,18 +38,18 @@ class Times(PixelPolicy):
         return self.factor * x
 
 
-def examples(*shape: int, paired: bool = True, seed: int = 3, **changes) -> Examples:
+def examples(*shape: int, paired: bool = True, seed: int = 3, **changes) -> Batch:
     """Random latents of any shape."""
     g = torch.Generator().manual_seed(seed)
     n = shape[0]
     defaults = {
         "latents": torch.randn(shape, generator=g),
         "cond": {},
-        "paired": paired,
         "weight": torch.ones(n),
         "desirable": torch.arange(n) < n // 2,
     }
-    return Examples(**defaults | changes)
+    pair = {"pair": torch.arange(n // 2).repeat(2)} if paired else {}
+    return Batch(defaults | pair | changes)
 
 
 # Noise and spaces ---------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ def levels(
     return noise_for(recipe(**cfg), PixelPolicy(), rows, first, key)
 
 
-def drawn(*args, **changes) -> NoisedExamples:
+def drawn(*args, **changes) -> Batch:
     return levels(*args, **changes).all()
 
 
 def test_the_two_of_a_pair_share_noise_and_time_and_two_pairs_do_not():
     data = drawn()
-    noise, sigma = data.rows()
+    noise, sigma = data["noise"], data["sigma"]
     assert torch.equal(noise[:6], noise[6:])
     assert torch.equal(sigma[:6], sigma[6:])
     assert len(sigma[:6].unique()) == 6
@@ -157,27 +157,27 @@ def test_the_two_of_a_pair_share_noise_and_time_and_two_pairs_do_not():
 
 
 def test_samples_without_partner_have_their_own_noise_and_time():
-    noise, sigma = drawn(5, paired=False).rows()
+    noise, sigma = (drawn(5, paired=False)[name] for name in ("noise", "sigma"))
     assert len(sigma.unique()) == 5
     assert len(noise.unique()) == 15
 
 
 def test_draws_belong_to_the_place_among_all_processes():
     everyone, mine = drawn(6), drawn(3, first=3)
-    assert torch.equal(everyone.noise[3:], mine.noise)
-    assert torch.equal(everyone.sigma[3:], mine.sigma)
+    assert torch.equal(everyone["noise"][3:6], mine["noise"][:3])
+    assert torch.equal(everyone["sigma"][3:6], mine["sigma"][:3])
 
 
 def test_seeds_steps_and_epochs_have_other_draws_and_the_same_key_the_same():
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     found = [drawn(key=key) for key in keys]
-    assert len(torch.cat([data.sigma for data in found]).unique()) == 4 * 6
-    assert len(torch.cat([data.noise for data in found]).unique()) == 4 * 18
-    assert torch.equal(drawn(key=(0, 1, 0)).noise, found[2].noise)
+    assert len(torch.cat([data["sigma"] for data in found]).unique()) == 4 * 6
+    assert len(torch.cat([data["noise"] for data in found]).unique()) == 4 * 18
+    assert torch.equal(drawn(key=(0, 1, 0))["noise"], found[2]["noise"])
 
 
 def test_noise_is_normal_and_times_are_those_of_the_recipe():
-    data = drawn(400, times=Uniform(low=0.2, high=0.4))
+    data = levels(400, times=Uniform(low=0.2, high=0.4))
     assert float(data.noise.mean()) == pytest.approx(0, abs=0.1)
     assert float(data.noise.std()) == pytest.approx(1, abs=0.1)
     assert 0.2 <= float(data.sigma.min()) < 0.21
@@ -188,10 +188,11 @@ def test_noise_is_normal_and_times_are_those_of_the_recipe():
 def test_a_part_keeps_pairs_with_their_draws_together():
     data = levels(5)
     part = data.take(tensor([4, 1]))
-    assert torch.equal(part.examples.latents, data.examples.latents[[4, 1, 9, 6]])
-    assert torch.equal(part.noise, data.noise[[4, 1]])
-    assert [len(some.sigma) for some in data.parts(2)] == [2, 2, 1]
-    assert torch.equal(torch.cat([some.sigma for some in data.parts(2)]), data.sigma)
+    assert torch.equal(part["latents"], data.examples["latents"][[4, 1, 9, 6]])
+    assert torch.equal(part["noise"], data.noise[[4, 1, 4, 1]])
+    assert [num_examples(some) for some in data.parts(2)] == [2, 2, 1]
+    sigmas = [some["sigma"].chunk(2)[0] for some in data.parts(2)]
+    assert torch.equal(torch.cat(sigmas), data.sigma)
 
 
 def test_an_example_has_several_levels_and_a_noise_for_each():
@@ -199,7 +200,7 @@ def test_an_example_has_several_levels_and_a_noise_for_each():
     assert data.index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert (len(data.sigma.unique()), len(data.noise.unique())) == (12, 36)
     part = data.take(tensor([9, 1]))
-    assert torch.equal(part.examples.latents, data.examples.latents[[2, 0, 5, 3]])
+    assert torch.equal(part["latents"], data.examples["latents"][[2, 0, 5, 3]])
     assert torch.equal(levels(2, first=3, times_per_sample=4).noise, data.noise[4:])
 
 
@@ -218,7 +219,9 @@ def test_distinct_levels_of_the_sampler_are_each_drawn_once_in_any_order(stop):
 
 
 def test_uniform_times_are_shifted_like_a_schedule():
-    plain, moved = (drawn(50, times=Uniform(low=0.1, high=0.8, shift=s)).sigma for s in (1.0, 3.0))
+    plain, moved = (
+        drawn(50, times=Uniform(low=0.1, high=0.8, shift=s))["sigma"] for s in (1.0, 3.0)
+    )
     assert_close(moved, 3 * plain / (1 + 2 * plain))
     assert Uniform(high=0.8, shift=3.0).highest(PixelPolicy().schedule) == pytest.approx(2.4 / 2.6)
 
@@ -232,11 +235,12 @@ def test_a_noise_level_belongs_to_the_step_that_starts_at_it_or_above():
 # Residuals ----------------------------------------------------------------------------------------
 
 
-def given(rows: Examples, sigma, noise) -> NoisedExamples:
-    return NoisedExamples(rows, tensor(noise), tensor(sigma))
+def given(rows: Batch, sigma, noise) -> Batch:
+    """A pair with its time and noise."""
+    return rows.with_columns(noise=tensor(noise * 2), sigma=tensor(sigma * 2))
 
 
-def residuals_of(cfg, policy, part: NoisedExamples, **fields) -> Residuals:
+def residuals_of(cfg, policy, part: Batch, **fields) -> Batch:
     """Residuals at the noised latents."""
     return matching_residuals(cfg, policy, ForwardNoise().build(part, policy, None), fields)
 
@@ -253,13 +257,13 @@ def test_residuals_are_prediction_minus_target_in_the_space(space, factor):
     # x = .75 x0 + .25 noise; target = noise - x0.
     x = tensor([[1.5, -1.25], [3.75, 0.625]])
     target = tensor([[2.0, 3.0], [-1.0, 0.5]])
-    assert_close(errors.policy, factor * (2 * x - target))
-    assert_close(errors.required_reference, factor * (-x - target))
+    assert_close(errors["policy"], factor * (2 * x - target))
+    assert_close(errors["reference"], factor * (-x - target))
 
 
 def test_without_a_reference_none_is_evaluated():
     part = given(examples(2, 2), [0.5], [[3.0, 1.0]])
-    assert residuals_of(recipe(), Times(2.0), part).reference is None
+    assert "reference" not in residuals_of(recipe(), Times(2.0), part)
 
 
 class Told(PixelPolicy):
@@ -275,8 +279,8 @@ def test_a_teacher_who_is_told_something_else_is_matched_instead_of_noise_minus_
     part, x = given(rows, [0.25], [[3.0, 1.0]]), tensor([[1.5, -1.25], [3.75, 0.625]])
     cfg = recipe(space="noise", teachers={"told": Teacher(path="")})
     errors = residuals_of(cfg, Times(2.0), part, reference=Times(-1.0), told=Told())
-    assert_close(errors.policy, 0.75 * (2 * x - (said + 3 * x)))
-    assert_close(errors.required_reference, 0.75 * (-x - (said + 3 * x)))
+    assert_close(errors["policy"], 0.75 * (2 * x - (said + 3 * x)))
+    assert_close(errors["reference"], 0.75 * (-x - (said + 3 * x)))
 
 
 def test_nobody_is_asked_about_no_rows():
@@ -287,33 +291,34 @@ def test_nobody_is_asked_about_no_rows():
     data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0)).all()
     cfg = recipe(teachers={"told": Teacher(path="")})
     errors = residuals_of(cfg, Unasked(), data, reference=Unasked(), told=Unasked())
-    assert errors.policy.shape == errors.required_reference.shape == (0, 3)
+    assert errors["policy"].shape == errors["reference"].shape == (0, 3)
 
 
 def test_a_weight_map_multiplies_squared_errors_of_every_channel():
     weights = tensor([[0.25, 1.75], [1.5, 0.5]]).reshape(2, 1, 1, 2)
     plain = examples(2, 3, 1, 2)
     part = given(plain, [0.4], torch.arange(6.0).reshape(1, 3, 1, 2).tolist())
-    mapped = replace(part, examples=replace(plain, weight_map=weights))
+    mapped = part.with_columns(weight_map=weights)
     before, after = (
         residuals_of(recipe(), Times(2.0), some, reference=Times(0.5)) for some in (part, mapped)
     )
-    assert_close(after.policy.square(), weights * before.policy.square())
-    assert_close(after.required_reference.square(), weights * before.required_reference.square())
-    assert_close(after.policy.sign(), before.policy.sign())
+    assert_close(after["policy"].square(), weights * before["policy"].square())
+    assert_close(after["reference"].square(), weights * before["reference"].square())
+    assert_close(after["policy"].sign(), before["policy"].sign())
 
 
 def test_the_gradient_reaches_the_policy_and_never_the_reference():
     data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0)).all()
     policy, other = PixelPolicy(), FrozenCopy(PixelPolicy(seed=1))
     errors = residuals_of(recipe(), policy, data, reference=other)
-    assert not errors.required_reference.requires_grad
-    errors.policy.square().sum().backward()
+    assert not errors["reference"].requires_grad
+    errors["policy"].square().sum().backward()
     assert all(p.grad is not None for p in policy.denoiser.parameters())
 
 
 def test_the_divergence_is_the_mean_square_between_both_velocities():
-    errors = Residuals(tensor([[1.0, 4.0], [0.0, 2.0]]), tensor([[0.0, 1.0], [2.0, 2.0]]))
+    policy, reference = tensor([[1.0, 4.0], [0.0, 2.0]]), tensor([[0.0, 1.0], [2.0, 2.0]])
+    errors = Batch({"policy": policy, "reference": reference})
     assert float(divergence(errors)) == pytest.approx((1 + 9 + 4 + 0) / 4)
 
 

@@ -14,8 +14,8 @@ from flowalign.functional.self_correction import (
 )
 from flowalign.losses.matching.sft import SFT
 from flowalign.training.matching.residuals import matching_residuals
-from flowalign.training.matching.state_source import GuidedStep, MatchedStates, NoisedExamples
-from flowalign.types import Examples, VelocityField
+from flowalign.training.matching.state_source import GuidedStep
+from flowalign.types import Batch, VelocityField
 from tests.fixtures.golden import load, tiny_velocity
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import recipe
@@ -90,7 +90,7 @@ class OneStep(VelocityField):
         return self.given
 
 
-def points_of(case: str, cfg: GuidedStep) -> tuple[Recorded, MatchedStates]:
+def points_of(case: str, cfg: GuidedStep) -> tuple[Recorded, Batch]:
     """The recorded samples and their points, of levels drawn as they were."""
     recorded = load("F_soar")
     policy = Recorded(recorded, case)
@@ -98,25 +98,25 @@ def points_of(case: str, cfg: GuidedStep) -> tuple[Recorded, MatchedStates]:
     after = level_after(policy.schedule(1000), sigma, 1 / cfg.num_steps)
     levels = recorded[f"{case}.aux_sigma"].double().view(cfg.count, 4)
     drawn = ((levels - after) / (1 - after)).T
-    rows = Examples(
-        latents=latents,
-        cond={"text": recorded["cond"].double()},
-        paired=False,
-        weight=torch.ones(4).double(),
-        desirable=torch.ones(4, dtype=torch.bool),
-    )
-    part = NoisedExamples(rows, recorded[f"{case}.z1"].double(), sigma, drawn)
+    columns = {
+        "latents": latents,
+        "cond": {"text": recorded["cond"].double()},
+        "weight": torch.ones(4).double(),
+        "noise": recorded[f"{case}.z1"].double(),
+        "sigma": sigma,
+        "uniform": drawn,
+    }
+    part = Batch(columns)
     return policy, cfg.build(part, policy, OneStep(recorded[f"{case}.v_cfg"]))
 
 
 def test_points_loss_and_gradient_are_those_of_the_authors_code():
     cfg, recorded = GuidedStep(), load("F_soar", "ode6.")
     policy, points = points_of("ode6", cfg)
-    assert_close(points.x[4:].float(), recorded["aux_latents"], atol=1e-5, rtol=1e-5)
-    assert_close(points.sigma[4:].float(), recorded["aux_sigma"])
+    assert_close(points["x"][4:].float(), recorded["aux_latents"], atol=1e-5, rtol=1e-5)
+    assert_close(points["sigma"][4:].float(), recorded["aux_sigma"])
     settings = recipe(loss=SFT(), states=cfg)
-    residuals = matching_residuals(settings, policy, points, {})
-    loss, _ = settings.loss.loss(residuals, points.examples)
+    loss, _ = settings.loss.loss(matching_residuals(settings, policy, points, {}))
     assert float(loss) == pytest.approx(float(recorded["loss_total"]), rel=1e-5)
     loss.backward()
     for name, weight in policy.weights.items():

@@ -15,7 +15,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GRIDLESS = {
-    name: loss for name, loss in LOSSES.items() if not loss.requirements.requires - {"labels"}
+    name: loss
+    for name, loss in LOSSES.items()
+    if loss.needs <= {"reference", "desirable", "scores"}
 }
 """A latent of one pixel has no frames to label and no places to mask."""
 

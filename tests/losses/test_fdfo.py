@@ -91,14 +91,14 @@ def test_all_visited_states_of_both_samples_are_matched(tmp_path):
     start = visited.state(0)
     assert torch.equal(start[0::2], start[1::2])
     assert not torch.equal(visited.state(1)[0::2], visited.state(1)[1::2])
-    assert_close(examples.advantage[0::2], -examples.advantage[1::2])
-    assert_close(examples.contrast, pair_contrast(visited.state(4)))
+    assert_close(examples["advantage"][0::2], -examples["advantage"][1::2])
+    assert_close(examples["contrast"], pair_contrast(visited.state(4)))
     cfg = settings(data(tmp_path))
     part = noise_for(cfg, learner.policy, examples, 0, (0, 0, 0), visited=visited).all()
     matched = cfg.states.build(part, learner.policy, None)
-    step = ((1 - matched.sigma) * 4).round().int()
+    step = ((1 - matched["sigma"]) * 4).round().int()
     wanted = torch.stack([visited.state(int(k))[i // 4] for i, k in enumerate(step)])
-    assert_close(matched.x, wanted, atol=1e-5, rtol=1e-5)
+    assert_close(matched["x"], wanted, atol=1e-5, rtol=1e-5)
     assert sorted(step.tolist()) == sorted([0, 1, 2, 3] * 6)
 
 

@@ -3,7 +3,6 @@
 Residuals are made of the recorded predictions, or of the recordings' network, in double precision.
 """
 
-from dataclasses import replace
 from math import log
 
 import pytest
@@ -21,30 +20,31 @@ from flowalign.losses import (
     KVPO,
     NFT,
 )
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
+from flowalign.types.matching import FIELDS
 from tests.fixtures.golden import load, tiny_velocity
 
 
 def scored(
-    advantage: Tensor, group: Tensor | None = None, weight: Tensor | None = None
-) -> Examples:
-    """Examples with these advantages; without groups all rows belong to one."""
+    advantage: Tensor,
+    group: Tensor | None = None,
+    weight: Tensor | None = None,
+    **residuals: Tensor,
+) -> Batch:
+    """Rows with these advantages; without groups all rows belong to one."""
     n = len(advantage)
-    return Examples(
-        latents=torch.zeros(n, 1),
-        cond={},
-        paired=False,
-        weight=torch.ones(n) if weight is None else weight,
-        desirable=torch.ones(n, dtype=torch.bool),
-        advantage=advantage,
-        group=torch.zeros(n, dtype=torch.long) if group is None else group,
-    )
+    columns = {
+        "weight": torch.ones(n) if weight is None else weight,
+        "advantage": advantage,
+        "group": torch.zeros(n, dtype=torch.long) if group is None else group,
+    }
+    return Batch(columns | residuals)
 
 
-def run(loss: MatchingLoss, residuals: Residuals, batch: Examples, context: LossContext = ALONE):
+def run(loss: MatchingLoss, batch: Batch, context: LossContext = ALONE):
     """Value, log and gradient with respect to the policy's residual."""
-    policy = residuals.policy.clone().requires_grad_()
-    value, stats = loss.loss(replace(residuals, policy=policy), batch, context)
+    policy = batch["policy"].clone().requires_grad_()
+    value, stats = loss.loss(batch.with_columns(policy=policy), context)
     return value.detach(), stats, torch.autograd.grad(value, policy)[0]
 
 
@@ -72,9 +72,9 @@ def test_nft_is_the_recorded_one(beta, kl, step):
         "base",
     )  # fmt: skip
     assert_close(policy.float(), recorded["pred"][step] - recorded["noise"][step] + recorded["x0"])
-    batch = scored(recorded["advantages"][:, step].double())
-    residuals = Residuals(policy, old=old, sigma=sigma.double())
-    value, stats, grad = run(NFT(beta=beta), residuals, batch)
+    advantage = recorded["advantages"][:, step].double()
+    batch = scored(advantage, policy=policy, old=old, sigma=sigma.double())
+    value, stats, grad = run(NFT(beta=beta), batch)
     each = recorded["per_sample_loss"][step]
     assert_close(value.float(), 5 * each.mean(), rtol=1e-5, atol=0)
     assert_close(stats["optimality"].float(), recorded["r"][step].mean())
@@ -115,8 +115,8 @@ def test_the_gradient_of_awm_on_policy_is_that_of_the_recorded_likelihood(weight
     """With advantages of 1 the mean over 12 rows has -1/12 of the gradient of the sum of logp."""
     recorded, (policy,) = awm_residuals("policy")
     loss = AWM(weighting=weighting, advantage_scale=1.0, anchor_weight=0.0)
-    residuals = Residuals(policy, sigma=recorded["t"].double())
-    value, _, grad = run(loss, residuals, scored(torch.ones(12)))
+    batch = scored(torch.ones(12), policy=policy, sigma=recorded["t"].double())
+    value, _, grad = run(loss, batch)
     assert value == -1
     assert_gradient(-12 * grad, recorded[f"grad_logp.{WEIGHTINGS[weighting]}"])
 
@@ -131,8 +131,8 @@ def test_the_gradient_of_awm_on_policy_is_that_of_the_recorded_likelihood(weight
 def test_awm_is_the_recorded_one(case, loss):
     recorded, (policy, old, ema, base) = awm_residuals("policy", "old", "ema", "base")
     advantage = recorded["advantages"].clamp(-5, 5).repeat(3)
-    residuals = Residuals(policy, old=old, anchor=ema, sigma=recorded["t"].double())
-    value, stats, grad = run(loss, residuals, scored(advantage.double()))
+    known = {"policy": policy, "old": old, "anchor": ema, "sigma": recorded["t"].double()}
+    value, stats, grad = run(loss, scored(advantage.double(), **known))
     assert_close(stats["ratio"], recorded[f"{case}.ratio"].mean(), rtol=1e-6, atol=0)
     assert_close(stats["anchor_distance"], recorded[f"{case}.ema_kl"], rtol=1e-5, atol=0)
     divergence = (policy - base).square().mean()
@@ -154,8 +154,9 @@ def test_dgpo_is_the_recorded_one(case, kl, loss):
     policy, reference, old = (
         recorded[name] - recorded["target"] for name in ("pred", "pred_ref", "pred_old")
     )
-    batch = scored(recorded["advantages"].clamp(-5, 5), recorded["group"])
-    value, stats, grad = run(loss, Residuals(policy, reference, old), batch)
+    known = {"policy": policy, "reference": reference, "old": old}
+    batch = scored(recorded["advantages"].clamp(-5, 5), recorded["group"], **known)
+    value, stats, grad = run(loss, batch)
     z = recorded["z"]
     assert_close(stats["margin"], -z.mean(), rtol=1e-5, atol=0)
     assert_close(value, torch.nn.functional.softplus(z).mean(), rtol=1e-5, atol=0)
@@ -184,8 +185,8 @@ def test_crd_is_the_recorded_one(case, guidance, loss, step):
     empty = recorded["uncond"].expand(4, -1)
     (unconditional,), _ = recorded_residuals(recorded, sigma, noise, x0, empty, "ref")
     guided = unconditional + guidance * (ref - unconditional)
-    batch = scored(recorded["advantages"].clamp(-5, 5).double())
-    value, _, grad = run(loss, Residuals(policy, guided, old, sigma=sigma), batch)
+    known = {"policy": policy, "reference": guided, "old": old, "sigma": sigma}
+    value, _, grad = run(loss, scored(recorded["advantages"].clamp(-5, 5).double(), **known))
     assert_close(value.float(), recorded["loss"][step].float(), rtol=1e-5, atol=0)
     assert_gradient(grad, recorded["grad_pred"][step], rtol=2e-4)
 
@@ -197,8 +198,8 @@ GROUP = tensor([4, 9, 4, 9, 9, 4])
 SIGMA = tensor([0.9, 0.35, 0.9, 0.35, 0.35, 0.9], dtype=torch.float64)
 
 
-def drawn(seed=0) -> Residuals:
-    """Residuals of six rows that share no number."""
+def drawn(advantage=ADVANTAGE, group=GROUP, weight=None, seed=0) -> Batch:
+    """Six rows with residuals that share no number."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale=1.0):
@@ -206,7 +207,8 @@ def drawn(seed=0) -> Residuals:
 
     policy = normal()
     reference, old, anchor = (policy + normal(s) for s in (0.3, 0.2, 0.1))
-    return Residuals(policy, reference, old, anchor, normal(), SIGMA)
+    known = {"reference": reference, "old": old, "anchor": anchor, "target": normal()}
+    return scored(advantage, group, weight, policy=policy, sigma=SIGMA, **known)
 
 
 def gradient(function, policy: Tensor) -> Tensor:
@@ -216,86 +218,81 @@ def gradient(function, policy: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 3.0])
 def test_nft_at_its_old_policy_weights_self_normalised_errors_whatever_beta(beta):
-    residuals = drawn()
-    residuals = replace(residuals, old=residuals.policy)
-    batch = scored(ADVANTAGE)
+    batch = drawn()
+    batch = batch.with_columns(old=batch["policy"])
 
     def weighted(v: Tensor) -> Tensor:
         return (ADVANTAGE * self_normalised_error(per_row(SIGMA, v) * v)).mean()
 
-    value, _, grad = run(NFT(beta=beta), residuals, batch)
-    assert_close(grad, gradient(weighted, residuals.policy))
-    assert_close(run(NFT(beta=2.0), residuals, batch)[0], beta / 2 * value)
+    value, _, grad = run(NFT(beta=beta), batch)
+    assert_close(grad, gradient(weighted, batch["policy"]))
+    assert_close(run(NFT(beta=2.0), batch)[0], beta / 2 * value)
 
 
 def test_away_from_its_old_policy_beta_changes_the_direction_of_nft():
-    residuals, batch = drawn(), scored(ADVANTAGE)
-    one, other = (run(NFT(beta=beta), residuals, batch)[2].flatten() for beta in (0.1, 1.0))
+    batch = drawn()
+    one, other = (run(NFT(beta=beta), batch)[2].flatten() for beta in (0.1, 1.0))
     assert torch.cosine_similarity(one, other, dim=0) < 0.999
 
 
 @pytest.mark.parametrize("clip", [None, 1e6])
 def test_dgpo_has_the_value_and_the_gradient_over_beta_of_its_sigmoid_form(clip):
-    residuals, beta = drawn(), 2.5
+    batch, beta = drawn(), 2.5
 
     def preference(v):
-        change = beta * ADVANTAGE * (sample_error(v) - sample_error(residuals.required_reference))
+        change = beta * ADVANTAGE * (sample_error(v) - sample_error(batch["reference"]))
         z = torch.stack([change[group == GROUP].mean() for group in GROUP.unique()])
         return -torch.nn.functional.logsigmoid(-z).mean()
 
-    value, _, grad = run(DGPO(beta=beta, clip=clip), residuals, scored(ADVANTAGE, GROUP))
-    assert_close(value, preference(residuals.policy))
-    assert_close(grad, gradient(preference, residuals.policy) / beta)
+    value, _, grad = run(DGPO(beta=beta, clip=clip), batch)
+    assert_close(value, preference(batch["policy"]))
+    assert_close(grad, gradient(preference, batch["policy"]) / beta)
 
 
 def test_dgpo_holds_errors_near_the_references_and_stops_rows_that_ran_away():
     """The terms of TDM-R1, on top of the gradient without them."""
-    residuals, batch = drawn(), scored(ADVANTAGE, GROUP)
+    batch = drawn()
     plain = DGPO(beta=3.0, clip=None)
-    _, _, grad = run(plain, residuals, batch)
-    reference = sample_error(residuals.required_reference)
+    _, _, grad = run(plain, batch)
+    reference = sample_error(batch["reference"])
 
     def drift(v: Tensor) -> Tensor:
         return 0.4 * (sample_error(v) - reference).square().mean()
 
-    _, _, held = run(DGPO(beta=3.0, clip=None, drift=0.4), residuals, batch)
-    assert_close(held, grad + gradient(drift, residuals.policy))
-    change = sample_error(residuals.policy) - reference
+    _, _, held = run(DGPO(beta=3.0, clip=None, drift=0.4), batch)
+    assert_close(held, grad + gradient(drift, batch["policy"]))
+    change = sample_error(batch["policy"]) - reference
     limit = float(change.square().median())
     away = (ADVANTAGE * change < 0) & (change.square() > limit)
     assert away.any()
     assert not away.all()
-    _, stats, stopped = run(DGPO(beta=3.0, clip=None, runaway=limit), residuals, batch)
+    _, stats, stopped = run(DGPO(beta=3.0, clip=None, runaway=limit), batch)
     assert_close(stats["clip_fraction"], away.float().mean())
     assert_close(stopped, torch.where(away.reshape(-1, 1, 1, 1), 0.0, grad))
 
 
 def test_crd_at_its_old_policy_pulls_and_pushes_by_the_centred_optimality():
-    residuals = drawn()
-    residuals = replace(residuals, old=residuals.policy)
+    batch = drawn()
+    batch = batch.with_columns(old=batch["policy"])
     optimal = optimality(ADVANTAGE, 5.0)
     centred = optimal - torch.stack([optimal[group == GROUP].mean() for group in GROUP])
     wanted = gradient(
-        lambda v: (5 * 2 * centred * self_normalised_error(v)).mean(), residuals.policy
+        lambda v: (5 * 2 * centred * self_normalised_error(v)).mean(), batch["policy"]
     )
-    assert_close(run(CRD(kl=0.0), residuals, scored(ADVANTAGE, GROUP))[2], wanted)
+    assert_close(run(CRD(kl=0.0), batch)[2], wanted)
 
 
 @pytest.mark.parametrize("loss", [DGPO(beta=3.0, clip=None), CRD(), KVPO(kl=0.4)])
 def test_a_group_is_compared_with_itself_only(loss):
     """The other group may be anything, or absent; its rows take their share of the mean alone."""
-    residuals, inside = drawn(), GROUP == 4
+    batch, other, inside = drawn(), drawn(seed=1), GROUP == 4
     row = inside.reshape(-1, 1, 1, 1)
-    _, _, grad = run(loss, residuals, scored(ADVANTAGE, GROUP))
-    other = drawn(seed=1)
-    mixed = Residuals(
-        torch.where(row, residuals.policy, other.policy),
-        torch.where(row, residuals.required_reference, other.required_reference),
-        torch.where(row, residuals.required_old, other.required_old),
-        sigma=SIGMA,
-    )
+    grad = run(loss, batch)[2]
+    networks = "policy", "reference", "old"
+    mixed = {name: torch.where(row, batch[name], other[name]) for name in networks}
     changed = torch.where(inside, ADVANTAGE, -ADVANTAGE)
-    assert_close(run(loss, mixed, scored(changed, GROUP))[2][inside], grad[inside])
+    moved = run(loss, batch.with_columns(advantage=changed, **mixed))[2]
+    assert_close(moved[inside], grad[inside])
 
 
 # By hand ------------------------------------------------------------------------------------------
@@ -309,19 +306,18 @@ def test_crd_with_a_temperature_by_hand():
     numbers squared, over beta: 5 ((1/16 + 9/16) / 2) / 2 for both means, where one mean gives 5/8.
     """
     old, policy = torch.full((2, 1), 2.0), tensor([[1.0], [2.0]])
-    residuals, batch = Residuals(policy, None, old), scored(tensor([5.0, -5.0]))
+    batch = scored(tensor([5.0, -5.0]), policy=policy, old=old)
     loss = CRD(beta=2.0, kl=0.0, temperature=1 / log(3))
-    assert run(loss, residuals, batch)[0].item() == pytest.approx(5 * 10 / 64)
-    assert run(CRD(beta=2.0, kl=0.0), residuals, batch)[0].item() == pytest.approx(5 / 8)
+    assert run(loss, batch)[0].item() == pytest.approx(5 * 10 / 64)
+    assert run(CRD(beta=2.0, kl=0.0), batch)[0].item() == pytest.approx(5 / 8)
 
 
 def test_kvpo_by_hand():
     """Errors of x0 .5^2 (4, 0) = (1, 0), old (0, 0): pi = (1, e^2) / (1 + e^2) at scale 2."""
     policy, old = tensor([[2.0], [0.0]]), tensor([[0.0], [0.0]])
-    residuals = Residuals(policy, old, old, sigma=tensor([0.5, 0.5]))
-    value, stats, _ = run(
-        KVPO(scale=2.0, clip_high=0.3, kl=0.5), residuals, scored(tensor([1.0, 2.0]))
-    )
+    known = {"policy": policy, "reference": old, "old": old, "sigma": tensor([0.5, 0.5])}
+    batch = scored(tensor([1.0, 2.0]), **known)
+    value, stats, _ = run(KVPO(scale=2.0, clip_high=0.3, kl=0.5), batch)
     likely = 1 / (1 + torch.e**-2)
     ratios = [2 * (1 - likely), 2 * likely]
     divergence = [2 * p * log(2 * p) for p in (1 - likely, likely)]
@@ -332,12 +328,12 @@ def test_kvpo_by_hand():
 
 
 def test_the_value_of_dgpo_starts_at_log_two_and_a_worse_policy_has_more():
-    residuals = drawn()
-    same = replace(residuals, reference=residuals.policy, old=residuals.policy)
-    batch = scored(ADVANTAGE, GROUP)
-    assert run(DGPO(), same, batch)[0].item() == pytest.approx(log(2))
-    worse = replace(same, policy=same.policy * (1 + 0.1 * per_row(ADVANTAGE.sign(), same.policy)))
-    assert run(DGPO(), worse, batch)[0] > log(2)
+    batch = drawn()
+    policy = batch["policy"]
+    same = batch.with_columns(reference=policy, old=policy)
+    assert run(DGPO(), same)[0].item() == pytest.approx(log(2))
+    worse = same.with_columns(policy=policy * (1 + 0.1 * per_row(ADVANTAGE.sign(), policy)))
+    assert run(DGPO(), worse)[0] > log(2)
 
 
 def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
@@ -345,9 +341,9 @@ def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
     error = log(1.2)
     policy = tensor([[1.0], [1.0], [1.0]])
     old = (1 + tensor(error)).sqrt().expand(3, 1)
-    batch = scored(tensor([2.0, -1.0, 0.5]))
+    batch = scored(tensor([2.0, -1.0, 0.5]), policy=policy, reference=policy, old=old)
     for clip, stopped in ((0.1, [0, 2]), (0.3, [])):
-        _, stats, grad = run(DGPO(clip=clip), Residuals(policy, policy, old), batch)
+        _, stats, grad = run(DGPO(clip=clip), batch)
         assert (grad[:, 0] == 0).nonzero().flatten().tolist() == stopped
         assert stats["clip_fraction"].item() == pytest.approx(len(stopped) / 3)
 
@@ -368,22 +364,9 @@ EVERY = {
 every = pytest.mark.parametrize("loss", EVERY.values(), ids=EVERY)
 
 
-def only_required(loss: MatchingLoss, residuals: Residuals) -> Residuals:
+def only_needed(loss: MatchingLoss, batch: Batch) -> Batch:
     """The evaluations that the loop would make for this loss."""
-    needs = loss.requirements
-    return replace(
-        residuals,
-        reference=residuals.reference if needs.reference else None,
-        old=residuals.old if needs.old else None,
-        anchor=residuals.anchor if needs.anchor else None,
-    )
-
-
-def rows(residuals: Residuals, batch: Examples, index: Tensor) -> tuple[Residuals, Examples]:
-    """These rows of residuals and batch, in this order."""
-    taken = {name: value[index] for name, value in vars(residuals).items() if value is not None}
-    part = scored(batch.required_advantage[index], batch.required_group[index], batch.weight[index])
-    return Residuals(**taken), part
+    return batch.without(*(name for name in FIELDS if name not in loss.needs))
 
 
 WEIGHT = tensor([1.4, 0.3, 0.9, 2.0, 1.1, 0.6], dtype=torch.float64)
@@ -391,8 +374,7 @@ WEIGHT = tensor([1.4, 0.3, 0.9, 2.0, 1.1, 0.6], dtype=torch.float64)
 
 @every
 def test_a_loss_needs_only_what_it_requires_and_logs_numbers_without_gradient(loss):
-    residuals = only_required(loss, drawn())
-    value, stats, grad = run(loss, residuals, scored(ADVANTAGE, GROUP, WEIGHT))
+    value, stats, grad = run(loss, only_needed(loss, drawn(weight=WEIGHT)))
     assert value.shape == ()
     assert grad.isfinite().all()
     assert grad.flatten(1).abs().amax(1).min() > 0
@@ -405,58 +387,56 @@ def test_a_loss_needs_only_what_it_requires_and_logs_numbers_without_gradient(lo
 @every
 def test_good_samples_are_matched_better_and_bad_ones_worse_at_the_start(loss):
     """The gradient along the residual, where all networks are equal, has the advantage's sign."""
-    policy = drawn().policy
-    same = Residuals(policy, policy, policy, policy, drawn().target, SIGMA)
+    policy = drawn()["policy"]
     advantage = tensor([1.7, -0.4, -2.9, 0.6, 0.2, -1.1], dtype=torch.float64)
     advantage = advantage - torch.stack([advantage[g == GROUP].mean() for g in GROUP])
-    grad = run(loss, same, scored(advantage, GROUP))[2]
+    grad = run(loss, drawn(advantage).with_columns(**dict.fromkeys(FIELDS, policy)))[2]
     slope = (grad * policy).flatten(1).sum(1)
     assert torch.equal(slope.sign(), advantage.sign())
 
 
 @every
 def test_the_order_of_rows_does_not_matter(loss):
-    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
+    batch = drawn(weight=WEIGHT)
     index = tensor([3, 5, 0, 4, 1, 2])
-    value, _, grad = run(loss, residuals, batch)
-    other, _, moved = run(loss, *rows(residuals, batch, index))
+    value, _, grad = run(loss, batch)
+    other, _, moved = run(loss, batch.take(index))
     assert_close(other, value)
     assert_close(moved, grad[index])
 
 
 @every
 def test_weights_multiply_what_rows_teach(loss):
-    residuals = drawn()
-    value, _, grad = run(loss, residuals, scored(ADVANTAGE, GROUP, WEIGHT))
-    twice, _, double = run(loss, residuals, scored(ADVANTAGE, GROUP, 2 * WEIGHT))
+    value, _, grad = run(loss, drawn(weight=WEIGHT))
+    twice, _, double = run(loss, drawn(weight=2 * WEIGHT))
     assert_close(twice, 2 * value)
     assert_close(double, 2 * grad)
     if not isinstance(loss, KVPO):  # the softmax of a group teaches all of its rows
         nothing = WEIGHT.clone()
         nothing[2] = 0
-        assert run(loss, residuals, scored(ADVANTAGE, GROUP, nothing))[2][2].abs().max() == 0
+        assert run(loss, drawn(weight=nothing))[2][2].abs().max() == 0
 
 
 @every
 def test_losses_that_compare_rows_say_so(loss):
-    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
-    grad = run(loss, residuals, batch)[2]
+    batch = drawn(weight=WEIGHT)
+    grad = run(loss, batch)[2]
     halves = torch.zeros_like(grad)
     for index in (tensor([0, 1, 4]), tensor([2, 3, 5])):
-        halves[index] = run(loss, *rows(residuals, batch, index))[2] / 2
-    assert torch.allclose(halves, grad, atol=1e-12) != loss.requirements.whole_groups
+        halves[index] = run(loss, batch.take(index))[2] / 2
+    assert torch.allclose(halves, grad, atol=1e-12) != ("group" in loss.needs)
 
 
-def split(loss, residuals, batch, parts):
+def split(loss, batch, parts):
     """The gradient of every row if each part of the rows is on a separate process."""
     tables: list[Tensor] = []
     for index in parts:  # what each process gathers, before any knows the others'
-        run(loss, *rows(residuals, batch, index), LossContext(gather=_recorder(tables)))
-    grad = torch.zeros_like(residuals.policy)
+        run(loss, batch.take(index), LossContext(gather=_recorder(tables)))
+    grad = torch.zeros_like(batch["policy"])
     value = torch.zeros((), dtype=torch.float64)
     together = LossContext(gather=lambda _: torch.cat(tables))
     for index in parts:
-        part, _, some = run(loss, *rows(residuals, batch, index), together)
+        part, _, some = run(loss, batch.take(index), together)
         grad[index] = some * len(index) / 6
         value += part * len(index) / 6
     return value, grad
@@ -470,37 +450,37 @@ def _recorder(tables):
     return gather
 
 
-GATHERING = {k: v for k, v in EVERY.items() if v.requirements.whole_groups and k != "kvpo"}
+GATHERING = {k: v for k, v in EVERY.items() if "group" in v.needs and k != "kvpo"}
 
 
 @pytest.mark.parametrize("loss", GATHERING.values(), ids=GATHERING)
 def test_groups_split_between_processes_are_gathered(loss):
-    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
-    value, _, grad = run(loss, residuals, batch)
-    other, moved = split(loss, residuals, batch, (tensor([4, 0]), tensor([1, 2, 3, 5])))
+    batch = drawn(weight=WEIGHT)
+    value, _, grad = run(loss, batch)
+    other, moved = split(loss, batch, (tensor([4, 0]), tensor([1, 2, 3, 5])))
     assert_close(other, value)
     assert_close(moved, grad)
 
 
 def test_kvpo_refuses_groups_split_between_processes_and_takes_whole_ones():
-    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
+    batch = drawn(weight=WEIGHT)
     whole = (tensor([0, 2, 5]), tensor([1, 3, 4]))
-    value, _, grad = run(KVPO(), residuals, batch)
-    other, moved = split(KVPO(), residuals, batch, whole)
+    value, _, grad = run(KVPO(), batch)
+    other, moved = split(KVPO(), batch, whole)
     assert_close(other, value)
     assert_close(moved, grad)
     with pytest.raises(ValueError, match="KVPO needs all rows of a group on one process"):
-        split(KVPO(), residuals, batch, (tensor([4, 0]), tensor([1, 2, 3, 5])))
+        split(KVPO(), batch, (tensor([4, 0]), tensor([1, 2, 3, 5])))
 
 
 @every
 def test_a_process_without_rows_takes_part_in_what_the_others_gather(loss):
     calls = []
-    empty = Residuals(*[torch.zeros(0, 2, 3)] * 5, sigma=torch.zeros(0))
-    batch = scored(torch.zeros(0))
+    none = torch.zeros(0)
+    empty = dict.fromkeys(("policy", *FIELDS, "target"), torch.zeros(0, 2, 3))
     context = LossContext(gather=lambda t: calls.append(len(t)) or t.detach())
-    loss.loss(empty, batch, context)
-    assert calls == [0] * loss.requirements.whole_groups
+    loss.loss(scored(none, sigma=none, **empty), context)
+    assert calls == [0] * ("group" in loss.needs)
 
 
 @pytest.mark.parametrize(

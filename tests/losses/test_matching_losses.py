@@ -20,7 +20,7 @@ from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard
 from flowalign.losses.matching.sft import SFT
-from flowalign.types import ALONE, Examples, LossContext, Residuals
+from flowalign.types import ALONE, Batch, LossContext
 from tests.fixtures.golden import load
 
 # Of two pairs: winners .30 and .62, losers .50 and .41; gaps -.09 and .05:
@@ -35,12 +35,11 @@ def residual(residuals, shape=(2, 3)):
     return raw * (residuals / sample_error(raw)).sqrt().reshape(-1, *[1] * len(shape))
 
 
-def examples(latents, **known):
+def rows_of(policy, **known):
     """Of pairs, each weighing 1, unless said otherwise."""
-    n = len(latents)
-    known.setdefault("weight", torch.ones(n))
-    known.setdefault("desirable", torch.arange(n) < n // 2)
-    return Examples(latents=latents, cond={}, paired=True, **known)
+    n = len(policy)
+    default = {"weight": torch.ones(n), "desirable": torch.arange(n) < n // 2}
+    return Batch({"policy": policy} | default | known)
 
 
 def run(loss, policy=POLICY, reference=REFERENCE, context=ALONE, **known):
@@ -50,8 +49,8 @@ def run(loss, policy=POLICY, reference=REFERENCE, context=ALONE, **known):
 
 def run_residuals(loss, policy, reference, context=ALONE, **known):
     policy = policy.clone().requires_grad_()
-    residuals = Residuals(policy, reference if loss.requirements.reference else None)
-    value, stats = loss.loss(residuals, examples(policy.detach(), **known), context)
+    known |= {"reference": reference} if "reference" in loss.needs else {}
+    value, stats = loss.loss(rows_of(policy, **known), context)
     return value.detach(), stats, torch.autograd.grad(value, policy)[0]
 
 
@@ -242,7 +241,9 @@ def test_dense_dpo_by_hand():
         policy[row, 0, :, 0, 0] = tensor(frames).mul(2).sqrt()  # the other pixel is right
     reference = policy * tensor([1.0, 0.9, 1.1, 1.2]).reshape(-1, 1, 1, 1, 1)
     labels = tensor([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
-    value, stats, grad = run_residuals(DenseDPO(beta=40.0), policy, reference, segments=labels)
+    value, stats, grad = run_residuals(
+        DenseDPO(beta=40.0), policy, reference, segments=torch.cat([labels, -labels])
+    )
     # Gaps of pair 1: 0 - .2 (1 - 1.21) = .042 and 0 - .4 (1 - 1.21) = .084.
     z = -20 * (0.042 - 0.084) / 2
     assert_close(value, tensor(softplus(-z) / 2))
@@ -256,7 +257,7 @@ def test_dense_dpo_by_hand():
 
 def test_dense_dpo_is_dpo_where_one_video_is_better_throughout():
     policy, reference = residual(POLICY, (2, 3, 4, 5)), residual(REFERENCE, (2, 3, 4, 5))
-    dense = run_residuals(DenseDPO(beta=40.0), policy, reference, segments=torch.ones(2, 3))
+    dense = run_residuals(DenseDPO(beta=40.0), policy, reference, segments=torch.ones(4, 3))
     plain = run_residuals(DPO(beta=40.0), policy, reference)
     assert_close(dense[0], plain[0])
     assert_close(dense[2], plain[2])
@@ -265,7 +266,7 @@ def test_dense_dpo_is_dpo_where_one_video_is_better_throughout():
 
 def test_dense_dpo_with_nothing_but_ties_is_zero():
     policy, reference = residual(POLICY, (2, 3, 4, 5)), residual(REFERENCE, (2, 3, 4, 5))
-    value, stats, grad = run_residuals(DenseDPO(), policy, reference, segments=torch.zeros(2, 3))
+    value, stats, grad = run_residuals(DenseDPO(), policy, reference, segments=torch.zeros(4, 3))
     assert (value.item(), grad.abs().max().item()) == (0, 0)
     assert all(v.isfinite() for v in stats.values())
 
@@ -275,7 +276,9 @@ def test_local_dpo_by_hand():
     policy = tensor([[[0.1], [0.2]], [[0.6], [0.5]], [[0.7], [0.4]], [[0.2], [0.3]]]).sqrt()
     reference = tensor([[[0.3], [0.4]], [[0.5], [0.4]], [[0.6], [0.2]], [[0.3], [0.6]]]).sqrt()
     mask = tensor([[[0.0], [1.0]], [[0.0], [3.0]]]).repeat(2, 1, 1)
-    value, stats, _ = run_residuals(LocalDPO(beta=4.0, sft=0.5), policy, reference, mask=mask)
+    value, stats, _ = run_residuals(
+        LocalDPO(beta=4.0, sft=0.5), policy, reference, region=mask, region_strength=torch.ones(4)
+    )
     # Everywhere: gaps -.2 - .15 and .1 + .2; in the mask -.2 - .2 and .1 + .3.
     first = softplus(-0.7) + softplus(-0.8) + 0.5 * (0.15 + 0.2)
     second = softplus(0.6) + softplus(0.8) + 0.5 * (0.55 + 0.5)
@@ -285,7 +288,7 @@ def test_local_dpo_by_hand():
     assert stats["masked_accuracy"].item() == 0.5
     strength = tensor([1.0, 1.5, 1.0, 1.5])
     value, *_ = run_residuals(
-        LocalDPO(beta=4.0, sft=0.5), policy, reference, mask=mask, mask_strength=strength
+        LocalDPO(beta=4.0, sft=0.5), policy, reference, region=mask, region_strength=strength
     )
     # The second pair's errors in the mask count one and a half times.
     second = softplus(0.6) + softplus(1.2) + 0.5 * (0.55 + 1.5 * 0.5)
@@ -381,6 +384,7 @@ def test_a_guarded_step_leaves_the_winner_mu_of_its_descent(inner):
 
 
 SEGMENTS = tensor([[1.0, -1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
+SEGMENTS = torch.cat([SEGMENTS, -SEGMENTS])
 
 
 @pytest.mark.parametrize(
@@ -398,7 +402,11 @@ def test_the_safeguard_scales_the_losers_gradient_and_nothing_else(inner):
     """Value, winners and log are the guarded loss's own, also under masks and segments."""
     policy, reference = (r[..., None] for r in opposed())
     mask = torch.rand(3, *policy.shape[1:], generator=torch.Generator().manual_seed(1))
-    known = {"segments": SEGMENTS, "mask": torch.cat([mask, mask])}
+    known = {
+        "segments": SEGMENTS,
+        "region": torch.cat([mask, mask]),
+        "region_strength": torch.ones(6),
+    }
     plain, own, free = run_residuals(inner, policy, reference, **known)
     value, stats, grad = run_residuals(Safeguard(inner=inner, mu=0.4), policy, reference, **known)
     assert torch.equal(value, plain)
@@ -451,9 +459,7 @@ def test_balance_lets_the_push_of_the_loser_be_no_longer_than_the_pull(inner):
         (lambda: RWR(rewards={"text": 1.0}, temperature=0.0), "temperature is 0.0"),
         (lambda: DenseDPO(beta=nan), "beta is nan"),
         (lambda: LocalDPO(sft=-0.1), "sft is -0.1"),
-        (lambda: run(DenseDPO()), "pairs with segments"),
-        (lambda: run(DenseDPO(), segments=torch.ones(2, 5)), "label 5 frames, the latents have 1"),
-        (lambda: run(LocalDPO()), "pairs with a mask"),
+        (lambda: run(DenseDPO(), segments=torch.ones(4, 5)), "label 5 frames, the latents have 1"),
         (lambda: run(DPO(margin={"sound": 1.0}), scores=SCORES), r"no scores \['sound'\]"),
         (lambda: run(RWR(rewards={"sound": 1.0}), scores=SCORES), r"no scores \['sound'\]"),
     ],
@@ -470,8 +476,8 @@ def focused(loss, sigma, mask):
     """Two pairs of latents of two channels and three places, with residuals without symmetry."""
     generator = torch.Generator().manual_seed(7)
     policy, reference = torch.randn(2, 4, 2, 1, 3, generator=generator)
-    residuals = Residuals(policy.requires_grad_(), reference, sigma=sigma)
-    value, _ = loss.loss(residuals, examples(policy.detach(), mask=mask))
+    rows = rows_of(policy.requires_grad_(), reference=reference, sigma=sigma, region=mask)
+    value, _ = loss.loss(rows)
     return value, policy, reference, torch.autograd.grad(value, policy)[0]
 
 
@@ -494,13 +500,16 @@ def test_focus_widens_with_noise_and_a_floor_of_one_is_plain_dpo():
     ratio = (far / near)[:, 0, 0]  # of the weights, but for one factor of each row
     assert ratio[1, 0] / ratio[1, 1] > 1.5  # the subject is in the middle: its neighbours gain
     value, policy, reference, _ = focused(FocusDPO(beta=3.0, floor=1.0), torch.ones(4), MASK)
-    residuals = Residuals(policy, reference)
-    plain, _ = DPO(beta=3.0).loss(residuals, examples(policy.detach()))
+    plain, _ = DPO(beta=3.0).loss(rows_of(policy, reference=reference))
     assert_close(value, plain)
 
 
-def test_focus_without_masks_or_a_centre_is_refused():
-    with pytest.raises(ValueError, match="these have none"):
-        focused(FocusDPO(), torch.ones(4), None)
+def test_a_loss_without_a_column_that_it_needs_names_it():
+    for loss, column in ((DenseDPO(), "segments"), (LocalDPO(), "region")):
+        with pytest.raises(KeyError, match=f"the batch has no column '{column}', only policy, "):
+            run(loss)
+
+
+def test_focus_without_a_centre_is_refused():
     with pytest.raises(ValueError, match="window is 4"):
         FocusDPO(window=4)

@@ -10,12 +10,13 @@ from torch.testing import assert_close
 from flowalign.functional.forward_process import nft
 from flowalign.losses.matching.omni_nft import OmniNFT, nft_of_modalities
 from flowalign.training.recipe import RunContext
-from flowalign.types import Examples, Residuals
+from flowalign.types import Batch, LossContext
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.scored import batch_of, groups, opened
 from tests.fixtures.training import new_learner, new_rewards
 
 SIZES = [6, 2]
+PARTS = {"video": 6, "audio": 2}
 
 
 def rows(seed, n=3):
@@ -50,17 +51,15 @@ def test_a_larger_part_does_not_outweigh_a_smaller_one():
 
 
 def loss_of(advantage, policy, old, reference=None, kl=0.0):
-    batch = Examples(
-        policy,
-        {},
-        paired=False,
-        weight=torch.ones(3, dtype=torch.float64),
-        desirable=torch.ones(3, dtype=torch.bool),
-        modality_advantages=advantage,
-        modality_sizes=SIZES,
-    )
-    residuals = Residuals(policy, old=old, reference=reference, sigma=SIGMA)
-    return OmniNFT(kl=kl).loss(residuals, batch)
+    columns = {
+        "weight": torch.ones(3, dtype=torch.float64),
+        "modality_advantage": dict(zip(PARTS, advantage.unbind(1), strict=True)),
+        "policy": policy,
+        "old": old,
+        "sigma": SIGMA,
+    }
+    columns |= {} if reference is None else {"reference": reference}
+    return OmniNFT(kl=kl).loss(Batch(columns), LossContext(modality_sizes=PARTS))
 
 
 def test_a_reward_of_audio_has_no_gradient_at_the_velocity_of_video():
@@ -97,11 +96,10 @@ def test_rewards_are_routed_to_the_parts_of_the_state(tmp_path):
     both = new_rewards(redness=1.0, green=0.5)
     stream = opened(groups(tmp_path, modalities=ROUTES), new_learner(two_parts()), both)
     examples = batch_of(stream).examples
-    assert [*examples.modality_sizes] == [2, 1]
-    for part, rewards in enumerate((new_rewards(redness=1.0), both)):
+    for part, rewards in {"video": new_rewards(redness=1.0), "audio": both}.items():
         alone = batch_of(opened(groups(tmp_path), new_learner(two_parts()), rewards)).examples
-        assert_close(examples.modality_advantages[:, part], alone.advantage)
-    assert_close(examples.advantage, examples.modality_advantages[:, 1])
+        assert_close(examples["modality_advantage"][part], alone["advantage"])
+    assert_close(examples["advantage"], examples["modality_advantage"]["audio"])
 
 
 def test_rewards_and_parts_that_do_not_fit_are_refused(tmp_path):

@@ -1,7 +1,6 @@
 """OPD against the numbers of Flow-OPD's own code, and by hand."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,37 +8,26 @@ from torch import tensor
 from torch.testing import assert_close
 
 from flowalign.functional.surrogate import ppo_clip
-from flowalign.functional.transition import CPS, FlowSDE, Kernel
+from flowalign.functional.transition import CPS
 from flowalign.losses.matching.opd import OPD
-from flowalign.types import Examples, Residuals, Transitions
+from flowalign.types import Batch, LossContext
 from tests.fixtures.golden import load
-
-
-def rows(count: int, *shape: int, **changes) -> Examples:
-    given = {
-        "latents": torch.zeros(count, *shape),
-        "cond": {},
-        "paired": False,
-        "weight": torch.ones(count),
-        "desirable": torch.ones(count, dtype=torch.bool),
-    }
-    return Examples(**given | changes)
-
 
 # The authors' code --------------------------------------------------------------------------------
 
 
-def recorded_steps(recorded, dt: float) -> Transitions:
+def recorded_steps(recorded, dt: float, **residuals) -> Batch:
     """Steps with the velocities as means. Their std is without the square root of dt."""
     count = len(recorded["std"])
-    return Transitions(
-        travelled=torch.zeros_like(recorded["mean"]),
-        slope=torch.ones(count),
-        std=recorded["std"] * math.sqrt(dt),
-        dt=torch.full((count,), dt),
-        logp_old=recorded["logp_old"],
-        kernel=FlowSDE(),
-    )
+    columns = {
+        "weight": torch.ones(count),
+        "travelled": torch.zeros_like(recorded["mean"]),
+        "slope": torch.ones(count),
+        "std": recorded["std"] * math.sqrt(dt),
+        "dt": torch.full((count,), dt),
+        "logp_old": recorded["logp_old"],
+    }
+    return Batch(columns | residuals)
 
 
 @pytest.mark.parametrize("dt", [1.0, 0.13])
@@ -48,8 +36,9 @@ def test_the_released_form_has_the_recorded_loss_and_gradient(case, anchor, dt):
     recorded = load("F_flow_opd", f"{case}.")
     mean = recorded["mean"].clone().requires_grad_()
     teacher, base = recorded["mean_teacher"], recorded["mean_base"]
-    residuals = Residuals(mean - teacher, base - teacher, transitions=recorded_steps(recorded, dt))
-    loss, stats = OPD(form="released", anchor=anchor).loss(residuals, rows(4, 4, 5, 6))
+    residuals = {"policy": mean - teacher, "reference": base - teacher}
+    batch = recorded_steps(recorded, dt, **residuals)
+    loss, stats = OPD(form="released", anchor=anchor).loss(batch)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(recorded["loss"]), rel=1e-5)
     assert_close(mean.grad, recorded["grad_mean"], rtol=1e-4, atol=1e-7)
@@ -60,10 +49,8 @@ def test_the_reward_is_the_recorded_one_and_the_mean_over_all_pairs_is_not_ours(
     """Their ratio of each row meets the reward of every row."""
     recorded = load("F_flow_opd", "kl_only.")
     reward = recorded["adv_used"][:, 0]
-    residuals = Residuals(
-        recorded["mean"] - recorded["mean_teacher"], transitions=recorded_steps(recorded, 1.0)
-    )
-    _, stats = OPD(form="released", anchor=0.0).loss(residuals, rows(4, 4, 5, 6))
+    batch = recorded_steps(recorded, 1.0, policy=recorded["mean"] - recorded["mean_teacher"])
+    _, stats = OPD(form="released", anchor=0.0).loss(batch)
     assert float(stats["teacher_kl"]) == pytest.approx(-float(reward.mean()), rel=1e-5)
     logp = recorded["logp"].clone().requires_grad_()
     pairs = [(i, j) for i in range(4) for j in range(4)]
@@ -88,17 +75,20 @@ V, TAUGHT, BASE = (
 REACHED = tensor([[1.5, 3.0], [0.0, 1.0]])
 
 
-def by_hand(kernel: Kernel = FlowSDE(), logp_old=(0.0, 0.0)) -> tuple[torch.Tensor, Residuals]:  # noqa: B008
+def by_hand(logp_old=(0.0, 0.0)) -> tuple[torch.Tensor, Batch]:
     v = V.clone().requires_grad_()
-    steps = Transitions(
-        travelled=REACHED,
-        slope=tensor([-0.5, -0.2]),
-        std=tensor([0.5, 0.1]),
-        dt=tensor([0.25, 0.1]),
-        logp_old=tensor(logp_old),
-        kernel=kernel,
-    )
-    return v, Residuals(v - TAUGHT, BASE - TAUGHT, target=TAUGHT, transitions=steps)
+    columns = {
+        "weight": torch.ones(2),
+        "travelled": REACHED,
+        "slope": tensor([-0.5, -0.2]),
+        "std": tensor([0.5, 0.1]),
+        "dt": tensor([0.25, 0.1]),
+        "logp_old": tensor(logp_old),
+        "policy": v - TAUGHT,
+        "reference": BASE - TAUGHT,
+        "target": TAUGHT,
+    }
+    return v, Batch(columns)
 
 
 def logp_of_steps() -> list[float]:
@@ -109,9 +99,9 @@ def logp_of_steps() -> list[float]:
 
 def test_at_the_old_policy_the_gradient_is_that_of_the_reward_times_the_log_density():
     """The reward has no gradient, so the gradient of the mean is along the step taken."""
-    v, residuals = by_hand(logp_old=logp_of_steps())
-    batch = rows(2, 2, weight=tensor([1.0, 3.0]))
-    loss, stats = OPD(form="policy_gradient", anchor=0.0, clip=0.2).loss(residuals, batch)
+    v, batch = by_hand(logp_of_steps())
+    batch = batch.with_columns(weight=tensor([1.0, 3.0]))
+    loss, stats = OPD(form="policy_gradient", anchor=0.0, clip=0.2).loss(batch)
     loss.backward()
     kl = [0.25 * 2.5 / 0.5, 0.04 * 4.0 / 0.02]  # mean square of (-1, 2) and of (-2, -2)
     assert float(stats["teacher_kl"]) == pytest.approx(sum(kl) / 2)
@@ -124,17 +114,15 @@ def test_at_the_old_policy_the_gradient_is_that_of_the_reward_times_the_log_dens
 
 
 def test_the_anchor_is_minimised_itself_with_the_same_weight_per_step():
-    _, residuals = by_hand(logp_old=logp_of_steps())
-    plain, more = (
-        OPD(form="policy_gradient", anchor=a).loss(residuals, rows(2, 2))[0] for a in (0.0, 0.3)
-    )
+    _, batch = by_hand(logp_of_steps())
+    plain, more = (OPD(form="policy_gradient", anchor=a).loss(batch)[0] for a in (0.0, 0.3))
     distance = [0.25 * 0.5 / 0.5, 0.04 * 8.0 / 0.02]  # mean square of (1, 0) and of (0, -4)
     assert float((more - plain).detach()) == pytest.approx(0.3 * sum(distance) / 2, rel=1e-4)
 
 
 def test_a_ratio_beyond_the_clip_stops_a_step_that_was_worse():
-    v, residuals = by_hand(logp_old=[logp_of_steps()[0] + 1.0, logp_of_steps()[1]])
-    loss, stats = OPD(form="policy_gradient", anchor=0.0, clip=0.1).loss(residuals, rows(2, 2))
+    v, batch = by_hand([logp_of_steps()[0] + 1.0, logp_of_steps()[1]])
+    loss, stats = OPD(form="policy_gradient", anchor=0.0, clip=0.1).loss(batch)
     loss.backward()
     assert v.grad is not None
     assert float(v.grad[0].abs().max()) == 0 < float(v.grad[1].abs().max())
@@ -142,8 +130,8 @@ def test_a_ratio_beyond_the_clip_stops_a_step_that_was_worse():
 
 
 def test_densities_of_cps_are_those_of_its_code():
-    _, residuals = by_hand(CPS(), logp_old=[-0.25 * 0.125, -0.04 * 2.0])
-    _, stats = OPD(form="sampled", anchor=0.0).loss(residuals, rows(2, 2))
+    _, batch = by_hand([-0.25 * 0.125, -0.04 * 2.0])
+    _, stats = OPD(form="sampled", anchor=0.0).loss(batch, LossContext(kernel=CPS()))
     assert float(stats["ratio_mean"]) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -156,19 +144,19 @@ def test_over_all_steps_a_sampled_reward_descends_the_kl_and_its_mean_nothing(
     v = tensor([[0.3, -0.2]], requires_grad=True)
     taught, slope, std = tensor([[0.5, 0.1]]), 2.0, 0.4
     noise = torch.randn(count, 2, generator=torch.Generator().manual_seed(3))
-    steps = Transitions(
-        travelled=v.detach() + std / slope * noise,
-        slope=torch.full((count,), slope),
-        std=torch.full((count,), std),
-        dt=torch.full((count,), 0.1),
-        logp_old=torch.zeros(count),
-        kernel=FlowSDE(),
-    )
     own = v.expand(count, 2)
-    residuals = Residuals(own - taught, target=taught.expand(count, 2), transitions=steps)
     logp = -noise.square().mean(1) / 2 - math.log(std) - 0.5 * math.log(2 * math.pi)
-    residuals = replace(residuals, transitions=replace(steps, logp_old=logp))
-    loss, _ = OPD(form=form, anchor=0.0, clip=1.0).loss(residuals, rows(count, 2))
+    columns = {
+        "weight": torch.ones(count),
+        "travelled": v.detach() + std / slope * noise,
+        "slope": torch.full((count,), slope),
+        "std": torch.full((count,), std),
+        "dt": torch.full((count,), 0.1),
+        "logp_old": logp,
+        "policy": own - taught,
+        "target": taught.expand(count, 2),
+    }
+    loss, _ = OPD(form=form, anchor=0.0, clip=1.0).loss(Batch(columns))
     loss.backward()
     # Log-densities are means over the elements, so this is half of the KL's own gradient.
     descent = 0.5 * slope**2 * (v.detach() - taught) / std**2 / 2

@@ -71,21 +71,21 @@ def test_clean_predictions_at_the_query_move_up_and_down_the_reward(tmp_path):
     examples, state = batch.examples, batch.visited.state(2)
     sigma = torch.full((12,), 0.5)
     with torch.no_grad():
-        v = learner.policy.velocity(state, sigma, examples.cond)
-    assert_close(examples.latents, state - 0.5 * v)
+        v = learner.policy.velocity(state, sigma, examples["cond"])
+    assert_close(examples["latents"], state - 0.5 * v)
     now, up, down = (
-        redness(examples.latents + d) for d in (0.0, examples.ascent, examples.descent)
+        redness(examples["latents"] + d) for d in (0.0, examples["ascent"], examples["descent"])
     )
     assert (up > now).all()
     assert (down < now).all()
-    ball = 0.1 * examples.latents.norm(dim=1)
-    for moved in (examples.ascent, examples.descent):
+    ball = 0.1 * examples["latents"].norm(dim=1)
+    for moved in (examples["ascent"], examples["descent"]):
         assert (moved.norm(dim=1) <= ball * (1 + 1e-5)).all()
     cfg = settings(data=groups(tmp_path, ascent=ASCENT))
     part = noise_for(cfg, learner.policy, examples, 0, (0, 0, 0), visited=batch.visited).all()
     matched = cfg.states.build(part, learner.policy, None)
-    assert_close(matched.x, state)
-    assert_close(matched.target, v)
+    assert_close(matched["x"], state)
+    assert_close(matched["target"], v)
 
 
 def settings(data, **changes):

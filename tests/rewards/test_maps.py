@@ -101,11 +101,11 @@ def test_the_map_of_a_reward_weighs_the_places_of_each_sample(tmp_path):
     cfg.check(context(Mapped()))
     policy, rewards = VideoPixel(), Rewards([Mapped(dark=[1])], {"redness": 1.0})
     examples = batch_of(cfg.open(new_learner(policy), StreamContext(rewards, 0))).examples
-    shining = policy.decode(examples.latents).mean(2)[:, None]
+    shining = policy.decode(examples["latents"]).mean(2)[:, None]
     expected = interpolate(shining, size=GRID, mode="area")
     expected = expected / expected.mean((1, 2, 3, 4), keepdim=True)
     expected[1] = 1.0
-    assert_close(examples.weight_map, expected)
+    assert_close(examples["weight_map"], expected)
     assert expected.std() > 0.05
 
 

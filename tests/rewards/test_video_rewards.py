@@ -118,7 +118,7 @@ def test_clips_of_scored_groups_are_matched_at_the_levels_of_credited_steps(tmp_
     assert model.fps == [8.0] * 3 * 4 * 3, "two states and the end of twelve samples"
     assert math.isfinite(metrics["reward/bright"])
     assert not torch.equal(flat(learner.policy.denoiser), before)
-    assert batch_of(stream).examples.latents.shape == (12, 3, 1, 1, 1)
+    assert batch_of(stream).examples["latents"].shape == (12, 3, 1, 1, 1)
 
 
 def test_pictures_have_no_frame_rate():

@@ -187,10 +187,10 @@ def test_attributes_and_a_teacher_come_together(written, tmp_path):
 @pytest.mark.slow
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
     rewarded = {"weight": {"exact_match": 1.0}}
-    for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "masks")):
+    for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "region, region_strength")):
         changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
-        assert f"needs {part}, which data of class Rollouts does not have" in message
+        assert f"needs {part}, which data of class Rollouts does not give" in message
         load(written(changes))
         guarded = {
             RECIPE + "loss": {

@@ -78,7 +78,7 @@ def test_online_dpo_scores_each_sample_with_its_own_source(tmp_path):
     stream = cfg.open(new_learner(SourcePolicy()), StreamContext(own(), 0))
     batches = list(stream.batches([0, 1]))
     assert [batch.metrics["reward/own"] for batch in batches] == [1, 1]
-    told = batches[0].examples.cond["length"]
+    told = batches[0].examples["cond"]["length"]
     assert len(told.unique()) == 5, "each pair is learned with its own source"
 
 
@@ -122,7 +122,7 @@ def test_stored_pairs_are_conditioned_on_their_own_source_and_refused_without(tm
     data = StoredDataset(path=str(tmp_path / "pairs.jsonl"), batch_size=2)
     stream = data.open(new_learner(SourcePolicy()), StreamContext(own(), 0))
     (batch,) = stream.batches([0])
-    told = (255 * batch.examples.cond["length"][:, 0]).round().tolist()
+    told = (255 * batch.examples["cond"]["length"][:, 0]).round().tolist()
     assert sorted(told) == [15, 15, 25, 25]
     assert told[:2] == told[2:], "winner and loser of a pair answer one request"
     for row in rows:

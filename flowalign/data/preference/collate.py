@@ -1,4 +1,4 @@
-"""Collate pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
+"""Collate pairs or samples into a `Batch`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from flowalign.data.preference.preference_data import (
     samples_of,
 )
 from flowalign.functional.maps import average_on_grid, normalise_mean
-from flowalign.types import Cond, Examples, Label
+from flowalign.types import Batch, Cond
+from flowalign.types.batch import Values
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,19 @@ class BatchFields:
             sorted({dimension for sample in samples for dimension in sample.scores}),
         )
 
-    def check(self, requires: Set[Label], path: str) -> None:
-        """Raise ValueError if a loss requires segments or masks that no pair has."""
-        for label, present in (("segments", self.segments), ("masks", self.masks)):
-            if label in requires and not present:
-                raise ValueError(f"recipe.loss needs {label}; no pair of {path} has any")
+    def check(self, needs: Set[str], path: str) -> None:
+        """Raise ValueError if a loss needs segments, masks or scores that no row has."""
+        for column, label, present in (
+            ("segments", "segments", self.segments),
+            ("region", "masks", self.masks),
+            ("scores", "scores", self.scores),
+        ):
+            if column in needs and not present:
+                raise ValueError(f"recipe.loss needs {label}; no row of {path} has any")
 
 
 class Collator:
-    """Collator of cached latents and embeddings into `Examples`.
+    """Collator of cached latents and embeddings into a `Batch`.
 
     If only some rows have an optional field, the remaining rows get a neutral default: segments
     that prefer the winner, masks and weight maps of 1, NaN scores, empty users.
@@ -71,7 +76,7 @@ class Collator:
         flips: Sequence[bool] | None = None,
         drop_prompt: Sequence[bool] | None = None,
         drop_user: Sequence[bool] | None = None,
-    ) -> Examples:
+    ) -> Batch:
         """Collate either pairs or samples.
 
         The lists have one flag per example: `flips` mirrors it left to right, `drop_prompt` empties
@@ -94,20 +99,36 @@ class Collator:
             if pairs
             else [sample.desirable is not False for sample in samples]
         )
-        return Examples(
-            latents=latents,
-            cond=self.texts.read(asked),
-            paired=bool(pairs),
-            weight=torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(samples)),
-            desirable=torch.tensor(labels),
-            scores=_scores(samples, has.scores),
-            segments=_segments(pairs, latents) if has.segments else None,
-            mask=_maps(_masks(pairs), latents, mirrored) if has.masks else None,
-            mask_strength=torch.tensor([p.mask_strength for p in pairs] * 2) if has.masks else None,
-            weight_map=_weight_maps(samples, latents, mirrored) if has.weight_maps else None,
-            users=_users(examples, drop_user) * sides if has.users else [],
-            target_cond=self._target_cond(pairs) if has.targets else None,
+        rows = Batch(
+            {
+                "latents": latents,
+                "cond": self.texts.read(asked),
+                "weight": torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(samples)),
+                "desirable": torch.tensor(labels),
+            }
         )
+        columns = self._of_pairs(pairs, latents, mirrored) if pairs else {}
+        if has.scores:
+            columns["scores"] = _scores(samples, has.scores)
+        if has.weight_maps:
+            columns["weight_map"] = _weight_maps(samples, latents, mirrored)
+        if has.users:
+            columns["user"] = tuple(_users(examples, drop_user) * sides)
+        return rows.with_columns(**columns)
+
+    def _of_pairs(
+        self, pairs: Sequence[Pair], latents: Tensor, mirrored: Sequence[bool]
+    ) -> dict[str, Values]:
+        """Return the columns that only pairs have."""
+        has, columns = self.fields, dict[str, Values](pair=torch.arange(len(pairs)).repeat(2))
+        if has.segments:
+            columns["segments"] = _segments(pairs, latents)
+        if has.masks:
+            columns["region"] = _maps(_masks(pairs), latents, mirrored)
+            columns["region_strength"] = torch.tensor([p.mask_strength for p in pairs] * 2)
+        if has.targets:
+            columns["target_cond"] = self._target_cond(pairs)
+        return columns
 
     def _target_cond(self, pairs: Sequence[Pair]) -> Cond:
         """Read the target conditioning of the winners, then of the losers."""
@@ -120,8 +141,11 @@ def _scores(samples: Sequence[Sample], dims: Sequence[str]) -> dict[str, Float[T
     return {d: torch.tensor([sample.scores.get(d, torch.nan) for sample in samples]) for d in dims}
 
 
-def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
-    """Return a label per latent frame; all frames of a pair without segments are labelled 1."""
+def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "n F"]:
+    """Return the sign of each latent frame of winners, then of losers.
+
+    All frames of a pair without segments are better in the winner.
+    """
     frames = latents.shape[2] if latents.ndim == 5 else 1
     labels = torch.zeros(len(pairs), frames)
     for row, pair in zip(labels, pairs, strict=True):
@@ -134,7 +158,7 @@ def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
                     f"{frames} latent frames"
                 )
             row[segment.start : segment.stop] = segment.label
-    return labels
+    return torch.cat([labels, -labels])
 
 
 def _users(examples: Sequence[Example], drop_user: Sequence[bool] | None) -> list[str]:

@@ -1,5 +1,5 @@
 """Losses on noised clean latents: preferences (DPO, KTO, ...), SFT, and forward-process RL.
 
-A loss receives a minibatch of examples and the residuals (prediction - target) of the policy and
+A loss reads columns of a batch, such as the residuals (prediction - target) of the policy and of
 the reference. The training loop evaluates the networks.
 """

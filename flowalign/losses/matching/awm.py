@@ -3,6 +3,7 @@
 Source: AWM, arXiv:2509.25050, and code of scxue/advantage_weighted_matching.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,7 @@ from typing_extensions import override
 from flowalign.functional.forward_process import Weighting, negative_elbo
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.surrogate import ppo_clip
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
@@ -28,6 +29,7 @@ class AWM(MatchingLoss):
     this: `anchor_weight`, and `recipe.kl`, published as 0.001 (GenEval) and 0.003 (text).
     """
 
+    paired, velocity = False, True
     weighting: Weighting = "generalised_huber"
     """Function of the error that approximates the negative log-likelihood, see `negative_elbo`."""
     ratio_to: Literal["policy", "old"] = "policy"
@@ -44,42 +46,36 @@ class AWM(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages, and the old policy and the anchor if the settings use them."""
-        return Requirements(
-            reference=False,
-            old=self.ratio_to == "old",
-            anchor=self.anchor_weight > 0,
-            paired=False,
-            velocity=True,
-            requires={"advantages"},
-        )
+    def needs(self) -> Set[str]:
+        """Return advantages, and the old policy and the anchor if the settings use them."""
+        used = {"old": self.ratio_to == "old", "anchor": self.anchor_weight > 0}
+        return {"advantage", *(name for name, read in used.items() if read)}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        log_ratio = self._log_ratio(residuals)
-        advantage = self.advantage_scale * batch.required_advantage
+        log_ratio = self._log_ratio(batch)
+        advantage = self.advantage_scale * batch["advantage"]
         each = ppo_clip(log_ratio, advantage, self.clip)
         ratio = log_ratio.detach().exp()
         stats = {
-            "error": sample_error(residuals.policy.detach()).mean(),
+            "error": sample_error(batch["policy"].detach()).mean(),
             "ratio": ratio.mean(),
             "clip_fraction": ((ratio - 1) * advantage.sign() > self.clip).float().mean(),
         }
         if self.anchor_weight:
-            distance = sample_error(residuals.policy - residuals.required_anchor)
+            distance = sample_error(batch["policy"] - batch["anchor"])
             each = each + self.anchor_weight * distance
             stats["anchor_distance"] = distance.detach().mean()
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         return loss, stats | {"policy_loss": loss.detach()}
 
-    def _log_ratio(self, residuals: Residuals) -> Float[Tensor, "n"]:
-        sigma = residuals.required_sigma
-        energy = negative_elbo(residuals.policy, sigma, self.weighting)
+    def _log_ratio(self, batch: Batch) -> Float[Tensor, "n"]:
+        sigma = batch["sigma"]
+        energy = negative_elbo(batch["policy"], sigma, self.weighting)
         if self.ratio_to == "policy":
             # The value is 0, a ratio of 1. The expression only carries the gradient.
             return energy.detach() - energy
         with torch.no_grad():
-            old = negative_elbo(residuals.required_old, sigma, self.weighting)
+            old = negative_elbo(batch["old"], sigma, self.weighting)
         return old - energy

@@ -4,7 +4,8 @@ Source: CRD, arXiv:2603.14128, as implemented in X-GenGroup/Flow-Factory. That c
 rows of a micro-batch. Here rewards are centred over groups, as the paper defines it.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,8 +19,8 @@ from flowalign.functional.forward_process import (
     optimality,
 )
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.groups import GROUP_ADVANTAGES, gather_groups
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.losses.matching.groups import GROUP_ADVANTAGE, gather_groups
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
@@ -32,6 +33,8 @@ class CRD(MatchingLoss):
     come from a second average (`recipe.behaviour`) with flat 75 and slope 0.0075 up to 0.999. The
     reference is a `GuidedReference`.
     """
+
+    paired, velocity = False, True
 
     beta: PositiveFloat = 1.0
     """Scale of the implicit rewards."""
@@ -61,15 +64,15 @@ class CRD(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages, whole groups, the old policy and, for the KL, a reference."""
-        return replace(GROUP_ADVANTAGES, reference=self.kl > 0)
+    def needs(self) -> Set[str]:
+        """Return advantages, groups, the old policy and, for the KL, the reference."""
+        return GROUP_ADVANTAGE | ({"reference"} if self.kl else set())
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        optimal = optimality(batch.required_advantage, self.advantage_max)
-        reward = implicit_reward(residuals.policy, residuals.required_old)
+        optimal = optimality(batch["advantage"], self.advantage_max)
+        reward = implicit_reward(batch["policy"], batch["old"])
         same, (rewards, optimals) = gather_groups(batch, context, reward, optimal)
         centred = [
             (reward - weights @ rewards, optimal - weights @ optimals)
@@ -79,13 +82,13 @@ class CRD(MatchingLoss):
         each = self.advantage_max * torch.stack(distances).mean(0)
         implicit, target = (torch.stack(parts).detach() for parts in zip(*centred, strict=True))
         stats = {
-            "error": sample_error(residuals.policy.detach()).mean(),
+            "error": sample_error(batch["policy"].detach()).mean(),
             "implicit_reward_size": implicit.abs().mean(),
             "implicit_accuracy": (implicit * target > 0).float().mean(),
         }
         if self.kl:
-            distance = sample_error(residuals.policy - residuals.required_reference)
+            distance = sample_error(batch["policy"] - batch["reference"])
             each = each + adaptive_weight(optimal, self.kl, self.least_kl) * distance
             stats["reference_distance"] = distance.detach().mean()
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         return loss, stats | {"policy_loss": loss.detach()}

@@ -3,6 +3,7 @@
 Source: DenseDPO, arXiv:2506.03517.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from typing_extensions import override
 from flowalign.functional.noise_matching import frame_error, sample_error
 from flowalign.functional.preference_loss import relative_gap, segment_margin, sigmoid_link
 from flowalign.losses.matching.links import pair_stats
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
 
@@ -29,19 +30,19 @@ class DenseDPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require segments; the loss starts at log 2 times the share of decided pairs."""
-        return Requirements(requires={"segments"})
+    def needs(self) -> Set[str]:
+        """Return the reference and the segments; undecided pairs lower the loss at the start."""
+        return {"reference", "segments"}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        reference = residuals.required_reference
-        gap = relative_gap(frame_error(residuals.policy), frame_error(reference))
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        reference = batch["reference"]
+        gap = relative_gap(frame_error(batch["policy"]), frame_error(reference))
         segments = _segments(batch, gap.shape[1])
         z, decided = segment_margin(gap, segments, self.beta), segments.any(1)
-        loss = (batch.weight.chunk(2)[0] * decided * sigmoid_link(z)).mean()
+        loss = (batch["weight"].chunk(2)[0] * decided * sigmoid_link(z)).mean()
         count = decided.sum().clamp(min=1)
-        stats = pair_stats(sample_error(residuals.policy), sample_error(reference), self.beta)
+        stats = pair_stats(sample_error(batch["policy"]), sample_error(reference), self.beta)
         return loss, stats | {
             "policy_loss": loss.detach(),
             "implicit_accuracy": (z.detach() > 0).sum() / count,
@@ -50,12 +51,11 @@ class DenseDPO(MatchingLoss):
         }
 
 
-def _segments(batch: Examples, num_frames: int) -> Float[Tensor, "m F"]:
+def _segments(batch: Batch, num_frames: int) -> Float[Tensor, "m F"]:
     """Return the segment labels of a minibatch, one per latent frame."""
-    if batch.segments is None:
-        raise ValueError("DenseDPO needs pairs with segments; these have none")
-    if batch.segments.shape[1] != num_frames:
+    segments = batch["segments"].chunk(2)[0]
+    if segments.shape[1] != num_frames:
         raise ValueError(
-            f"segments label {batch.segments.shape[1]} frames, the latents have {num_frames}"
+            f"segments label {segments.shape[1]} frames, the latents have {num_frames}"
         )
-    return batch.segments
+    return segments

@@ -3,6 +3,7 @@
 Source: DGPO, arXiv:2510.08425, and code of Luo-Yihong/DGPO.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from math import log
 from typing import Literal
@@ -16,7 +17,7 @@ from flowalign.functional.forward_process import dgpo, group_preference, mask_ou
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
 from flowalign.losses.matching.groups import gather_groups
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
@@ -28,6 +29,8 @@ class DGPO(MatchingLoss):
     The gradient is divided by beta, as in the released code. The rows of a group share their noise
     and time.
     """
+
+    paired, velocity, shared_noise = False, True, True
 
     beta: PositiveFloat = 100.0
     """Sharpness of the preference. Published: 100 (GenEval, text), 10 (PickScore), and 2000 without
@@ -47,35 +50,30 @@ class DGPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages and whole groups with shared noise; the loss starts at log 2."""
-        return Requirements(
-            reference=self.relative_to == "reference",
-            old=self.clip is not None or self.relative_to == "old",
-            paired=False,
-            velocity=True,
-            whole_groups=True,
-            shared_noise=True,
-            requires={"advantages"},
-            at_start=log(2),
-        )
+    def needs(self) -> Set[str]:
+        """Return advantages, groups, and the models that errors are compared with."""
+        clipped = set() if self.clip is None else {"old"}
+        return {"advantage", "group", self.relative_to, *clipped}
+
+    @property
+    @override
+    def at_start(self) -> float:
+        return log(2)
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        from_old = self.relative_to == "old"
-        base = residuals.required_old if from_old else residuals.required_reference
-        advantage, error = batch.required_advantage, sample_error(residuals.policy)
-        reference = sample_error(base)
+        advantage, error = batch["advantage"], sample_error(batch["policy"])
+        reference = sample_error(batch[self.relative_to])
         change = error.detach() - reference
         same, (changes, advantages) = gather_groups(batch, context, change, advantage)
         preference = group_preference(changes, advantages, same, self.beta)
-        stopped = self._mask_moved(residuals, error, reference, advantage)
-        descent = (batch.weight * dgpo(error, advantage, preference, stopped)).mean()
-        value = (batch.weight * sigmoid_link(-preference)).mean()
+        stopped = self._mask_moved(batch, error, reference)
+        descent = (batch["weight"] * dgpo(error, advantage, preference, stopped)).mean()
+        value = (batch["weight"] * sigmoid_link(-preference)).mean()
         # The value comes from the group loss, the gradient from `dgpo`, which works by row.
         loss = value + (descent - descent.detach())
-        drift = (batch.weight * (error - reference).square()).mean()
+        drift = (batch["weight"] * (error - reference).square()).mean()
         loss = loss + self.drift * drift if self.drift else loss
         return loss, {
             "policy_loss": loss.detach(),
@@ -86,13 +84,12 @@ class DGPO(MatchingLoss):
             "clip_fraction": stopped.float().mean(),
         }
 
-    def _mask_moved(
-        self, residuals: Residuals, error: Tensor, reference: Tensor, advantage: Tensor
-    ) -> Tensor:
+    def _mask_moved(self, batch: Batch, error: Tensor, reference: Tensor) -> Tensor:
         """Return True for rows that have moved far enough and get no gradient."""
+        advantage = batch["advantage"]
         stopped = torch.zeros_like(advantage, dtype=torch.bool)
         if self.clip is not None:
-            old = sample_error(residuals.required_old)
+            old = sample_error(batch["old"])
             stopped = stopped | mask_outside_clip(error, old, advantage, self.clip)
         if self.runaway is not None:
             stopped = stopped | mask_runaways(error, reference, advantage, self.runaway)

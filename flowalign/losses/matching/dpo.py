@@ -4,7 +4,7 @@ Sources: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, for a cons
 times. Flow-DPO reports worse results and reward hacking with the theoretical weight (1 - sigma)^2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from flowalign.functional.preference_loss import (
     weighted_score,
 )
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, sample_errors
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range
 
@@ -80,21 +80,27 @@ class DPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Declare that the loss starts at link(0), unless scores shift the margin."""
-        return Requirements(at_start=None if self.margin else self.link.at_start)
+    def needs(self) -> Set[str]:
+        """Return the reference and, for `margin`, the scores."""
+        return {"reference", "scores"} if self.margin else {"reference"}
+
+    @property
+    @override
+    def at_start(self) -> float | None:
+        """Return link(0), unless scores shift the margin."""
+        return None if self.margin else self.link.at_start
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        policy, reference = sample_errors(residuals)
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        policy, reference = sample_errors(batch)
         beta = self.beta
         if isinstance(beta, AutoBeta):
             beta = beta.at(context.typical_margin)
         z = implicit_margin(relative_gap(policy, reference), beta)
-        weight = batch.weight.chunk(2)[0]
+        weight = batch["weight"].chunk(2)[0]
         stats = pair_stats(policy, reference, beta)
         if self.margin:
-            shift, known = score_margin(batch.scores, self.margin)
+            shift, known = score_margin(batch["scores"], self.margin)
             z, weight = beyond_scores(z, shift, self.margin_weight), weight * known
             stats["margin_unknown"] = (~known).float().mean()
         loss = (weight * self.link.loss(z)).mean()

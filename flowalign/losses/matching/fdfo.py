@@ -3,7 +3,8 @@
 Source: FDFO (finite difference flow optimization), arXiv:2603.12893, from the formulas of its code.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -12,8 +13,7 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
-from flowalign.losses.matching.nft import OLD_POLICY
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
 
@@ -57,19 +57,21 @@ class FDFO(MatchingLoss):
     the rewards. The old policy must be a copy per step.
     """
 
+    paired, velocity = False, True
+
     clip: PositiveFloat = 0.03
     """Size c of the trust region of rho. Published: 0.03."""
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages, contrasts and the old policy."""
-        return replace(OLD_POLICY, requires={"advantages", "contrasts"})
+    def needs(self) -> Set[str]:
+        """Return advantages, contrasts and the old policy."""
+        return {"advantage", "contrast", "old"}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        change = residuals.policy - residuals.required_old
-        gain, direction = batch.required_advantage, batch.required_contrast
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        change = batch["policy"] - batch["old"]
+        gain, direction = batch["advantage"], batch["contrast"]
         each = simple_policy_loss(change, direction, gain, self.clip)
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         return loss, {"policy_loss": loss.detach(), "gain": gain.abs().mean()}

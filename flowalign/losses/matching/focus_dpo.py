@@ -3,6 +3,7 @@
 Source: FocusDPO, arXiv:2509.01181, a reconstruction because its weights are not published.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -11,7 +12,7 @@ from flowalign.functional.focus import focus_weights
 from flowalign.functional.noise_matching import masked_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval
 
@@ -45,19 +46,22 @@ class FocusDPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require masks of the subject."""
-        return Requirements(requires={"masks"}, at_start=self.link.at_start)
+    def needs(self) -> Set[str]:
+        """Return the reference and the region of the subject."""
+        return {"reference", "region"}
+
+    @property
+    @override
+    def at_start(self) -> float:
+        return self.link.at_start
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        if batch.mask is None:
-            raise ValueError("FocusDPO needs pairs with a mask of the subject; these have none")
-        weights = focus_weights(batch.mask, residuals.required_sigma, self.floor, self.window)
-        policy = masked_error(residuals.policy, weights)
-        reference = masked_error(residuals.required_reference, weights)
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        weights = focus_weights(batch["region"], batch["sigma"], self.floor, self.window)
+        policy = masked_error(batch["policy"], weights)
+        reference = masked_error(batch["reference"], weights)
         margin = implicit_margin(relative_gap(policy, reference), self.beta)
-        loss = (batch.weight.chunk(2)[0] * self.link.loss(margin)).mean()
+        loss = (batch["weight"].chunk(2)[0] * self.link.loss(margin)).mean()
         return loss, pair_stats(policy, reference, self.beta) | {
             "policy_loss": loss.detach(),
             "focus": weights.flatten(1).amax(1).mean(),

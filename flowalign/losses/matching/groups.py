@@ -5,24 +5,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.functional.forward_process import same_group
-from flowalign.types import Examples, LossContext, Requirements
+from flowalign.types import Batch, LossContext
 
-GROUP_ADVANTAGES = Requirements(
-    reference=False,
-    old=True,
-    paired=False,
-    velocity=True,
-    whole_groups=True,
-    requires={"advantages"},
-)
-"""Requirements of losses that weight the samples of whole groups by advantages."""
+GROUP_ADVANTAGE = frozenset({"advantage", "group", "old"})
+"""Columns of losses that weight the samples of whole groups by advantages."""
 
 
 def gather_groups(
-    batch: Examples, context: LossContext, *values: Float[Tensor, "n"]
+    batch: Batch, context: LossContext, *values: Float[Tensor, "n"]
 ) -> tuple[Bool[Tensor, "n N"], list[Float[Tensor, "N"]]]:
     """Return the mask of rows on all processes in the same group, and their detached values."""
-    group = batch.required_group
+    group = batch["group"]
     # One gather for all columns. float64 represents the integer group ids exactly.
     table = torch.stack([group.double(), *(v.detach().double() for v in values)], 1)
     everyone = context.gather(table).to(group.device)
@@ -30,13 +23,13 @@ def gather_groups(
     return same_group(group, everyone[:, 0].long()), columns
 
 
-def require_groups_here(batch: Examples, context: LossContext, loss: str) -> Bool[Tensor, "n n"]:
+def require_groups_here(batch: Batch, context: LossContext, loss: str) -> Bool[Tensor, "n n"]:
     """Return the mask of rows in the same group.
 
     Raises:
         ValueError: A group has rows on other processes.
     """
-    group = batch.required_group
+    group = batch["group"]
     here = same_group(group, group)
     everywhere, _ = gather_groups(batch, context)
     if (here.sum(1) != everywhere.sum(1)).any():

@@ -3,6 +3,7 @@
 Source: Diffusion-KTO, arXiv:2404.04465, and code of jacklishufan/diffusion-kto.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
 
@@ -20,6 +21,8 @@ from flowalign.types.ranges import PositiveFloat
 @dataclass(frozen=True, kw_only=True)
 class KTO(MatchingLoss):
     """Mean of weight * kto over rows, with the mean gain over all processes as baseline."""
+
+    paired = False
 
     beta: PositiveFloat = 1000.0
     """Scale of the full error difference; equals DPO's beta / 2."""
@@ -29,24 +32,31 @@ class KTO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require labels and, for the baseline, whole batches.
+    def needs(self) -> Set[str]:
+        """Return the reference and the labels."""
+        return {"reference", "desirable"}
 
-        The loss starts at 1 - U(0). This is declared only for the sigmoid with both weights 1.
-        """
+    @property
+    @override
+    def whole_batch(self) -> bool:
+        """Return True, for the baseline."""
+        return True
+
+    @property
+    @override
+    def at_start(self) -> float | None:
+        """Return 1 - U(0), which is declared only for the sigmoid with both weights 1."""
         plain = self.utility == "sigmoid" and self.desirable_weight == self.undesirable_weight == 1
-        return Requirements(
-            paired=False, whole_batch=True, requires={"labels"}, at_start=0.5 if plain else None
-        )
+        return 0.5 if plain else None
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        gain = sample_error(residuals.required_reference) - sample_error(residuals.policy)
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        gain = sample_error(batch["reference"]) - sample_error(batch["policy"])
         baseline = kto_baseline(context.gather(gain))
-        each = kto(gain, batch.desirable, baseline, self.beta, self.utility)
-        weight = torch.where(batch.desirable, self.desirable_weight, self.undesirable_weight)
-        loss = (batch.weight * weight * each).mean()
-        return loss, self._stats(gain.detach(), batch.desirable, baseline) | {
+        each = kto(gain, batch["desirable"], baseline, self.beta, self.utility)
+        weight = torch.where(batch["desirable"], self.desirable_weight, self.undesirable_weight)
+        loss = (batch["weight"] * weight * each).mean()
+        return loss, self._stats(gain.detach(), batch["desirable"], baseline) | {
             "policy_loss": loss.detach()
         }
 

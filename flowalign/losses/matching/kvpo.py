@@ -5,7 +5,8 @@ autoregressive video model. Here it consists of the samples of a request, so we 
 of the policy with the paper.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Annotated
 
 from jaxtyping import Bool, Float
@@ -15,8 +16,8 @@ from typing_extensions import override
 from flowalign.functional.forward_process import group_log_softmax
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
-from flowalign.losses.matching.groups import GROUP_ADVANTAGES, require_groups_here
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.losses.matching.groups import GROUP_ADVANTAGE, require_groups_here
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range
 
@@ -28,6 +29,8 @@ class KVPO(MatchingLoss):
     pi is the softmax of -scale * l over a group of G, with l the error of x0. It is the relative
     likelihood of each sample of the group. The divergence of a group is split among its rows.
     """
+
+    paired, velocity, shared_noise = False, True, True
 
     scale: PositiveFloat = 0.5
     """Factor on the errors of x0."""
@@ -41,34 +44,34 @@ class KVPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages, whole groups with shared noise, and the old policy."""
-        return replace(GROUP_ADVANTAGES, reference=self.kl > 0, shared_noise=True)
+    def needs(self) -> Set[str]:
+        """Return advantages, groups, the old policy and, for the KL, the reference."""
+        return GROUP_ADVANTAGE | ({"reference"} if self.kl else set())
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and scalars.
 
         Raises:
             ValueError: A group has rows on other processes.
         """
         same = require_groups_here(batch, context, type(self).__name__)
-        sigma, advantage = residuals.required_sigma, batch.required_advantage
-        log_pi = self._log_policy(residuals.policy, sigma, same)
-        ratio = (log_pi - self._log_policy(residuals.required_old, sigma, same)).exp()
+        sigma, advantage = batch["sigma"], batch["advantage"]
+        log_pi = self._log_policy(batch["policy"], sigma, same)
+        ratio = (log_pi - self._log_policy(batch["old"], sigma, same)).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         each = -(ratio * advantage).minimum(clipped * advantage)
         stats = {
-            "error": sample_error(residuals.policy.detach()).mean(),
+            "error": sample_error(batch["policy"].detach()).mean(),
             "ratio": ratio.detach().mean(),
             "clip_fraction": (clipped * advantage < ratio * advantage).float().mean(),
         }
         if self.kl:
-            log_ref = self._log_policy(residuals.required_reference, sigma, same)
+            log_ref = self._log_policy(batch["reference"], sigma, same)
             divergence = same.sum(1) * log_pi.exp() * (log_pi - log_ref)
             each = each + self.kl * divergence
             stats["group_kl"] = divergence.detach().mean()
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         return loss, stats | {"policy_loss": loss.detach()}
 
     def _log_policy(

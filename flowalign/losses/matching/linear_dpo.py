@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from flowalign.functional.preference_loss import linear_dpo, linear_weight, relative_gap
 from flowalign.losses.matching.links import pair_stats, sample_errors
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat, Range
 
@@ -27,17 +27,11 @@ class LinearDPO(MatchingLoss):
     floor: Annotated[float, Range(least=0, below=0.5)] = 1e-3
     """Smallest weight of a pair. The largest is 1 - floor. Published: 0.001 (SD1.5), 0 (SDXL)."""
 
-    @property
     @override
-    def requirements(self) -> Requirements:
-        """Declare no initial loss, because (l_w - l_l) / 2 depends on the data."""
-        return Requirements()
-
-    @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        policy, reference = sample_errors(residuals)
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        policy, reference = sample_errors(batch)
         each = linear_dpo(policy, reference, self.beta, self.floor)
-        loss = (batch.weight.chunk(2)[0] * each).mean()
+        loss = (batch["weight"].chunk(2)[0] * each).mean()
         gap = relative_gap(policy.detach(), reference)
         return loss, pair_stats(policy, reference, self.beta) | {
             "policy_loss": loss.detach(),

@@ -18,7 +18,7 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     sigmoid_link,
 )
-from flowalign.types import Residuals
+from flowalign.types import Batch
 from flowalign.types.ranges import Range, require_ranges
 
 
@@ -75,9 +75,9 @@ class IPO(Link):
         return ipo_link(z)
 
 
-def sample_errors(residuals: Residuals) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
+def sample_errors(batch: Batch) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
     """Return the mean square errors of policy and reference per sample."""
-    return sample_error(residuals.policy), sample_error(residuals.required_reference)
+    return sample_error(batch["policy"]), sample_error(batch["reference"])
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ Source: Local-DPO, arXiv:2601.04068, and its code. Here each row is normalised b
 released code divides by the mask of the whole batch.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -13,7 +14,7 @@ from typing_extensions import override
 from flowalign.functional.noise_matching import masked_error, sample_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap, sigmoid_link
 from flowalign.losses.matching.links import pair_stats
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
@@ -31,23 +32,21 @@ class LocalDPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require masks; the loss starts at 2 log 2 plus sft times the winner's errors."""
-        return Requirements(requires={"masks"})
+    def needs(self) -> Set[str]:
+        """Return the reference and the region; errors of winners raise the loss at the start."""
+        return {"reference", "region", "region_strength"}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        if batch.mask is None:
-            raise ValueError("LocalDPO needs pairs with a mask; these have none")
-        policy, reference = residuals.policy, residuals.required_reference
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        policy, reference = batch["policy"], batch["reference"]
         everywhere = sample_error(policy), sample_error(reference)
-        strength = 1.0 if batch.mask_strength is None else batch.mask_strength
+        region, strength = batch["region"], batch["region_strength"]
         inside = (
-            strength * masked_error(policy, batch.mask),
-            strength * masked_error(reference, batch.mask),
+            strength * masked_error(policy, region),
+            strength * masked_error(reference, region),
         )
         each = self._part(*everywhere) + self._part(*inside)
-        loss = (batch.weight.chunk(2)[0] * each).mean()
+        loss = (batch["weight"].chunk(2)[0] * each).mean()
         masked = pair_stats(*inside, self.beta)
         return loss, pair_stats(*everywhere, self.beta) | {
             "policy_loss": loss.detach(),

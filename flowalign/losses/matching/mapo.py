@@ -3,6 +3,7 @@
 Source: MaPO, arXiv:2406.06424, and code of mapo-t2i/mapo.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -10,7 +11,7 @@ from typing_extensions import override
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import mapo, mapo_margin
 from flowalign.losses.matching.links import error_stats
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
 
@@ -34,19 +35,19 @@ class MaPO(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require no reference, which saves half of DPO's network evaluations."""
-        return Requirements(reference=False)
+    def needs(self) -> Set[str]:
+        """Return nothing: without a reference, half of DPO's network evaluations are saved."""
+        return frozenset()
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over the pairs, and detached scalars for the log.
 
         `margin_pull` is sigmoid(-margin), the remaining share of the margin's gradient.
         """
-        policy = sample_error(residuals.policy)
+        policy = sample_error(batch["policy"])
         each = mapo(policy, self.beta, self.scale, self.s)
-        loss = (batch.weight.chunk(2)[0] * each).mean()
+        loss = (batch["weight"].chunk(2)[0] * each).mean()
         margin = mapo_margin(policy.detach(), self.scale, self.s)
         return loss, error_stats(policy) | {
             "policy_loss": loss.detach(),

@@ -3,19 +3,17 @@
 Source: DiffusionNFT, arXiv:2509.16117, and code of NVlabs/DiffusionNFT.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import dataclass
 
 from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.places import nft_of_places
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
-
-OLD_POLICY = Requirements(reference=False, old=True, paired=False, velocity=True)
-"""Requirements of losses that compare the policy with the old one, and need no reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +24,8 @@ class NFT(MatchingLoss):
     `recipe.kl` 1e-4.
     """
 
+    paired, velocity, uses_places = False, True, True
+
     beta: PositiveFloat = 1.0
     """Distance of the implicit policies from the old one, in units of the policy's distance.
     Published: 1, and 0.1 for text rendering and for several rewards."""
@@ -34,22 +34,22 @@ class NFT(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages and the old policy; the value depends on the errors."""
-        return replace(OLD_POLICY, uses_places=True, requires={"advantages"})
+    def needs(self) -> Set[str]:
+        """Return advantages and the old policy."""
+        return {"advantage", "old"}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        optimal = optimality(batch.required_advantage, self.advantage_max)
-        old, sigma = residuals.required_old, residuals.required_sigma
-        each = nft(residuals.policy, old, sigma, optimal, self.beta)
-        if batch.places is not None:
-            local = optimality(batch.places, self.advantage_max)
-            each = nft_of_places(residuals.policy, old, sigma, local, self.beta)
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        optimal = optimality(batch["advantage"], self.advantage_max)
+        old, sigma = batch["old"], batch["sigma"]
+        each = nft(batch["policy"], old, sigma, optimal, self.beta)
+        if "places" in batch:
+            local = optimality(batch["places"], self.advantage_max)
+            each = nft_of_places(batch["policy"], old, sigma, local, self.beta)
         each = self.advantage_max * each
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         return loss, {
             "policy_loss": loss.detach(),
-            "error": sample_error(residuals.policy.detach()).mean(),
+            "error": sample_error(batch["policy"].detach()).mean(),
             "optimality": optimal.mean(),
         }

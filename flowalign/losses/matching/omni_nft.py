@@ -4,8 +4,8 @@ Source: OmniNFT, arXiv:2605.12480; code of zghhui/OmniNFT and verl-omni. The pap
 read.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.nft import OLD_POLICY
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
@@ -45,6 +44,8 @@ class OmniNFT(MatchingLoss):
     `pipelines.LTX2`; its weights of regions are missing.
     """
 
+    paired, velocity = False, True
+
     beta: PositiveFloat = 1.0
     """Distance of the implicit policies from the old one, in units of the policy's distance."""
     advantage_max: PositiveFloat = 5.0
@@ -55,21 +56,22 @@ class OmniNFT(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages of modalities, and the old policy."""
-        requires = {"advantages", "modalities"}
-        return replace(OLD_POLICY, reference=self.kl > 0, requires=requires)
+    def needs(self) -> Set[str]:
+        """Return advantages of modalities, the old policy and, for the KL, the reference."""
+        return {"modality_advantage", "old", *({"reference"} if self.kl else ())}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        optimal = optimality(batch.required_modalities, self.advantage_max)
-        old, sigma, sizes = residuals.required_old, residuals.required_sigma, batch.modality_sizes
-        each = nft_of_modalities(residuals.policy, old, sigma, optimal, self.beta, sizes)
-        loss = (batch.weight * self.advantage_max * each).mean()
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        advantage, parts = batch["modality_advantage"], context.modality_sizes
+        optimal = torch.stack([advantage[part] for part in parts], 1)
+        optimal = optimality(optimal, self.advantage_max)
+        old, sigma, sizes = batch["old"], batch["sigma"], [*parts.values()]
+        each = nft_of_modalities(batch["policy"], old, sigma, optimal, self.beta, sizes)
+        loss = (batch["weight"] * self.advantage_max * each).mean()
         stats = {"policy_loss": loss.detach()}
         if self.kl:
-            away = sigma[:, None] * (residuals.policy - residuals.required_reference)
-            parts = torch.stack([sample_error(part) for part in away.split([*sizes], 1)])
+            away = sigma[:, None] * (batch["policy"] - batch["reference"])
+            parts = torch.stack([sample_error(part) for part in away.split(sizes, 1)])
             stats["kl"] = parts.mean().detach()
             loss = loss + self.kl * parts.mean()
         return loss, stats

@@ -5,6 +5,7 @@ code: it combines the log-ratio of each sample with the rewards of all samples, 
 detach the reward.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,18 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, ppo_clip
-from flowalign.functional.transition import Gaussian, log_density, per_row
+from flowalign.functional.transition import Gaussian, Kernel, log_density, per_row
 from flowalign.losses.policy_gradient.grpo import ratio_stats
-from flowalign.types import (
-    ALONE,
-    Examples,
-    LossContext,
-    MatchingLoss,
-    Requirements,
-    Residuals,
-    Transitions,
-)
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
+from flowalign.types.matching import STEPS
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 
@@ -36,6 +30,8 @@ class OPD(MatchingLoss):
     Distances are KL divergences of stochastic steps from the states that the student visited. `SFT`
     regresses on the teacher's velocity. It has the same minimum and needs no stochastic steps.
     """
+
+    paired, velocity = False, True
 
     form: Literal["released", "policy_gradient", "sampled"] = "released"
     """Form of the distance to the teacher. released: the KL, without the step length in the
@@ -51,49 +47,48 @@ class OPD(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require stochastic steps from visited states and, for the anchor, a reference."""
-        return Requirements(
-            reference=self.anchor > 0, paired=False, velocity=True, requires={"transitions"}
-        )
+    def needs(self) -> Set[str]:
+        """Return stochastic steps from visited states and, for the anchor, the reference."""
+        return STEPS | ({"reference"} if self.anchor else set())
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        steps = residuals.required_transitions
-        divergence = self._kl(residuals.policy, steps)
+        divergence = self._kl(batch["policy"], batch)
         stats = {"teacher_kl": divergence.detach().mean()}
         if self.form == "released":
             each = divergence
         else:
-            target = residuals.required_target
-            logp = _logp(residuals.policy + target, steps)
-            reward = -divergence if self.form == "policy_gradient" else _logp(target, steps) - logp
-            log_ratio = logp - steps.logp_old
+            target, kernel = batch["target"], context.kernel
+            logp = _logp(batch["policy"] + target, batch, kernel)
+            reward = -divergence
+            if self.form == "sampled":
+                reward = _logp(target, batch, kernel) - logp
+            log_ratio = logp - batch["logp_old"]
             each = ppo_clip(log_ratio, reward.detach(), self.clip)
             stats |= ratio_stats(log_ratio.detach(), reward.detach(), self.clip)
         if self.anchor:
-            distance = self._kl(residuals.policy - residuals.required_reference, steps)
+            distance = self._kl(batch["policy"] - batch["reference"], batch)
             each = each + self.anchor * distance
             stats["anchor_kl"] = distance.detach().mean()
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         return loss, stats | {"policy_loss": loss.detach()}
 
-    def _kl(self, gap: Float[Tensor, "n *latent"], steps: Transitions) -> Float[Tensor, "n"]:
+    def _kl(self, gap: Float[Tensor, "n *latent"], batch: Batch) -> Float[Tensor, "n"]:
         """Return the KL between two steps with a velocity difference of `gap`."""
-        student = _step(gap, steps)
-        other = Gaussian(torch.zeros_like(gap), steps.std)
+        student = _step(gap, batch)
+        other = Gaussian(torch.zeros_like(gap), batch["std"])
         if self.form == "released":
-            return gaussian_kl_no_dt(student, other, steps.dt)
+            return gaussian_kl_no_dt(student, other, batch["dt"])
         return gaussian_kl(student, other)
 
 
-def _logp(velocity: Float[Tensor, "n *latent"], steps: Transitions) -> Float[Tensor, "n"]:
+def _logp(velocity: Float[Tensor, "n *latent"], batch: Batch, kernel: Kernel) -> Float[Tensor, "n"]:
     """Return the log-density of the sampled steps, averaged over latent elements."""
-    reached = _step(steps.travelled, steps).mean
-    return log_density(steps.kernel, reached, _step(velocity, steps))
+    reached = _step(batch["travelled"], batch).mean
+    return log_density(kernel, reached, _step(velocity, batch))
 
 
-def _step(velocity: Float[Tensor, "n *latent"], steps: Transitions) -> Gaussian:
+def _step(velocity: Float[Tensor, "n *latent"], batch: Batch) -> Gaussian:
     """Return the distribution of the steps, without the terms independent of the velocity."""
-    return Gaussian(per_row(steps.slope, velocity) * velocity, steps.std)
+    return Gaussian(per_row(batch["slope"], velocity) * velocity, batch["std"])

@@ -3,6 +3,7 @@
 Source: DiffusionOPSD, arXiv:2608.24646, and code of worldbench/DiffusionOPSD.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import optimality, self_normalised_error
 from flowalign.functional.transition import per_row
-from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss
 from flowalign.types.ranges import PositiveFloat
 
@@ -42,6 +43,8 @@ class OPSD(MatchingLoss):
     and the loss needs no further evaluation of the old policy.
     """
 
+    paired, velocity = False, True
+
     beta: PositiveFloat = 1.0
     """Distance of the implicit policies from the old one, in units of the policy's distance.
     Published: 1, and 0.1 for three rewards."""
@@ -50,19 +53,17 @@ class OPSD(MatchingLoss):
 
     @property
     @override
-    def requirements(self) -> Requirements:
-        """Require advantages and targets; the value depends on the errors."""
-        return Requirements(
-            reference=False, paired=False, velocity=True, requires={"advantages", "targets"}
-        )
+    def needs(self) -> Set[str]:
+        """Return advantages and the displacements of the targets."""
+        return {"advantage", "ascent", "descent"}
 
     @override
-    def loss(self, residuals: Residuals, batch: Examples, context: LossContext = ALONE) -> Loss:
-        optimal = optimality(batch.required_advantage, self.advantage_max)
-        change = -per_row(residuals.required_sigma, residuals.policy) * residuals.policy
-        up, down = batch.required_targets
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        optimal = optimality(batch["advantage"], self.advantage_max)
+        change = -per_row(batch["sigma"], batch["policy"]) * batch["policy"]
+        up, down = batch["ascent"], batch["descent"]
         each = self.advantage_max * opsd(change, up, down, optimal, self.beta)
-        loss = (batch.weight * each).mean()
+        loss = (batch["weight"] * each).mean()
         moved = change.detach().flatten(1)
         agreement = (moved * up.flatten(1)).sum(1) / up.flatten(1).square().sum(1).clamp(min=1e-12)
         return loss, {

@@ -3,7 +3,7 @@
 Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, with equal weight at all times.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
 from flowalign.losses.matching.weighted_fit import WeightedFit
-from flowalign.types import Examples
+from flowalign.types import Batch
 from flowalign.types.ranges import FiniteFloat, PositiveFloat
 
 
@@ -38,9 +38,15 @@ class RWR(WeightedFit):
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one score dimension and its weight")
 
+    @property
     @override
-    def weigh(self, batch: Examples) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
-        reward = weighted_score(batch.scores, self.rewards)
+    def needs(self) -> Set[str]:
+        """Return the scores."""
+        return {"scores"}
+
+    @override
+    def weigh(self, batch: Batch) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
+        reward = weighted_score(batch["scores"], self.rewards)
         known = reward.isfinite()
         raw = exponential_weight(reward, self.temperature, self.cap)
         weight = torch.where(known, raw, 0.0)

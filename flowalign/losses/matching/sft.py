@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.losses.matching.weighted_fit import WeightedFit
-from flowalign.types import Examples
+from flowalign.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class SFT(WeightedFit):
     """Rows to fit. desirable: desirable and unlabelled rows. all: all rows."""
 
     @override
-    def weigh(self, batch: Examples) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
-        fitted = batch.desirable if self.on == "desirable" else torch.ones_like(batch.desirable)
+    def weigh(self, batch: Batch) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
+        every = torch.ones_like(batch["weight"], dtype=torch.bool)
+        fitted = batch.get("desirable", every) if self.on == "desirable" else every
         return fitted.float(), {"fitted": fitted.float().mean()}

@@ -41,7 +41,7 @@ from flowalign.training.reference import find_scale
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.update_checks import WeightChecks
-from flowalign.types import Examples, Residuals
+from flowalign.types import Batch
 from flowalign.types.completion import Completion
 from flowalign.utils.seeds import generator
 
@@ -209,18 +209,16 @@ class TDMLoop(Loop):
 
             with torch.no_grad():
                 reference, slow = residual("reference"), residual("slow")
-            residuals = Residuals(residual("surrogate"), reference, slow, sigma=at.t)
-            examples = Examples(
-                latents=at.x0_hat,
-                cond=at.cond,
-                paired=False,
-                weight=torch.ones_like(at.t),
-                desirable=scored.advantage[part].to(at.t) > 0,
-                advantage=scored.advantage[part].to(at.t),
-                group=(part // size).to(at.t.device),
-            )
+            columns = {
+                "weight": torch.ones_like(at.t),
+                "advantage": scored.advantage[part].to(at.t),
+                "group": (part // size).to(at.t.device),
+                "policy": residual("surrogate"),
+                "reference": reference,
+                "old": slow,
+            }
             grown = replace(cfg.loss, beta=cfg.loss.beta * (k + 1) / drawn.num_steps)
-            return grown.loss(residuals, examples)
+            return grown.loss(Batch(columns))
 
         return loss
 

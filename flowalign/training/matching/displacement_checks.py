@@ -43,7 +43,7 @@ class MatchingChecks:
                 f"{metrics['old_drift']:.2g}, a mean square, though it has the same weights.\n"
                 "Look for dropout, or for layers that change when they are evaluated."
             )
-        expected = self.cfg.loss.requirements.at_start
+        expected = self.cfg.loss.at_start
         equal = self.cfg.reference.equals_policy and self.cfg.cold_start == "policy"
         if expected is None or not equal:
             return

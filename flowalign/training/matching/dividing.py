@@ -35,12 +35,10 @@ def divide_updates(
     the whole group is in the same update, and in the same micro-batch at each noise level. `first`
     is the position of this process's first example.
     """
-    grouped = cfg.loss.requirements.whole_groups
-    group = levels.examples.group
+    grouped = "group" in cfg.loss.needs
     unit = first + levels.index
     if grouped:
-        assert group is not None, "the recipe is refused without groups"
-        unit = group.cpu()[levels.index]
+        unit = levels.examples["group"].cpu()[levels.index]
     present, everywhere = processes.gather(unit).unique(return_inverse=True)
     place = torch.randperm(len(present), generator=draw).argsort()
     everywhere, at = place[everywhere], place[torch.searchsorted(present, unit)]
@@ -53,7 +51,7 @@ def divide_updates(
             local = order[torch.isin(at[order], places)]
             parts = _whole(levels, local, cfg.micro_batch) if grouped else None
             parts = list(local.split(cfg.micro_batch)) if parts is None else parts
-            if grouped or cfg.loss.requirements.whole_batch:
+            if grouped or cfg.loss.whole_batch:
                 parts = _as_many(parts, processes)
             yield Update(parts, total)
 

@@ -4,12 +4,12 @@ import torch
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.training.learner import Learner
-from flowalign.training.matching.example_parts import num_examples, on
+from flowalign.training.matching.example_parts import num_examples, prepare
 from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import NoiseLevels, noise_for
-from flowalign.training.matching.residuals import add_users, matching_residuals
+from flowalign.training.matching.residuals import matching_residuals
 from flowalign.training.matching.state_source import ForwardNoise
-from flowalign.types import Examples
+from flowalign.types import Batch
 
 DRAWS = 4
 """Number of times and noises drawn for each pair."""
@@ -19,7 +19,7 @@ DRAWS = 4
 def measure_held_out(
     cfg: MatchingSettings,
     learner: Learner,
-    examples: Examples | None,
+    examples: Batch | None,
     seed: int,
 ) -> dict[str, float]:
     """Return the implicit accuracy and the drift of errors on held-out pairs.
@@ -29,10 +29,10 @@ def measure_held_out(
     counts as half. The result is empty if there are no pairs.
     """
     processes, rows = learner.processes, torch.zeros(0, 3)
-    count = num_examples(examples) if examples is not None and examples.paired else 0
+    count = num_examples(examples) if examples is not None and "pair" in examples else 0
     first = int(processes.gather(torch.tensor([count]))[: processes.rank].sum())
     if examples is not None and count:
-        data = add_users(learner.policy, on(examples, processes.device))
+        data = prepare(examples, learner.policy, processes.device)
         draws = [
             _drifts(cfg, learner, noise_for(cfg, learner.policy, data, first, (seed, d, -1)))
             for d in range(DRAWS)
@@ -55,8 +55,8 @@ def _drifts(cfg: MatchingSettings, learner: Learner, noised: NoiseLevels) -> tor
     found, fields = [], {name: learner.fields[name] for name in ("reference", *cfg.teachers)}
     for part in noised.parts(cfg.micro_batch):
         states = ForwardNoise().build(part, learner.policy, None)
-        residuals = matching_residuals(cfg, learner.policy, states, fields)
-        drift = sample_error(residuals.policy) - sample_error(residuals.required_reference)
+        rows = matching_residuals(cfg, learner.policy, states, fields)
+        drift = sample_error(rows["policy"]) - sample_error(rows["reference"])
         chosen, rejected = drift.chunk(2)
         found.append(torch.stack([chosen, rejected, _in_order(chosen, rejected)], 1))
     return torch.cat(found).cpu()

@@ -1,55 +1,46 @@
-"""Split examples into parts and move them between devices; pairs stay together."""
+"""Take examples by index and prepare them for a policy; pairs stay together."""
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from flowalign.types import Examples
-
-_PER_PAIR = ("segments",)
-_NAMES = ("users", "teachers")
-_MAPPINGS = ("cond", "scores", "target_cond")
+from flowalign.types import Batch, Policy
+from flowalign.types.batch import Values
 
 
-def num_examples(examples: Examples) -> int:
+def num_examples(examples: Batch) -> int:
     """Return the number of pairs, or of samples if there are no pairs."""
-    return len(examples.latents) // 2 if examples.paired else len(examples.latents)
+    return examples.num_rows // 2 if "pair" in examples else examples.num_rows
 
 
-def take(examples: Examples, indices: Int[Tensor, "k"]) -> Examples:
+def pairs_of(columns: Mapping[str, Values]) -> Batch:
+    """Return pairs of weight 1, from columns of the winners followed by the losers."""
+    rows = Batch(columns)
+    count = rows.num_rows // 2
+    return rows.with_columns(
+        pair=torch.arange(count).repeat(2),
+        desirable=torch.arange(2 * count) < count,
+        weight=torch.ones(2 * count),
+    )
+
+
+def take(examples: Batch, indices: Int[Tensor, "k"]) -> Batch:
     """Return the pairs, or samples, with these indices."""
-    losers = [indices + num_examples(examples)] if examples.paired else []
-    rows = torch.cat([indices, *losers])
-
-    def chosen(name: str, value: Tensor) -> Tensor:
-        return value[(indices if name in _PER_PAIR else rows).to(value.device)]
-
-    named = {name: getattr(examples, name) for name in _NAMES}
-    names = {name: [row[i] for i in rows.tolist()] for name, row in named.items() if row}
-    return replace(_map_tensors(examples, chosen), **names)
+    losers = [indices + num_examples(examples)] if "pair" in examples else []
+    return examples.take(torch.cat([indices, *losers]))
 
 
-def flatten_pairs(examples: Examples) -> Examples:
-    """Return the rows of pairs as separate samples, for losses without pairs."""
-    return replace(examples, paired=False, segments=None)
+def of_rows(examples: Batch, values: Tensor) -> Tensor:
+    """Return the values of pairs, or samples, for each row."""
+    return torch.cat([values, values]) if "pair" in examples else values
 
 
-def on(examples: Examples, device: torch.device) -> Examples:
-    """Move examples to a device; floating-point latents become float32."""
-    moved = _map_tensors(examples, lambda _, value: value.to(device))
-    return replace(moved, latents=moved.latents.float())
-
-
-def _map_tensors(examples: Examples, change: Callable[[str, Tensor], Tensor]) -> Examples:
-    """Change every tensor, including those within mappings."""
-    changed = {}
-    for f in fields(examples):
-        value = getattr(examples, f.name)
-        if isinstance(value, Tensor):
-            changed[f.name] = change(f.name, value)
-        elif f.name in _MAPPINGS and value is not None:
-            changed[f.name] = {key: change(key, tensor) for key, tensor in value.items()}
-    return replace(examples, **changed)
+def prepare(examples: Batch, policy: Policy, device: torch.device) -> Batch:
+    """Return examples on a device, with float32 latents and users in their conditioning."""
+    rows = examples.to(device)
+    rows = rows.with_columns(latents=rows["latents"].float())
+    if "user" not in rows or not policy.user_conditioning:
+        return rows
+    return rows.with_columns(cond=policy.user_conditioning.add_users(rows["cond"], rows["user"]))

@@ -16,25 +16,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
+from flowalign.functional.transition import FlowSDE
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
 from flowalign.training.learner import Learner
 from flowalign.training.matching.displacement_checks import MatchingChecks
 from flowalign.training.matching.dividing import divide_updates
 from flowalign.training.matching.evaluation import measure_held_out
-from flowalign.training.matching.example_parts import flatten_pairs, on
+from flowalign.training.matching.example_parts import num_examples, prepare
 from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.norms import means_by_third, norm_ratios
-from flowalign.training.matching.residuals import (
-    add_users,
-    divergence,
-    matching_residuals,
-    select_fields,
-)
-from flowalign.training.matching.source import Batch, BatchStream
-from flowalign.training.matching.state_source import NoisedExamples
+from flowalign.training.matching.residuals import divergence, matching_residuals, select_fields
+from flowalign.training.matching.source import BatchStream, StepExamples
 from flowalign.training.recipe import Log, Loop
-from flowalign.types import ALONE, Examples, LossContext
+from flowalign.types import ALONE, Batch, LossContext, Trajectory
 from flowalign.utils.seeds import generator
 
 _MARGIN = "typical_margin"
@@ -92,10 +87,10 @@ class MatchingLoop(Loop):
         self.loss_state = dict(state["loss_state"])
         self.stream.restore(state["data"])
 
-    def _updates(self, batch: Batch, step: int, checks: MatchingChecks) -> dict[str, float]:
+    def _updates(self, batch: StepExamples, step: int, checks: MatchingChecks) -> dict[str, float]:
         """Make the updates of one step, and return the metrics of the last update."""
         cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
-        examples = add_users(learner.policy, on(batch.examples, learner.processes.device))
+        examples = prepare(batch.examples, learner.policy, learner.processes.device)
         for epoch in range(cfg.epochs_per_step):
             key = seed, step, epoch
             levels = noise_for(
@@ -104,27 +99,38 @@ class MatchingLoop(Loop):
             draw = generator(seed, "order", step, epoch)
             for update in divide_updates(cfg, levels, batch.first, learner.processes, draw):
                 parts = (levels.take(part) for part in update.parts)
-                metrics = self._update(parts, update.total, checks)
+                context = self._context(batch.visited)
+                metrics = self._update(parts, update.total, checks, context)
         learner.end_step()
         return metrics
 
+    def _context(self, visited: Trajectory | None) -> LossContext:
+        """Return the context of an update on rollouts or on stored examples."""
+        return LossContext(
+            self.loss_state.get(_MARGIN, 0.0),
+            self.learner.processes.gather,
+            visited.kernel if visited else FlowSDE(),
+            self.learner.policy.modality_sizes,
+        )
+
     def _update(
-        self, parts: Iterable[NoisedExamples], total: int, checks: MatchingChecks
+        self, parts: Iterable[Batch], total: int, checks: MatchingChecks, context: LossContext
     ) -> dict[str, float]:
         """Make one update with this rank's micro-batches, and return metrics over all ranks.
 
         `total` is the number of noise levels over all ranks.
         """
         learner, stats = self.learner, {}
-        context = LossContext(self.loss_state.get(_MARGIN, 0.0), learner.processes.gather)
         for part in parts:
-            share = len(part.sigma) / total
+            share = num_examples(part) / total
             loss, found = micro_batch_loss(self.cfg, learner, part, context)
             if not share:  # an empty micro-batch only takes part in the loss's gather
                 continue
             learner.backward(share * loss)
             for name, value in found.items():
-                stats[name] = stats.get(name, 0.0) + share * value.float().to(part.sigma.device)
+                stats[name] = stats.get(name, 0.0) + share * value.float().to(
+                    learner.processes.device
+                )
         means = torch.stack(list(stats.values())).tolist() if stats else []
         metrics = means_by_third(
             learner.processes.sum_by_name(dict(zip(stats, means, strict=True)))
@@ -140,26 +146,24 @@ class MatchingLoop(Loop):
 def micro_batch_loss(
     cfg: MatchingSettings,
     learner: Learner,
-    part: NoisedExamples,
+    part: Batch,
     context: LossContext = ALONE,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the recipe's loss with its SFT and KL terms, and detached scalars for the log."""
     states = cfg.states.build(part, learner.policy, learner.fields.get(STEP_FIELD))
-    fields = select_fields(cfg, learner)
-    residuals = matching_residuals(cfg, learner.policy, states, fields)
-    examples = states.examples if cfg.loss.requirements.paired else flatten_pairs(states.examples)
-    loss, stats = cfg.loss.loss(residuals, examples, context)
-    stats |= norm_ratios(residuals) | {"weight": states.examples.weight.mean()}
-    if residuals.old is not None:
-        stats["old_drift"] = (residuals.policy - residuals.old).square().mean()
+    rows = matching_residuals(cfg, learner.policy, states, select_fields(cfg, learner))
+    loss, stats = cfg.loss.loss(rows if cfg.loss.paired else rows.without("pair"), context)
+    stats |= norm_ratios(rows) | {"weight": rows["weight"].mean()}
+    if "old" in rows:
+        stats["old_drift"] = (rows["policy"] - rows["old"]).square().mean()
     terms = {POLICY: loss}
     if cfg.sft:
-        stats["sft"] = _winners(sample_error(residuals.policy), states.examples)
+        stats["sft"] = _winners(sample_error(rows["policy"]), rows)
         terms["sft"] = cfg.sft * stats["sft"]
     if cfg.kl:
-        stats["kl"] = divergence(residuals)
+        stats["kl"] = divergence(rows)
         terms["kl"] = cfg.kl * stats["kl"]
-    stats |= gradient_squares(residuals.policy, terms)
+    stats |= gradient_squares(rows["policy"], terms)
     loss = sum(terms.values(), torch.zeros_like(loss))
     return loss, {name: value.detach() for name, value in stats.items()}
 
@@ -174,8 +178,8 @@ def remember_margin(loss_state: dict[str, float], size: float) -> None:
     )
 
 
-def _winners(error: Tensor, examples: Examples) -> Tensor:
+def _winners(error: Tensor, rows: Batch) -> Tensor:
     """Return the mean error of winners, or of samples with undesirable samples counted as 0."""
-    if examples.paired:
+    if "pair" in rows:
         return error.chunk(2)[0].mean()
-    return (error * examples.desirable).mean()
+    return (error * rows.get("desirable", 1)).mean()

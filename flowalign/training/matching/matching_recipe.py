@@ -19,6 +19,7 @@ from flowalign.training.recipe import Log, Loop, Recipe, RunContext
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
+from flowalign.types.matching import FIELDS, STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,53 +107,46 @@ class Matching(MatchingSettings, Recipe):
             learner.fields[name] = teacher.field(learner)
         step = self.states.field(learner.policy)
         learner.fields |= {} if step is None else {STEP_FIELD: step}
-        requires = self.loss.requirements.requires
-        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning)
+        context = StreamContext(run.rewards, run.seed, self.loss.needs, log, run.conditioning)
         stream = self.data.open(learner, context)
         return MatchingLoop(self, learner, stream, run.seed, log)
 
     def _check_loss_and_data(self) -> None:
         """Raise ValueError if the loss does not fit the data."""
-        loss, requirements = type(self.loss).__name__, self.loss.requirements
-        if requirements.paired and not self.data.paired:
+        loss = type(self.loss).__name__
+        if self.loss.paired and not self.data.paired:
             raise ValueError(
                 f"recipe.loss {loss} compares pairs, but recipe.data gives samples: "
                 "set recipe.data.kind to pairs, or choose KTO, RWR or SFT"
             )
-        if missing := sorted(requirements.requires - self.data.provides):
+        if missing := sorted(self.loss.needs - self.data.gives - {*FIELDS}):
             raise ValueError(
-                f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
-                f"{type(self.data).__name__} does not have: see docs/concepts/matching_losses.md"
+                f"recipe.loss {loss} needs {', '.join(missing)}, which data of class "
+                f"{type(self.data).__name__} does not give: see docs/concepts/matching_losses.md"
             )
-        if "places" in self.data.provides and not requirements.uses_places:
+        if "places" in self.data.gives and not self.loss.uses_places:
             raise ValueError(
                 f"recipe.data.spatial gives advantages of latent positions, but recipe.loss {loss} "
                 "has one advantage per sample: choose NFT, or set recipe.data.spatial to null"
             )
         self._check_groups()
-        if requirements.whole_batch:
+        if self.loss.whole_batch:
             self.check_whole_batch(self.data.examples_per_step)
 
     def _check_groups(self) -> None:
-        """Raise ValueError if the loss compares samples of groups but the data has no groups."""
-        loss, size = type(self.loss).__name__, self.data.rows_per_group
-        if not self.loss.requirements.whole_groups:
-            return
-        if size is None:
+        """Raise ValueError if a micro-batch is smaller than a group that the loss compares."""
+        size = self.data.rows_per_group
+        if "group" in self.loss.needs and self.micro_batch < size:
             raise ValueError(
-                f"recipe.loss {loss} compares the samples of groups, which data of class "
-                f"{type(self.data).__name__} do not have: take ScoredGroups"
-            )
-        if self.micro_batch < size:
-            raise ValueError(
-                f"recipe.micro_batch is {self.micro_batch}, but {loss} compares all of the {size} "
-                "samples of a group: make it at least as large"
+                f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
+                f"compares all of the {size} samples of a group: make it at least as large"
             )
 
     def _check_states(self, policy: Policy) -> None:
         """Raise ValueError if the state source does not fit the data or the loss."""
         states, loss, data = type(self.states).__name__, type(self.loss).__name__, self.data
-        steps, needs = data.trajectory_steps, self.loss.requirements
+        steps = data.trajectory_steps
+        compares = data.paired or "group" in self.loss.needs or self.loss.whole_batch
         if self.states.visited != (steps is not None):
             raise ValueError(
                 f"recipe.states is {states}, and data of class {type(data).__name__} are "
@@ -161,7 +155,7 @@ class Matching(MatchingSettings, Recipe):
             )
         if steps is not None:
             self._check_visited(steps, policy)
-        if self.states.rows > 1 and (data.paired or needs.whole_groups or needs.whole_batch):
+        if self.states.rows > 1 and compares:
             raise ValueError(
                 f"recipe.states is {states}, which adds rows to each sample, but {loss} or "
                 "recipe.data compare samples: choose a loss of single samples, such as SFT"
@@ -191,7 +185,7 @@ class Matching(MatchingSettings, Recipe):
                 f"recipe.data.ascent.query is {query}, but recipe.times has the steps "
                 f"{[*times.steps]}: set times.start to {query}, and stop to {query + 1}"
             )
-        if "transitions" not in self.loss.requirements.requires:
+        if not STEPS & self.loss.needs:
             return
         if fixed := sorted({*times.steps} - self.data.random_steps):
             raise ValueError(

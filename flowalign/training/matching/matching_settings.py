@@ -77,7 +77,7 @@ class MatchingSettings:
     def __post_init__(self) -> None:
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
-        if self.loss.requirements.velocity and self.space != "velocity":
+        if self.loss.velocity and self.space != "velocity":
             raise ValueError(
                 f"recipe.space is {self.space}, but {type(self.loss).__name__} is defined on "
                 "velocities: leave it at velocity"
@@ -101,7 +101,7 @@ class MatchingSettings:
     @property
     def needs_reference(self) -> bool:
         """Return whether the reference is evaluated."""
-        return self.loss.requirements.reference or self.kl > 0
+        return "reference" in self.loss.needs or self.kl > 0
 
     @property
     def averages(self) -> dict[AverageName, Average]:
@@ -115,12 +115,12 @@ class MatchingSettings:
 
     def evaluations_beside(self, policy: Policy) -> dict[str, int]:
         """Return the network evaluations without gradient per row and noise level, by purpose."""
-        requirements = self.loss.requirements
+        needs = self.loss.needs
         rows, scale = self.states.rows, self.states.scale(policy)
         return {
             "reference": rows * self.needs_reference * self.reference.count_evaluations(policy),
-            "old": rows * requirements.old,
-            "anchor": rows * requirements.anchor,
+            "old": rows * ("old" in needs),
+            "anchor": rows * ("anchor" in needs),
             "teachers": rows * bool(self.teachers),
             "steps to states": 0 if scale is None else 1 + (scale > 1),
         }
@@ -130,9 +130,9 @@ class MatchingSettings:
 
         `sampled` is the name of the weights that sample the data, such as `policy`.
         """
-        requirements, loss = self.loss.requirements, type(self.loss).__name__
+        loss = type(self.loss).__name__
         for name in get_args(AverageName)[1:]:
-            needed = getattr(requirements, name, False)
+            needed = name in self.loss.needs
             if (needed or sampled == name) and name not in self.averages:
                 who = f"recipe.loss {loss} compares the policy" if needed else "recipe.data samples"
                 raise ValueError(

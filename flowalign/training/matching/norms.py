@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from flowalign.functional.forward_process import norm_ratio
-from flowalign.types import Residuals
+from flowalign.types import Batch
 
 _THIRDS = {"low": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "high": (2 / 3, torch.inf)}
 _RATIO, _ROWS = "norm_ratio/", "norm_rows/"
 
 
 @torch.no_grad()
-def norm_ratios(residuals: Residuals) -> dict[str, Tensor]:
+def norm_ratios(rows: Batch) -> dict[str, Tensor]:
     """Return sums of ||v|| / ||v_ref|| and row counts, for each third of the noise level range.
 
     Both are divided by the number of all rows, so that they add up over micro-batches. The result
     is empty if the reference is not evaluated.
     """
-    if residuals.reference is None or not len(residuals.policy):
+    if "reference" not in rows or not rows.num_rows:
         return {}
-    target, sigma = residuals.required_target, residuals.required_sigma
-    ratio = norm_ratio(residuals.policy + target, residuals.reference + target)
+    target, sigma = rows["target"], rows["sigma"]
+    ratio = norm_ratio(rows["policy"] + target, rows["reference"] + target)
     found = {}
     for name, (low, high) in _THIRDS.items():
         inside = ((sigma >= low) & (sigma < high)).to(ratio)

@@ -19,10 +19,9 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import (
-    NO_LABELS,
-    Batch,
     BatchStream,
     DataSource,
+    StepExamples,
     StreamContext,
 )
 from flowalign.training.plan_rows import check_prompts_per_step, samples_row
@@ -30,7 +29,8 @@ from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.rollouts.rollout_settings import SEVERAL
 from flowalign.training.training_prompts import TrainingPrompts
-from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
+from flowalign.types import Batch, ModelPlan, Trajectory, plain_requests
+from flowalign.types.matching import STEPS
 from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
@@ -69,8 +69,8 @@ class OnPolicyStates(TrainingPrompts, DataSource):
 
     @property
     @override
-    def provides(self) -> Set[Label]:
-        return {"transitions"} if self.random_steps else NO_LABELS
+    def gives(self) -> Set[str]:
+        return STEPS if self.random_steps else frozenset()
 
     @property
     @override
@@ -162,7 +162,7 @@ class OnPolicyStream(BatchStream):
         self.cfg, self.learner, self.requests = cfg, learner, requests
 
     @override
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> StepExamples:
         cfg, seed = self.cfg, self.requests.seed
         requests = self.requests.batch(step, cfg.prompts_per_step)
         local = self.learner.processes.share(range(len(requests)))
@@ -176,21 +176,18 @@ class OnPolicyStream(BatchStream):
         )
         size = cfg.sampling.samples_per_prompt
         total, first = len(requests) * size, local[0] * size
-        return Batch(self._examples(trajectory), first, total, visited=trajectory)
+        return StepExamples(self._examples(trajectory), first, total, visited=trajectory)
 
-    def _examples(self, trajectory: Trajectory) -> Examples:
-        latents = trajectory.state(trajectory.num_steps)
-        count = len(latents)
-        return Examples(
-            latents=latents,
-            cond=take_rows(trajectory.cond, trajectory.prompt.to(latents.device)),
-            paired=False,
-            weight=torch.ones(count),
-            desirable=torch.ones(count, dtype=torch.bool),
-            teachers=self._teachers(trajectory.requests),
+    def _examples(self, trajectory: Trajectory) -> Batch:
+        """Return the samples, with the teacher of each request if there are several."""
+        latents, name = trajectory.state(trajectory.num_steps), self.cfg.teacher_field
+        rows = Batch(
+            {
+                "latents": latents,
+                "cond": take_rows(trajectory.cond, trajectory.prompt.to(latents.device)),
+                "weight": torch.ones(len(latents)),
+            }
         )
-
-    def _teachers(self, requests: Sequence[Request]) -> list[str]:
-        """Return the name of each request's teacher; empty if there is only one teacher."""
-        name = self.cfg.teacher_field
-        return [] if name is None else [str(request.metadata[name]) for request in requests]
+        if name is None:
+            return rows
+        return rows.with_columns(teacher=tuple(str(r.metadata[name]) for r in trajectory.requests))

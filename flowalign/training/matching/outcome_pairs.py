@@ -16,7 +16,8 @@ from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
-from flowalign.training.matching.source import Batch, BatchStream
+from flowalign.training.matching.example_parts import num_examples, pairs_of
+from flowalign.training.matching.source import BatchStream, StepExamples
 from flowalign.training.rollouts.advantages import (
     AdvantageEstimate,
     AdvantageEstimator,
@@ -24,7 +25,7 @@ from flowalign.training.rollouts.advantages import (
     outcome_credit,
 )
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.types import Examples, Request, encode_requests
+from flowalign.types import Batch, Request, encode_requests
 from flowalign.utils.seeds import generator
 from flowalign.utils.stages import stage
 
@@ -53,7 +54,7 @@ class OutcomePairStream(BatchStream):
         self.estimator.restore(state)
 
     @override
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> StepExamples:
         cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
         local = list(self.processes.share(range(len(requests))))
         asked = [requests[i] for i in local]
@@ -71,11 +72,11 @@ class OutcomePairStream(BatchStream):
             )
         ]
         examples = self._pair(latents, scores, asked, sides)
-        counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
+        counts = self.processes.gather(torch.tensor([num_examples(examples)]))
         first = int(counts[: self.processes.rank].sum())
         metrics = {**estimate.metrics, "pairs": float(counts.sum())}
         self.estimator.learn(estimate.gathered.outcome)
-        return Batch(examples, first, int(counts.sum()), metrics)
+        return StepExamples(examples, first, int(counts.sum()), metrics)
 
     def _estimate(
         self, scores: Float[Tensor, "n R"], requests: Sequence[Request]
@@ -120,7 +121,7 @@ class OutcomePairStream(BatchStream):
         scores: Float[Tensor, "n R"],
         requests: Sequence[Request],
         found: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]],
-    ) -> Examples:
+    ) -> Batch:
         """Return the winners of all requests, then their losers."""
         starts = range(0, len(latents), self.cfg.sampling.samples_per_prompt)
         offset = zip(found, starts, strict=True)
@@ -131,11 +132,10 @@ class OutcomePairStream(BatchStream):
         rows = torch.cat([winners, losers])
         owner = (rows // self.cfg.sampling.samples_per_prompt).to(latents.device)
         cond = encode_requests(self.policy, requests)
-        return Examples(
-            latents=latents[rows.to(latents.device)],
-            cond={name: value[owner] for name, value in cond.items()},
-            paired=True,
-            weight=torch.ones(len(rows)),
-            desirable=torch.arange(len(rows)) < len(winners),
-            scores=dict(zip(self.rewards.dims, scores[rows].unbind(1), strict=True)),
+        return pairs_of(
+            {
+                "latents": latents[rows.to(latents.device)],
+                "cond": {name: value[owner] for name, value in cond.items()},
+                "scores": dict(zip(self.rewards.dims, scores[rows].unbind(1), strict=True)),
+            }
         )

@@ -7,12 +7,11 @@ from math import ceil
 
 from flowalign.losses.matching.sft import SFT
 from flowalign.training.learner import Learner
-from flowalign.training.matching.example_parts import on
+from flowalign.training.matching.example_parts import num_examples, prepare
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.residuals import add_users
-from flowalign.training.matching.source import Batch, BatchStream, StreamContext
+from flowalign.training.matching.source import BatchStream, StepExamples, StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.recipe import Log, RunContext
@@ -81,8 +80,7 @@ class Regulariser:
 
     def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredGradient":
         """Read and encode the data."""
-        requires = self.loss.requirements.requires
-        context = StreamContext(run.rewards, run.seed, requires, log, run.conditioning)
+        context = StreamContext(run.rewards, run.seed, self.loss.needs, log, run.conditioning)
         stream = self.data.open(learner, context)
         return StoredGradient(self, learner, stream, run.seed)
 
@@ -131,14 +129,14 @@ class StoredGradient:
         for step, batch in zip(steps, self.stream.batches(steps), strict=True):
             yield self._accumulate(step, batch)
 
-    def _accumulate(self, step: int, batch: Batch) -> dict[str, float]:
+    def _accumulate(self, step: int, batch: StepExamples) -> dict[str, float]:
         cfg, learner, total = self.cfg, self.learner, 0.0
-        examples = add_users(learner.policy, on(batch.examples, learner.processes.device))
+        examples = prepare(batch.examples, learner.policy, learner.processes.device)
         key = self.seed, step, 0
         levels = noise_for(self.matching, learner.policy, examples, batch.first, key)
         for part in levels.parts(cfg.micro_batch):
             loss, _ = micro_batch_loss(self.matching, learner, part)
-            share = len(part.sigma) / batch.total
+            share = num_examples(part) / batch.total
             learner.backward(cfg.weight * share * loss)
             total += share * float(loss.detach())
         return learner.processes.sum_by_name({"regulariser": total})

@@ -1,7 +1,6 @@
 """Compute the matching residuals of the policy, its reference and its averages."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -11,76 +10,60 @@ from flowalign.functional.noise_matching import space_factor
 from flowalign.functional.transition import per_row
 from flowalign.training.learner import Learner
 from flowalign.training.matching.matching_settings import MatchingSettings
-from flowalign.training.matching.state_source import MatchedStates
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Policy, Residuals, VelocityField
-
-
-def add_users(policy: Policy, examples: Examples) -> Examples:
-    """Add the users to the conditioning, if the policy is personalised."""
-    if not (examples.users and policy.user_conditioning):
-        return examples
-    cond = policy.user_conditioning.add_users(examples.cond, examples.users)
-    return replace(examples, cond=cond)
+from flowalign.types import Batch, Policy, VelocityField
+from flowalign.types.matching import FIELDS
 
 
 def select_fields(cfg: MatchingSettings, learner: Learner) -> dict[str, VelocityField]:
     """Return the velocity fields that the loss needs besides the policy, by name."""
-    requirements = cfg.loss.requirements
-    needed = {
-        "reference": cfg.needs_reference,
-        "old": requirements.old,
-        "anchor": requirements.anchor,
-        **dict.fromkeys(cfg.teachers, True),
-    }
-    return {name: learner.fields[name] for name, wanted in needed.items() if wanted}
+    reference = {"reference"} if cfg.needs_reference else set()
+    needed = [name for name in FIELDS if name in cfg.loss.needs | reference]
+    return {name: learner.fields[name] for name in (*needed, *cfg.teachers)}
 
 
 def matching_residuals(
     cfg: MatchingSettings,
     policy: Policy,
-    states: MatchedStates,
+    states: Batch,
     fields: Mapping[str, VelocityField],
-) -> Residuals:
-    """Return residuals of the policy and of the fields reference, old and anchor.
+) -> Batch:
+    """Return states with residuals of the policy and of the fields reference, old and anchor.
 
     Residuals are in the recipe's space. The targets are the teachers' velocities if the recipe has
     teachers, else the velocities to the data. The policy is evaluated last, because evaluating the
     other fields may swap its weights.
     """
-    examples, x, sigma = states.examples, states.x, states.sigma
+    x: Tensor = states["x"]
+    sigma = states["sigma"]
+    others = {name: field for name, field in fields.items() if name in FIELDS}
     if not len(x):  # attention kernels refuse an empty batch
-        return Residuals(x, x, x, x, x, sigma, states.transitions)
+        return states.with_columns(policy=x, **dict.fromkeys(others, x))
     teachers = {name: fields[name] for name in cfg.teachers}
-    target = teacher_velocity(teachers, states) if teachers else states.target
+    target = teacher_velocity(teachers, states) if teachers else states["target"]
     factor = per_row(space_factor(cfg.space, sigma), x)
-    if examples.weight_map is not None:
-        factor = factor * examples.weight_map.sqrt()
+    if "weight_map" in states:
+        factor = factor * states["weight_map"].sqrt()
 
     def residual(field: VelocityField) -> Tensor:
-        return (conditional(field).velocity(x, sigma, examples.cond) - target) * factor
+        return (conditional(field).velocity(x, sigma, states["cond"]) - target) * factor
 
-    reference, old, anchor = (
-        residual(fields[name]) if name in fields else None
-        for name in ("reference", "old", "anchor")
-    )
-    given = target * factor
+    found = {name: residual(field) for name, field in others.items()}
     # The policy comes last: averages swap its weights in place, which would break its graph.
-    return Residuals(residual(policy), reference, old, anchor, given, sigma, states.transitions)
+    return states.with_columns(policy=residual(policy), target=target * factor, **found)
 
 
 def teacher_velocity(
-    teachers: Mapping[str, VelocityField], states: MatchedStates
+    teachers: Mapping[str, VelocityField], states: Batch
 ) -> Float[Tensor, "n *latent"]:
     """Return the velocity of each row's teacher; each teacher is evaluated only on its rows."""
-    examples, x, sigma = states.examples, states.x, states.sigma
-    cond = examples.cond if examples.target_cond is None else examples.target_cond
-    if not examples.teachers:
+    x, sigma, cond = states["x"], states["sigma"], states.get("target_cond", states["cond"])
+    if "teacher" not in states:
         (teacher,) = teachers.values()
         return conditional(teacher).velocity(x, sigma, cond)
     target = torch.empty_like(x)
     for name, teacher in teachers.items():
-        rows = torch.tensor([i for i, own in enumerate(examples.teachers) if own == name])
+        rows = torch.tensor([i for i, own in enumerate(states["teacher"]) if own == name])
         if len(rows):
             rows = rows.to(x.device)
             told = {key: value[rows] for key, value in cond.items()}
@@ -88,6 +71,6 @@ def teacher_velocity(
     return target
 
 
-def divergence(residuals: Residuals) -> Float[Tensor, ""]:
+def divergence(states: Batch) -> Float[Tensor, ""]:
     """Return the mean squared difference between the residuals of policy and reference."""
-    return (residuals.policy - residuals.required_reference).square().mean()
+    return (states["policy"] - states["reference"]).square().mean()

@@ -17,7 +17,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.training.latent_gradient import latent_gradient
 from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Policy, Request, SharedRows, Trajectory
+from flowalign.types import Batch, Policy, Request, SharedRows, Trajectory
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, require_ranges
 
 
@@ -72,9 +72,9 @@ class RewardAscent:
         policy: Policy,
         rewards: Rewards,
         trajectory: Trajectory,
-        examples: Examples,
+        examples: Batch,
         samples: Int[Tensor, "n"],
-    ) -> tuple[Examples, Trajectory]:
+    ) -> tuple[Batch, Trajectory]:
         """Return the examples of `samples` with their targets, and the queried states.
 
         The clean latents of the examples become the clean predictions of the current weights.
@@ -83,8 +83,7 @@ class RewardAscent:
         x = trajectory.state(self.query, samples)
         parts = []
         for rows in torch.arange(len(x)).split(self.micro_batch):
-            cond = {name: value[rows.to(value.device)] for name, value in examples.cond.items()}
-            level = sigma.expand(len(rows))
+            cond, level = examples.take(rows)["cond"], sigma.expand(len(rows))
             with torch.no_grad():
                 v = conditional(policy).velocity(x[rows], level, cond)
             clean = x[rows] - per_row(level, v) * v
@@ -93,7 +92,7 @@ class RewardAscent:
         if not parts:
             parts = [(x, x, x)]
         clean, up, down = (torch.cat(column) for column in zip(*parts, strict=True))
-        found = replace(examples, latents=clean, ascent=up, descent=down)
+        found = examples.with_columns(latents=clean, ascent=up, descent=down)
         states = {self.query: x, trajectory.num_steps: clean}
         return found, with_states(trajectory, states, samples)
 

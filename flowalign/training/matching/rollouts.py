@@ -25,7 +25,7 @@ from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
-from flowalign.types import CreditEstimator, Label, ModelPlan
+from flowalign.types import CreditEstimator, ModelPlan
 from flowalign.types.completion import Completion
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 
@@ -107,8 +107,8 @@ class Rollouts(TrainingPrompts, DataSource):
 
     @property
     @override
-    def provides(self) -> Set[Label]:
-        return {"labels"}
+    def gives(self) -> Set[str]:
+        return {"desirable", "scores"}
 
     @property
     @override

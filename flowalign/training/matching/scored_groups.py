@@ -25,7 +25,7 @@ from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.training.training_prompts import TrainingPrompts
-from flowalign.types import CreditEstimator, Label, ModelPlan, Policy
+from flowalign.types import CreditEstimator, ModelPlan, Policy
 from flowalign.types.ranges import require_ranges
 
 
@@ -87,12 +87,16 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
 
     @property
     @override
-    def provides(self) -> Set[Label]:
-        given: set[Label] = {"targets"} if self.ascent else set()
-        given |= {"places"} if self.spatial else set()
-        given |= {"contrasts"} if self.contrast else set()
-        given |= {"modalities"} if self.modalities else set()
-        return {"labels", "advantages", *given}
+    def gives(self) -> Set[str]:
+        options = {
+            "ascent": self.ascent,
+            "descent": self.ascent,
+            "places": self.spatial,
+            "contrast": self.contrast,
+            "modality_advantage": self.modalities,
+        }
+        chosen = {name for name, option in options.items() if option}
+        return {"desirable", "scores", "group", "advantage"} | chosen
 
     @property
     @override

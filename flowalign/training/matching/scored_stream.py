@@ -15,12 +15,12 @@ from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
 from flowalign.training.matching.credited_stream import CreditedStream
 from flowalign.training.matching.reward_ascent import RewardAscent, with_states
-from flowalign.training.matching.source import Batch, StepAdvantages
+from flowalign.training.matching.source import StepAdvantages, StepExamples
 from flowalign.training.rollouts.advantages import GatheredCredit
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Cond, Examples, Trajectory
+from flowalign.types import Batch, Cond, Trajectory
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Function from trained steps to the completed states that their credit is computed from."""
@@ -50,7 +50,7 @@ class ScoredStream(CreditedStream):
     """Reward dimensions of each part of the states. Empty: one advantage."""
 
     @override
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> StepExamples:
         requests = self.requests.batch(step, self.cfg.prompts_per_step)
         with self._sampling_weights():
             values = self.rollouts.sample(requests, step)
@@ -68,38 +68,36 @@ class ScoredStream(CreditedStream):
         places = None if places is None else places[kept]
         if self.cfg.credit is None:
             outcome = advantage[:, 0]
-            examples = replace(examples, advantage=outcome, desirable=outcome > 0)
-            if places is not None:
-                examples = replace(examples, places=places[:, 0])
-            visited, trajectory = None, values.trajectory
-            if self.modalities:
-                routed = self._route(estimate.gathered)[local][kept]
-                sizes = [self.learner.policy.modality_sizes[name] for name in self.modalities]
-                examples = replace(examples, modality_advantages=routed, modality_sizes=sizes)
-            if self.contrast:
-                direction = pair_contrast(trajectory.state(trajectory.num_steps))[kept]
-                examples = replace(examples, contrast=direction)
-                states = {k: trajectory.state(k, kept) for k in range(trajectory.num_steps + 1)}
-                visited = with_states(trajectory, states, kept)
-            if self.ascent:
-                examples, visited = self._ascend(self.ascent, trajectory, examples, kept)
-            return Batch(examples, first, total, metrics, visited=visited)
+            columns = {"advantage": outcome, "desirable": outcome > 0}
+            columns |= {} if places is None else {"places": places[:, 0]}
+            columns |= self._route(estimate.gathered, local, kept) if self.modalities else {}
+            examples = examples.with_columns(**columns)
+            examples, visited = self._visit(values.trajectory, examples, kept)
+            return StepExamples(examples, first, total, metrics, visited=visited)
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         steps = replace(steps, places=places)
-        return Batch(examples, first, total, metrics, steps)
+        return StepExamples(examples, first, total, metrics, steps)
 
-    def _route(self, gathered: GatheredCredit) -> Float[Tensor, "n P"]:
-        """Return the advantages of all processes' samples by the rewards of each part."""
-        estimator = self.rollouts.estimator
-        parts = [estimator.compare_dims(gathered, dims) for dims in self.modalities.values()]
-        return torch.cat(parts, 1)
+    def _route(
+        self, gathered: GatheredCredit, local: slice, kept: Int[Tensor, "n"]
+    ) -> dict[str, dict[str, Float[Tensor, "n"]]]:
+        """Return the advantages of the kept samples by the rewards of each part."""
+        compare = self.rollouts.estimator.compare_dims
+        found = {part: compare(gathered, dims) for part, dims in self.modalities.items()}
+        return {"modality_advantage": {n: each[local][kept, 0] for n, each in found.items()}}
 
-    def _ascend(
-        self, ascent: RewardAscent, trajectory: Trajectory, examples: Examples, kept: Tensor
-    ) -> tuple[Examples, Trajectory]:
-        """Return the kept samples' clean predictions with targets, and their queried states."""
+    def _visit(
+        self, trajectory: Trajectory, examples: Batch, kept: Int[Tensor, "n"]
+    ) -> tuple[Batch, Trajectory | None]:
+        """Return the kept samples with their directions or targets, and the states to match."""
+        if self.contrast:
+            direction = pair_contrast(trajectory.state(trajectory.num_steps))[kept]
+            states = {k: trajectory.state(k, kept) for k in range(trajectory.num_steps + 1)}
+            return examples.with_columns(contrast=direction), with_states(trajectory, states, kept)
+        if self.ascent is None:
+            return examples, None
         with self._sampling_weights():
-            return ascent.move(self.learner.policy, self.rewards, trajectory, examples, kept)
+            return self.ascent.move(self.learner.policy, self.rewards, trajectory, examples, kept)
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the policy has the sampling weights."""
@@ -109,32 +107,27 @@ class ScoredStream(CreditedStream):
 
     def _examples(
         self, values: CompletionValues, kept: Int[Tensor, "n"], num_requests: int
-    ) -> Examples:
+    ) -> Batch:
         """Return the kept samples with conditioning, groups and rewards."""
         trajectory, dims = values.trajectory, self.rewards.dims
         latents = trajectory.state(trajectory.num_steps, kept)
         prompt = trajectory.prompt[kept]
         places = torch.tensor(list(self.learner.processes.share(range(num_requests))))
         scores = values([trajectory.num_steps])[kept, 0]
-        return Examples(
-            latents=latents,
-            cond=self._cond(trajectory, kept, scores),
-            paired=False,
-            weight=torch.ones(len(kept)),
-            desirable=torch.ones(len(kept), dtype=torch.bool),
-            scores=dict(zip(dims, scores.unbind(1), strict=True)),
-            group=places[prompt],
-            weight_map=self._weights_of_places(values, kept, latents),
+        rows = Batch(
+            {
+                "latents": latents,
+                "cond": self._cond(trajectory, kept, scores),
+                "weight": torch.ones(len(kept)),
+                "scores": dict(zip(dims, scores.unbind(1), strict=True)),
+                "group": places[prompt],
+            }
         )
-
-    def _weights_of_places(
-        self, values: CompletionValues, kept: Int[Tensor, "n"], latents: Float[Tensor, "n *latent"]
-    ) -> Float[Tensor, "n *map"] | None:
-        """Return the map of each kept sample on the grid of its latent, scaled to mean 1."""
         if self.weight_map is None:
-            return None
+            return rows
         maps = values.outcome_map(self.weight_map)[kept]
-        return normalise_mean(average_on_grid(maps, tuple(latents.shape[2:]))).to(latents.device)
+        maps = normalise_mean(average_on_grid(maps, tuple(latents.shape[2:])))
+        return rows.with_columns(weight_map=maps.to(latents.device))
 
     def _cond(
         self, trajectory: Trajectory, kept: Int[Tensor, "n"], scores: Float[Tensor, "n R"]

@@ -13,17 +13,13 @@ from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.recipe_plan import RecipePlan
 from flowalign.types import (
+    Batch,
     CreditEstimator,
-    Examples,
-    Label,
     ModelPlan,
     Policy,
     PromptConditioning,
     Trajectory,
 )
-
-NO_LABELS: Set[Label] = frozenset()
-"""Empty set of labels, for losses that require only samples and prompts."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,8 @@ class StreamContext:
 
     rewards: Rewards
     seed: int
-    requires: Set[Label] = NO_LABELS
-    """Labels that the loss requires."""
+    needs: Set[str] = frozenset()
+    """Columns that the loss needs."""
     log: Log = lambda _: None
     conditioning: PromptConditioning | None = None
     """Conditioning of prompts in sampling and training. None: plain prompts."""
@@ -63,10 +59,10 @@ class StepAdvantages:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepExamples:
     """Examples of this process in one step, on the CPU or on the device that made them."""
 
-    examples: Examples
+    examples: Batch
     """Pairs or samples of this process."""
     first: int
     """Global position of this process's first pair or sample."""
@@ -85,14 +81,14 @@ class BatchStream(ABC):
     """Stream of the batches of a run."""
 
     @abstractmethod
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> StepExamples:
         """Return the batch of a step; it depends on seed, step and, for rollouts, the policy."""
 
-    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
+    def batches(self, steps: Iterable[int]) -> Iterator[StepExamples]:
         """Yield one batch per step, made when it is requested."""
         return map(self.batch, steps)
 
-    def held_out(self) -> Examples | None:
+    def held_out(self) -> Batch | None:
         """Return this process's share of the held-out pairs, or None.
 
         Sources that sample the policy have no held-out pairs.
@@ -125,8 +121,8 @@ class DataSource(ABC):
 
     @property
     @abstractmethod
-    def provides(self) -> Set[Label]:
-        """Return the labels that the examples can have; losses may require only these."""
+    def gives(self) -> Set[str]:
+        """Return the columns of the examples that losses may need."""
 
     @property
     def trajectory_steps(self) -> int | None:
@@ -153,9 +149,9 @@ class DataSource(ABC):
         """Return the largest number of pairs or samples per step, over all processes."""
 
     @property
-    def rows_per_group(self) -> int | None:
-        """Return the largest number of compared samples per group; None if there are no groups."""
-        return None
+    def rows_per_group(self) -> int:
+        """Return the largest number of compared samples per group; 0 if there are no groups."""
+        return 0
 
     @property
     def leaves_levels_out(self) -> bool:

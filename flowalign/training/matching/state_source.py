@@ -1,12 +1,10 @@
 """Choose the states at which velocities are matched: noised, off the path, or visited."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.noise_matching import add_noise
@@ -17,9 +15,8 @@ from flowalign.functional.self_correction import (
     velocity_to_data,
 )
 from flowalign.functional.transition import per_row
-from flowalign.training.matching.example_parts import take
 from flowalign.training.reference import Guided, conditional, find_scale
-from flowalign.types import Examples, Policy, Transitions, VelocityField
+from flowalign.types import Batch, Policy, VelocityField
 from flowalign.types.ranges import (
     DenoisingSteps,
     GuidanceScale,
@@ -30,43 +27,6 @@ from flowalign.types.ranges import (
 
 _SCHEDULE = 1000
 """Number of steps of the schedule that defines the length of a step."""
-
-
-@dataclass(frozen=True)
-class NoisedExamples:
-    """Examples with their noise and times."""
-
-    examples: Examples
-    """Clean latents and their labels."""
-    noise: Float[Tensor, "m *latent"]
-    """Noise of each pair or sample."""
-    sigma: Float[Tensor, "m"]
-    """Time of each pair or sample."""
-    uniform: Float[Tensor, "m K"] | None = None
-    """Random numbers in [0, 1), `draws` of the state source per sample; None if `draws` is 0."""
-    transitions: Transitions | None = None
-    """Sampled steps from visited states; None if the steps were deterministic."""
-
-    def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
-        """Return noise and sigma of every row; the rows of a pair share both."""
-        copies = 2 if self.examples.paired else 1
-        return torch.cat([self.noise] * copies), torch.cat([self.sigma] * copies)
-
-
-@dataclass(frozen=True)
-class MatchedStates:
-    """States at which velocities are matched, with their examples."""
-
-    examples: Examples
-    """Labels and weights of each row."""
-    x: Float[Tensor, "n *latent"]
-    """State of each row."""
-    sigma: Float[Tensor, "n"]
-    """Noise level of each row."""
-    target: Float[Tensor, "n *latent"]
-    """Velocity from the data of each row to its state, the target without a teacher."""
-    transitions: Transitions | None = None
-    """Sampled steps from the states; None if they are not visited or the steps deterministic."""
 
 
 class StateSource(ABC):
@@ -100,10 +60,11 @@ class StateSource(ABC):
         return Guided(policy, scale) if scale > 1 else conditional(policy)
 
     @abstractmethod
-    def build(
-        self, part: NoisedExamples, policy: Policy, field: VelocityField | None
-    ) -> MatchedStates:
-        """Return the states of noised examples; `field` is the result of the method `field`."""
+    def build(self, part: Batch, policy: Policy, field: VelocityField | None) -> Batch:
+        """Return noised examples with their states `x`, `sigma` and the velocities to the data.
+
+        `field` is the result of the method `field`. The velocities are the column `target`.
+        """
 
 
 @dataclass(frozen=True)
@@ -111,18 +72,14 @@ class ForwardNoise(StateSource):
     """Noised clean latents, as in flow matching."""
 
     @override
-    def build(
-        self, part: NoisedExamples, policy: Policy, field: VelocityField | None
-    ) -> MatchedStates:
-        noise, sigma = part.rows()
-        latents = part.examples.latents
-        return MatchedStates(
-            part.examples, add_noise(latents, noise, sigma), sigma, noise - latents
-        )
+    def build(self, part: Batch, policy: Policy, field: VelocityField | None) -> Batch:
+        latents, noise = part["latents"], part["noise"]
+        x = add_noise(latents, noise, part["sigma"])
+        return part.with_columns(x=x, target=noise - latents)
 
 
 @dataclass(frozen=True)
-class VisitedStates(StateSource):
+class VisitedStates(ForwardNoise):
     """States that the policy visited during sampling.
 
     They need the data source `OnPolicyStates`, and `recipe.times` chooses among them. A visited
@@ -130,12 +87,6 @@ class VisitedStates(StateSource):
     """
 
     visited = True
-
-    @override
-    def build(
-        self, part: NoisedExamples, policy: Policy, field: VelocityField | None
-    ) -> MatchedStates:
-        return replace(ForwardNoise().build(part, policy, field), transitions=part.transitions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,30 +130,24 @@ class GuidedStep(StateSource):
         return find_scale(policy, self.guidance_scale)
 
     @override
-    def build(
-        self, part: NoisedExamples, policy: Policy, field: VelocityField | None
-    ) -> MatchedStates:
+    def build(self, part: Batch, policy: Policy, field: VelocityField | None) -> Batch:
         """Return the noised latents, then the first further state of each, then the second, ..."""
         assert field is not None, "the field of the step was not opened"
-        assert part.uniform is not None, "the levels of the states were not drawn"
-        examples, noise, sigma = part.examples, part.noise, part.sigma
-        x = add_noise(examples.latents, noise, sigma)
+        latents, noise, sigma = part["latents"], part["noise"], part["sigma"]
+        x = add_noise(latents, noise, sigma)
         after = level_after(policy.schedule(_SCHEDULE).to(sigma), sigma, 1 / self.num_steps)
         with torch.no_grad():
-            reached = x + per_row(after - sigma, x) * field.velocity(x, sigma, examples.cond)
-        levels = [after + (1 - after) * drawn for drawn in part.uniform.to(sigma).unbind(1)]
+            reached = x + per_row(after - sigma, x) * field.velocity(x, sigma, part["cond"])
+        levels = [after + (1 - after) * drawn for drawn in part["uniform"].to(sigma).unbind(1)]
         states = [renoise(reached, noise, after, level) for level in levels]
-        index = torch.arange(len(sigma)).repeat(self.rows)
-        rows = take(examples, index)
+        rows = part.take(torch.arange(len(sigma)).repeat(self.rows))
         own, each = point_weights(self.count, self.weight)
-        scale = torch.full_like(rows.weight, each)
+        scale = torch.full_like(rows["weight"], each)
         scale[: len(sigma)] = own
-        targets = [
-            velocity_to_data(p, examples.latents, s) for p, s in zip(states, levels, strict=True)
-        ]
-        return MatchedStates(
-            replace(rows, weight=rows.weight * scale),
-            torch.cat([x, *states]),
-            torch.cat([sigma, *levels]),
-            torch.cat([noise - examples.latents, *targets]),
+        targets = [velocity_to_data(p, latents, s) for p, s in zip(states, levels, strict=True)]
+        return rows.with_columns(
+            weight=rows["weight"] * scale,
+            x=torch.cat([x, *states]),
+            sigma=torch.cat([sigma, *levels]),
+            target=torch.cat([noise - latents, *targets]),
         )

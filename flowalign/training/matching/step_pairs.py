@@ -14,10 +14,11 @@ from typing_extensions import override
 from flowalign.data.preference.pair_rules import Rule
 from flowalign.sampling.complete_states import take_rows
 from flowalign.training.matching.credited_stream import CreditedStream
-from flowalign.training.matching.source import Batch, StepAdvantages
+from flowalign.training.matching.example_parts import pairs_of
+from flowalign.training.matching.source import StepAdvantages, StepExamples
 from flowalign.training.rollouts.advantages import AdvantageEstimate
 from flowalign.training.rollouts.credited import compute_credit
-from flowalign.types import Examples, StepCredit, Trajectory
+from flowalign.types import Batch, StepCredit, Trajectory
 
 StepWeighting = Literal["gap", "equal"]
 """Weights of the pairs of a step. gap: lead of the winner's advantage, divided by the mean lead of
@@ -88,7 +89,7 @@ class StepPairStream(CreditedStream):
     step_weight: StepWeighting
 
     @override
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> StepExamples:
         requests = self.requests.batch(step, self.cfg.prompts_per_step)
         values, processes = self.rollouts.sample(requests, step), self.learner.processes
         credit = compute_credit(self.cfg, values)
@@ -105,7 +106,7 @@ class StepPairStream(CreditedStream):
         examples = self._examples(trajectory, pairs, scores)
         weight = weigh_gaps(gap, mean, self.step_weight)
         steps = StepAdvantages(trajectory.sigmas.cpu(), None, gap > 0, weight=weight)
-        return Batch(examples, first, total, metrics, steps)
+        return StepExamples(examples, first, total, metrics, steps)
 
     def _pairs(self, credit: StepCredit, estimate: AdvantageEstimate) -> StepPairs:
         """Return the pairs of this process's samples."""
@@ -116,14 +117,13 @@ class StepPairStream(CreditedStream):
 
     def _examples(
         self, trajectory: Trajectory, pairs: StepPairs, scores: Float[Tensor, "n R"]
-    ) -> Examples:
+    ) -> Batch:
         """Return the winners, then the losers."""
         rows, dims = torch.cat([pairs.winner, pairs.loser]), self.rewards.dims
-        return Examples(
-            latents=trajectory.state(trajectory.num_steps, rows),
-            cond=take_rows(trajectory.cond, trajectory.prompt[rows].to(trajectory.device)),
-            paired=True,
-            weight=torch.ones(len(rows)),
-            desirable=torch.arange(len(rows)) < len(pairs.winner),
-            scores=dict(zip(dims, scores[rows].float().unbind(1), strict=True)),
+        return pairs_of(
+            {
+                "latents": trajectory.state(trajectory.num_steps, rows),
+                "cond": take_rows(trajectory.cond, trajectory.prompt[rows].to(trajectory.device)),
+                "scores": dict(zip(dims, scores[rows].float().unbind(1), strict=True)),
+            }
         )

@@ -31,10 +31,10 @@ from flowalign.distributed.processes import Processes
 from flowalign.sampling.recording import DTYPES
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import (
-    Batch,
     BatchStream,
     DataSource,
     StepAdvantages,
+    StepExamples,
     StreamContext,
     refuse_teachers,
 )
@@ -43,7 +43,7 @@ from flowalign.training.matching.stored_settings import StoredSettings
 from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Label, ModelPlan, Policy
+from flowalign.types import Batch, ModelPlan, Policy
 from flowalign.utils.seeds import generator
 
 _AHEAD = 2
@@ -61,8 +61,9 @@ class StoredDataset(StoredSettings, DataSource):
 
     @property
     @override
-    def provides(self) -> Set[Label]:
-        return {"labels", "segments", "masks"} if self.kind == "pairs" else {"labels"}
+    def gives(self) -> Set[str]:
+        pairs = {"segments", "region", "region_strength"} if self.kind == "pairs" else set()
+        return {"desirable", "scores"} | pairs
 
     @override
     def check_teachers(self, names: Sequence[str]) -> None:
@@ -142,14 +143,14 @@ class StoredStream(BatchStream):
         unguided = conditional(policy)  # as matching evaluates it
         assert isinstance(unguided, Policy)
         self.texts = PromptEmbeddingCache(unguided, folder, processes=processes)
-        self.examples = self._training_examples(context.requires)
+        self.examples = self._training_examples(context.needs)
         self.steps = self._step_weights(policy)
         """Weights of the denoising steps of every pair, if there is credit; else None."""
         self.order = EpochSampler(self.seed, [self._available_from(e) for e in self.examples])
         held_out = cfg.held_out_dataset
-        shown = self._encode(held_out, context.requires) if held_out else []
+        shown = self._encode(held_out, context.needs) if held_out else []
         fields = BatchFields.of(self.examples)
-        fields.check(context.requires, cfg.path)
+        fields.check(context.needs, cfg.path)
         self.collator = Collator(self.latents, self.texts, fields)
         self.held_out_collator = Collator(self.latents, self.texts, BatchFields.of(shown))
         self.held_out_examples = processes.share(shown[: cfg.held_out_pairs])
@@ -157,20 +158,20 @@ class StoredStream(BatchStream):
             context.log(cache_report(self.latents, self.texts, processes))
 
     @override
-    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
+    def batches(self, steps: Iterable[int]) -> Iterator[StepExamples]:
         """Yield batches that a thread builds ahead while the policy is trained."""
         for batch, waited in prefetch(self.batch, steps, _AHEAD):
             yield replace(batch, metrics={"timing/waited": waited})
 
     @override
-    def held_out(self) -> Examples | None:
+    def held_out(self) -> Batch | None:
         """Return held-out pairs, without mirroring or dropout."""
         held_out = self.held_out_examples
         return self.held_out_collator.build(held_out) if held_out else None
 
-    def _training_examples(self, requires: Set[Label]) -> list[Example]:
+    def _training_examples(self, needs: Set[str]) -> list[Example]:
         cfg = self.cfg
-        examples = self._encode(cfg.dataset, requires)
+        examples = self._encode(cfg.dataset, needs)
         unlabelled = sum(isinstance(e, Sample) and e.desirable is None for e in examples)
         if unlabelled:
             self.log(f"{unlabelled} of {len(examples)} samples have no label: desirable")
@@ -179,7 +180,7 @@ class StoredStream(BatchStream):
         return list(cfg.weighting.weigh([e for e in examples if isinstance(e, Pair)]))
 
     @override
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> StepExamples:
         places = self.order.batch(step, self.cfg.batch_size)
         local = self.processes.share(range(len(places)))
         examples = [self.examples[places[i]] for i in local]
@@ -191,7 +192,7 @@ class StoredStream(BatchStream):
         flips, drop_prompt, drop_user = augmented[:, local[0] : local[0] + len(local)].tolist()
         batch = self.collator.build(examples, flips, drop_prompt, drop_user)
         steps = self.steps and self.steps.take(torch.tensor([places[i] for i in local]))
-        return Batch(batch, local[0], len(places), steps=steps)
+        return StepExamples(batch, local[0], len(places), steps=steps)
 
     def _step_weights(self, policy: Policy) -> StepAdvantages | None:
         """Return the weights of the denoising steps of the pairs; None without credit."""
@@ -204,10 +205,10 @@ class StoredStream(BatchStream):
         """Return the step from which a pair of a curriculum is used."""
         return example.stage * self.cfg.stage_steps if isinstance(example, Pair) else 0
 
-    def _encode(self, dataset: PreferenceDataset, requires: Set[Label]) -> list[Example]:
+    def _encode(self, dataset: PreferenceDataset, needs: Set[str]) -> list[Example]:
         """Read and encode a dataset, and drop examples that cannot be encoded."""
         queue = EncodeQueue(self.latents, self.cfg.flip > 0)
-        examples, dropped = dataset.read("labels" in requires, queue.take)
+        examples, dropped = dataset.read("desirable" in needs, queue.take)
         queue.finish()
         examples = drop_misfits(examples, self.texts.policy.input_spec, dropped)
         if self.conditioning:

@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.functional.noise_matching import step_at
 from flowalign.functional.self_correction import velocity_to_data
 from flowalign.functional.transition import mean_sensitivity, transition, travelled_velocity
-from flowalign.types import Trajectory, Transitions
+from flowalign.types import Trajectory
 
 
 def noise_of(
@@ -26,13 +26,16 @@ def noise_of(
     return x0 + velocity_to_data(x, x0, sigma.to(x))
 
 
-def transitions_from(
+def steps_from(
     trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
-) -> Transitions | None:
-    """Return the sampled steps at the given levels; None if a step was deterministic."""
+) -> dict[str, Tensor]:
+    """Return columns of the sampled steps at the given levels; none if one was deterministic.
+
+    The mean of a step is linear in the velocity: mean_a - mean_b = slope * (v_a - v_b).
+    """
     steps = list(_by_step(trajectory, sigma))
     if not all(bool((trajectory.eta[samples[rows], k] > 0).all()) for k, rows in steps):
-        return None
+        return {}
     x0 = trajectory.state(trajectory.num_steps, samples)
     travelled, numbers = torch.empty_like(x0), x0.new_empty(4, len(x0))
     kernel, sigmas = trajectory.kernel, trajectory.sigmas
@@ -45,7 +48,8 @@ def transitions_from(
         slope = mean_sensitivity(kernel, sigmas, k, eta)
         dt = (sigmas[k] - sigmas[k + 1]).expand_as(std)
         numbers[:, rows] = torch.stack([slope, std, dt, trajectory.logp[some, k].to(std)])
-    return Transitions(travelled, *numbers.unbind(), kernel=kernel)
+    names = "slope", "std", "dt", "logp_old"
+    return {"travelled": travelled, **dict(zip(names, numbers, strict=True))}
 
 
 def _by_step(

@@ -1,21 +1,20 @@
 """Properties that every matching loss must satisfy."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.types import Examples, LossContext, Residuals
+from flowalign.types import Batch, LossContext
 from tests.fixtures.matching_losses import LOSSES
 
 every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
-PAIRED = {k: v for k, v in LOSSES.items() if v.requirements.paired}
+PAIRED = {k: v for k, v in LOSSES.items() if v.paired}
 of_pairs = pytest.mark.parametrize("loss", PAIRED.values(), ids=PAIRED)
-ROWS = {k: v for k, v in LOSSES.items() if not v.requirements.paired}
+ROWS = {k: v for k, v in LOSSES.items() if not v.paired}
 of_rows = pytest.mark.parametrize("loss", ROWS.values(), ids=ROWS)
+SPATIAL = "latents", "policy", "reference", "region"
 
 
 def draw(n=8, frames=3, seed=0):
@@ -33,47 +32,32 @@ def draw(n=8, frames=3, seed=0):
     reference = normal(*shape)
     alike = tensor([1.4, 0.6, -1.1, 0.9])[:m].reshape(-1, 1, 1, 1, 1)
     reference[m : 2 * m] = alike * reference[:m] + 0.4 * reference[m : 2 * m]
-    residuals = Residuals(0.8 * reference + 0.3 * normal(*shape), reference)
     labels = tensor([1.0, 0.0, 1.0] * 4, dtype=torch.float64)
+    columns = {
+        "policy": 0.8 * reference + 0.3 * normal(*shape),
+        "reference": reference,
+        "sigma": torch.zeros(n, dtype=torch.float64),  # where windows of places do not act
+        "desirable": torch.arange(n) < m,
+    }
     mask = normal(m, *shape[1:]).abs()
-    batch = Examples(
-        latents=normal(*shape),
-        cond={},
-        paired=n % 2 == 0,
-        weight=(normal(m).abs() + 0.5).repeat(2) if n % 2 == 0 else normal(n).abs() + 0.5,
-        desirable=torch.arange(n) < m,
-        scores={"text": normal(n), "unused": normal(n) * torch.nan},
-        segments=torch.stack([labels[i : i + frames] for i in range(m)]) if frames == 3 else None,
-        mask=torch.cat([mask, mask]) if n % 2 == 0 else None,
-    )
-    return residuals, batch
+    columns["latents"] = normal(*shape)
+    columns["weight"] = (normal(m).abs() + 0.5).repeat(2) if n % 2 == 0 else normal(n).abs() + 0.5
+    columns["scores"] = {"text": normal(n), "unused": normal(n) * torch.nan}
+    if n % 2 == 0:
+        columns["pair"] = torch.arange(m).repeat(2)
+        columns["region"] = torch.cat([mask, mask])
+        columns["region_strength"] = torch.ones(n)
+        rows = torch.stack([labels[i : i + frames] for i in range(m)])
+        columns["segments"] = torch.cat([rows, -rows])
+    return Batch(columns)
 
 
-def run(loss, residuals, batch):
-    """Loss, log, and gradient with respect to the policy's residual."""
-    policy = residuals.policy.clone().requires_grad_()
-    reference = residuals.reference if loss.requirements.reference else None
-    clean = policy.new_zeros(len(policy)).detach()  # where windows of places do not act
-    given = Residuals(policy, reference, sigma=clean)
-    value, stats = loss.loss(given, batch, LossContext(1.1))
+def run(loss, batch):
+    """Loss, log, and gradient with respect to the policy's residual, of only what is needed."""
+    policy = batch["policy"].clone().requires_grad_()
+    given = batch if "reference" in loss.needs else batch.without("reference")
+    value, stats = loss.loss(given.with_columns(policy=policy), LossContext(1.1))
     return value, stats, torch.autograd.grad(value, policy)[0]
-
-
-def rows(residuals, batch, index):
-    """Some rows, or all in another order."""
-    pairs = index[: len(index) // 2]
-    return (
-        Residuals(residuals.policy[index], residuals.required_reference[index]),
-        replace(
-            batch,
-            latents=batch.latents[index],
-            weight=batch.weight[index],
-            desirable=batch.desirable[index],
-            scores={k: v[index] for k, v in batch.scores.items()},
-            segments=None if batch.segments is None else batch.segments[pairs],
-            mask=None if batch.mask is None else batch.mask[index],
-        ),
-    )
 
 
 def both(pairs, m=4):
@@ -83,7 +67,7 @@ def both(pairs, m=4):
 
 @every
 def test_the_loss_is_a_number_and_the_log_are_numbers_without_gradient(loss):
-    value, stats, grad = run(loss, *draw())
+    value, stats, grad = run(loss, draw())
     assert value.shape == ()
     assert grad.isfinite().all()
     for name, stat in stats.items():
@@ -94,20 +78,17 @@ def test_the_loss_is_a_number_and_the_log_are_numbers_without_gradient(loss):
 
 @every
 def test_at_the_start_the_loss_is_what_it_says(loss):
-    residuals, batch = draw()
-    same = Residuals(residuals.policy, residuals.policy)
-    ones = replace(batch, weight=torch.ones_like(batch.weight))
-    value, stats, _ = run(loss, same, ones)
-    if loss.requirements.at_start is not None:
-        assert value.item() == pytest.approx(loss.requirements.at_start)
+    batch = draw()
+    ones = torch.ones_like(batch["weight"])
+    value, stats, _ = run(loss, batch.with_columns(reference=batch["policy"], weight=ones))
+    if loss.at_start is not None:
+        assert value.item() == pytest.approx(loss.at_start)
     if "implicit_accuracy" in stats:
         assert stats["implicit_accuracy"].item() == 0
 
 
 def test_at_the_start_most_losses_of_references_are_known():
-    known = {
-        k: v.requirements.at_start for k, v in LOSSES.items() if v.requirements.at_start is not None
-    }
+    known = {k: v.at_start for k, v in LOSSES.items() if v.at_start is not None}
     ln2 = 0.6931471805599453
     assert known == {
         "dpo": ln2,
@@ -125,8 +106,8 @@ def test_at_the_start_most_losses_of_references_are_known():
 @of_pairs
 def test_errors_of_winners_are_lowered_and_those_of_losers_raised(loss):
     """d loss / d l has the sign of d loss / d residual . residual, as l is homogeneous in it."""
-    residuals, batch = draw()
-    winner, loser = (run(loss, residuals, batch)[2] * residuals.policy).sum((1, 2, 3, 4)).chunk(2)
+    batch = draw()
+    winner, loser = (run(loss, batch)[2] * batch["policy"]).sum((1, 2, 3, 4)).chunk(2)
     assert (winner > 0).all()
     assert (loser <= 0).all()
     assert (loser < 0).any()
@@ -134,45 +115,43 @@ def test_errors_of_winners_are_lowered_and_those_of_losers_raised(loss):
 
 @of_rows
 def test_errors_of_liked_rows_are_lowered_and_only_disliked_ones_raised(loss):
-    residuals, batch = draw(n=7)
-    slope = (run(loss, residuals, batch)[2] * residuals.policy).sum((1, 2, 3, 4))
-    assert (slope[batch.desirable] > 0).all()
-    if loss.requirements.reference:
-        assert (slope[~batch.desirable] < 0).all()
+    batch = draw(n=7)
+    slope = (run(loss, batch)[2] * batch["policy"]).sum((1, 2, 3, 4))
+    assert (slope[batch["desirable"]] > 0).all()
+    if "reference" in loss.needs:
+        assert (slope[~batch["desirable"]] < 0).all()
     else:
-        assert (slope[~batch.desirable] >= 0).all()
+        assert (slope[~batch["desirable"]] >= 0).all()
 
 
 @every
 def test_the_order_of_pairs_does_not_matter(loss):
-    residuals, batch = draw()
+    batch = draw()
     index = both([2, 0, 3, 1])
-    value, _, grad = run(loss, residuals, batch)
-    other, _, moved = run(loss, *rows(residuals, batch, index))
+    value, _, grad = run(loss, batch)
+    other, _, moved = run(loss, batch.take(index))
     assert_close(other, value)
     assert_close(moved, grad[index])
 
 
 @of_rows
 def test_losses_of_rows_take_them_in_any_number_and_order(loss):
-    residuals, batch = draw(n=7)
-    batch = replace(batch, segments=None)
+    batch = draw(n=7)
     index = tensor([6, 2, 0, 5, 3, 1, 4])
-    value, _, grad = run(loss, residuals, batch)
-    other, _, moved = run(loss, *rows(residuals, batch, index))
+    value, _, grad = run(loss, batch)
+    other, _, moved = run(loss, batch.take(index))
     assert_close(other, value)
     assert_close(moved, grad[index])
 
 
 @every
 def test_an_image_is_a_video_of_one_frame(loss):
-    residuals, batch = draw(frames=1)
+    batch = draw(frames=1)
     labels = tensor([[1.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
-    batch = replace(batch, segments=labels)
-    value, stats, grad = run(loss, residuals, batch)
-    flat = Residuals(residuals.policy[:, :, 0], residuals.required_reference[:, :, 0])
-    picture = replace(batch, latents=batch.latents[:, :, 0], mask=batch.mask[:, :, 0])
-    other, logged, moved = run(loss, flat, picture)
+    batch = batch.with_columns(segments=torch.cat([labels, -labels]))
+    value, stats, grad = run(loss, batch)
+    flat = {name: batch[name][:, :, 0] for name in SPATIAL}
+    other, logged, moved = run(loss, batch.with_columns(**flat))
     assert_close(other, value)
     assert_close(moved, grad[:, :, 0])
     assert_close(logged, stats)
@@ -181,28 +160,24 @@ def test_an_image_is_a_video_of_one_frame(loss):
 @every
 def test_errors_are_means_so_that_the_size_of_a_medium_does_not_matter(loss):
     """Everything twice side by side: same loss, half the gradient everywhere."""
-    residuals, batch = draw()
-    wide = Residuals(
-        *(torch.cat([r, r], 4) for r in (residuals.policy, residuals.required_reference))
-    )
-    mask = torch.cat([batch.mask, batch.mask], 4)
-    doubled = replace(batch, latents=torch.cat([batch.latents] * 2, 4), mask=mask)
-    value, _, grad = run(loss, residuals, batch)
-    other, _, thin = run(loss, wide, doubled)
+    batch = draw()
+    wide = {name: torch.cat([batch[name]] * 2, 4) for name in SPATIAL}
+    value, _, grad = run(loss, batch)
+    other, _, thin = run(loss, batch.with_columns(**wide))
     assert_close(other, value)
     assert_close(thin, torch.cat([grad, grad], 4) / 2)
 
 
 @every
 def test_weights_multiply_and_what_weighs_nothing_teaches_nothing(loss):
-    residuals, batch = draw()
-    value, _, grad = run(loss, residuals, batch)
-    twice, _, double = run(loss, residuals, replace(batch, weight=2 * batch.weight))
+    batch = draw()
+    value, _, grad = run(loss, batch)
+    twice, _, double = run(loss, batch.with_columns(weight=2 * batch["weight"]))
     assert_close(twice, 2 * value)
     assert_close(double, 2 * grad)
-    without = batch.weight.clone()
+    without = batch["weight"].clone()
     without[[1, 5]] = 0
-    less = run(loss, residuals, replace(batch, weight=without))[2]
+    less = run(loss, batch.with_columns(weight=without))[2]
     assert less[[1, 5]].abs().max() == 0
     assert_close(less[[0, 2, 3, 4, 6, 7]], grad[[0, 2, 3, 4, 6, 7]])
 
@@ -210,9 +185,9 @@ def test_weights_multiply_and_what_weighs_nothing_teaches_nothing(loss):
 @every
 def test_rows_are_compared_by_losses_that_say_so_and_by_no_other(loss):
     """The gradient of a batch is that of its halves, each counting half, or whole_batch is set."""
-    residuals, batch = draw()
-    grad = run(loss, residuals, batch)[2]
+    batch = draw()
+    grad = run(loss, batch)[2]
     halves = torch.zeros_like(grad)
     for index in (both([0, 3]), both([1, 2])):
-        halves[index] = run(loss, *rows(residuals, batch, index))[2] / 2
-    assert torch.allclose(halves, grad, atol=1e-12) != loss.requirements.whole_batch
+        halves[index] = run(loss, batch.take(index))[2] / 2
+    assert torch.allclose(halves, grad, atol=1e-12) != loss.whole_batch

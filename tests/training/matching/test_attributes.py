@@ -9,7 +9,6 @@ from PIL import Image
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.functional.noise_matching import add_noise
 from flowalign.losses.matching.dpo import DPO
-from flowalign.training.matching.example_parts import on
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import noise_for
@@ -78,7 +77,7 @@ def test_the_expert_learns_from_captions_that_name_all_attributes(dataset):
     cfg = StoredDataset(path=str(dataset), kind="captions", batch_size=2, max_dropped_fraction=0.5)
     assert not cfg.paired
     (batch,) = cfg.open(new_learner(), StreamContext(new_rewards(), 0)).batches([0])
-    lengths = sorted(batch.examples.cond["length"][:, 0].tolist())
+    lengths = sorted(batch.examples["cond"]["length"][:, 0].tolist())
     assert lengths == sorted(float(len(caption)) for caption in captions)
 
 
@@ -86,18 +85,17 @@ def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each
     learner, stream = opened(dataset, expert)
     cfg = MatchingSettings(loss=DPO(beta=100.0), teachers={"expert": expert[1]})
     (batch,) = stream.batches([0])
-    data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0)).all()
-    latents = data.examples.latents
+    data = noise_for(cfg, learner.policy, batch.examples, 0, (0, 0)).all()
+    latents = data["latents"]
     assert torch.equal(latents[:2], latents[2:])
     states = ForwardNoise().build(data, learner.policy, None)
     errors = matching_residuals(cfg, learner.policy, states, select_fields(cfg, learner))
-    noise, sigma = data.rows()
-    x, cond = add_noise(latents, noise, sigma), data.examples.target_cond
-    assert cond is not None
+    noise, sigma = data["noise"], data["sigma"]
+    x, cond = add_noise(latents, noise, sigma), data["target_cond"]
     assert not torch.equal(cond["length"][:2], cond["length"][2:])
-    expected = learner.policy.velocity(x, sigma, data.examples.cond)
+    expected = learner.policy.velocity(x, sigma, data["cond"])
     expected = expected - expert[0].velocity(x, sigma, cond)
-    assert torch.allclose(errors.policy, expected, atol=1e-6)
+    assert torch.allclose(errors["policy"], expected, atol=1e-6)
 
 
 def test_the_policy_moves_towards_the_good_and_away_from_the_bad(dataset, expert):

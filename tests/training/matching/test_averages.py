@@ -22,7 +22,7 @@ from flowalign.training.matching.reference_models import (
 )
 from flowalign.training.matching.times import Uniform
 from flowalign.training.reference import Guided, conditional, unguided
-from flowalign.types import Examples, Residuals, plain_requests
+from flowalign.types import Batch, plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import pairs, recipe, train
@@ -31,11 +31,11 @@ from tests.fixtures.training import flat, new_learner
 GOLDEN = Path(__file__).parents[3] / "assets" / "golden"
 
 
-def scored(seed=0) -> Examples:
+def scored(seed=0) -> Batch:
     """Twelve samples of three groups; better ones are redder."""
-    examples = pairs(6, seed=seed, paired=False)
-    advantage = 1.5 * examples.latents[:, 0] / examples.latents[:, 0].abs().max()
-    return pairs(6, seed=seed, paired=False, advantage=advantage, group=torch.arange(12) % 3)
+    rows = pairs(6, seed=seed).without("pair")
+    red = rows["latents"][:, 0]
+    return rows.with_columns(advantage=1.5 * red / red.abs().max(), group=torch.arange(12) % 3)
 
 
 def weights(learner) -> torch.Tensor:
@@ -127,16 +127,15 @@ def test_the_old_policy_is_evaluated_at_the_same_noise_before_the_policy():
     assert torch.equal(weights(learner), before)
     old, base = PixelPolicy(), PixelPolicy()
     torch.nn.utils.vector_to_parameters(average(learner, "old"), old.denoiser.parameters())
-    s = data.sigma[:, None]
-    x = (1 - s) * data.examples.latents + s * data.noise
-    target = data.noise - data.examples.latents
+    s = data["sigma"][:, None]
+    x = (1 - s) * data["latents"] + s * data["noise"]
+    target = data["noise"] - data["latents"]
     with torch.no_grad():
         policy, older, frozen = (
-            p.velocity(x, data.sigma, dict(data.examples.cond)) - target
+            p.velocity(x, data["sigma"], dict(data["cond"])) - target
             for p in (learner.policy, old, base)
         )
-    residuals = Residuals(policy, frozen, older, sigma=data.sigma)
-    wanted, _ = cfg.loss.loss(residuals, data.examples)
+    wanted, _ = cfg.loss.loss(data.with_columns(policy=policy, old=older))
     assert_close(loss.detach(), wanted + 0.2 * (policy - frozen).square().mean())
     assert_close(stats["old_drift"], (policy - older).square().mean())
     assert stats["old_drift"] > 1e-8
@@ -156,11 +155,7 @@ def test_the_first_update_of_every_step_has_a_ratio_of_one_to_the_copy_of_the_st
 def test_redder_samples_are_learned_from_scored_groups():
     """Every loss moves the policy's own samples towards the rewarded colour."""
     for loss in (NFT(), AWM(), DGPO(beta=5.0, clip=None), CRD()):
-        averages = {
-            name: Average(decay=0.3)
-            for name in ("old", "anchor")
-            if getattr(loss.requirements, name)
-        }
+        averages = {name: Average(decay=0.3) for name in ("old", "anchor") if name in loss.needs}
         cfg = recipe(loss=loss, **averages)
         learner = following(new_learner(learning_rate=3e-3), **averages)
         red = [float(_data_prediction(learner))]
@@ -215,18 +210,18 @@ def test_checkpoints_restore_every_average_and_its_place_on_the_schedule(tmp_pat
 def test_norms_are_logged_by_thirds_of_the_noise_level_and_empty_thirds_are_left_out():
     """Predictions of norms 2 and 6 at low noise, of references 1 and 4; 3 of 6 at high noise."""
     target = torch.tensor([[1.0], [2.0], [-1.0], [3.0]])
-    residuals = Residuals(
-        policy=torch.tensor([[1.0], [4.0], [4.0], [0.0]]),
-        reference=torch.tensor([[0.0], [2.0], [7.0], [3.0]]),
-        target=target,
-        sigma=torch.tensor([0.1, 0.3, 0.7, 1.0]),
-    )
-    found = {name: float(value) for name, value in norms.norm_ratios(residuals).items()}
+    columns = {
+        "policy": torch.tensor([[1.0], [4.0], [4.0], [0.0]]),
+        "reference": torch.tensor([[0.0], [2.0], [7.0], [3.0]]),
+        "target": target,
+        "sigma": torch.tensor([0.1, 0.3, 0.7, 1.0]),
+    }
+    found = {name: float(value) for name, value in norms.norm_ratios(Batch(columns)).items()}
     logged = norms.means_by_third(found | {"other": 5.0})
     assert logged == pytest.approx(
         {"norm_ratio/low": (2 + 1.5) / 2, "norm_ratio/high": (0.5 + 0.5) / 2, "other": 5.0}
     )
-    assert norms.norm_ratios(Residuals(target, sigma=target[:, 0])) == {}
+    assert norms.norm_ratios(Batch({"policy": target, "sigma": target[:, 0]})) == {}
 
 
 def test_micro_batches_of_any_size_log_the_same_norms():

@@ -91,9 +91,7 @@ def test_a_loss_that_needs_masks_refuses_data_without_any():
         BatchFields.of([pair]),
         BatchFields.of([pair, replace(pair, mask="m.safetensors")]),
     )
-    with pytest.raises(
-        ValueError, match=r"recipe.loss needs masks; no pair of pairs.jsonl has any"
-    ):
-        plain.check(LocalDPO().requirements.requires, "pairs.jsonl")
-    masked.check(LocalDPO().requirements.requires, "pairs.jsonl")
-    plain.check(DPO().requirements.requires, "pairs.jsonl")
+    with pytest.raises(ValueError, match=r"recipe.loss needs masks; no row of pairs.jsonl has any"):
+        plain.check(LocalDPO().needs, "pairs.jsonl")
+    masked.check(LocalDPO().needs, "pairs.jsonl")
+    plain.check(DPO().needs, "pairs.jsonl")

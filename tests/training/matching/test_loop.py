@@ -21,7 +21,7 @@ from flowalign.training.matching.evaluation import measure_held_out
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
-from flowalign.types import ALONE, MatchingLoss, Requirements, plain_requests
+from flowalign.types import ALONE, MatchingLoss, plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import Given, pairs, recipe, train
@@ -42,22 +42,20 @@ class Restless(PixelPolicy):
         return v + torch.linspace(-1, 1, v.numel()).view_as(v) if torch.is_grad_enabled() else v
 
 
-ALONE_WITH_ITSELF = Requirements(reference=False)
-
-
 @dataclass(frozen=True)
 class Scripted(MatchingLoss):
     """Loss with a small gradient that reports given metrics and stores its inputs."""
 
     stats: dict
-    requirements: Requirements = ALONE_WITH_ITSELF
+    paired: bool = True
+    needs = frozenset()
 
     def __post_init__(self):
         object.__setattr__(self, "seen", [])
 
-    def loss(self, residuals, batch, context=ALONE):
-        self.seen.append((residuals, batch, context))
-        return residuals.policy.square().mean(), {k: tensor(v) for k, v in self.stats.items()}
+    def loss(self, batch, context=ALONE):
+        self.seen.append((batch, context))
+        return batch["policy"].square().mean(), {k: tensor(v) for k, v in self.stats.items()}
 
 
 # Checks -------------------------------------------------------------------------------------------
@@ -207,11 +205,11 @@ def test_every_part_of_every_epoch_is_an_update_of_its_own():
     loss = Scripted({"policy_loss": 1.0})
     train(recipe(loss=loss, updates_per_step=3, epochs_per_step=2), learner, pairs(8), steps=1)
     assert learner.num_updates == 6
-    sizes = [len(batch.latents) // 2 for _, batch, _ in loss.seen]
+    sizes = [batch.num_rows // 2 for batch, _ in loss.seen]
     assert sizes == [3, 3, 2, 3, 3, 2]
     for epoch in (loss.seen[:3], loss.seen[3:]):
-        rows = torch.cat([batch.latents.chunk(2)[0] for _, batch, _ in epoch])
-        assert torch.equal(rows.unique(dim=0), pairs(8).latents[:8].unique(dim=0))
+        rows = torch.cat([batch["latents"].chunk(2)[0] for batch, _ in epoch])
+        assert torch.equal(rows.unique(dim=0), pairs(8)["latents"][:8].unique(dim=0))
 
 
 def test_epochs_and_steps_have_their_own_times_and_parts_of_an_epoch_share_none():
@@ -285,11 +283,11 @@ def test_held_out_metrics_are_means_over_draws_of_errors_by_hand():
     rows, chosen, rejected = pairs(5, seed=1), [], []
     for draw in range(4):
         data = noise_for(recipe(), learner.policy, rows, 0, (3, draw, -1)).all()
-        noise, sigma = data.rows()
-        x = (1 - sigma[:, None]) * rows.latents + sigma[:, None] * noise
+        noise, sigma = data["noise"], data["sigma"]
+        x = (1 - sigma[:, None]) * rows["latents"] + sigma[:, None] * noise
         with torch.no_grad():
             errors = [
-                (f.velocity(x, sigma, rows.cond) - noise + rows.latents).square().mean(1)
+                (f.velocity(x, sigma, rows["cond"]) - noise + rows["latents"]).square().mean(1)
                 for f in (learner.policy, learner.reference)
             ]
         drift = errors[0] - errors[1]
@@ -326,13 +324,13 @@ def test_losses_of_single_rows_learn_from_the_rows_of_pairs(loss):
 
 
 def test_single_rows_come_without_partner_and_with_their_labels():
-    loss = Scripted({"policy_loss": 1.0}, Requirements(reference=False, paired=False))
-    train(recipe(loss=loss), new_learner(), pairs(3, segments=torch.ones(3, 1)))
-    ((residuals, batch, _),) = loss.seen
-    assert (batch.paired, batch.segments, len(residuals.policy)) == (False, None, 6)
-    winners = batch.latents[batch.desirable]
+    loss = Scripted({"policy_loss": 1.0}, paired=False)
+    train(recipe(loss=loss), new_learner(), pairs(3))
+    ((batch, _),) = loss.seen
+    assert ("pair" in batch, len(batch["policy"])) == (False, 6)
+    winners = batch["latents"][batch["desirable"]]
     assert {tuple(row) for row in winners.tolist()} == {
-        tuple(row) for row in pairs(3).latents[:3].tolist()
+        tuple(row) for row in pairs(3)["latents"][:3].tolist()
     }
 
 
@@ -346,12 +344,16 @@ def moved_learner():
 def parts(learner, examples):
     """A draw, and the errors of policy and reference in it."""
     data = noise_for(recipe(), learner.policy, examples, 0, (5, 0, 0)).all()
-    noise, sigma = data.rows()
-    x = (1 - sigma[:, None]) * examples.latents + sigma[:, None] * noise
+    noise, sigma = data["noise"], data["sigma"]
+    x = (1 - sigma[:, None]) * examples["latents"] + sigma[:, None] * noise
     with torch.no_grad():
-        mine = learner.policy.velocity(x, sigma, examples.cond)
-        base = learner.reference.velocity(x, sigma, examples.cond)
-    return data, (mine - noise + examples.latents).square().mean(1), (mine - base).square().mean()
+        mine = learner.policy.velocity(x, sigma, examples["cond"])
+        base = learner.reference.velocity(x, sigma, examples["cond"])
+    return (
+        data,
+        (mine - noise + examples["latents"]).square().mean(1),
+        (mine - base).square().mean(),
+    )
 
 
 def test_sft_adds_its_weight_times_the_mean_error_of_winners():
@@ -366,7 +368,7 @@ def test_sft_adds_its_weight_times_the_mean_error_of_winners():
 def test_sft_on_samples_is_that_of_the_desirable_ones():
     learner = moved_learner()
     desirable = tensor([True, False, True, True])
-    examples = replace(pairs(2), paired=False, desirable=desirable)
+    examples = pairs(2).without("pair").with_columns(desirable=desirable)
     data, error, _ = parts(learner, examples)
     _, stats = micro_batch_loss(recipe(loss=KTO(), sft=0.3), learner, data)
     assert float(stats["sft"]) == pytest.approx(float(error[[0, 2, 3]].sum() / 4), rel=1e-5)
@@ -388,8 +390,7 @@ def test_gradient_ratios_of_sft_and_kl_are_those_at_the_output_of_the_network():
     learner, examples = moved_learner(), pairs(5, seed=2)
     data, _, distance = parts(learner, examples)
     _, stats = micro_batch_loss(recipe(loss=SFT(), kl=0.7, sft=0.3), learner, data)
-    size = len(data.rows()[0])
-    entries = data.rows()[0].numel()
+    size, entries = data.num_rows, data["noise"].numel()
     expected = size * (2 * 0.7 / entries) ** 2 * float(distance) * entries
     assert float(stats["gradient_square/kl"]) == pytest.approx(expected, rel=1e-3)
     assert float(stats["gradient_square/sft"]) > 0
@@ -425,7 +426,7 @@ def test_the_typical_margin_is_a_running_mean_that_begins_with_the_first_size():
     for size in (0.0, 4.0, 2.0):
         loss, steps = Scripted({"policy_loss": 1.0, "margin_abs": size}), [learner.num_updates]
         train(recipe(loss=loss), learner, pairs(3), steps=steps, loss_state=loss_state)
-        seen.append((loss.seen[0][2].typical_margin, loss_state["typical_margin"]))
+        seen.append((loss.seen[0][1].typical_margin, loss_state["typical_margin"]))
     assert seen == [(0.0, 0.0), (0.0, 4.0), (4.0, pytest.approx(0.99 * 4 + 0.01 * 2))]
 
 

@@ -17,7 +17,6 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
 from flowalign.training.checkpoint import latest
 from flowalign.training.matching.cold_start import start_from
-from flowalign.training.matching.example_parts import flatten_pairs, take
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.matching_settings import STEP_FIELD
 from flowalign.training.matching.noising import noise_for
@@ -115,12 +114,12 @@ def test_points_are_the_states_that_the_student_visited(tmp_path, window):
     states = cfg.states.build(part, learner.policy, None)
     trajectory = batch.visited
     assert trajectory is not None
-    seen = {float(s) for s in states.sigma}
+    seen = {float(s) for s in states["sigma"]}
     assert seen == {1.0, 0.75, 0.5}
-    for i, (x, sigma) in enumerate(zip(states.x, states.sigma, strict=True)):
+    for i, (x, sigma) in enumerate(zip(states["x"], states["sigma"], strict=True)):
         k = trajectory.sigmas.tolist().index(float(sigma))
         assert_close(x, trajectory.state(k)[i // 2], atol=1e-5, rtol=1e-5)
-    assert (states.transitions is None) == isinstance(window, NoSteps)
+    assert ("travelled" not in states) == isinstance(window, NoSteps)
 
 
 def test_steps_from_visited_states_have_the_mean_and_the_density_that_were_sampled(tmp_path):
@@ -128,26 +127,25 @@ def test_steps_from_visited_states_have_the_mean_and_the_density_that_were_sampl
     cfg, learner = taught(tmp_path, loss=loss, policy=other_policy(2))
     batch = batch_of(on_policy(tmp_path, RANDOM).open(learner, StreamContext(new_rewards(), 0)))
     part = drawn(cfg, learner, batch)
-    steps, trajectory = part.transitions, batch.visited
-    assert steps is not None
+    trajectory = batch.visited
     assert trajectory is not None
     states = cfg.states.build(part, learner.policy, None)
     with torch.no_grad():
-        v = learner.policy.velocity(states.x, states.sigma, states.examples.cond)
-    for i, sigma in enumerate(states.sigma.tolist()):
+        v = learner.policy.velocity(states["x"], states["sigma"], states["cond"])
+    for i, sigma in enumerate(states["sigma"].tolist()):
         k, b = trajectory.sigmas.tolist().index(sigma), i // 2
         eta, x = trajectory.eta[b : b + 1, k], trajectory.state(k)[b : b + 1]
         own = transition(FlowSDE(), x, v[i : i + 1], trajectory.sigmas, k, eta)
-        reached = transition(FlowSDE(), x, steps.travelled[i : i + 1], trajectory.sigmas, k, eta)
+        reached = transition(FlowSDE(), x, part["travelled"][i : i + 1], trajectory.sigmas, k, eta)
         assert_close(reached.mean, trajectory.state(k + 1)[b : b + 1], atol=1e-5, rtol=1e-5)
-        moved = steps.slope[i] * (steps.travelled[i] - v[i])
+        moved = part["slope"][i] * (part["travelled"][i] - v[i])
         assert_close(moved, (reached.mean - own.mean)[0], atol=1e-5, rtol=1e-4)
-        assert float(steps.std[i]) == pytest.approx(float(own.std))
-        assert float(steps.dt[i]) == pytest.approx(0.25)
-        assert float(steps.logp_old[i]) == float(trajectory.logp[b, k])
+        assert float(part["std"][i]) == pytest.approx(float(own.std))
+        assert float(part["dt"][i]) == pytest.approx(0.25)
+        assert float(part["logp_old"][i]) == float(trajectory.logp[b, k])
     fields = select_fields(cfg, learner)
     residuals = matching_residuals(cfg, learner.policy, states, fields)
-    _, stats = cfg.loss.loss(residuals, states.examples)
+    _, stats = cfg.loss.loss(residuals)
     assert float(stats["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
     assert float(stats["ratio_std"]) < 1e-4
 
@@ -158,19 +156,18 @@ def test_each_request_is_matched_to_its_own_teacher(tmp_path):
     batch = batch_of(stream)
     asked = [r for r in stream.requests.batch(0, 3) for _ in range(2)]
     named = {prompt: TEACHERS[i % 2] for i, prompt in enumerate(PROMPTS)}
-    assert list(batch.examples.teachers) == [named[r.prompt] for r in asked]
-    assert set(batch.examples.teachers) == set(TEACHERS)
+    assert list(batch.examples["teacher"]) == [named[r.prompt] for r in asked]
+    assert set(batch.examples["teacher"]) == set(TEACHERS)
     states = cfg.states.build(drawn(cfg, learner, batch), learner.policy, None)
     fields = select_fields(cfg, learner)
     residuals = matching_residuals(cfg, learner.policy, states, fields)
     experts = {name: other_policy(seed + 5) for seed, name in enumerate(TEACHERS)}
-    assert residuals.target is not None
-    for i, name in enumerate(states.examples.teachers):
-        x, sigma = states.x[i : i + 1], states.sigma[i : i + 1]
-        cond = {key: value[i : i + 1] for key, value in states.examples.cond.items()}
+    for i, name in enumerate(states["teacher"]):
+        x, sigma = states["x"][i : i + 1], states["sigma"][i : i + 1]
+        cond = {key: value[i : i + 1] for key, value in states["cond"].items()}
         with torch.no_grad():
             expected = experts[name].velocity(x, sigma, cond)
-        assert_close(residuals.target[i : i + 1], expected, atol=1e-6, rtol=1e-5)
+        assert_close(residuals["target"][i : i + 1], expected, atol=1e-6, rtol=1e-5)
 
 
 # Learning -----------------------------------------------------------------------------------------
@@ -211,7 +208,7 @@ def test_the_student_comes_to_agree_with_both_teachers(tmp_path, loss):
         fields = select_fields(cfg, learner)
         with torch.no_grad():
             residuals = matching_residuals(cfg, learner.policy, states, fields)
-        return float(cfg.loss.loss(residuals, states.examples)[0])
+        return float(cfg.loss.loss(residuals)[0])
 
     before = missed()
     train(cfg, learner, stream, 25)
@@ -345,7 +342,7 @@ def test_rows_of_a_guided_step_cost_what_the_plan_says_and_micro_batches_change_
         examples = batch_of(
             on_policy(tmp_path).open(new_learner(), StreamContext(new_rewards(), 0))
         ).examples
-        train(sized, learner, replace(examples, teachers=()), 2)
+        train(sized, learner, examples.without("teacher"), 2)
         assert costs.training_evaluations == 2 * 6 * 3
         assert costs.sampling_evaluations == 2 * 6
         found.append(flat(policy.denoiser))
@@ -359,11 +356,9 @@ def test_rows_of_a_guided_step_cost_what_the_plan_says_and_micro_batches_change_
 def test_levels_of_points_belong_to_the_sample_whichever_process_draws_them():
     cfg = recipe(loss=SFT(), states=GuidedStep(count=3), times_per_sample=2)
     plain = recipe(loss=SFT(), times_per_sample=2)
-    rows = replace(flatten_pairs(pairs(3)), desirable=torch.ones(6, dtype=torch.bool))
+    rows = pairs(3).without("pair", "desirable")
     whole = noise_for(cfg, PixelPolicy(), rows, 0, (4, 1, 0))
-    later = noise_for(cfg, PixelPolicy(), take(rows, torch.arange(2, 6)), 2, (4, 1, 0))
-    assert whole.uniform is not None
-    assert later.uniform is not None
+    later = noise_for(cfg, PixelPolicy(), rows.take(torch.arange(2, 6)), 2, (4, 1, 0))
     assert whole.uniform.shape == (12, 3)
     assert torch.equal(whole.uniform[4:], later.uniform)
     assert len(whole.uniform.unique()) == 36
@@ -406,7 +401,7 @@ def test_points_times_and_losses_that_do_not_fit_are_refused(tmp_path):
             "states": ForwardNoise()
         },
         "must be a SamplerGrid of the 4 steps": {"times": SamplerGrid(num_steps=5)},
-        "OPD needs transitions, which data of class OnPolicyStates does not have": {"loss": OPD()},
+        "OPD needs dt, logp_old, slope, std, travelled, which data of class": {"loss": OPD()},
         r"times has the steps \[2\], at which": {
             "loss": OPD(),
             "data": on_policy(tmp_path, window),

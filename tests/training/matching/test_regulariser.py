@@ -152,7 +152,7 @@ REFUSED = {
         {"loss": DPO()},
         "recipe.data gives samples",
     ),
-    "advantages that media do not have": ({}, {"loss": NFT()}, "NFT needs advantages"),
+    "advantages that media do not have": ({}, {"loss": NFT()}, "NFT needs advantage, which"),
 }
 
 

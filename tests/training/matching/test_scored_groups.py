@@ -72,17 +72,17 @@ def test_every_sample_has_its_advantage_among_those_of_its_prompt(tmp_path):
     stream = opened(groups(tmp_path))
     batch = batch_of(stream)
     examples = batch.examples
-    value = redness(examples.latents).view(3, 4)
+    value = redness(examples["latents"]).view(3, 4)
     centred = value - value.mean(1, keepdim=True)
     expected = centred / (value.std(1, correction=0, keepdim=True) + 1e-4)
-    assert_close(examples.advantage, expected.flatten(), atol=2e-4, rtol=1e-4)
+    assert_close(examples["advantage"], expected.flatten(), atol=2e-4, rtol=1e-4)
     assert (batch.first, batch.total, batch.steps) == (0, 12, None)
-    assert examples.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert examples["group"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     asked = stream.requests.batch(0, 3)
     lengths = [float(len(r.prompt)) for r in asked for _ in range(4)]
-    assert examples.cond["length"][:, 0].tolist() == lengths
-    assert torch.equal(examples.desirable, examples.advantage > 0)
-    assert_close(examples.scores["redness"], value.flatten(), atol=1e-6, rtol=0)
+    assert examples["cond"]["length"][:, 0].tolist() == lengths
+    assert torch.equal(examples["desirable"], examples["advantage"] > 0)
+    assert_close(examples["scores"]["redness"], value.flatten(), atol=1e-6, rtol=0)
     assert batch.metrics["reward_mean"] == pytest.approx(float(value.mean()), abs=1e-6)
     assert batch.metrics["zero_std_ratio"] == 0
     assert stream.held_out() is None
@@ -92,7 +92,7 @@ def test_samples_are_those_of_the_deterministic_sampler_of_either_order(tmp_path
     policy = trained_policy(3)
     for ratio in (None, 1.0):
         stream = opened(groups(tmp_path, {"tail_ratio": ratio}), new_learner(policy))
-        latents = batch_of(stream).examples.latents
+        latents = batch_of(stream).examples["latents"]
         x = torch.cat([policy.noise(4, generator(0, "noise", 0, i)) for i in range(3)])
         cond = policy.encode([r for r in stream.requests.batch(0, 3) for _ in range(4)])
         sigmas, before = torch.linspace(1, 0, 5), None
@@ -115,11 +115,11 @@ def test_averages_sample_while_the_policy_stays_as_it_is(tmp_path, weights):
     now = flat(learner.policy.denoiser)
     learner.averages[weights] = EMA(list(other.denoiser.parameters()), 0.5)
     learner.averages[weights].parameters = learner.parameters
-    drawn = batch_of(opened(groups(tmp_path, weights=weights), learner)).examples.latents
+    drawn = batch_of(opened(groups(tmp_path, weights=weights), learner)).examples["latents"]
     assert torch.equal(
-        drawn, batch_of(opened(groups(tmp_path), new_learner(other))).examples.latents
+        drawn, batch_of(opened(groups(tmp_path), new_learner(other))).examples["latents"]
     )
-    assert not torch.equal(drawn, batch_of(opened(groups(tmp_path), learner)).examples.latents)
+    assert not torch.equal(drawn, batch_of(opened(groups(tmp_path), learner)).examples["latents"])
     assert torch.equal(flat(learner.policy.denoiser), now)
 
 
@@ -127,12 +127,12 @@ def test_only_the_best_and_the_worst_of_a_group_are_examples(tmp_path):
     everyone = batch_of(opened(groups(tmp_path, {"samples_per_prompt": 7})))
     cfg = groups(tmp_path, {"samples_per_prompt": 7}, advantages={"extremes": 2})
     few = batch_of(opened(cfg))
-    advantage = everyone.examples.advantage.view(3, 7)
+    advantage = everyone.examples["advantage"].view(3, 7)
     order = advantage.argsort(1)
     kept = torch.cat([order[:, :2], order[:, -2:]], 1).sort(1).values
     rows = (kept + 7 * torch.arange(3)[:, None]).flatten()
-    assert torch.equal(few.examples.latents, everyone.examples.latents[rows])
-    assert torch.equal(few.examples.advantage, everyone.examples.advantage[rows])
+    assert torch.equal(few.examples["latents"], everyone.examples["latents"][rows])
+    assert torch.equal(few.examples["advantage"], everyone.examples["advantage"][rows])
     assert (few.total, cfg.examples_per_step, cfg.rows_per_group) == (12, 12, 4)
     assert few.metrics["samples_dropped"] == 9
 
@@ -143,8 +143,8 @@ def test_samples_whose_reward_failed_are_no_examples(tmp_path, rule, left):
     rewards = Rewards([Redness(fail_on=asked[1].prompt)], {"redness": 1.0})
     known = [asked[1].prompt not in r.prompt for r in asked]
     batch = batch_of(opened(groups(tmp_path, on_failed_reward=rule), rewards=rewards))
-    assert batch.total == len(batch.examples.latents) == 4 * sum(known) == left
-    assert batch.examples.group.unique().tolist() == [i for i in range(3) if known[i]]
+    assert batch.total == len(batch.examples["latents"]) == 4 * sum(known) == left
+    assert batch.examples["group"].unique().tolist() == [i for i in range(3) if known[i]]
     assert batch.metrics["reward_invalid"] == pytest.approx(1 - sum(known) / 3)
     with pytest.raises(RuntimeError, match="rewards failed"):
         batch_of(opened(groups(tmp_path), rewards=rewards))
@@ -153,7 +153,7 @@ def test_samples_whose_reward_failed_are_no_examples(tmp_path, rule, left):
 def test_a_prompt_without_spread_has_advantages_of_zero(tmp_path):
     cfg = groups(tmp_path, {"seeds_per_prompt": 1})  # one noise, no other: four equal samples
     batch = batch_of(opened(cfg))
-    assert batch.examples.advantage.tolist() == [0.0] * 12
+    assert batch.examples["advantage"].tolist() == [0.0] * 12
     assert batch.metrics["zero_std_ratio"] == 1
 
 
@@ -162,19 +162,22 @@ def test_every_sample_is_conditioned_and_scored_with_its_own_source(tmp_path):
     rewards = Rewards([OwnSource()], {"red": 1.0})
     batch = batch_of(opened(cfg, new_learner(SourcePolicy()), rewards))
     assert batch.metrics["reward/own"] == 1
-    assert len(batch.examples.cond["length"].unique()) == 5
+    assert len(batch.examples["cond"]["length"].unique()) == 5
 
 
 def test_a_batch_is_a_function_of_seed_step_and_policy_alone(tmp_path):
     cfg, learner = groups(tmp_path, STOCHASTIC, credit=Gain()), new_learner()
     late, straight = (list(opened(cfg, learner).batches(steps))[-1] for steps in ([2], [0, 1, 2]))
-    assert torch.equal(late.examples.latents, straight.examples.latents)
+    assert torch.equal(late.examples["latents"], straight.examples["latents"])
     assert torch.equal(late.steps.advantage, straight.steps.advantage)
     for other in (opened(cfg, learner, seed=1), opened(cfg, new_learner(PixelPolicy(seed=3)))):
-        assert not torch.equal(batch_of(other, 2).examples.latents, late.examples.latents)
+        assert not torch.equal(batch_of(other, 2).examples["latents"], late.examples["latents"])
 
 
 # Noise levels and groups --------------------------------------------------------------------------
+
+
+GROUP = ("group",)
 
 
 def drawn(batch, loss, **changes):
@@ -185,20 +188,20 @@ def drawn(batch, loss, **changes):
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_group_shares_times_and_if_asked_noise(tmp_path, shared):
     batch = batch_of(opened(groups(tmp_path)))
-    data = drawn(batch, Weighed(whole_groups=True, shared_noise=shared)).all()
-    group, sigma, noise = data.examples.group, data.sigma, data.noise
+    data = drawn(batch, Weighed(also=GROUP, shared_noise=shared)).all()
+    group, sigma, noise = data["group"], data["sigma"], data["noise"]
     assert group.unique(return_counts=True)[1].tolist() == [4] * 9
     for label in group.unique():
         rows = group == label
         assert len(sigma[rows].unique()) == 1
         assert len(noise[rows].unique(dim=0)) == (1 if shared else 4)
-        assert len(data.examples.latents[rows].unique(dim=0)) == 4
+        assert len(data["latents"][rows].unique(dim=0)) == 4
     assert len(sigma.unique()) == 9
     apart = drawn(batch, Weighed()).all()
-    assert (len(apart.sigma.unique()), len(apart.noise.unique(dim=0))) == (36, 36)
+    assert (len(apart["sigma"].unique()), len(apart["noise"].unique(dim=0))) == (36, 36)
 
 
-@pytest.mark.parametrize("loss", [Weighed(), Weighed(whole_groups=True, shared_noise=True)])
+@pytest.mark.parametrize("loss", [Weighed(), Weighed(also=GROUP, shared_noise=True)])
 def test_micro_batches_change_no_update(tmp_path, loss):
     def weights(size):
         learner = new_learner()
@@ -214,14 +217,12 @@ def test_whole_groups_are_never_divided(tmp_path):
     seen = []
 
     class Watching(Weighed):
-        def loss(self, residuals, batch, context):
-            seen.append(batch.group.tolist())
-            return super().loss(residuals, batch, context)
+        def loss(self, batch, context):
+            seen.append(batch["group"].tolist())
+            return super().loss(batch, context)
 
     learner = new_learner()
-    cfg = recipe(
-        loss=Watching(whole_groups=True), times_per_sample=2, micro_batch=9, updates_per_step=2
-    )
+    cfg = recipe(loss=Watching(also=GROUP), times_per_sample=2, micro_batch=9, updates_per_step=2)
     train(cfg, learner, opened(groups(tmp_path), learner))
     assert all(rows.count(label) == 4 for rows in seen for label in rows)
     assert sorted(label for rows in seen for label in rows) == sorted([*range(6)] * 4)
@@ -234,16 +235,16 @@ def test_whole_groups_are_never_divided(tmp_path):
 def test_an_example_counts_at_a_noise_level_by_the_step_there(tmp_path):
     cfg = groups(tmp_path, {"sde_window": Fixed(1, 3)}, credit=Gain())
     batch = batch_of(opened(cfg))
-    assert batch.examples.advantage is None
+    assert "advantage" not in batch.examples
     steps, data = batch.steps, drawn(batch, Weighed())
     assert steps.trained.all(0).tolist() == [False, True, True, False]
     k = step_at(data.sigma, steps.sigmas)
     assert set(k.tolist()) == {1, 2}, "levels of untrained steps are left out"
     assert 0 < len(data) < 36
-    found = data.all().examples
-    assert_close(found.advantage, steps.advantage[data.index, k])
-    assert torch.equal(found.latents, batch.examples.latents[data.index])
-    assert len(found.advantage.unique()) > 10
+    found = data.all()
+    assert_close(found["advantage"], steps.advantage[data.index, k])
+    assert torch.equal(found["latents"], batch.examples["latents"][data.index])
+    assert len(found["advantage"].unique()) > 10
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_completions_are_the_latents_whose_values_are_credited(tmp_path):
     steps = batch.steps
     assert sorted(steps.completed) == [0, 1]
     first, last = steps.completed[0], steps.completed[1]
-    assert torch.equal(last, batch.examples.latents), "after the last noise the ODE ends there"
+    assert torch.equal(last, batch.examples["latents"]), "after the last noise the ODE ends there"
     assert not torch.allclose(first, last)
     values = torch.stack([redness(first), redness(last)], 1).view(3, 4, 2)
     spread = values.std(1, correction=0, keepdim=True) + 1e-4
@@ -279,7 +280,7 @@ def test_completions_are_the_latents_whose_values_are_credited(tmp_path):
     assert_close(steps.advantage[:, :2], expected, atol=2e-4, rtol=1e-4)
     data = drawn(batch, Weighed())
     k = step_at(data.sigma, steps.sigmas)
-    found = data.all().examples.latents
+    found = data.all()["latents"]
     for step in (0, 1):
         assert torch.equal(found[k == step], steps.completed[step][data.index[k == step]])
 
@@ -402,9 +403,7 @@ def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"weights named old, and recipe.old is null"):
         matching(groups(tmp_path, weights="old")).check(run)
     with pytest.raises(ValueError, match=r"micro_batch is 3, but Weighed compares all of the 4"):
-        as_recipe(recipe(loss=Weighed(whole_groups=True), micro_batch=3), groups(tmp_path)).check(
-            run
-        )
+        as_recipe(recipe(loss=Weighed(also=GROUP), micro_batch=3), groups(tmp_path)).check(run)
     with pytest.raises(ValueError, match=r"times_per_sample is 5, but recipe\.times has 4"):
         matching(groups(tmp_path), times=GRID, times_per_sample=5).plan(run, plan, 1)
     with pytest.raises(ValueError, match=r"data.prompts_per_step is 3, fewer than the 4"):
@@ -418,7 +417,7 @@ def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
 
 
 def _outcomes(folder: Path):
-    loss = Weighed(whole_groups=True, shared_noise=True)
+    loss = Weighed(also=GROUP, shared_noise=True)
     return groups(folder, advantages={"extremes": 1}), {
         "loss": loss,
         "times_per_sample": 2,

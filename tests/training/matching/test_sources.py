@@ -68,20 +68,15 @@ def test_a_step_is_a_batch_of_pairs_winners_first(tmp_path):
     stream = stored(painted(tmp_path, 6), new_learner())
     batch = batch_of(stream)
     examples = batch.examples
-    assert (batch.first, batch.total, examples.paired) == (0, 4, True)
-    lengths = examples.cond["length"][:, 0]
+    assert (batch.first, batch.total, "pair" in examples) == (0, 4, True)
+    lengths = examples["cond"]["length"][:, 0]
     assert torch.equal(lengths[:4], lengths[4:])
     chosen = (lengths[:4] - 1).long()
     assert len(chosen.unique()) == 4
-    assert_close(examples.latents, rows_of(6)[torch.cat([chosen, chosen + 6])])
-    assert examples.desirable.tolist() == [True] * 4 + [False] * 4
-    assert examples.weight.tolist() == [1.0] * 8
-    assert (examples.segments, examples.mask, examples.weight_map, examples.users) == (
-        None,
-        None,
-        None,
-        [],
-    )
+    assert_close(examples["latents"], rows_of(6)[torch.cat([chosen, chosen + 6])])
+    assert examples["desirable"].tolist() == [True] * 4 + [False] * 4
+    assert examples["weight"].tolist() == [1.0] * 8
+    assert {*examples} == {"latents", "cond", "weight", "desirable", "pair"}
 
 
 def test_an_epoch_has_every_pair_once_and_the_next_begins_within_a_step(tmp_path):
@@ -89,7 +84,7 @@ def test_an_epoch_has_every_pair_once_and_the_next_begins_within_a_step(tmp_path
     seen = [
         int(length)
         for batch in stream.batches(range(6))
-        for length in batch.examples.cond["length"][:4, 0]
+        for length in batch.examples["cond"]["length"][:4, 0]
     ]
     assert [Counter(seen[i : i + 6]) for i in range(0, 24, 6)] == [Counter(range(1, 7))] * 4
     assert len({tuple(seen[i : i + 6]) for i in range(0, 24, 6)}) > 1
@@ -100,10 +95,10 @@ def test_a_step_is_a_function_of_the_seed_wherever_a_run_begins(tmp_path):
     learner = new_learner(Halves())
     late = batch_of(stored(path, learner, **cfg), 3).examples
     straight = list(stored(path, learner, **cfg).batches(range(4)))[3].examples
-    assert torch.equal(late.latents, straight.latents)
-    assert torch.equal(late.cond["length"], straight.cond["length"])
+    assert torch.equal(late["latents"], straight["latents"])
+    assert torch.equal(late["cond"]["length"], straight["cond"]["length"])
     other = batch_of(stored(path, learner, seed=1, **cfg), 3).examples
-    assert not torch.equal(late.latents, other.latents)
+    assert not torch.equal(late["latents"], other["latents"])
 
 
 def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_path):
@@ -116,8 +111,8 @@ def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_
         held_out_pairs=2,
     )
     examples = stream.held_out()
-    assert_close(examples.latents, rows_of(3)[[0, 1, 3, 4]])
-    assert examples.cond["length"][:, 0].tolist() == [1, 2, 1, 2]
+    assert_close(examples["latents"], rows_of(3)[[0, 1, 3, 4]])
+    assert examples["cond"]["length"][:, 0].tolist() == [1, 2, 1, 2]
     assert stored(painted(tmp_path, 4), new_learner()).held_out() is None
 
 
@@ -205,13 +200,13 @@ def test_media_that_cannot_be_encoded_are_dropped_too(tmp_path):
 def test_a_pair_loses_its_prompt_for_both_and_only_so_often(tmp_path):
     path = painted(tmp_path, 6)
     silent = batch_of(stored(path, new_learner(), prompt_dropout=1.0)).examples
-    assert silent.cond["length"].tolist() == [[0.0]] * 8
+    assert silent["cond"]["length"].tolist() == [[0.0]] * 8
     some = stored(path, new_learner(), prompt_dropout=0.3, batch_size=600)
-    lengths = batch_of(some).examples.cond["length"][:, 0]
+    lengths = batch_of(some).examples["cond"]["length"][:, 0]
     assert torch.equal(lengths[:600], lengths[600:])
     assert float((lengths == 0).float().mean()) == pytest.approx(0.3, abs=0.06)
     steps = stored(path, new_learner(), prompt_dropout=0.5).batches(range(6))
-    silenced = {tuple((b.examples.cond["length"][:4, 0] == 0).tolist()) for b in steps}
+    silenced = {tuple((b.examples["cond"]["length"][:4, 0] == 0).tolist()) for b in steps}
     assert len(silenced) > 2
 
 
@@ -225,13 +220,13 @@ def test_a_pair_is_mirrored_with_both_its_media(tmp_path):
     learner = new_learner(Halves())
     stream = stored(path, learner, flip=0.4, batch_size=300)
     plain = stored(path, learner, batch_size=300)
-    seen, as_is = batch_of(stream).examples.latents, batch_of(plain).examples.latents
+    seen, as_is = batch_of(stream).examples["latents"], batch_of(plain).examples["latents"]
     mirrored = (seen == as_is.flip(-1)).flatten(1).all(1)
     same = (seen == as_is).flatten(1).all(1)
     assert (mirrored ^ same).all()
     assert torch.equal(mirrored[:300], mirrored[300:])
     assert float(mirrored.float().mean()) == pytest.approx(0.4, abs=0.08)
-    always = batch_of(stored(path, learner, flip=1.0, batch_size=300)).examples.latents
+    always = batch_of(stored(path, learner, flip=1.0, batch_size=300)).examples["latents"]
     assert torch.equal(always, as_is.flip(-1))
 
 
@@ -245,11 +240,11 @@ def test_samples_have_their_labels_and_no_partner(tmp_path):
     stream = stored(path, new_learner(), kind="samples", held_out=shown)
     batch = batch_of(stream)
     examples = batch.examples
-    assert (examples.paired, batch.total, len(examples.latents)) == (False, 4, 4)
-    place = (examples.cond["length"][:, 0] - 1).long()
-    assert examples.desirable.tolist() == [bool(k % 2) for k in place.tolist()]
-    assert_close(examples.latents, rows_of(4)[place])
-    assert stream.held_out().paired
+    assert ("pair" in examples, batch.total, len(examples["latents"])) == (False, 4, 4)
+    place = (examples["cond"]["length"][:, 0] - 1).long()
+    assert examples["desirable"].tolist() == [bool(k % 2) for k in place.tolist()]
+    assert_close(examples["latents"], rows_of(4)[place])
+    assert "pair" in stream.held_out()
     learner = new_learner()
     (metrics,) = train(recipe(loss=KTO(beta=5.0)), learner, stream)
     assert metrics["check/loss_at_start"] == pytest.approx(0.5, abs=1e-6)
@@ -257,9 +252,9 @@ def test_samples_have_their_labels_and_no_partner(tmp_path):
     assert found["eval/pairs/implicit_accuracy"] in (0.0, 0.5, 1.0)
 
 
-def opened_for(requires: set, path: str, log=lambda _: None):
+def opened_for(needs: set, path: str, log=lambda _: None):
     cfg = StoredDataset(path=path, kind="samples", batch_size=4)
-    return cfg.open(new_learner(), StreamContext(Rewards([], {}), 0, requires, log))
+    return cfg.open(new_learner(), StreamContext(Rewards([], {}), 0, needs, log))
 
 
 def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
@@ -268,10 +263,10 @@ def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
     rows[1] |= {"chosen_score": 1, "rejected_score": 1}
     jsonl(path, rows)
     messages = []
-    stream = opened_for(KTO().requirements.requires, str(path), messages.append)
+    stream = opened_for(KTO().needs, str(path), messages.append)
     assert sorted(unit.desirable for unit in stream.examples) == [False, False, True, True]
     assert "2 neither liked nor disliked" in messages[0]
-    assert len(opened_for(SFT().requirements.requires, str(path)).examples) == 6
+    assert len(opened_for(SFT().needs, str(path)).examples) == 6
 
 
 def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
@@ -279,11 +274,11 @@ def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
         name = paint(tmp_path, f"i{k}", shade(k)[0])
         (tmp_path / name).with_suffix(".txt").write_text("p" * (k + 1))
     learner = new_learner()
-    stream = opened_for(SFT().requirements.requires, str(tmp_path))
+    stream = opened_for(SFT().needs, str(tmp_path))
     (metrics,) = train(recipe(loss=SFT()), learner, stream)
     assert metrics["fitted"] == 1.0
     with pytest.raises(ValueError, match=r"4 of the 4 samples .*\n4 neither liked nor disliked"):
-        opened_for(KTO().requirements.requires, str(tmp_path))
+        opened_for(KTO().needs, str(tmp_path))
 
 
 def test_settings_of_pairs_are_refused_for_samples():
@@ -310,14 +305,14 @@ def test_stages_join_after_their_steps(tmp_path):
     path = painted(tmp_path, 6, stage=[0, 2, 0, 1, 2, 1])
     stream = stored(path, new_learner(), stage_steps=2, batch_size=3)
     seen = [
-        {int(length) - 1 for length in batch.examples.cond["length"][:3, 0]}
+        {int(length) - 1 for length in batch.examples["cond"]["length"][:3, 0]}
         for batch in stream.batches(range(8))
     ]
     assert seen[0] | seen[1] == {0, 2}
     assert seen[2] | seen[3] == {0, 2, 3, 5}
     assert seen[4] | seen[5] == set(range(6))
     everything = stored(path, new_learner(), batch_size=6)
-    assert len(batch_of(everything).examples.cond["length"].unique()) == 6
+    assert len(batch_of(everything).examples["cond"]["length"].unique()) == 6
 
 
 def test_pairs_weigh_what_their_scores_say(tmp_path):
@@ -334,8 +329,8 @@ def test_pairs_weigh_what_their_scores_say(tmp_path):
     weights = [unit.weight for unit in stream.examples]
     assert weights == pytest.approx([4 ** (2 / 3) - 1, 3 * (4 - 4 ** (2 / 3)), 0.0], rel=1e-5)
     examples = batch_of(stream).examples
-    place = (examples.cond["length"][:, 0] - 1).long()
-    assert_close(examples.weight, tensor(weights)[place])
+    place = (examples["cond"]["length"][:, 0] - 1).long()
+    assert_close(examples["weight"], tensor(weights)[place])
 
 
 def test_weights_of_unknown_scores_are_refused_by_row(tmp_path):
@@ -415,8 +410,10 @@ def two_pairs(first: dict | None = None, second: dict | None = None) -> list[Pai
 def test_segments_are_labels_of_latent_frames_and_pairs_without_any_are_the_winners_throughout():
     segments = [Segment(0, 2, -1), Segment(3, 4, 1)]
     examples = built(two_pairs({"segments": segments}), 2, 5, 1, 2)
-    assert examples.segments.tolist() == [[-1, -1, 0, 1, 0], [1, 1, 1, 1, 1]]
-    assert built(two_pairs(), 2, 5, 1, 2).segments is None
+    winners, losers = examples["segments"].chunk(2)
+    assert winners.tolist() == [[-1, -1, 0, 1, 0], [1, 1, 1, 1, 1]]
+    assert torch.equal(losers, -winners)
+    assert "segments" not in built(two_pairs(), 2, 5, 1, 2)
 
 
 def test_a_segment_beyond_the_last_frame_is_refused_by_row():
@@ -437,12 +434,12 @@ def test_a_mask_is_averaged_onto_the_latent_grid_for_both_and_mirrored_with_them
     wanted = tensor([[[0.75, 0.0], [0.0, 3.0]]])
     examples = built(pairs, 3, 2, 2)
     ones = torch.ones(1, 2, 2)
-    assert_close(examples.mask, torch.stack([wanted, ones, wanted, ones]))
+    assert_close(examples["region"], torch.stack([wanted, ones, wanted, ones]))
     mirrored = built(pairs, 3, 2, 2, flips=[True, False])
     flipped = tensor([[[0.0, 0.75], [3.0, 0.0]]])
-    assert_close(mirrored.mask, torch.stack([flipped, ones, flipped, ones]))
-    assert torch.equal(mirrored.latents[0], examples.latents[0].flip(-1))
-    assert torch.equal(mirrored.latents[1], examples.latents[1])
+    assert_close(mirrored["region"], torch.stack([flipped, ones, flipped, ones]))
+    assert torch.equal(mirrored["latents"][0], examples["latents"][0].flip(-1))
+    assert torch.equal(mirrored["latents"][1], examples["latents"][1])
 
 
 def test_a_mask_of_a_video_is_averaged_over_frames_too(tmp_path):
@@ -450,8 +447,8 @@ def test_a_mask_of_a_video_is_averaged_over_frames_too(tmp_path):
     mask[1, 0, 1] = 8.0
     pairs = two_pairs(second={"mask": write_map(tmp_path, "m", mask)})
     examples = built(pairs, 2, 2, 1, 2)
-    assert_close(examples.mask[1], tensor([[[[0.0, 4.0]], [[0.0, 0.0]]]]))
-    assert torch.equal(examples.mask[3], examples.mask[1])
+    assert_close(examples["region"][1], tensor([[[[0.0, 4.0]], [[0.0, 0.0]]]]))
+    assert torch.equal(examples["region"][3], examples["region"][1])
 
 
 def test_weight_maps_are_each_mediums_own_and_of_mean_1(tmp_path):
@@ -460,7 +457,7 @@ def test_weight_maps_are_each_mediums_own_and_of_mean_1(tmp_path):
     pairs = two_pairs(
         {"chosen": sample("a", weight_map=files[0]), "rejected": sample("b", weight_map=files[1])}
     )
-    maps = built(pairs, 3, 2, 2, flips=[True, True]).weight_map
+    maps = built(pairs, 3, 2, 2, flips=[True, True])["weight_map"]
     assert_close(maps[0], tensor([[[3.0, 1.0], [0.0, 0.0]]]))
     assert_close(maps[1:], torch.ones(3, 1, 2, 2))
 
@@ -487,11 +484,11 @@ def test_scores_users_and_weights_of_pairs_belong_to_their_rows():
     )
     examples = built(pairs, 3, 2, 2, drop_prompt=[False, True])
     nan = torch.nan
-    assert_close(examples.scores["x"], tensor([1.5, nan, nan, -3.0]), equal_nan=True)
-    assert_close(examples.scores["y"], tensor([2.0, nan, nan, nan]), equal_nan=True)
-    assert examples.weight.tolist() == [0.5, 2.0, 0.5, 2.0]
-    assert list(examples.users) == ["u", "", "u", ""]
-    assert examples.cond["length"][:, 0].tolist() == [1, 0, 1, 0]
+    assert_close(examples["scores"]["x"], tensor([1.5, nan, nan, -3.0]), equal_nan=True)
+    assert_close(examples["scores"]["y"], tensor([2.0, nan, nan, nan]), equal_nan=True)
+    assert examples["weight"].tolist() == [0.5, 2.0, 0.5, 2.0]
+    assert list(examples["user"]) == ["u", "", "u", ""]
+    assert examples["cond"]["length"][:, 0].tolist() == [1, 0, 1, 0]
 
 
 def test_a_batch_has_what_any_pair_of_the_dataset_has_and_is_filled_where_it_has_not(tmp_path):
@@ -500,15 +497,14 @@ def test_a_batch_has_what_any_pair_of_the_dataset_has_and_is_filled_where_it_has
     one = {"segments": [Segment(0, 1, -1)], "mask": threes, "chosen": chosen, "user": "u"}
     pairs = two_pairs(one)
     plain = built(pairs[1:], 2, 5, 1, 2, of=pairs)
-    assert plain.segments.tolist() == [[1.0] * 5]
-    assert torch.equal(plain.mask, torch.ones(2, 1, 5, 1, 2))
-    assert plain.mask_strength.tolist() == [1.0, 1.0]
-    assert torch.equal(plain.weight_map, torch.ones(2, 1, 5, 1, 2))
-    assert plain.scores["x"].isnan().tolist() == [True, True]
-    assert list(plain.users) == ["", ""]
+    assert plain["segments"].tolist() == [[1.0] * 5, [-1.0] * 5]
+    assert torch.equal(plain["region"], torch.ones(2, 1, 5, 1, 2))
+    assert plain["region_strength"].tolist() == [1.0, 1.0]
+    assert torch.equal(plain["weight_map"], torch.ones(2, 1, 5, 1, 2))
+    assert plain["scores"]["x"].isnan().tolist() == [True, True]
+    assert list(plain["user"]) == ["", ""]
     alone = built(pairs[1:], 2, 5, 1, 2)
-    assert (alone.segments, alone.mask, alone.mask_strength, alone.weight_map) == (None,) * 4
-    assert (alone.scores, alone.users) == ({}, [])
+    assert {*alone} == {"latents", "cond", "weight", "desirable", "pair"}
 
 
 def test_batches_of_a_file_with_some_scores_and_segments_are_all_alike(tmp_path):
@@ -525,11 +521,11 @@ def test_batches_of_a_file_with_some_scores_and_segments_are_all_alike(tmp_path)
         held_out=painted(tmp_path, 2, "shown"),
     )
     batches = [batch.examples for batch in stream.batches(range(4))]
-    assert sorted(float(b.segments) for b in batches) == [-1.0, 1.0, 1.0, 1.0]
-    assert sum(int(b.scores["a"].isnan().all()) for b in batches) == 3
-    assert [len(b.users) for b in batches] == [2] * 4
+    assert sorted(float(b["segments"][0]) for b in batches) == [-1.0, 1.0, 1.0, 1.0]
+    assert sum(int(b["scores"]["a"].isnan().all()) for b in batches) == 3
+    assert [len(b["user"]) for b in batches] == [2] * 4
     shown = stream.held_out()
-    assert (shown.segments, shown.scores, shown.users) == (None, {}, [])
+    assert not {"segments", "scores", "user"} & {*shown}
 
 
 # Rollouts -----------------------------------------------------------------------------------------
@@ -588,16 +584,18 @@ def test_the_best_of_each_prompt_is_compared_with_the_worst_by_weighted_reward(p
     total = 0.3 * (pixels[..., 0] - pixels[..., 2]) - 2 * pixels[..., 1]
     best, worst = total.argmax(1), total.argmin(1)
     every = torch.arange(3)
-    assert_close(batch.examples.latents, torch.cat([latents[every, best], latents[every, worst]]))
+    assert_close(
+        batch.examples["latents"], torch.cat([latents[every, best], latents[every, worst]])
+    )
     assert (total[every, best] != (pixels[..., 0] - pixels[..., 2]).amax(1)).all()
     green = torch.cat([pixels[every, best, 1], pixels[every, worst, 1]])
-    assert_close(batch.examples.scores["green"], green)
+    assert_close(batch.examples["scores"]["green"], green)
     asked = stream.requests.batch(0, 3)
     lengths = [float(len(request.prompt)) for request in asked] * 2
-    assert batch.examples.cond["length"][:, 0].tolist() == lengths
+    assert batch.examples["cond"]["length"][:, 0].tolist() == lengths
     assert (batch.first, batch.total, batch.metrics["pairs"]) == (0, 3, 3)
-    assert batch.examples.desirable.tolist() == [True] * 3 + [False] * 3
-    assert not batch.examples.latents.requires_grad
+    assert batch.examples["desirable"].tolist() == [True] * 3 + [False] * 3
+    assert not batch.examples["latents"].requires_grad
     assert stream.held_out() is None
 
 
@@ -631,7 +629,7 @@ def test_prompts_whose_samples_are_equally_good_give_no_pair(prompts):
     stream = opened(prompts, Rewards([Told(score)], {"told": 1.0}), prompts_per_step=5)
     batch = batch_of(stream)
     assert batch.total == 1
-    assert batch.examples.cond["length"].tolist() == [[2.0], [2.0]]
+    assert batch.examples["cond"]["length"].tolist() == [[2.0], [2.0]]
 
 
 def test_where_nothing_differs_a_step_makes_no_update_and_the_run_goes_on(prompts):
@@ -664,13 +662,13 @@ def test_samples_whose_reward_failed_never_take_part(prompts):
     known = (value <= value.median()).unflatten(0, (5, 4))
     known &= tensor([[request.prompt != "a"] for request in stream.requests.batch(0, 5)])
     allowed = {tuple(row) for row in latents[known].tolist()}
-    rows = {tuple(row) for row in batch.examples.latents.tolist()}
+    rows = {tuple(row) for row in batch.examples["latents"].tolist()}
     assert rows
     assert rows <= allowed
     count = known.sum(1)
     assert batch.total == int((count * (count - 1) // 2).sum())
     assert batch.metrics["reward_invalid"] == pytest.approx(1 - float(known.float().mean()))
-    assert batch.examples.scores["told"].isfinite().all()
+    assert batch.examples["scores"]["told"].isfinite().all()
 
 
 def test_with_every_reward_failed_there_is_no_mean_and_no_pair(prompts):
@@ -700,7 +698,7 @@ def test_dominance_asks_that_no_weighed_dimension_is_worse_as_its_weight_says(pr
     better &= total[:, :, None] > total[:, None]
     assert batch.total == int(better.sum())
     assert 0 < batch.total < 3 * 15
-    scores = batch.examples.scores
+    scores = batch.examples["scores"]
     for dim, sign in (("redness", 1), ("green", -1)):
         winner, loser = (sign * scores[dim]).chunk(2)
         assert (winner >= loser).all()
@@ -718,14 +716,14 @@ def test_a_batch_is_a_function_of_seed_step_and_policy_alone(prompts):
     rewards, learner = Rewards([Redness()], {"redness": 1.0}), new_learner()
     late = batch_of(opened(prompts, rewards, learner), 2).examples
     straight = list(opened(prompts, rewards, learner).batches(range(3)))[2].examples
-    assert torch.equal(late.latents, straight.latents)
+    assert torch.equal(late["latents"], straight["latents"])
     others = [
         batch_of(opened(prompts, rewards, learner, seed=1), 2),
         batch_of(opened(prompts, rewards, learner), 1),
         batch_of(opened(prompts, rewards, new_learner(PixelPolicy(seed=3))), 2),
     ]
     for other in others:
-        assert not torch.equal(other.examples.latents, late.latents)
+        assert not torch.equal(other.examples["latents"], late["latents"])
 
 
 def test_a_run_costs_what_the_plan_says(prompts):

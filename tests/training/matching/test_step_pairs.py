@@ -128,7 +128,7 @@ def test_a_batch_has_the_winners_and_losers_of_each_step(tmp_path, sampling, cre
             best, worst = rows[total[rows, k].argmax()], rows[total[rows, k].argmin()]
             wanted[int(best), int(worst), k] = float(total[best, k] - total[worst, k])
     latents, count = values.trajectory.state(4), batch.total
-    same = (batch.examples.latents[:, None] == latents).all(-1).float().argmax(1)
+    same = (batch.examples["latents"][:, None] == latents).all(-1).float().argmax(1)
     found = {
         (int(same[i]), int(same[i + count]), k): float(batch.steps.weight[i, k])
         for i, k in batch.steps.trained.nonzero().tolist()
@@ -139,9 +139,9 @@ def test_a_batch_has_the_winners_and_losers_of_each_step(tmp_path, sampling, cre
         assert found[key] == pytest.approx(gap / mean, rel=1e-4)
     assert len(wanted) == cfg.examples_per_step == 6
     assert batch.metrics["pair_gap"] == pytest.approx(mean, rel=1e-4)
-    assert batch.examples.paired
-    assert batch.examples.desirable.tolist() == [True] * count + [False] * count
-    lengths = batch.examples.cond["length"][:, 0]
+    assert "pair" in batch.examples
+    assert batch.examples["desirable"].tolist() == [True] * count + [False] * count
+    lengths = batch.examples["cond"]["length"][:, 0]
     assert torch.equal(lengths[:count], lengths[count:])
 
 
@@ -162,13 +162,13 @@ def test_pairs_have_only_the_noise_levels_of_their_steps_with_their_weights(tmp_
     cfg = recipe(times=SamplerGrid(num_steps=4, distinct=True), times_per_sample=4)
     levels = noise_for(cfg, PixelPolicy(), batch.examples, 0, (0, 0, 0), steps)
     data = levels.all()
-    k = step_at(data.sigma, steps.sigmas)
-    assert len(data.sigma) == int(steps.trained.sum()) == 6
+    k = step_at(levels.sigma, steps.sigmas)
+    assert len(levels) == int(steps.trained.sum()) == 6
     assert bool(steps.trained[levels.index, k].all())
     expected = steps.weight[levels.index, k]
-    assert_close(data.examples.weight, torch.cat([expected, expected]))
+    assert_close(data["weight"], torch.cat([expected, expected]))
     assert len(expected.unique()) == 6
-    assert data.examples.advantage is None
+    assert "advantage" not in data
 
 
 def test_equal_weights_and_a_least_gap_select_steps_instead(tmp_path):

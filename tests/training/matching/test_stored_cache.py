@@ -79,25 +79,25 @@ def test_no_example_of_a_table_keeps_bytes_and_no_batch_hashes_any(tmp_path, mon
     monkeypatch.setattr(
         cache.hashlib, "sha256", lambda data=b"", **how: hashed.append(len(data)) or sha256(data)
     )
-    assert len(next(iter(stream.batches([0]))).examples.latents) == (8 if kind == "pairs" else 4)
+    assert len(next(iter(stream.batches([0]))).examples["latents"]) == (8 if kind == "pairs" else 4)
     assert 0 < max(hashed) < min(len(noise_png(k)) for k in range(6))
 
 
 def test_latents_of_a_table_of_pictures_are_those_of_its_pictures(tmp_path):
     stream = stored(pick_a_pic(tmp_path, [(0, 1), (2, 3)]), new_learner(), batch_size=2)
     examples = next(iter(stream.batches([0]))).examples
-    rows = [(int(n) - 1, side) for side in (0, 1) for n in examples.cond["length"][:2, 0]]
+    rows = [(int(n) - 1, side) for side in (0, 1) for n in examples["cond"]["length"][:2, 0]]
     shown = [Media(data=noise_png(i + side)) for i, side in rows]
     latents = LatentCache(PixelPolicy(), None)
     latents.prepare(shown, flips=False)
-    assert torch.equal(examples.latents, latents.read(shown, [False] * 4))
+    assert torch.equal(examples["latents"], latents.read(shown, [False] * 4))
 
 
 def test_a_guided_policy_keeps_no_unconditional_half_of_prompts(tmp_path):
     """Networks are matched without guidance."""
     path, folder = painted(tmp_path, 3), tmp_path / "cache"
     stream = stored(path, new_learner(Guided()), cache=str(folder))
-    assert next(iter(stream.batches([0]))).examples.cond.keys() == {"length"}
+    assert next(iter(stream.batches([0]))).examples["cond"].keys() == {"length"}
     assert sorted(part.name for part in folder.iterdir()) == ["length-False", "pixel"]
     assert len(train(recipe(), new_learner(Guided()), stream, 2)) == 2
 

@@ -43,16 +43,16 @@ def test_the_lead_is_the_difference_of_credit_where_it_is_positive():
 def test_pairs_have_the_noise_levels_of_steps_with_a_lead_and_their_weights(tmp_path):
     stream = stored(with_values(tmp_path), new_learner(), credit=Gain(), batch_size=2)
     (batch,) = stream.batches([0])
-    order = batch.examples.cond["length"][:2, 0].argsort()
+    order = batch.examples["cond"]["length"][:2, 0].argsort()
     assert_close(batch.steps.weight[order], WEIGHT)
     cfg = recipe(times=SamplerGrid(num_steps=3, distinct=True), times_per_sample=3)
     levels = noise_for(cfg, PixelPolicy(), batch.examples, 0, (0, 0, 0), batch.steps)
     data = levels.all()
-    k = step_at(data.sigma, batch.steps.sigmas)
+    k = step_at(levels.sigma, batch.steps.sigmas)
     found = torch.zeros(2, 3)
-    found[levels.index, k] = data.examples.weight.chunk(2)[0]
+    found[levels.index, k] = data["weight"].chunk(2)[0]
     assert_close(found[order], WEIGHT)
-    assert torch.equal(*data.examples.weight.chunk(2))
+    assert torch.equal(*data["weight"].chunk(2))
 
 
 def test_the_loss_before_the_first_update_is_the_mean_weight_times_log_2(tmp_path):
@@ -62,7 +62,7 @@ def test_the_loss_before_the_first_update_is_the_mean_weight_times_log_2(tmp_pat
     stream = stored(with_values(tmp_path), learner, credit=Gain(), batch_size=1)
     (metrics,) = train(cfg, learner, stream)
     (batch,) = stream.batches([0])
-    pair = int(batch.examples.cond["length"][0, 0]) - 1
+    pair = int(batch.examples["cond"]["length"][0, 0]) - 1
     expected = (2.0, 1.5)[pair] / 1.75
     assert metrics["policy_loss"] == pytest.approx(expected * log(2), rel=1e-4)
     assert metrics["weight"] == pytest.approx(expected)

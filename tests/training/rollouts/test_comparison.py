@@ -122,7 +122,7 @@ def test_pairs_may_be_chosen_by_normalised_dimensions(tmp_path):
     plain = scores @ tensor([1.0, 0.6])
     assert (total.argmax(1) != plain.argmax(1)).any() or (total.argmin(1) != plain.argmin(1)).any()
     for scale, decides in (("group", total), ("given", plain)):
-        found = batch_of(opened(tmp_path, weights, advantages={"scale": scale})).examples.scores
+        found = batch_of(opened(tmp_path, weights, advantages={"scale": scale})).examples["scores"]
         best = scores[torch.arange(3), decides.argmax(1), 0]
         worst = scores[torch.arange(3), decides.argmin(1), 0]
         assert_close(found["redness"], torch.cat([best, worst]))
@@ -139,7 +139,7 @@ def test_pairs_may_be_chosen_by_transformed_rewards(tmp_path):
     found = batch_of(opened(tmp_path, weights, advantages={"value_transform": transform}))
     each = torch.arange(3)
     expected = [scores[each, total.argmax(1), 0], scores[each, total.argmin(1), 0]]
-    assert_close(found.examples.scores["redness"], torch.cat(expected))
+    assert_close(found.examples["scores"]["redness"], torch.cat(expected))
     assert found.metrics["reward/green"] == pytest.approx(float(scores[..., 1].mean()), abs=1e-6)
 
 
@@ -158,7 +158,7 @@ def test_pairs_may_be_chosen_by_the_lead_on_a_reference_of_each_request(tmp_path
     stream.requests = replace(
         stream.requests, all=[known.get(r.prompt, r) for r in stream.requests.all]
     )
-    found = batch_of(stream).examples.scores["redness"]
+    found = batch_of(stream).examples["scores"]["redness"]
     each = torch.arange(3)
     expected = [scores[each, total.argmax(1), 0], scores[each, total.argmin(1), 0]]
     assert_close(found, torch.cat(expected))
@@ -186,7 +186,7 @@ def test_thresholds_move_the_weights_that_pairs_are_chosen_by(tmp_path):
     found = [batch.metrics["weight/green"] for batch in batches]
     assert found[0] == 0
     assert 0 < found[1] < found[2] < 1
-    scores = batches[0].examples.scores["redness"].chunk(2)
+    scores = batches[0].examples["scores"]["redness"].chunk(2)
     assert batches[0].total == 18, "a dimension without weight does not decide"
     assert (scores[0] > scores[1]).all()
     again = opened(

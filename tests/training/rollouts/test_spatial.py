@@ -117,8 +117,8 @@ def test_nft_gets_the_advantages_of_places(tmp_path):
     data = groups(tmp_path, spatial=RewardMap(reward="mapped"))
     learner = new_learner(VideoPixel(seed=1))
     examples = batch_of(data.open(learner, StreamContext(rewards(), 0))).examples
-    assert examples.places.shape == (12, 1, *GRID)
-    assert_close(examples.places.mean((1, 2, 3, 4)), examples.advantage)
+    assert examples["places"].shape == (12, 1, *GRID)
+    assert_close(examples["places"].mean((1, 2, 3, 4)), examples["advantage"])
 
 
 def test_what_cannot_use_places_is_refused(tmp_path):
