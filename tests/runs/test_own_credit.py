@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from flowalign.runs import load, start, train
 from flowalign.runs.config import Run
+from flowalign.types import Batch, step_of
 from flowalign.utils import local_modules
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -99,7 +100,7 @@ def trained(folder: Path, method: str, slopes: list[float], monkeypatch):
     of_loss, seen = type(own).loss, []
 
     def record(self, first, *others):
-        batch = others[0] if hasattr(others[0], "weight") else others[1]
+        batch = next(one for one in (first, *others) if isinstance(one, Batch))
         loss, stats = of_loss(self, first, *others)
         seen.append((batch, float(loss.detach())))
         return loss, stats
@@ -120,7 +121,7 @@ def test_flow_grpo_weights_each_transition_by_the_advantage_of_its_step(folder, 
     """Alone in its micro-batch, a transition has the loss -advantage, as its ratio is 1."""
     seen, weights = trained(folder, "flow_grpo", [1.0, -2.0, 0.0], monkeypatch)
     for k, slope in enumerate((1.0, 2.0)):
-        losses = sorted(loss for batch, loss in seen if batch.k == k)
+        losses = sorted(loss for batch, loss in seen if step_of(batch) == k)
         assert_close(tensor(losses), slope * tensor([-1.5, -0.5, 0.5, 1.5]), atol=1e-3, rtol=0)
     _, others = trained(folder, "flow_grpo", [1.0, 2.0, 0.0], monkeypatch)
     assert not torch.equal(weights, others)
@@ -131,11 +132,11 @@ def test_step_dpo_pairs_the_extremes_of_each_step(folder, monkeypatch):
     """At step 1 the slope is negative, so winner and loser change places."""
     seen, weights = trained(folder, "step_dpo", [1.0, -2.0, 0.0], monkeypatch)
     turned, others = trained(folder, "step_dpo", [1.0, 2.0, 0.0], monkeypatch)
-    first, second = ({b.k: b for b, _ in of_run} for of_run in (seen, turned))
-    assert first[0].advantage.tolist() == pytest.approx([1.5, -1.5])
-    assert first[1].advantage.tolist() == pytest.approx([3.0, -3.0])
-    assert torch.equal(first[0].x_next, second[0].x_next)
-    assert torch.equal(first[1].x_next, second[1].x_next.flip(0))
+    first, second = ({step_of(b): b for b, _ in of_run} for of_run in (seen, turned))
+    assert first[0]["advantage"].tolist() == pytest.approx([1.5, -1.5])
+    assert first[1]["advantage"].tolist() == pytest.approx([3.0, -3.0])
+    assert torch.equal(first[0]["x_next"], second[0]["x_next"])
+    assert torch.equal(first[1]["x_next"], second[1]["x_next"].flip(0))
     assert not torch.equal(weights, others)
 
 
@@ -147,15 +148,15 @@ def test_online_dpo_weights_pairs_of_each_step_by_their_gap(folder, monkeypatch)
     losses = tensor(sorted(loss for _, loss in seen))
     assert_close(losses, tensor([2 / 3, 4 / 3]) * log(2), atol=1e-4, rtol=0)
     small, large = sorted(seen, key=lambda each: each[1])
-    assert torch.equal(small[0].latents, large[0].latents.flip(0))  # the winner changes
-    assert all(torch.equal(small[0].latents, batch.latents) for batch, _ in turned)
+    assert torch.equal(small[0]["latents"], large[0]["latents"].flip(0))  # the winner changes
+    assert all(torch.equal(small[0]["latents"], batch["latents"]) for batch, _ in turned)
     assert not torch.equal(weights, others)
 
 
 @pytest.mark.slow
 def test_nft_contrasts_samples_by_the_advantage_of_the_step_at_each_level(folder, monkeypatch):
     seen, weights = trained(folder, "nft", [1.0, -2.0, 0.0], monkeypatch)
-    found = sorted(float(batch.advantage) for batch, _ in seen)
+    found = sorted(float(batch["advantage"]) for batch, _ in seen)
     assert_close(tensor(found), tensor([-3.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 3.0]))
     _, others = trained(folder, "nft", [1.0, 2.0, 0.0], monkeypatch)
     assert not torch.equal(weights, others)

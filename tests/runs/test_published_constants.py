@@ -14,16 +14,6 @@ from flowalign.runs.config import load
 MODELS, METHODS, CREDIT = "configs/models/", "configs/methods/", "configs/credit/"
 SD35, KONTEXT = MODELS + "sd35_medium.yaml", MODELS + "flux1_kontext.yaml"
 PUBLISHED = {
-    # EPG, arXiv:2602.04663: A = R - mean, error of weight 1, no clip; no guidance in training
-    (SD35, METHODS + "epg.yaml"): {
-        "recipe.loss.advantage_scale": 1.0,
-        "recipe.loss.weighting": "uniform",
-        "recipe.loss.ratio_to": "old",
-        "recipe.loss.clip": None,
-        "recipe.loss.anchor_weight": 0.0,
-        "recipe.data.advantages.scale": "none",
-        "policy.guidance": 1.0,
-    },
     # AWM, arXiv:2509.25050: scxue/advantage_weighted_matching, config/dgx_awm.py for GenEval
     (SD35, METHODS + "awm.yaml"): {
         "recipe.kl": 0.001,
