@@ -97,15 +97,15 @@ for step in range(args.steps):
     values = CompletionValues(policy, rewards, trajectory, finish, Completion(), micro_batch=96)
     credit = credit_method(trajectory, values)  # value [B, T, R], group [B, T], mask [B, T]
 
-    # credit -> advantages. Dimensions are weighted, then samples are compared within their group.
+    # credit -> advantages. Weighted dimensions are compared within each group.
     advantage = advantages(
         credit.value, credit.group, credit.mask, rewards.weights, combine="advantage_of_sum"
     ).clamp(-5, 5)
 
     # advantages -> loss -> update. A minibatch holds step k of several samples.
-    step_weight = torch.ones(sampling.num_steps)
     samples = Batch({"advantage": advantage, "mask": credit.mask})
-    batch = RolloutBatch(trajectory, samples, Batch({"weight": step_weight}), credit.mask)
+    steps = Batch({"weight": torch.ones(sampling.num_steps)})
+    batch = RolloutBatch(trajectory, samples, steps, credit.mask)
     num_trained, ratio = int(credit.mask.sum()), 0.0
     for minibatch in minibatches(batch, torch.arange(len(credit.mask)), size=96):
         loss, stats = algorithm.loss(batch.fields(policy, policy), minibatch)

@@ -68,7 +68,7 @@ _MISPLACED = {
 
 def _suggest(message: str, key: str, parser: ArgumentParser) -> str | None:
     """Return the allowed names nearest to the unknown name in a message, or another hint."""
-    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+    if found := re.search(r"(?:No|module) '?([\w.]+)'? (?:has no )?attribute '?(\w+)", message):
         return _list_nearest(found[2], dir(importlib.import_module(found[1])))
     if option := _find_unknown_option(message):
         paths = re.findall(r"class_path '([\w.]+)'", message)

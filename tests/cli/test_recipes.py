@@ -47,7 +47,7 @@ def test_nothing_that_needs_a_gpu_is_said_to_have_run():
     assert {one.label for one in ran} == {"run on CPU"}
     assert not [one.name for one in ran if re.search("on GPUs|sd35|flux1|wan2|qwen", one.name)]
     assert [one.name for one in ran if "on GPUs" in one.file.read_text()] == []
-    assert "no row has run with published weights yet" in Path("README.md").read_text()
+    assert "No row has trained with published weights yet" in Path("README.md").read_text()
 
 
 def test_methods_and_models_that_trained_in_the_matrix_are_labelled_so():

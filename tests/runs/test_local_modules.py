@@ -1,6 +1,5 @@
 """Components of the user's own files, next to the run file or in the current folder."""
 
-import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 import yaml
 
-from flowalign.cli.main import main
 from flowalign.rewards.config import load_rewards
 from flowalign.runs.config import load
 from flowalign.types import MediaBatch
@@ -227,30 +225,6 @@ def test_files_that_cannot_be_used_are_refused_by_name(folder, monkeypatch, name
     (folder / "json.py").write_text("class Warmth: pass\n")
     with pytest.raises(ConfigError, match=words):
         load_rewards(name)
-
-
-@pytest.mark.parametrize("reward", ["my_reward.Warmth", "my_reward.py:redness"])
-def test_the_command_that_init_prints_runs_as_printed(folder, capsys, monkeypatch, reward):
-    monkeypatch.chdir(folder)
-    options = [
-        "--model",
-        "toy_shapes",
-        "--prompts",
-        "own",
-        "--reward",
-        reward,
-        "--out",
-        "my run.yaml",
-    ]
-    with pytest.raises(SystemExit) as ended:
-        main(["init", *options])
-    assert ended.value.code == 0
-    command = capsys.readouterr().err.splitlines()[-1]
-    program, *words = shlex.split(command)
-    assert program == "flowalign"
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow
