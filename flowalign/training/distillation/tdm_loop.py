@@ -36,6 +36,7 @@ from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.distillation.boundaries import Boundaries
 from flowalign.training.distillation.roles import Roles
 from flowalign.training.distillation.tdm_settings import RewardSurrogate, TDMSettings
+from flowalign.training.engine import Accumulation, Part
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import find_scale
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
@@ -166,18 +167,16 @@ class TDMLoop(Loop):
         `total` is the number of samples over all processes. Metrics of the generator have no
         prefix.
         """
-        learner, stats = self.roles.trained[role], dict[str, float]()
         if not total:
             return {}
-        for k, part in drawn.parts(self.cfg.samples_together, samples):
-            if not len(part):
-                continue
-            share = len(part) / (total * drawn.num_steps)
-            value, found = loss(k, part, key)
-            learner.backward(share * value)
-            for name, one in found.items():
-                stats[name] = stats.get(name, 0.0) + share * float(one)
-        metrics = self.processes.sum_by_name(stats) | learner.step()
+        learner = self.roles.trained[role]
+        gradient = Accumulation(learner)
+        gradient.add_all(
+            Part(len(part) / (total * drawn.num_steps), partial(loss, k, part, key))
+            for k, part in drawn.parts(self.cfg.samples_together, samples)
+            if len(part)
+        )
+        metrics = gradient.means() | learner.step()
         prefix = "" if role == "generator" else f"{role}/"
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 

@@ -9,6 +9,7 @@ A training *step* takes one batch from the data source and makes `updates_per_st
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from typing_extensions import override
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import FlowSDE
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
+from flowalign.training.engine import Accumulation, Part
 from flowalign.training.learner import Learner
 from flowalign.training.matching.displacement_checks import MatchingChecks
 from flowalign.training.matching.dividing import divide_updates
@@ -120,27 +122,21 @@ class MatchingLoop(Loop):
 
         `total` is the number of noise levels over all ranks.
         """
-        learner, stats = self.learner, {}
-        for part in parts:
-            share = num_examples(part) / total
-            loss, found = micro_batch_loss(self.cfg, learner, part, context)
-            if not share:  # an empty micro-batch only takes part in the loss's gather
-                continue
-            learner.backward(share * loss)
-            for name, value in found.items():
-                stats[name] = stats.get(name, 0.0) + share * value.float().to(
-                    learner.processes.device
-                )
-        means = torch.stack(list(stats.values())).tolist() if stats else []
-        metrics = means_by_third(
-            learner.processes.sum_by_name(dict(zip(stats, means, strict=True)))
+        gradient = Accumulation(self.learner)
+        gradient.add_all(
+            Part(
+                num_examples(part) / total,
+                partial(micro_batch_loss, self.cfg, self.learner, part, context),
+            )
+            for part in parts
         )
+        metrics = means_by_third(gradient.means())
         metrics = checks.terms.compare(metrics)
         checks.before_update(metrics)
         if "margin_abs" in metrics:
             remember_margin(self.loss_state, metrics["margin_abs"])
         checks.watch(metrics)
-        return metrics | learner.step()
+        return metrics | self.learner.step()
 
 
 def micro_batch_loss(

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 from flowalign.losses.matching.sft import SFT
+from flowalign.training.engine import Accumulation, Part
 from flowalign.training.learner import Learner
 from flowalign.training.matching.example_parts import num_examples, prepare
 from flowalign.training.matching.matching_loop import micro_batch_loss
@@ -16,7 +18,8 @@ from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.recipe_plan import MemoryPart
-from flowalign.types import MatchingLoss, ModelPlan
+from flowalign.types import Batch, MatchingLoss, ModelPlan
+from flowalign.types.loss import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
@@ -130,13 +133,19 @@ class StoredGradient:
             yield self._accumulate(step, batch)
 
     def _accumulate(self, step: int, batch: StepExamples) -> dict[str, float]:
-        cfg, learner, total = self.cfg, self.learner, 0.0
+        cfg, learner = self.cfg, self.learner
         examples = prepare(batch.examples, learner.policy, learner.processes.device)
-        key = self.seed, step, 0
-        levels = noise_for(self.matching, learner.policy, examples, batch.first, key)
-        for part in levels.parts(cfg.micro_batch):
-            loss, _ = micro_batch_loss(self.matching, learner, part)
-            share = num_examples(part) / batch.total
-            learner.backward(cfg.weight * share * loss)
-            total += share * float(loss.detach())
-        return learner.processes.sum_by_name({"regulariser": total})
+        levels = noise_for(
+            self.matching, learner.policy, examples, batch.first, (self.seed, step, 0)
+        )
+        gradient = Accumulation(learner)
+        gradient.add_all(
+            Part(num_examples(part) / batch.total, partial(self._loss, part))
+            for part in levels.parts(cfg.micro_batch)
+        )
+        return gradient.means()
+
+    def _loss(self, part: Batch) -> Loss:
+        """Return the weighted loss, and the loss before its weight for the log."""
+        loss, _ = micro_batch_loss(self.matching, self.learner, part)
+        return self.cfg.weight * loss, {"regulariser": loss.detach()}

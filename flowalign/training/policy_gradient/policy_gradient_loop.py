@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
+from flowalign.training.engine import Accumulation, Part
 from flowalign.training.learner import Learner
 from flowalign.training.matching.regulariser import StoredGradient
 from flowalign.training.policy_gradient.batches import RolloutBatch, minibatch, parts, portions
@@ -141,8 +141,7 @@ def update(
     Step weights are measured only in the first epoch, because later the policy was already trained
     on the samples.
     """
-    totals: dict[str, Tensor] = {}
-    metrics: dict[str, float] = {}
+    gradient, metrics = Accumulation(learner, 1 / cfg.updates), dict[str, float]()
     sampled_with = learner.num_updates
     for epoch in range(cfg.epochs_per_step):
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
@@ -151,35 +150,33 @@ def update(
             if "chunk" in batch.steps and learner.num_updates > sampled_with:
                 local = _local(batch, part)
                 batch = with_log_ratios(batch, local, learner.policy, cfg.micro_batch)
-            backward = partial(_backward, cfg, learner, num_trained, totals)
+            backward = partial(_backward, cfg, gradient, num_trained)
             if steps and num_trained:
                 steps.accumulate(batch, part, backward, measures=epoch == 0)
             else:
                 deque(backward(batch, part), maxlen=0)  # runs the generator, keeps nothing
             stored = next(regularised) if regularised else {}
             metrics |= stored | (learner.step() if num_trained or stored else {})
-    means = torch.stack(list(totals.values())).tolist() if totals else []
-    metrics |= learner.processes.sum_by_name(dict(zip(totals, means, strict=True)))
-    return metrics | (steps.metrics(batch.weight) if steps else {})
+    return metrics | gradient.means() | (steps.metrics(batch.weight) if steps else {})
 
 
 def _backward(
     cfg: PolicyGradientSettings,
-    learner: Learner,
+    gradient: Accumulation,
     num_trained: int,
-    totals: dict[str, Tensor],
     batch: RolloutBatch,
     samples: Int[Tensor, "n"],
 ) -> Iterator[int]:
-    """Accumulate gradient and statistics of the samples; yield the step of each minibatch."""
-    fields = batch.fields(learner.policy, learner.reference)
-    for k, chosen in portions(batch, _local(batch, samples), cfg.micro_batch):
-        loss, stats = cfg.algorithm.loss(fields, minibatch(batch, k, chosen))
-        share = len(chosen) / num_trained
-        learner.backward(share * loss)
-        for name, stat in stats.items():
-            totals[name] = totals.get(name, 0.0) + share / cfg.updates * stat
-        yield k
+    """Add the gradient of the samples; yield the step of each micro-batch."""
+    fields = batch.fields(gradient.learner.policy, gradient.learner.reference)
+    return gradient.add(
+        Part(
+            len(chosen) / num_trained,
+            partial(cfg.algorithm.loss, fields, minibatch(batch, k, chosen)),
+            k,
+        )
+        for k, chosen in portions(batch, _local(batch, samples), cfg.micro_batch)
+    )
 
 
 def _local(batch: RolloutBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
