@@ -96,7 +96,7 @@ class Trajectory:
     rows: SharedRows
     """Index of the states that samples share."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
-    """Means of the old transitions by step; empty unless a loss declares `needs_mean_old`."""
+    """Means of the old transitions by step; empty unless a loss needs `mean_old`."""
     untrained: Sequence[int] = ()
     """Indices of the stochastic steps that are not trained."""
     finished: Mapping[tuple[int, Completion], Float[Tensor, "n *latent"]] = field(

@@ -1,7 +1,7 @@
 """Define the fields of transitions, and the interface of losses on batches of transitions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -80,17 +80,13 @@ class PolicyLoss(ABC):
     """Whether a minibatch holds pairs: all winners, then their losers."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Return whether `loss` evaluates the reference (default: False).
+    def needs(self) -> Set[str]:
+        """Return what the loss reads in addition to the columns of every batch (default: nothing).
 
-        This costs one more network evaluation per transition.
+        mean_old: rollouts store the mean of each trained transition. reference: the loss evaluates
+        the reference, at one more network evaluation per transition.
         """
-        return False
-
-    @property
-    def needs_mean_old(self) -> bool:
-        """Return whether rollouts must store the mean of each trained transition."""
-        return False
+        return frozenset()
 
     @property
     def uses_places(self) -> bool:

@@ -78,7 +78,7 @@ def test_the_values_borrowed_for_flux_are_those_of_its_sheet():
     sampling, policy = run.recipe.sampling, run.policy
     assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (6, 24, 0.9)
     assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-5, 0.0)
-    assert not run.recipe.algorithm.needs_reference
+    assert "reference" not in run.recipe.algorithm.needs
     assert (policy.lora.rank, policy.lora.alpha) == (64, 128)
     assert policy.lora == LORA
     assert (policy.embedded_guidance, policy.guidance, policy.precision) == (3.5, 1.0, "bf16")

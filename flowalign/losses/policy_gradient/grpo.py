@@ -4,7 +4,7 @@ Source: Flow-GRPO, arXiv:2505.05470v5. The log-probability in the ratio is a mea
 elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,7 +43,7 @@ class GRPO(PolicyLoss):
         """Reject empty chunks, and chunks with a surrogate that needs single steps."""
         if self.chunk_sizes is None:
             return
-        if self.surrogate.needs_mean_old:
+        if self.surrogate.needs:
             raise ValueError(
                 f"algorithm.chunk_sizes is {self.chunk_sizes}, but {type(self.surrogate).__name__} "
                 "needs the means of single steps: choose PPOClip, LogHinge or RewardClip"
@@ -54,20 +54,14 @@ class GRPO(PolicyLoss):
             )
 
     @property
-    def needs_reference(self) -> bool:
-        """Return whether there is a KL term; only this term evaluates the reference."""
-        return self.kl_coef > 0
-
-    @property
-    def needs_mean_old(self) -> bool:
-        """Return whether the surrogate needs the old means."""
-        return self.surrogate.needs_mean_old
+    def needs(self) -> Set[str]:
+        """Return what the surrogate needs, and the reference if there is a KL term."""
+        return self.surrogate.needs | ({"reference"} if self.kl_coef > 0 else set())
 
     @property
     def uses_places(self) -> bool:
         """Return whether the surrogate needs only the log-ratio of single steps."""
-        inner = getattr(self.surrogate, "surrogate", self.surrogate)
-        return self.chunk_sizes is None and not inner.needs_mean_old
+        return self.chunk_sizes is None and not self.surrogate.needs
 
     @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:

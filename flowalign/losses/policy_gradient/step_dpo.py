@@ -5,6 +5,7 @@ for noisy states. Here they are ranked by their advantage, from any credit metho
 """
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -40,9 +41,9 @@ class StepDPO(PolicyLoss):
 
     @property
     @override
-    def needs_reference(self) -> bool:
-        """Return False if likelihoods are relative to the policy that sampled."""
-        return self.reference == "reference"
+    def needs(self) -> Set[str]:
+        """Return nothing if likelihoods are relative to the policy that sampled."""
+        return {"reference"} if self.reference == "reference" else frozenset()
 
     @property
     @override

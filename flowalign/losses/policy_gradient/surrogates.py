@@ -1,6 +1,7 @@
 """Define the trust regions of the GRPO family, which turn log-ratios into losses."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -29,7 +30,8 @@ class Surrogate(ABC):
 
     clip: float
     """Size of the trust region, in the unit of the surrogate."""
-    needs_mean_old: ClassVar[bool]
+    needs: ClassVar[Set[str]] = frozenset()
+    """Columns that the surrogate reads in addition to those of every batch."""
 
     @abstractmethod
     def __call__(
@@ -46,7 +48,6 @@ class PPOClip(Surrogate):
     """
 
     clip: PositiveFloat = 1e-4
-    needs_mean_old: ClassVar[bool] = False
 
     @override
     def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
@@ -63,7 +64,7 @@ class RatioNorm(Surrogate):
     """
 
     clip: PositiveFloat = 2e-6
-    needs_mean_old: ClassVar[bool] = True
+    needs: ClassVar[Set[str]] = frozenset({"mean_old"})
 
     @override
     def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
@@ -79,7 +80,6 @@ class LogHinge(Surrogate):
     """
 
     clip: PositiveFloat = 1e-4
-    needs_mean_old: ClassVar[bool] = False
 
     @override
     def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
@@ -95,7 +95,7 @@ class DivergenceMask(Surrogate):
     """
 
     clip: PositiveFloat = 1e-5
-    needs_mean_old: ClassVar[bool] = True
+    needs: ClassVar[Set[str]] = frozenset({"mean_old"})
 
     @override
     def __call__(self, log_ratio: Tensor, current: Gaussian, batch: Batch) -> SurrogateLoss:
@@ -117,7 +117,6 @@ class RewardClip(Surrogate):
     clip: PositiveFloat
     """Clip range that large advantages approach."""
     sensitivity: PositiveFloat
-    needs_mean_old: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Reject bounds that are not 0 < low <= clip, and a sensitivity that is not positive."""

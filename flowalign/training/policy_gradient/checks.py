@@ -25,7 +25,7 @@ class PolicyGradientChecks:
     def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure, log: Log):
         self.algorithm, self.learner = algorithm, learner
         self.weights = WeightChecks(learner, on_failure, log)
-        self.replayed, self.kl_due = False, algorithm.needs_reference
+        self.replayed, self.kl_due = False, "reference" in algorithm.needs
         self.terms = AuxiliaryTerms(log)
 
     @stage("check")

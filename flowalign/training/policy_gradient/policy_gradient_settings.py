@@ -85,7 +85,7 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
                 "LogHinge or RewardClip, or set recipe.spatial to null"
             )
         gated = self.kl_gate is not None or self.reference is not None
-        if gated and not (isinstance(self.algorithm, GRPO) and self.algorithm.needs_reference):
+        if gated and not (isinstance(self.algorithm, GRPO) and "reference" in self.algorithm.needs):
             raise ValueError(
                 "recipe.kl_gate and recipe.reference change the KL of flowalign.losses.GRPO, but "
                 "recipe.algorithm has none: set algorithm.kl_coef above 0, or both to null"
@@ -138,7 +138,7 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
         return RolloutSettings(
             **self.rollout_fields(),
             keeps="all" if self.algorithm.chunks == "latent_change" else "trained",
-            needs_means=self.algorithm.needs_mean_old or self.spatial is not None,
+            needs_means="mean_old" in self.algorithm.needs or self.spatial is not None,
             clips_process=True,
         )
 

@@ -78,7 +78,7 @@ def evaluations(
     return {
         **rollout_evaluations(cfg.rollouts, window, per_velocity),
         "training": training,
-        "reference": training if cfg.algorithm.needs_reference else 0,
+        "reference": training if "reference" in cfg.algorithm.needs else 0,
         "ratios": 0
         if cfg.algorithm.chunks is None
         else training * (cfg.updates - 1) // cfg.updates,
