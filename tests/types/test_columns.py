@@ -1,5 +1,6 @@
 """Columns of real batches have the axes that `COLUMNS` documents, and no column is unknown."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -217,3 +218,11 @@ def test_an_unknown_column_and_columns_of_unequal_lengths_are_refused():
         Batch({"weight": torch.zeros(2), "cond": {"text": torch.zeros(3)}})
     with pytest.raises(KeyError, match="the batch has no column 'old', only weight"):
         Batch({"weight": torch.zeros(2), "scores": {}})["old"]
+
+
+def test_the_page_on_the_loop_names_columns_that_exist():
+    page = Path("docs/concepts/the_loop.md").read_text()
+    section = page.split("## Batch and engine")[1].split("\n## ")[0]
+    rows = [line.split("|")[3] for line in section.splitlines() if line.startswith("| ")][1:]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {"x_next", "policy", "advantage"} <= named <= COLUMNS.keys()
