@@ -5,7 +5,6 @@ checkpoints, evaluation and checks.
 """
 
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.distillation import TDM
 from flowalign.training.ema import EMA
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
@@ -31,6 +30,5 @@ __all__ = [
     "RecipePlan",
     "RewardGradient",
     "RunContext",
-    "TDM",
     "TrainingFailure",
 ]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGES = (
-    *(f"flowalign.{n}" for n in ("conditioning", "credit", "gradient_paths", "losses", "sampling")),
-    *("flowalign.training.matching", "flowalign.training.reward_gradient"),
+    *(f"flowalign.{n}" for n in ("conditioning", "credit", "extra", "gradient_paths", "losses")),
+    *("flowalign.sampling", "flowalign.training.matching", "flowalign.training.reward_gradient"),
     *("pipelines", "reward_models"),
 )
 

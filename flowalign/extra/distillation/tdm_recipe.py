@@ -7,11 +7,11 @@ from pathlib import Path
 from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_requests
+from flowalign.extra.distillation.roles import open_roles
+from flowalign.extra.distillation.tdm_loop import TDMLoop
+from flowalign.extra.distillation.tdm_settings import TDMSettings
 from flowalign.rewards.checked import OnFailure
 from flowalign.training.checkpoint_paths import check_start
-from flowalign.training.distillation.roles import open_roles
-from flowalign.training.distillation.tdm_loop import TDMLoop
-from flowalign.training.distillation.tdm_settings import TDMSettings
 from flowalign.training.learner import Learner
 from flowalign.training.plan_rows import (
     check_prompts_per_step,

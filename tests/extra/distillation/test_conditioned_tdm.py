@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flowalign.conditioning import RewardWords
-from flowalign.training import TDM
-from flowalign.training.distillation import tdm_loop as module
+from flowalign.extra import TDM
+from flowalign.extra.distillation import tdm_loop as module
 from flowalign.training.recipe import RunContext
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_learner, new_rewards

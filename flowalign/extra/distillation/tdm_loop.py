@@ -21,6 +21,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
+from flowalign.extra.distillation.boundaries import Boundaries
+from flowalign.extra.distillation.roles import Roles
+from flowalign.extra.distillation.tdm_settings import RewardSurrogate, TDMSettings
 from flowalign.functional.distribution_matching import (
     boundary,
     importance,
@@ -33,9 +36,6 @@ from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.training.distillation.boundaries import Boundaries
-from flowalign.training.distillation.roles import Roles
-from flowalign.training.distillation.tdm_settings import RewardSurrogate, TDMSettings
 from flowalign.training.engine import Accumulation, Part
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import find_scale

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from flowalign.data.requests import Requests
+from flowalign.extra import TDM
+from flowalign.extra.distillation.roles import open_roles
+from flowalign.extra.distillation.tdm_loop import TDMLoop
+from flowalign.extra.distillation.tdm_settings import Fake, RewardSurrogate
 from flowalign.losses.matching.dgpo import DGPO
 from flowalign.rewards.composite import Rewards
-from flowalign.training import TDM, checkpoint
-from flowalign.training.distillation.roles import open_roles
-from flowalign.training.distillation.tdm_loop import TDMLoop
-from flowalign.training.distillation.tdm_settings import Fake, RewardSurrogate
+from flowalign.training import checkpoint
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.advantage_config import AdvantageConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flowalign.training.distillation.tdm_settings import TDMSettings
+from flowalign.extra.distillation.tdm_settings import TDMSettings
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Learner
 from flowalign.training.reference import guide
