@@ -9,7 +9,6 @@ from flowalign.training.ema import EMA
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.matching.matching_recipe import Matching
-from flowalign.training.online_reward import OnlineReward
 from flowalign.training.policy_gradient import PolicyGradient
 from flowalign.training.recipe import Loop, Recipe, RunContext
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan
@@ -18,7 +17,6 @@ from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGrad
 __all__ = [
     "EMA",
     "Checkpoints",
-    "OnlineReward",
     "Evaluation",
     "Learner",
     "Loop",

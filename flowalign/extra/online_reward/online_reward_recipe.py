@@ -6,11 +6,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from flowalign.extra.online_reward.online_reward_loop import OnlineRewardLoop, RewardHead
+from flowalign.extra.online_reward.online_reward_settings import OnlineRewardSettings
+from flowalign.extra.online_reward.recorder import Recorder
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.online_reward.online_reward_loop import OnlineRewardLoop, RewardHead
-from flowalign.training.online_reward.online_reward_settings import OnlineRewardSettings
-from flowalign.training.online_reward.recorder import Recorder
 from flowalign.training.recipe import Log, Loop, Recipe, RunContext
 from flowalign.training.recipe_plan import RecipePlan
 from flowalign.types import ModelPlan, Refreshable, RewardModel

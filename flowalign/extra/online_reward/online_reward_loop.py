@@ -13,13 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.extra.online_reward.online_reward_settings import OnlineRewardSettings
+from flowalign.extra.online_reward.recorder import Recorder
 from flowalign.functional.agreement import list_pairs
 from flowalign.functional.rating import Features
 from flowalign.functional.reward_loss import bradley_terry
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.online_reward.online_reward_settings import OnlineRewardSettings
-from flowalign.training.online_reward.recorder import Recorder
 from flowalign.training.recipe import Loop
 from flowalign.training.trained_weights import TrainedSet
 from flowalign.types import MediaBatch, Refreshable, RewardModel

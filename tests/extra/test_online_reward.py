@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from flowalign.extra import OnlineReward
+from flowalign.extra.online_reward.online_reward_loop import RewardHead
+from flowalign.extra.online_reward.recorder import Recorder
 from flowalign.functional.rating import Features
 from flowalign.rewards.composite import Rewards
-from flowalign.training import OnlineReward, checkpoint
+from flowalign.training import checkpoint
 from flowalign.training.learner import Optimizer
-from flowalign.training.online_reward.online_reward_loop import RewardHead
-from flowalign.training.online_reward.recorder import Recorder
 from flowalign.training.recipe import RunContext
 from flowalign.types import MediaBatch, Refreshable, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.costs import Costs
