@@ -38,6 +38,7 @@ ROLES = {
     "flowalign.credit": {"CreditEstimator"},
     "flowalign.gradient_paths": {"GradientPath", "Leaps"},
     "flowalign.conditioning": {"PromptConditioning"},
+    "flowalign.extra": {"Recipe", "PolicyLoss", "MatchingLoss", "PairGenerator"},
     "reward_models": {"RewardModel", "LatentReward", "PairJudge", "YesNoJudge", "Detector"}
     | {"TextReader", "Encoder", "Reader", "Backbone", "NoisyBackbone", "Head"},
 }

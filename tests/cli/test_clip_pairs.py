@@ -12,13 +12,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from flowalign.cli import main as cli
-from flowalign.curation.clip_pairs import clip_pairs_job
-from flowalign.curation.clip_pairs.dense_pairs import DensePairs
-from flowalign.curation.clip_pairs.local_pairs import LocalPairs
-from flowalign.curation.clip_pairs.run_file import ClipPairs, load
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
+from flowalign.extra.clip_pairs import clip_pairs_job
+from flowalign.extra.clip_pairs.dense_pairs import DensePairs
+from flowalign.extra.clip_pairs.local_pairs import LocalPairs
+from flowalign.extra.clip_pairs.run_file import ClipPairs, load
 from flowalign.runs.config.compose import compose
 from flowalign.types import InputSpec
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
@@ -26,8 +26,8 @@ from tests.fixtures.video_pixel import VideoPixel, clip, clips
 pytestmark = pytest.mark.slow
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
-DENSE = {"class_path": "flowalign.curation.DensePairs", "init_args": {"seconds": 0.5}}
-LOCAL = {"class_path": "flowalign.curation.LocalPairs"}
+DENSE = {"class_path": "flowalign.extra.DensePairs", "init_args": {"seconds": 0.5}}
+LOCAL = {"class_path": "flowalign.extra.LocalPairs"}
 REWARD = {
     "rewards": [
         {

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.curation.clip_pairs.run_file import ClipPairs
+from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.reward_training.reward_run import RewardRun
 from flowalign.reward_training.user_embeddings import UserEmbeddings
 from flowalign.rewards.config import RewardFile

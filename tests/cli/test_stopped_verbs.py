@@ -9,7 +9,7 @@ import pytest
 from flowalign.cli import main as cli
 from flowalign.cli.commands import clip_pairs, compare, sample, score
 from flowalign.cli.dispatch import run_verb
-from flowalign.curation.clip_pairs.run_file import ClipPairs
+from flowalign.extra.clip_pairs.run_file import ClipPairs
 
 STOPS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 

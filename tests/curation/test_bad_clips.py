@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from flowalign.curation.clip_pairs.clip_pairs_job import finish as pairs_made
-from flowalign.curation.clip_pairs.clip_pairs_job import run as make_pairs
-from flowalign.curation.clip_pairs.local_pairs import LocalPairs
-from flowalign.curation.clip_pairs.run_file import ClipPairs
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import Throughput, TooManyFailures
 from flowalign.data.latents.encode_once import LatentCache
@@ -20,6 +16,10 @@ from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.distributed.processes import ALONE
+from flowalign.extra.clip_pairs.clip_pairs_job import finish as pairs_made
+from flowalign.extra.clip_pairs.clip_pairs_job import run as make_pairs
+from flowalign.extra.clip_pairs.local_pairs import LocalPairs
+from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.rewards.composite import Rewards
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import prompts_of

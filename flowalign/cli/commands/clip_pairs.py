@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flowalign.curation.clip_pairs import clip_pairs_job
-from flowalign.curation.clip_pairs.run_file import ClipPairs, load, settings_of
 from flowalign.distributed.processes import join
+from flowalign.extra.clip_pairs import clip_pairs_job
+from flowalign.extra.clip_pairs.run_file import ClipPairs, load, settings_of
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path, make_folder

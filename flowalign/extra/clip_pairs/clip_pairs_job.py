@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
-from flowalign.curation.clip_pairs.method import ClipPair
-from flowalign.curation.clip_pairs.run_file import ClipPairs
 from flowalign.data.latents.latent_files import save_latent
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.readers import Dataset
+from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
+from flowalign.extra.clip_pairs.method import ClipPair
+from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.types import Request
 from flowalign.utils.files import atomic_write, write_text
 from flowalign.utils.seeds import is_in_share

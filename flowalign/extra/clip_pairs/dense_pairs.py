@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
-from flowalign.curation.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
+from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
+from flowalign.extra.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
 from flowalign.functional.corruption import step_at_level
 from flowalign.functional.segments import (
     Span,

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from flowalign.curation.clip_pairs.denoiser import ClipRegenerator
-from flowalign.curation.clip_pairs.method import PairGenerator
 from flowalign.data.readers import Dataset, open_dataset
+from flowalign.extra.clip_pairs.denoiser import ClipRegenerator
+from flowalign.extra.clip_pairs.method import PairGenerator
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.weighted_reward import WeightedReward, join_weights
 from flowalign.types import Policy
@@ -26,8 +26,8 @@ class ClipPairs:
     clips: str
     """Path of a dataset in any format of `flowalign score`: a folder with captions, or a table."""
     method: PairGenerator
-    """Pair generator, by dotted path of a class in `flowalign.curation.clip_pairs` or your own
-    class."""
+    """Pair generator, by dotted path: `flowalign.extra.DensePairs`, `flowalign.extra.LocalPairs` or
+    your own class."""
     schema: str = "auto"
     root: str | None = None
     """Folder where relative paths begin. Null: the folder of the file."""

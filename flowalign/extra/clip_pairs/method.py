@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
+from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.rewards.composite import Rewards
 
 
