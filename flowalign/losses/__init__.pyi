@@ -20,7 +20,6 @@ from .matching.rwr import RWR as RWR
 from .matching.safeguard import Safeguard as Safeguard
 from .matching.sft import SFT as SFT
 from .policy_gradient.grpo import GRPO as GRPO
-from .policy_gradient.span_grpo import SpanGRPO as SpanGRPO
 from .policy_gradient.step_dpo import StepDPO as StepDPO
 from .policy_gradient.surrogates import (
     DivergenceMask as DivergenceMask,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.credit import Branch, Gain
-from flowalign.losses import SpanGRPO
+from flowalign.extra import SpanGRPO
 from flowalign.runs.config import Run, load
 from flowalign.runs.planning import run_memory
 from flowalign.runs.planning.plan import plan

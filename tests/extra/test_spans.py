@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from flowalign.credit.group_ids import prompt_step_ids
-from flowalign.functional.span import span_log_density
+from flowalign.extra import SpanGRPO
+from flowalign.extra.span_grpo import span_log_density
 from flowalign.functional.surrogate import ppo_clip
-from flowalign.losses import GRPO, PPOClip, SpanGRPO
+from flowalign.losses import GRPO, PPOClip
 from flowalign.sampling.branching import Comb
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import minibatches

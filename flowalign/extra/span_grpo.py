@@ -6,13 +6,17 @@ network inputs. The released code (yl4467/CogniEdit) instead clips each step sep
 the network a gradient only at the first step of the span.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.span import span_log_density
+from flowalign.functional.path_gradient import straight_through
 from flowalign.functional.surrogate import ppo_clip
+from flowalign.functional.transition import Kernel, log_density, transition
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Batch, Fields, PolicyLoss, step_of, steps_of
 from flowalign.types.loss import Loss
@@ -58,3 +62,27 @@ class SpanGRPO(PolicyLoss):
         loss = (first["weight"] * ppo_clip(log_ratio, first["advantage"], self.clip)).mean()
         stats = ratio_stats(log_ratio.detach(), first["advantage"], self.clip)
         return loss, stats | {"policy_loss": loss.detach()}
+
+
+def span_log_density(
+    kernel: Kernel,
+    states: Sequence[Float[Tensor, "n *latent"]],
+    velocities: Sequence[Float[Tensor, "n *latent"]],
+    sigmas: Float[Tensor, "S"],
+    first: int,
+    etas: Sequence[Float[Tensor, "n"]],
+) -> Float[Tensor, "n"]:
+    """Return sum_k log pi(x_{k+1} | x_k) over the steps k = first, first + 1, ... of a span.
+
+    `states` are the states that the old policy reached, one more than there are velocities. Each
+    state keeps its exact value but carries the gradient of the mean of the previous step. A
+    velocity therefore gets a gradient from the density of its step and, through the latents, of all
+    later steps. The caller decides whether gradients flow into the states at which velocities were
+    evaluated. CogniEdit detaches them, so no Jacobian of the network is needed.
+    """
+    x, found = states[0], []
+    for i, velocity in enumerate(velocities):
+        step = transition(kernel, x, velocity, sigmas, first + i, etas[i])
+        found.append(log_density(kernel, states[i + 1], step))
+        x = straight_through(states[i + 1], step.mean)
+    return torch.stack(found).sum(0)
