@@ -8,13 +8,11 @@ from .families.flux2_klein import Flux2Klein as Flux2Klein
 from .families.hunyuan import HunyuanVideo as HunyuanVideo
 from .families.hunyuan15 import HunyuanVideo15 as HunyuanVideo15
 from .families.hunyuan15_i2v import HunyuanVideo15I2V as HunyuanVideo15I2V
-from .families.hyper_align import HyperAlign as HyperAlign, HyperAlignFlux1 as HyperAlignFlux1
 from .families.krea2 import Krea2 as Krea2
 from .families.ltx import LTX as LTX
 from .families.ltx2 import LTX2 as LTX2
 from .families.ltx2_i2v import LTX2I2V as LTX2I2V
 from .families.ltx_i2v import LTXI2V as LTXI2V
-from .families.personal import PersonalSD15 as PersonalSD15, PersonalSDXL as PersonalSDXL
 from .families.qwen_image import QwenImage as QwenImage
 from .families.qwen_image21 import QwenImage21 as QwenImage21
 from .families.qwen_image_edit import QwenImageEdit as QwenImageEdit

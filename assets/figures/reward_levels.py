@@ -40,7 +40,7 @@ def asked(folder: Path, images: int) -> dict[str, Any]:
         found = evaluate(run.policy, rewards, cfg, processes, conditioning).metrics
         return {name: found[f"eval/{name}"] for name in ("exact_match", "clean", "diversity")}
 
-    best: Any = run.conditioning  # flowalign.conditioning.RewardLevels
+    best: Any = run.conditioning  # flowalign.extra.RewardLevels
     before = measured(None)
     newest = checkpoint.latest(folder / "checkpoints")
     run.policy.load_weights(str(newest / "ema"))

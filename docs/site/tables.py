@@ -37,8 +37,7 @@ ROLES = {
     "flowalign.losses": {"PolicyLoss", "MatchingLoss", "RewardLoss", "Surrogate", "Link"},
     "flowalign.credit": {"CreditEstimator"},
     "flowalign.gradient_paths": {"GradientPath", "Leaps"},
-    "flowalign.conditioning": {"PromptConditioning"},
-    "flowalign.extra": {"Recipe", "PolicyLoss", "MatchingLoss", "PairGenerator"},
+    "flowalign.extra": {"Policy", "PromptConditioning", "Recipe", "PolicyLoss", "PairGenerator"},
     "reward_models": {"RewardModel", "LatentReward", "PairJudge", "YesNoJudge", "Detector"}
     | {"TextReader", "Encoder", "Reader", "Backbone", "NoisyBackbone", "Head"},
 }

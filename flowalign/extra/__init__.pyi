@@ -1,6 +1,11 @@
 from .clip_pairs.dense_pairs import DensePairs as DensePairs
 from .clip_pairs.local_pairs import LocalPairs as LocalPairs
+from .conditioning.reward_levels import RewardLevels as RewardLevels
+from .conditioning.reward_words import RewardWords as RewardWords
 from .distillation.tdm_recipe import TDM as TDM
 from .distillation.tdm_settings import Fake as Fake, RewardSurrogate as RewardSurrogate
+from .hyper_align import HyperAlign as HyperAlign, HyperAlignFlux1 as HyperAlignFlux1
 from .online_reward.online_reward_recipe import OnlineReward as OnlineReward
 from .span_grpo import SpanGRPO as SpanGRPO
+from .users.personal import PersonalSD15 as PersonalSD15, PersonalSDXL as PersonalSDXL
+from .users.user_conditioning import Users as Users

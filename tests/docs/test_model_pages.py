@@ -17,8 +17,8 @@ PAGES = sorted(
 PARTS = ("LoRA", "[Mm]emory", "Traps", "Tests")
 LONGEST = 160
 """Lines of a family: its own conditioning belongs to it since policies are composed."""
-NO_FAMILY = "AnyFlow", "HyperAlign", "HyperAlignFlux1", "PersonalSD15", "PersonalSDXL"
-"""Policies that wrap no family: any pipeline, a hypernetwork, and attention to users."""
+NO_FAMILY = ("AnyFlow",)
+"""Policies that wrap no family: any pipeline."""
 
 
 def text_of(page: str) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from flowalign.conditioning import RewardLevels, RewardWords
+from flowalign.extra import RewardLevels, RewardWords
 from flowalign.runs.export.model_card import Evidence, model_card
 from flowalign.runs.planning.plan import plan
 from flowalign.runs.sample.sampling_job import SamplingJob, write_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = (
-    *(f"flowalign.{n}" for n in ("conditioning", "credit", "extra", "gradient_paths", "losses")),
+    *(f"flowalign.{n}" for n in ("credit", "extra", "gradient_paths", "losses")),
     *("flowalign.sampling", "flowalign.training.matching", "flowalign.training.reward_gradient"),
     *("pipelines", "reward_models"),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from flowalign.reward_training.user_embeddings import UserEmbeddings
+from flowalign.extra.users.user_embeddings import UserEmbeddings
 from flowalign.utils.console import say
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import atomic_write

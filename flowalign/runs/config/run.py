@@ -52,7 +52,7 @@ class Run:
     that train the conditional velocity. A distilled scale stays an input of the network."""
     conditioning: PromptConditioning | None = None
     """Words added to the prompts of the policy, in training and in sampling: a class of
-    `flowalign.conditioning`. Rewards see the plain prompts. Null: none."""
+    `flowalign.extra`. Rewards see the plain prompts. Null: none."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its learning rate."""
     ema: Ema | None = field(default_factory=Ema)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowalign.conditioning import RewardWords
-from flowalign.extra import TDM
+from flowalign.extra import TDM, RewardWords
 from flowalign.extra.distillation import tdm_loop as module
 from flowalign.training.recipe import RunContext
 from tests.fixtures.pixel import PixelPolicy

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.conditioning import RewardWords
+from flowalign.extra import RewardWords
 from flowalign.sampling.inference import generate
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.recipe import RunContext

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.conditioning import RewardLevels
+from flowalign.extra import RewardLevels
 from flowalign.sampling.inference import generate
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset

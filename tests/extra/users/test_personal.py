@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flowalign.extra.users.personal import PersonalSD15, PersonalSDXL
 from flowalign.training.reference import FrozenCopy, conditional, reference_for
-from pipelines.families.personal import PersonalSD15, PersonalSDXL
 from tests.fixtures.embedded import move
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl, new_sd15, new_sdxl

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from flowalign.extra.extended_policy import ExtendedPolicy
+from flowalign.extra.hypernetwork import Hyper, HyperLinear, Hypernetwork
 from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt
-from pipelines.families.extended import ExtendedPolicy
 from pipelines.families.flux1 import Flux1
-from pipelines.families.hypernetwork import Hyper, HyperLinear, Hypernetwork
 from pipelines.families.sd3 import SD3
 from pipelines.network.weights import DTYPES, JOINT_ATTENTION
 from pipelines.policy import DiffusersPolicy, Precision

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.conditioning import Users
+from flowalign.extra import Users
 from flowalign.sampling.inference import encode_once, generate
 from flowalign.types import PromptGuidance, Request, UserConditioning
 from flowalign.utils.seeds import generator

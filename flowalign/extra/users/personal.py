@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowalign.extra.extended_policy import ExtendedPolicy
 from flowalign.types import (
     Cond,
     Guidance,
@@ -20,7 +21,6 @@ from flowalign.types import (
 )
 from flowalign.utils.files import bundled
 from flowalign.utils.imports import LazyModule
-from pipelines.families.extended import ExtendedPolicy
 from pipelines.families.sd15 import SD15
 from pipelines.families.sdxl import SDXL
 from pipelines.families.unet import UNetPolicy

@@ -44,7 +44,8 @@ class Users(PromptConditioning):
         if policy.user_conditioning is None:
             raise ValueError(
                 f"conditioning Users needs a personalised policy; {type(policy).__name__} has no "
-                "user conditioning: use pipelines.PersonalSD15 or PersonalSDXL, or leave it out"
+                "user conditioning: use flowalign.extra.PersonalSD15 or PersonalSDXL, or leave it "
+                "out"
             )
         if self.user:
             policy.user_conditioning.check_user(self.user)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flowalign.extra.hyper_align import HyperAlign, HyperAlignFlux1
+from flowalign.extra.hypernetwork import Hyper, HyperLinear, LowRank
 from flowalign.training.reference import FrozenCopy, reference_for
 from pipelines.families.flux1 import Flux1
-from pipelines.families.hyper_align import HyperAlign, HyperAlignFlux1
-from pipelines.families.hypernetwork import Hyper, HyperLinear, LowRank
 from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_flux import build_flux

@@ -1,5 +1,0 @@
-"""Prompt conditioning on reward levels, reward tokens or a user."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+"""Condition prompts on reward levels or reward words."""
