@@ -37,7 +37,8 @@ ROLES = {
     "flowalign.losses": {"PolicyLoss", "MatchingLoss", "RewardLoss", "Surrogate", "Link"},
     "flowalign.credit": {"CreditEstimator"},
     "flowalign.gradient_paths": {"GradientPath", "Leaps"},
-    "flowalign.extra": {"Policy", "PromptConditioning", "Recipe", "PolicyLoss", "PairGenerator"},
+    "flowalign.extra": {"Policy", "PromptConditioning", "Recipe", "PolicyLoss", "PairGenerator"}
+    | {"GradientPath", "Leaps"},
     "reward_models": {"RewardModel", "LatentReward", "PairJudge", "YesNoJudge", "Detector"}
     | {"TextReader", "Encoder", "Reader", "Backbone", "NoisyBackbone", "Head"},
 }

@@ -4,6 +4,11 @@ from .conditioning.reward_levels import RewardLevels as RewardLevels
 from .conditioning.reward_words import RewardWords as RewardWords
 from .distillation.tdm_recipe import TDM as TDM
 from .distillation.tdm_settings import Fake as Fake, RewardSurrogate as RewardSurrogate
+from .flowbp_bridge import FlowBPBridge as FlowBPBridge
+from .flowbp_lagrange import (
+    DirichletLeaps as DirichletLeaps,
+    FlowBPLagrange as FlowBPLagrange,
+)
 from .hyper_align import HyperAlign as HyperAlign, HyperAlignFlux1 as HyperAlignFlux1
 from .online_reward.online_reward_recipe import OnlineReward as OnlineReward
 from .span_grpo import SpanGRPO as SpanGRPO

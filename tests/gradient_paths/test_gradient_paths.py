@@ -3,22 +3,20 @@
 import pytest
 import torch
 
+from flowalign.extra import DirichletLeaps, FlowBPBridge, FlowBPLagrange
+from flowalign.extra.flowbp_bridge import divide_steps
 from flowalign.gradient_paths import (
     VADER,
     AlignProp,
     DirectAlign,
-    DirichletLeaps,
     DRaFT,
     DRaFTLV,
     DRTune,
-    FlowBPBridge,
-    FlowBPLagrange,
     FlowBPSparse,
     LeapAlign,
     ReFL,
     UniformLeaps,
 )
-from flowalign.gradient_paths.flowbp_bridge import divide_steps
 from flowalign.gradient_paths.steps import draw_late_biased
 from tests.fixtures.replays import FieldReplay, bent
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flowalign.functional.quadrature import lagrange_weights, support_points
+from flowalign.extra import DirichletLeaps, FlowBPBridge, FlowBPLagrange
+from flowalign.extra.flowbp_lagrange import lagrange_weights, support_points
 from flowalign.gradient_paths import (
-    DirichletLeaps,
     DRaFTLV,
     DRTune,
-    FlowBPBridge,
-    FlowBPLagrange,
     FlowBPSparse,
     LeapAlign,
     Leaps,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flowalign.data.requests import Requests
+from flowalign.extra import FlowBPLagrange
 from flowalign.functional.noise_matching import sample_error
-from flowalign.gradient_paths import DirectAlign, DRaFT, DRaFTLV, FlowBPLagrange, LeapAlign
+from flowalign.gradient_paths import DirectAlign, DRaFT, DRaFTLV, LeapAlign
 from flowalign.losses import Distance, Margin, Maximise
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards

@@ -6,15 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.gradient_paths import (
-    VADER,
-    AlignProp,
-    DirectAlign,
-    DRaFT,
-    DRaFTLV,
-    FlowBPLagrange,
-    ReFL,
-)
+from flowalign.extra import FlowBPLagrange
+from flowalign.gradient_paths import VADER, AlignProp, DirectAlign, DRaFT, DRaFTLV, ReFL
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.control_words import ControlWords
 from flowalign.training.checkpoint import Checkpoints

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,8 +14,7 @@ from flowalign.functional.path_gradient import (
     scale_gradient,
     straight_through,
 )
-from flowalign.functional.quadrature import lagrange_weights, support_points
-from flowalign.gradient_paths.leaps import DirichletLeaps, Leaps
+from flowalign.gradient_paths.leaps import Leaps
 from flowalign.gradient_paths.steps import require_steps
 from flowalign.types import (
     GradientPath,
@@ -25,6 +25,41 @@ from flowalign.types import (
     SampleView,
     UnitInterval,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirichletLeaps(Leaps):
+    """Dirichlet distribution of the parts before k, from k to j, and after j.
+
+    Defaults: FlowBP-Lagrange's SD3.5 run. Source: FlowBP, arXiv:2606.11075.
+    """
+
+    fewest: ClassVar[int] = 3
+
+    after: PositiveFloat = 2.5
+    """Concentration of the part after j."""
+    between: PositiveFloat = 6.0
+    """Concentration of the part from k to j."""
+    before: PositiveFloat = 2.0
+    """Concentration of the part before k."""
+    latest: PositiveInt | None = 10
+    """Largest number of steps from j to the end of the rollout. If the draw exceeds it, k and j
+    move later. Null: no limit."""
+
+    def draw(self, num_steps: int, generator: torch.Generator) -> tuple[int, int]:
+        """Return k and j from a Dirichlet draw; each of the three parts has at least one step."""
+        # Gamma draws consume a varying number of random numbers. A separate generator keeps later
+        # draws independent of them. torch.distributions takes no generator.
+        seed = int(torch.randint(0, 2**31, (1,), generator=generator))
+        own = torch.Generator().manual_seed(seed)
+        concentration = torch.tensor([[self.after, self.between, self.before]])
+        drawn = torch._standard_gamma(concentration, generator=own)[0]
+        lengths = _round_to_sum(drawn / drawn.sum(), num_steps)
+        after, between = lengths[0], lengths[1]
+        if self.latest is not None:
+            after = min(after, max(1, self.latest - 1))
+        j = num_steps - 1 - after
+        return j - between, j
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +117,40 @@ class FlowBPLagrange(GradientPath):
                 value = replay.cached_velocity(k)
             total = total + weights[i] * value
         return total
+
+
+def support_points(start: int, stop: int, order: int) -> list[int]:
+    """Return at most `order` evenly spaced steps of start ... stop - 1, including both ends.
+
+    With order 1 the only point is `start`.
+    """
+    count = stop - start
+    if count <= order:
+        return list(range(start, stop))
+    places = torch.linspace(0, count - 1, order).round().long().tolist()
+    return [start + place for place in places]
+
+
+def lagrange_weights(
+    points: Float[Tensor, "m"], start: Float[Tensor, ""], stop: Float[Tensor, ""]
+) -> Float[Tensor, "m"]:
+    """Return the integrals from start to stop of the Lagrange basis polynomials of the points.
+
+    The weighted sum of values at the points integrates every polynomial of degree below m exactly.
+    The weights are computed in float64 and returned in the dtype of `points`.
+    """
+    # A Vandermonde matrix is ill-conditioned: float32 would lose several digits.
+    x, m = points.double(), len(points)
+    powers = torch.arange(m, dtype=torch.float64, device=x.device)
+    moments = (stop.double() ** (powers + 1) - start.double() ** (powers + 1)) / (powers + 1)
+    return torch.linalg.solve(x[None] ** powers[:, None], moments).to(points)
+
+
+def _round_to_sum(shares: torch.Tensor, whole: int) -> list[int]:
+    """Return integers of at least 1 in about the given shares, with the sum `whole`."""
+    lengths = (shares * whole).round().long()
+    lengths[shares.argmax()] += whole - lengths.sum()
+    # Rounding may miss the sum or give 0. The largest part absorbs both corrections.
+    lengths = lengths.clamp(min=1)
+    lengths[lengths.argmax()] += whole - lengths.sum()
+    return lengths.tolist()
