@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.corruption import restore_unmasked
+from flowalign.extra.clip_pairs.corruption import restore_unmasked
 from flowalign.functional.noise_matching import add_noise
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import evaluate_velocity

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.extra.clip_pairs.corruption import step_at_level
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
 from flowalign.extra.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
-from flowalign.functional.corruption import step_at_level
-from flowalign.functional.segments import (
+from flowalign.extra.clip_pairs.segments import (
     Span,
     compare_with_margin,
     find_frames,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
+from flowalign.extra.clip_pairs.corruption import moving_mask, step_at_share
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.extra.clip_pairs.method import ClipPair, PairGenerator, Results, Side
-from flowalign.functional.corruption import moving_mask, step_at_share
 from flowalign.rewards.composite import Rewards
 from flowalign.types.ranges import PositiveInt, UnitInterval, require_ranges
 
