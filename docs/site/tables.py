@@ -37,8 +37,8 @@ ROLES = {
     "flowalign.losses": {"PolicyLoss", "MatchingLoss", "RewardLoss", "Surrogate", "Link"},
     "flowalign.credit": {"CreditEstimator"},
     "flowalign.gradient_paths": {"GradientPath", "Leaps"},
-    "flowalign.extra": {"Policy", "PromptConditioning", "Recipe", "PolicyLoss", "PairGenerator"}
-    | {"GradientPath", "Leaps"},
+    "flowalign.extra": {"Policy", "PromptConditioning", "Recipe", "PolicyLoss", "MatchingLoss"}
+    | {"GradientPath", "Leaps", "PairGenerator"},
     "reward_models": {"RewardModel", "LatentReward", "PairJudge", "YesNoJudge", "Detector"}
     | {"TextReader", "Encoder", "Reader", "Backbone", "NoisyBackbone", "Head"},
 }

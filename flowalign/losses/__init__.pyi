@@ -1,19 +1,14 @@
 from .matching.awm import AWM as AWM
 from .matching.crd import CRD as CRD
-from .matching.dense_dpo import DenseDPO as DenseDPO
 from .matching.dgpo import DGPO as DGPO
 from .matching.dpo import DPO as DPO, AutoBeta as AutoBeta
 from .matching.fdfo import FDFO as FDFO
-from .matching.focus_dpo import FocusDPO as FocusDPO
 from .matching.gradient_balance import GradientBalance as GradientBalance
 from .matching.kto import KTO as KTO
-from .matching.kvpo import KVPO as KVPO
 from .matching.linear_dpo import LinearDPO as LinearDPO
 from .matching.links import IPO as IPO, Hinge as Hinge, Link as Link, Sigmoid as Sigmoid
-from .matching.local_dpo import LocalDPO as LocalDPO
 from .matching.mapo import MaPO as MaPO
 from .matching.nft import NFT as NFT
-from .matching.omni_nft import OmniNFT as OmniNFT
 from .matching.opd import OPD as OPD
 from .matching.opsd import OPSD as OPSD
 from .matching.rwr import RWR as RWR

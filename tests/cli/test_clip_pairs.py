@@ -349,7 +349,7 @@ def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[di
                     "class_path": "flowalign.training.matching.StoredDataset",
                     "init_args": {"path": str(path), "batch_size": 2, **data},
                 },
-                "loss": {"class_path": f"flowalign.losses.{loss}"},
+                "loss": {"class_path": f"flowalign.{loss}"},
             },
         },
         "num_steps": 2,
@@ -370,8 +370,8 @@ def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[di
 @pytest.mark.parametrize("ema", [None, {"decay": 0.5}])
 def test_the_end_names_the_weights_that_it_tells_of(written, tmp_path, capsys, ema):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
-    trained(tmp_path, "DenseDPO", tmp_path / "out" / clip_pairs_job.TRAIN, ema)
-    saved = tmp_path / "DenseDPO" / "checkpoints" / "step-000002"
+    trained(tmp_path, "extra.DenseDPO", tmp_path / "out" / clip_pairs_job.TRAIN, ema)
+    saved = tmp_path / "extra.DenseDPO" / "checkpoints" / "step-000002"
     averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if ema else ""
     assert f"weights: {saved}{averaged}\n" in capsys.readouterr().err
     assert (saved / "ema").exists() == bool(ema)
@@ -381,7 +381,7 @@ def test_dense_dpo_trains_on_latents_alone_and_starts_where_it_must(written, tmp
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
     for file in (tmp_path / "out" / "clips").iterdir():
         file.unlink()  # for eyes, and for rewards that come later
-    summary, metrics = trained(tmp_path, "DenseDPO", tmp_path / "out" / clip_pairs_job.TRAIN)
+    summary, metrics = trained(tmp_path, "extra.DenseDPO", tmp_path / "out" / clip_pairs_job.TRAIN)
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
     assert metrics[1]["policy_loss"] != metrics[0]["policy_loss"]
@@ -391,14 +391,14 @@ def test_dense_dpo_trains_on_latents_alone_and_starts_where_it_must(written, tmp
 def test_plain_dpo_trains_on_the_same_pairs_by_the_scores_of_whole_copies(written, tmp_path):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
     path = tmp_path / "out" / clip_pairs_job.TRAIN
-    summary, metrics = trained(tmp_path, "DPO", path, dimensions=["overall"])
+    summary, metrics = trained(tmp_path, "losses.DPO", path, dimensions=["overall"])
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
 
 
 def test_local_dpo_trains_on_its_pairs_with_errors_of_the_mask_emphasised(written, tmp_path):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
-    loss = "LocalDPO"
+    loss = "extra.LocalDPO"
     summary, metrics = trained(tmp_path, loss, tmp_path / "out" / clip_pairs_job.TRAIN)
     assert summary["status"] == "finished"
     # Twice log 2, and the winner's errors.
@@ -411,7 +411,7 @@ def test_latents_of_another_policy_are_refused_with_both_encoders(written, tmp_p
     for file in (tmp_path / "out" / "latents").iterdir():
         save_file(load_file(file), file, {"encoder": "of yesterday"})
     with pytest.raises(AssertionError):
-        trained(tmp_path, "DPO", tmp_path / "out" / clip_pairs_job.TRAIN)
+        trained(tmp_path, "losses.DPO", tmp_path / "out" / clip_pairs_job.TRAIN)
     assert "was encoded by of yesterday, the policy has video-pixel" in capsys.readouterr().err
 
 
@@ -449,7 +449,7 @@ def test_mpo_pairs_of_clips_are_those_that_dominate_in_every_dimension(tmp_path)
     found = pairs_of(scored(tmp_path, "dominance"))
     # 0 and 1, 0 and 4, 1 and 2, 2 and 4: each is better in one of the two.
     assert found == {("2", "0"), ("0", "3"), ("1", "3"), ("2", "3"), ("4", "3"), ("4", "1")}
-    summary, metrics = trained(tmp_path, "DPO", tmp_path / "pairs" / "train.jsonl")
+    summary, metrics = trained(tmp_path, "losses.DPO", tmp_path / "pairs" / "train.jsonl")
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
 
@@ -459,7 +459,7 @@ def test_gapo_weighs_pairs_of_clips_by_their_gap(tmp_path):
     assert len(found) == 10
     weighting = {"scores": {"total": 1.0}, "alpha": 2.0}
     path = tmp_path / "pairs" / "train.jsonl"
-    summary, metrics = trained(tmp_path, "DPO", path, weighting=weighting, batch_size=10)
+    summary, metrics = trained(tmp_path, "losses.DPO", path, weighting=weighting, batch_size=10)
     assert summary["status"] == "finished"
     totals = {
         k: v
@@ -505,7 +505,7 @@ def test_a_training_of_the_package_reads_what_each_run_file_writes(file):
 def test_a_training_with_a_cache_says_that_latents_were_there(written, tmp_path, capsys):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
     cache = str(tmp_path / "cache")
-    trained(tmp_path, "DPO", tmp_path / "out" / clip_pairs_job.TRAIN, cache=cache)
+    trained(tmp_path, "losses.DPO", tmp_path / "out" / clip_pairs_job.TRAIN, cache=cache)
     told = capsys.readouterr().err
     assert "0 latents: 0 encoded now, 0 from the cache" in told
     assert "latents that the dataset holds: 10" in told

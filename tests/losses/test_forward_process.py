@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
+from flowalign.extra import KVPO
 from flowalign.functional.forward_process import nft, optimality, self_normalised_error
 from flowalign.functional.noise_matching import add_noise, sample_error
 from flowalign.functional.transition import per_row
-from flowalign.losses import (
-    AWM,
-    CRD,
-    DGPO,
-    KVPO,
-    NFT,
-)
+from flowalign.losses import AWM, CRD, DGPO, NFT
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.matching import FIELDS
 from tests.fixtures.golden import load, tiny_velocity

@@ -7,15 +7,15 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
+from flowalign.extra.clip_pairs.dense_dpo import DenseDPO
+from flowalign.extra.clip_pairs.local_dpo import LocalDPO
+from flowalign.extra.focus_dpo import FocusDPO
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.dense_dpo import DenseDPO
 from flowalign.losses.matching.dpo import DPO, AutoBeta
-from flowalign.losses.matching.focus_dpo import FocusDPO
 from flowalign.losses.matching.gradient_balance import GradientBalance
 from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.losses.matching.links import IPO, Hinge, Sigmoid
-from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard

@@ -188,7 +188,7 @@ def test_attributes_and_a_teacher_come_together(written, tmp_path):
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
     rewarded = {"weight": {"exact_match": 1.0}}
     for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "region, region_strength")):
-        changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.{loss}"}}
+        changes = {RECIPE + "loss": {"class_path": f"flowalign.extra.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
         assert f"needs {part}, which data of class Rollouts does not give" in message
         load(written(changes))

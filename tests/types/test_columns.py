@@ -16,7 +16,7 @@ from flowalign.credit import Branch, Gain, ProcessOutcome
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.preference_data import Media, Pair, Sample, Segment
-from flowalign.extra import SpanGRPO
+from flowalign.extra import OmniNFT, SpanGRPO
 from flowalign.losses import (
     AWM,
     CRD,
@@ -27,7 +27,6 @@ from flowalign.losses import (
     NFT,
     OPD,
     OPSD,
-    OmniNFT,
     PPOClip,
     RatioNorm,
     StepDPO,

@@ -8,8 +8,8 @@ import torch
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields
 from flowalign.data.preference.preference_data import Pair, Sample
+from flowalign.extra.clip_pairs.local_dpo import LocalDPO
 from flowalign.losses.matching.dpo import DPO
-from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.ema import EMA

@@ -7,8 +7,8 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
+from flowalign.extra.omni_nft import OmniNFT, nft_of_modalities
 from flowalign.functional.forward_process import nft
-from flowalign.losses.matching.omni_nft import OmniNFT, nft_of_modalities
 from flowalign.training.recipe import RunContext
 from flowalign.types import Batch, LossContext
 from tests.fixtures.pixel import PixelPolicy
