@@ -1,17 +1,23 @@
-"""Parse the command line: each command is a module here, and help imports nothing heavy."""
+"""Parse the command line, run a command, and print errors that the user can correct.
+
+Each command is a module here. Help imports nothing heavy.
+"""
 
 import argparse
+import logging
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
 from flowalign import __version__
 from flowalign.cli.options import Parser
-from flowalign.distributed.failures import leave_crashes, leave_stop
+from flowalign.distributed.failures import leave_crashes, leave_failure, leave_stop
+from flowalign.utils.errors import ConfigError, RunFailure
 from flowalign.utils.hide_secrets import hide_in_command
-from flowalign.utils.imports import pause_garbage_collection
+from flowalign.utils.interrupts import exit_code, sigterm_stops
 from flowalign.utils.parent_watchdog import end_with_parent
 
 EXAMPLES = """examples:
@@ -45,9 +51,15 @@ VERBS = {
     "export": "export",
     "doctor": "doctor",
 }
-"""Name of the module of each command. `flowalign.cli.NAME_options` has HELP and
-`add_arguments(parser)`; `flowalign.cli.commands.NAME` has `run(args)`, which returns the exit code.
+"""Name of the module of each command. It has HELP, `add_arguments(parser)` and `run(args)`, which
+returns the exit code.
 """
+MAX_LINES = 5
+"""Largest number of lines of an error message."""
+_REPEATED = ("clip-pairs", "compare", "sample", "score")
+"""Commands that continue when they are repeated."""
+_RESUMED = ("demo", "train")
+"""Commands that continue with --resume."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,10 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     end_with_parent()
     leave_crashes()
     args = parse(list(sys.argv[1:] if argv is None else argv))
-    # The second stage imports torch, which takes seconds; help and wrong options need none of it.
-    with pause_garbage_collection():
-        dispatch = import_module("flowalign.cli.dispatch")
-    code = dispatch.run_verb(args)
+    code = run_verb(args)
     if args.verb == "check" and argv is None:
         # Python would first free the modules of torch and diffusers, which takes 1.7 s of CPU time.
         # This command leaves no open file, thread or process.
@@ -96,13 +105,78 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flowalign {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in VERBS.items():
-        options = import_module(f"flowalign.cli.{module}_options")
+        command = import_module(f"flowalign.cli.{module}")
         verb = verbs.add_parser(
-            name, help=options.HELP, description=options.HELP, allow_abbrev=False
+            name, help=command.HELP, description=command.HELP, allow_abbrev=False
         )
-        verb.set_defaults(takes_overrides=False, module=module)
-        options.add_arguments(verb)
+        verb.set_defaults(takes_overrides=False, run=command.run)
+        command.add_arguments(verb)
     return parser
+
+
+def run_verb(args: argparse.Namespace) -> int:
+    """Run a command, and print a short message for an error that the user can correct."""
+    quiet_libraries()
+    try:
+        with sigterm_stops():
+            return args.run(args)
+    except ConfigError as error:
+        return complain(str(error), 2)
+    except RunFailure as error:
+        return complain(str(error), 1)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        first = str(error).splitlines()[0]  # in a command without a plan
+        return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
+    except OSError as error:  # such as a full disk
+        return complain(_describe(error), 1)
+    except KeyboardInterrupt as stop:
+        return complain(_describe_stop(args), exit_code(stop))
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a GPU ran out of memory; commands that only read files import no torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _describe(error: OSError) -> str:
+    """Return the reason of the system and the file, without the number of the error."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _describe_stop(args: argparse.Namespace) -> str:
+    """Return what a stopped command leaves, and how it continues, if it can."""
+    if args.verb in _REPEATED:
+        return "stopped; saved files are intact, to continue repeat the command"
+    if args.verb in _RESUMED or (args.verb, getattr(args, "action", None)) == ("reward", "train"):
+        return "stopped; saved files are intact, to continue add --resume"
+    return "stopped"
+
+
+def quiet_libraries() -> None:
+    """Silence library messages about kernels, retries, symlinks and internals."""
+    for name in ("xformers", "huggingface_hub", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def complain(message: str, code: int) -> int:
+    """Print an error in at most five lines, or leave it to the launcher; return the exit code."""
+    text = "\n".join(message.splitlines()[:MAX_LINES])
+    if not leave_failure(code, f"flowalign: {text}\n"):
+        from rich.console import Console
+
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            "[bold red]flowalign:[/] " + text.replace("[", r"\[")
+        )
+    return code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Options that commands share, and option types that reject values out of range.
 
-`flowalign --help` imports this module and the modules of all commands, so they import nothing slow.
+`flowalign --help` imports this module and the modules of all commands, so they import slow modules
+only in the functions that use them.
 """
 
 import argparse
@@ -8,6 +9,8 @@ import math
 import re
 from collections.abc import Callable
 from typing import NoReturn
+
+from flowalign.utils.errors import ConfigError
 
 _LONGEST = 40
 SEED = 0, 2**63 - 1
@@ -83,6 +86,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         help="run files (YAML), merged from left to right; other --a.b VALUE options override them",
     )
     parser.set_defaults(takes_overrides=True)
+
+
+def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the run files and the overrides; `a.b=c` among the files is an override."""
+    files = [word for word in args.config if "=" not in word]
+    if not files:
+        raise ConfigError(f"name a run file; there are only settings: {' '.join(args.config)}")
+    return files, [*(word for word in args.config if "=" in word), *args.overrides]
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:

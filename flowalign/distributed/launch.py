@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from flowalign.utils.errors import ConfigError
+
 RESTARTED = "FLOWALIGN_RESTARTED"
 """Environment variable of processes that continue the work of earlier ones."""
 STORE = "FLOWALIGN_STORE"
@@ -25,6 +27,19 @@ class Launch:
     """Machines."""
     rendezvous: str | None = None
     """Address where the launchers of several machines meet, `host:port` of one of them."""
+
+
+def starts_others(processes: int, launched: bool = False) -> bool:
+    """Return whether this process must start others; False if it is alone or was started itself.
+
+    `launched`: a single process needs a launcher as well.
+    """
+    if "RANK" not in os.environ:
+        return launched or processes > 1
+    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    if str(processes) not in ("1", started):
+        raise ConfigError(f"--processes is {processes}, but torchrun has started {started}")
+    return False
 
 
 def relaunch(launch: Launch, argv: Sequence[str]) -> NoReturn:

@@ -1,17 +1,16 @@
 """Show the progress of a run: a bar on a terminal, plain lines in a log file."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 _HEALTH = {
     "reward_mean": "reward {:.3f}",
@@ -41,9 +40,16 @@ class Progress:
         first_step: int = 0,
         *,
         enabled: bool = True,
-        console: Console | None = None,
+        console: "Console | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        # `flowalign --help` imports this module, and rich takes 40 ms.
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+        from rich.text import Text
+
         self._console = (console or Console()) if enabled else Console(quiet=True)
         self._total, self._first, self._clock = total_steps, first_step, clock
         self._start = clock()
@@ -86,7 +92,7 @@ class Progress:
             self.note(self._unprinted)
             self._printed_at, self._unprinted = now, ""
 
-    def note(self, text: str | Text) -> None:
+    def note(self, text: "str | Text") -> None:
         """Print text above the bar, exactly as given."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -137,13 +143,24 @@ class Patience:
             self.seconds *= 2
 
 
-def say(text: str | Text) -> None:
+def say(text: "str | Text") -> None:
     """Print text on the standard error output, exactly as given."""
+    from rich.console import Console
+
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(title: str, rows: Mapping[str, str], *, console: Console | None = None) -> None:
+def get_log() -> Callable[[str], None]:
+    """Return a function that prints a line on the main process, and does nothing on other ranks."""
+    return say if os.environ.get("RANK", "0") == "0" else lambda _: None
+
+
+def table(title: str, rows: Mapping[str, str], *, console: "Console | None" = None) -> None:
     """Print names and values in two columns, such as the plan of a run."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,29 @@ class CommandJob:
     name: str
     command: Sequence[str]
     log: Path
+
+    def last_line(self) -> str:
+        """Return the name and the last line of the log."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else "no output"
+        return f"{self.log}: {last.removeprefix('error: ').removeprefix('flowalign: ')}"
+
+
+def shard_jobs(
+    words: Sequence[str], count: int, logs: Path, without: Sequence[str] = ()
+) -> list[CommandJob]:
+    """Return the `count` shards of a command, which lose `--processes N` and options `without`."""
+    kept = list(words)
+    for name in ("--processes", *without):
+        kept = [word for word in kept if not word.startswith(f"{name}=")]
+        if name in kept:
+            place = kept.index(name)
+            del kept[place : place + 2]
+    command = [sys.executable, "-m", "flowalign", *kept]
+    return [
+        CommandJob(f"shard {i}", [*command, "--shard", f"{i}/{count}"], logs / f"{i}.log")
+        for i in range(count)
+    ]
 
 
 def run_all(

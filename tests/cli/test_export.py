@@ -113,7 +113,7 @@ def test_the_card_s_code_loads_the_weights_and_a_dry_run_publishes_nothing(
     benchmark = benchmark_of(run / "checkpoints" / "step-000003" / "ema", tmp_path / "benchmark")
     for name in ("check_publishing", "publish"):
         refuse = partial(pytest.fail, name)
-        monkeypatch.setattr(f"flowalign.cli.commands.export.{name}", lambda *_, f=refuse: f())
+        monkeypatch.setattr(f"flowalign.utils.hub.{name}", lambda *_, f=refuse: f())
     evidence = ["--benchmark", str(benchmark)]
     with pytest.raises(SystemExit) as ended:
         main(["export", str(run), "--out", str(out), *evidence, *PUBLISH, "--dry-run"])

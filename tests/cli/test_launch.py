@@ -2,8 +2,8 @@
 
 import pytest
 
+from flowalign.cli import check, evaluate, train
 from flowalign.cli import main as cli
-from flowalign.cli.commands import check, evaluate, train
 from flowalign.distributed.launch import Launch
 
 pytestmark = pytest.mark.slow

@@ -99,7 +99,7 @@ def test_an_error_of_the_system_names_the_file_without_a_number(capsys, tmp_path
     def fail(args):
         raise PermissionError(13, "Permission denied", "runs/x/metrics.jsonl")
 
-    monkeypatch.setattr("flowalign.cli.commands.doctor.run", fail)
+    monkeypatch.setattr("flowalign.cli.doctor.run", fail)
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 1
@@ -114,7 +114,7 @@ def test_a_metric_without_a_value_is_null_in_the_line_of_json(capsys, tmp_path, 
     text = RUN.replace("PROMPTS", str(tmp_path / "prompts.txt"))
     run.write_text(text + f"evaluation: {{prompts: {{here: {tmp_path / 'prompts.txt'}}}}}\n")
     found = SimpleNamespace(metrics={"eval/redness": math.nan, "eval/seconds": 1.5})
-    monkeypatch.setattr("flowalign.cli.commands.evaluate.evaluate", lambda *given: found)
+    monkeypatch.setattr("flowalign.training.held_out_evaluation.evaluate", lambda *given: found)
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(run)])
     assert ended.value.code == 0

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from flowalign.cli.commands import pairs as command
+from flowalign.cli import pairs as command
 from flowalign.cli.main import parse
 from flowalign.data.preference.preference_data import samples_of
 from flowalign.data.readers import open_dataset

@@ -49,7 +49,7 @@ def _loads_nothing(monkeypatch):
 
     monkeypatch.setattr(DiffusersPolicy, "load", refuse)
     for verb in ("train", "evaluate", "probe"):
-        monkeypatch.setattr(f"flowalign.cli.commands.{verb}.relaunch", refuse)
+        monkeypatch.setattr(f"flowalign.cli.{verb}.relaunch", refuse)
 
 
 def told(capsys, *words: str) -> str:

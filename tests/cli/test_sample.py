@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign.cli.commands import sample as sample_command
-from flowalign.cli.commands import score as score_command
+from flowalign.cli import sample as sample_command
+from flowalign.cli import score as score_command
 from flowalign.cli.main import parse
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from flowalign.cli.commands import score as score_command
-from flowalign.cli.commands import score_shards
+from flowalign.cli import score as score_command
 from flowalign.cli.main import main, parse
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.prompt_means import average_prompts
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.subprocesses import shard_jobs
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.scoring_rewards import Brightness, picture
 from tests.fixtures.zygote import python
@@ -261,7 +261,7 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
             "0.5",
         ]
     )
-    command = score_shards._shard_command(args, 1)
+    command = shard_jobs(args.words, 3, Path(), ["--summarize"])[1].command
     again = parse(command[3:])
     assert (again.shard, again.processes) == ((1, 3), 1)
     same = set(vars(args)) - {"shard", "processes", "words", "command"}

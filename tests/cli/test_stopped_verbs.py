@@ -2,13 +2,13 @@
 
 import argparse
 import signal
-from importlib import import_module
 
 import pytest
 
 from flowalign.cli import main as cli
-from flowalign.cli.commands import clip_pairs, compare, sample, score
-from flowalign.cli.dispatch import run_verb
+from flowalign.cli import sample, score
+from flowalign.cli.main import run_verb
+from flowalign.extra.clip_pairs import run_file
 from flowalign.extra.clip_pairs.run_file import ClipPairs
 
 STOPS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -22,11 +22,9 @@ def exit_code(*argv: object) -> int:
 
 @STOPS
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
-def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, capsys):
-    module = cli.VERBS[verb]
-    command = import_module(f"flowalign.cli.commands.{module}")
-    monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(number))
-    assert run_verb(argparse.Namespace(verb=verb, module=module)) == code
+def test_every_verb_exits_as_shells_expect(verb, number, code, capsys):
+    stopped = argparse.Namespace(verb=verb, run=lambda args: signal.raise_signal(number))
+    assert run_verb(stopped) == code
     said = capsys.readouterr().err
     assert ("--resume" in said) == (verb in ("train", "demo"))
     assert ("repeat the command" in said) == (verb in ("clip-pairs", "compare", "sample", "score"))
@@ -34,10 +32,9 @@ def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, caps
 
 
 @pytest.mark.parametrize(("action", "resumes"), [("train", True), ("eval", False), ("fit", False)])
-def test_of_the_reward_actions_only_training_resumes(action, resumes, monkeypatch, capsys):
-    command = import_module("flowalign.cli.commands.reward")
-    monkeypatch.setattr(command, "run", lambda args: signal.raise_signal(signal.SIGTERM))
-    assert run_verb(argparse.Namespace(verb="reward", module="reward", action=action)) == 143
+def test_of_the_reward_actions_only_training_resumes(action, resumes, capsys):
+    stop = lambda args: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    assert run_verb(argparse.Namespace(verb="reward", action=action, run=stop)) == 143
     assert ("--resume" in capsys.readouterr().err) == resumes
 
 
@@ -46,10 +43,10 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
     def stopped(*_):
         signal.raise_signal(number)
 
-    monkeypatch.setattr(compare, "compare", stopped)
+    monkeypatch.setattr("flowalign.studies.compare.compare", stopped)
     assert exit_code("compare", "a.yaml", "--seeds", 0, "--out", tmp_path) == code
     assert "to continue repeat the command" in capsys.readouterr().err
-    monkeypatch.setattr(clip_pairs, "load", stopped)
+    monkeypatch.setattr(run_file, "load", stopped)
     assert exit_code("clip-pairs", "a.yaml") == code
     assert "to continue repeat the command" in capsys.readouterr().err
     monkeypatch.setattr(sample, "build_job", stopped)
@@ -69,7 +66,7 @@ def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     cfg = ClipPairs.__new__(ClipPairs)  # without its policy
     cfg.__dict__.update(dataset=list, output_dir=str(tmp_path / "file" / "out"))
-    monkeypatch.setattr(clip_pairs, "load", lambda config, overrides: (cfg, ""))
+    monkeypatch.setattr(run_file, "load", lambda config, overrides: (cfg, ""))
     assert exit_code("clip-pairs", "a.yaml") == 2
     assert "is not a folder" in capsys.readouterr().err
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.cli.commands import vote
-from flowalign.cli.dispatch import run_verb
-from flowalign.cli.main import parse
+from flowalign.cli import vote
+from flowalign.cli.main import parse, run_verb
 from flowalign.curation.votes import vote_server as serving
 from flowalign.curation.votes.poll import Poll, PollSettings
 from flowalign.curation.votes.questions import Question

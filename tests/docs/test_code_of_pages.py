@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from flowalign.cli.commands.common import read_settings
+from flowalign.cli.options import read_settings
 from flowalign.extra.clip_pairs import run_file as clip_pairs
 from flowalign.reward_training.reward_run import load_run
 from flowalign.rewards.config import load_rewards

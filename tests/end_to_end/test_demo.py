@@ -13,7 +13,7 @@ from tests.fixtures.zygote import ROOT, python
 pytestmark = pytest.mark.slow
 SHORTENED = """
 import sys
-from flowalign.cli.demo_options import CONFIGS
+from flowalign.cli.demo import CONFIGS
 from flowalign.cli.main import main
 CONFIGS["shapes"] = sys.argv.pop()
 main()

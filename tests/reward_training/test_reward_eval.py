@@ -8,8 +8,8 @@ import subprocess
 import pytest
 import torch
 
-from flowalign.cli.commands.reward import run as run_reward
 from flowalign.cli.main import parse
+from flowalign.cli.reward import run as run_reward
 from flowalign.functional.agreement import list_pairs
 from flowalign.reward_training import eval as reward_eval
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate

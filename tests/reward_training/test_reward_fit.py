@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from flowalign.cli.commands.reward import run as run_reward
 from flowalign.cli.main import parse
+from flowalign.cli.reward import run as run_reward
 from flowalign.utils.errors import ConfigError
 from reward_models.questions.question_set import Item, QuestionSet, read_question_set
 

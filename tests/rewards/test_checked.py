@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign.cli.commands import train as train_command
-from flowalign.cli.dispatch import MAX_LINES, run_verb
+from flowalign.cli.main import MAX_LINES, run_verb
 from flowalign.rewards.checked import (
     CheckedReward,
     RewardError,
@@ -196,15 +195,14 @@ def test_a_short_wait_is_not_announced():
     assert lines == []
 
 
-def test_training_ends_with_exit_code_1_and_one_short_message(capsys, monkeypatch):
+def test_training_ends_with_exit_code_1_and_one_short_message(capsys):
     class Typo(Doing):
         def score(self, batch):
             return batch.medium
 
     rewards = Rewards([Typo(None)], {"warm": 1.0})
     training = lambda _: train(new_recipe(), new_learner(), rewards)  # noqa: E731
-    monkeypatch.setattr(train_command, "run", training)
-    assert run_verb(Namespace(verb="train", module="train")) == 1
+    assert run_verb(Namespace(verb="train", run=training)) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) <= MAX_LINES
     assert "warmth" in said

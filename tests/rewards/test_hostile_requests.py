@@ -11,9 +11,8 @@ from http.client import HTTPConnection
 import pytest
 import torch
 
-from flowalign.cli.commands.serve import run
 from flowalign.cli.options import Parser
-from flowalign.cli.serve_options import add_arguments
+from flowalign.cli.serve import add_arguments, run
 from flowalign.rewards.batching import Limits, Refusal, Room
 from flowalign.rewards.protocol import pack_batch
 from flowalign.rewards.reward_server import listen

@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load
 from torch.testing import assert_close
 
-from flowalign.cli.commands.serve import format_snippet, run
+from flowalign.cli.serve import format_snippet, run
 from flowalign.rewards.batching import Batcher, Limits
 from flowalign.rewards.checked import RewardError
 from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, read_request
@@ -451,8 +451,7 @@ def test_serving_imports_no_library_that_needs_another_version_of_transformers()
     """So the environment of IXC-2.5-Reward can have transformers 4, next to flowalign alone."""
     code = """
 import sys
-from flowalign.cli import main, dispatch
-from flowalign.cli.commands import serve
+from flowalign.cli import main, serve
 from flowalign.rewards import reward_server
 from flowalign.rewards.config import load_rewards
 load_rewards("configs/rewards/ixc_reward.yaml")

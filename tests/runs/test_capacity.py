@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from flowalign.cli.commands.check import _read_cluster
+from flowalign.cli.check import _read_cluster
 from flowalign.runs.bench.stage_times import unit_seconds
 from flowalign.runs.config import load
 from flowalign.runs.planning.capacity import (

@@ -17,7 +17,6 @@ import yaml
 from PIL import Image
 
 from flowalign.cli import main as cli
-from flowalign.cli.commands import compare as compare_command
 from flowalign.reports import comparison_page
 from flowalign.reports.comparison import AXES, Comparison
 from flowalign.reports.comparison_chart import spent_by_all
@@ -522,7 +521,7 @@ def test_the_command_line_hands_over_files_seeds_and_overrides(
     finished, tmp_path, nothing_runs, monkeypatch
 ):
     asked = []
-    monkeypatch.setattr(compare_command, "compare", lambda r, s: asked.append(r) or compare(r, s))
+    monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
     code = command_line(
         *finished,
         "num_steps=2",
@@ -552,7 +551,7 @@ def test_methods_are_composed_of_their_files_and_named_after_the_last(write, tmp
     (tmp_path / "small.yaml").write_text("recipe: {prompts_per_step: 1}")
     small, asked = f"{tmp_path / 'small.yaml'}+{fast}", []
     monkeypatch.setattr(comparing, "run_all", lambda jobs, *_: asked.extend(jobs) or jobs)
-    monkeypatch.setattr(compare_command, "compare", lambda r, s: asked.append(r) or compare(r, s))
+    monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
     argv = ["--base", base, "--seeds", "0", "--out", str(out), "--metric", "redness"]
     assert command_line(f"{tmp_path / 'small.yaml'}", small, *argv) == 1, "no job was run"
     request, *jobs = asked

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowalign.cli import main as cli
-from flowalign.cli.dispatch import run_verb
+from flowalign.cli.main import run_verb
 from flowalign.runs.config import LoadedRun, load
 from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.planning.plan import plan

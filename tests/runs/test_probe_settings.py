@@ -90,7 +90,7 @@ def test_settings_are_the_product_of_all_axes_and_weights_come_last_in_their_nam
 def test_what_cannot_be_probed_is_refused_before_weights_are_read(
     options, told, capsys, monkeypatch
 ):
-    monkeypatch.setattr("flowalign.cli.commands.probe.probes", None)
+    monkeypatch.setattr("flowalign.studies.probe.measure.probes", None)
     with pytest.raises(SystemExit) as stop:
         main(["probe", SHAPES, *options])
     shown = capsys.readouterr().err

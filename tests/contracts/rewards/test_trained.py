@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from flowalign.cli.commands.reward import run as run_reward
 from flowalign.cli.main import parse
+from flowalign.cli.reward import run as run_reward
 from flowalign.data.media.media import Media
 from flowalign.reward_training.embeddings import Embeddings, RewardSample, embed_samples
 from flowalign.reward_training.reward_run import load_run, train

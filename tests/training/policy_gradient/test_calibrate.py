@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.cli.commands import train
+from flowalign.cli import train
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.data.requests import Requests, read_requests

@@ -1,24 +1,65 @@
-"""Train several run files with several seeds, and print a comparison."""
+"""Train several run files with several seeds, and compare: `flowalign compare`."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flowalign.cli.commands.common import get_log
-from flowalign.reports.comparison import BenchmarkLine, Comparison
-from flowalign.reports.comparison_chart import DRAWN, spent_by_all, words
-from flowalign.reports.comparison_page import count, score, with_interval, with_std
-from flowalign.studies.benchmark.card import load_card
-from flowalign.studies.benchmark.prompts import read_prompts
-from flowalign.studies.compare import Benchmark, ComparisonRequest, compare
-from flowalign.studies.compare_benchmark import evaluate_benchmark
-from flowalign.utils.console import table
+from flowalign.cli.options import SEED, whole
+from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
+
+if TYPE_CHECKING:
+    from flowalign.reports.comparison import BenchmarkLine, Comparison
+    from flowalign.studies.compare import Benchmark
+
+HELP = "Train several run files with several seeds, and compare."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run files, the seeds and the output folder."""
+    parser.add_argument(
+        "configs",
+        nargs="+",
+        metavar="config",
+        help="run files, the baseline first; join several files of one method by +; "
+        "other --a.b VALUE options override all runs",
+    )
+    parser.add_argument(
+        "--base",
+        nargs="+",
+        default=[],
+        metavar="CONFIG",
+        help="run files before those of each method",
+    )
+    parser.add_argument(
+        "--seeds", type=whole(*SEED), nargs="+", default=[0, 1, 2], help="default: 0 1 2"
+    )
+    parser.add_argument("--out", default="runs/compare", help="default: runs/compare")
+    parser.add_argument(
+        "--jobs",
+        type=whole(1, os.cpu_count() or 1),
+        help="number of parallel runs (default: as many as the cores allow, one on a GPU)",
+    )
+    parser.add_argument(
+        "--metric", help="held-out dimension (default: exact_match, or the only one)"
+    )
+    parser.add_argument(
+        "--benchmark",
+        metavar="NAME",
+        help="benchmark of the trained weights: a card of `flowalign eval` with scorers",
+    )
+    parser.add_argument("--data", metavar="FILE", help="official prompt file of the benchmark")
+    parser.set_defaults(takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and return 0; a repeated command continues."""
+    from flowalign.studies.compare import ComparisonRequest, compare
+    from flowalign.studies.compare_benchmark import evaluate_benchmark
+
     settings = [c for c in args.configs if "=" in c]  # overrides a.b=c
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
     overrides, out = [*settings, *args.overrides], Path(args.out)
@@ -36,8 +77,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_benchmark(args: argparse.Namespace) -> Benchmark | None:
+def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
     """Return the benchmark; raise ValueError before any training if it cannot be evaluated."""
+    from flowalign.studies.benchmark.card import load_card
+    from flowalign.studies.benchmark.prompts import read_prompts
+    from flowalign.studies.compare import Benchmark
+
     if args.benchmark is None:
         if args.data:
             raise ValueError("--data needs --benchmark NAME")
@@ -52,8 +97,10 @@ def _read_benchmark(args: argparse.Namespace) -> Benchmark | None:
     return Benchmark(args.benchmark, args.data)
 
 
-def _print_benchmark(benchmark: Benchmark, lines: Sequence[BenchmarkLine]) -> None:
+def _print_benchmark(benchmark: "Benchmark", lines: "Sequence[BenchmarkLine]") -> None:
     """Print each number with its std over seeds, and the differences with 95 % intervals."""
+    from flowalign.reports.comparison_page import score, with_interval, with_std
+
     for line in lines:
         rows = {"before training": score(line.base)}
         for name, values in line.methods.items():
@@ -62,11 +109,14 @@ def _print_benchmark(benchmark: Benchmark, lines: Sequence[BenchmarkLine]) -> No
         table(f"{benchmark.name}: {line.metric}, difference to the first [95 %]", rows)
 
 
-def _print_tables(comparison: Comparison) -> None:
+def _print_tables(comparison: "Comparison") -> None:
     """Print the values after training, and at each cost that all runs reached, with their std.
 
     After training, the difference to the baseline follows, with its 95 % interval.
     """
+    from flowalign.reports.comparison_chart import DRAWN, spent_by_all, words
+    from flowalign.reports.comparison_page import count, score, with_interval, with_std
+
     rows, least = comparison.rows, "smallest detectable difference"
     finals = {
         row.method.name: with_std(row.final)

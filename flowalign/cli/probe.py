@@ -1,50 +1,91 @@
-"""Measure signal and noise of each denoising step's gradient."""
+"""Measure signal and noise of each denoising step's gradient: `flowalign probe`."""
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowalign.cli.commands.common import get_log, read_settings, starts_others
-from flowalign.distributed.launch import Launch, relaunch
-from flowalign.distributed.processes import check_fits
-from flowalign.reports.probe_page import page
-from flowalign.studies.probe.figures import (
-    ProbeAnalysis,
-    comparison,
-    recommend,
-    recommend_weights,
-    summary,
-)
-from flowalign.studies.probe.measure import probes
-from flowalign.studies.probe.overlay import write_overlay
-from flowalign.studies.probe.probe_settings import (
-    Setting,
-    check_metric,
-    checkpoints,
-    layouts,
-    methods,
-    saved_weights,
-    settings,
-    vary,
-)
-from flowalign.utils.console import table
+from flowalign.cli.options import add_config, add_processes, read_settings, whole
+from flowalign.distributed.launch import Launch, relaunch, starts_others
+from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import check_file_path, check_folder_path
+
+if TYPE_CHECKING:
+    from flowalign.studies.probe.figures import ProbeAnalysis
+    from flowalign.studies.probe.probe_settings import Setting
+
+HELP = "Measure signal and noise of each denoising step's gradient, at fixed weights."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run files, the settings to compare, the number of batches, and the outputs."""
+    add_config(parser)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="method files to compare, each added after the run files (default: none)",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="values of a setting to compare; if repeated, all combinations",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=[],
+        metavar="PxS",
+        help="layouts to compare, prompts per step x samples per prompt, such as 16x12 8x24",
+    )
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--weights", metavar="FOLDER", help="saved weights (default: the model's)")
+    weights.add_argument(
+        "--checkpoint",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="run directories or checkpoints to compare; start: the model's own weights",
+    )
+    parser.add_argument("--batches", type=whole(6, 10_000), default=16, help="(default: 16)")
+    parser.add_argument(
+        "--metric",
+        choices=("gradient", "update"),
+        default="gradient",
+        help="vector that ranks settings and determines step weights: the gradient (default), or "
+        "AdamW's update",
+    )
+    add_processes(parser)
+    parser.add_argument("--overlay", metavar="FILE", help="run file for the recommended settings")
+    parser.add_argument("--out", metavar="FOLDER", help="folder for a page and all results as JSON")
 
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table for each setting and their comparison, and return 0."""
+    from flowalign.distributed.processes import check_fits
+    from flowalign.studies.probe.figures import (
+        ProbeAnalysis,
+        comparison,
+        recommend,
+        recommend_weights,
+    )
+    from flowalign.studies.probe.measure import probes
+    from flowalign.studies.probe.overlay import write_overlay
+
     _check_outputs(args)
-    settings = _build_settings(args)
+    found = _build_settings(args)
     if starts_others(args.processes):
-        for setting in settings:
+        for setting in found:
             check_fits(args.processes, setting.loaded.run.device)
         relaunch(Launch(args.processes), args.words)
     judged: list[ProbeAnalysis] = []
-    for setting, measured in probes(settings, args.batches, get_log()):
+    for setting, measured in probes(found, args.batches, get_log()):
         if measured is None:
             continue  # not the main process
         judged.append(ProbeAnalysis(setting, measured, args.metric))
@@ -69,8 +110,18 @@ def _check_outputs(args: argparse.Namespace) -> None:
         check_file_path(Path(args.overlay), overwrite=True, option="--overlay")
 
 
-def _build_settings(args: argparse.Namespace) -> list[Setting]:
+def _build_settings(args: argparse.Namespace) -> "list[Setting]":
     """Return the settings to compare, checked without reading weights."""
+    from flowalign.studies.probe.probe_settings import (
+        check_metric,
+        checkpoints,
+        layouts,
+        methods,
+        saved_weights,
+        settings,
+        vary,
+    )
+
     configs, overrides = read_settings(args)
     weights = saved_weights(args.weights) if args.weights else checkpoints(args.checkpoint)
     axes = [methods(args.methods), *(vary(text) for text in args.vary), layouts(args.layouts)]
@@ -82,13 +133,17 @@ def _build_settings(args: argparse.Namespace) -> list[Setting]:
 
 def _write_page(folder: Path, figures: dict[str, Any]) -> None:
     """Write the measurements so far and their page."""
+    from flowalign.reports.probe_page import page
+
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "probe.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
     write_text(folder / "index.html", page(folder.resolve().name, figures))
 
 
-def format_setting(judged: ProbeAnalysis) -> dict[str, str]:
+def format_setting(judged: "ProbeAnalysis") -> dict[str, str]:
     """Return the table of one setting: its steps, its weights and its costs."""
+    from flowalign.studies.probe.figures import summary
+
     found = summary(judged.setting, judged.probe)
     other = "update" if judged.metric == "gradient" else "gradient"
     shown = {

@@ -1,7 +1,6 @@
 """Evaluate models on a benchmark: `flowalign eval --benchmark`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import yaml
 from rich.console import Console
 from rich.markdown import Markdown
 
-from flowalign.cli.commands.common import read_settings
+from flowalign.cli.options import read_settings
 from flowalign.data.requests import hash_requests
 from flowalign.distributed.processes import check_fits
 from flowalign.rewards.composite import Rewards
@@ -28,10 +27,7 @@ from flowalign.types import Request
 from flowalign.utils.console import say
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
-from flowalign.utils.subprocesses import CommandJob, run_all
-
-ONLY_HERE = ("data", "out", "shard", "rewards", "scores", "num_steps", "count", "limit", "seed")
-"""Options that need `--benchmark`."""
+from flowalign.utils.subprocesses import run_all, shard_jobs
 
 
 @convert_value_errors()
@@ -75,25 +71,11 @@ def _run_shards(args: argparse.Namespace) -> int:
         raise ValueError("--shard and --processes exclude each other: give one of them")
     run, count = _read_run(args), args.processes
     check_fits(count, run.job.sampler.run.device)
-    logs = run.job.sampler.out / "logs"
-    command = [sys.executable, "-m", "flowalign", *_drop_processes(args.words)]
-    jobs = [
-        CommandJob(f"shard {i}", [*command, "--shard", f"{i}/{count}"], logs / f"{i}.log")
-        for i in range(count)
-    ]
+    jobs = shard_jobs(args.words, count, run.job.sampler.out / "logs")
     if failed := run_all(jobs, count, say):
         raise TrainingFailure(f"{len(failed)} of {count} shards failed, see {failed[0].log}")
     args.processes = 1
     return run_benchmark(args)
-
-
-def _drop_processes(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without `--processes N`."""
-    kept = [word for word in words if not word.startswith("--processes=")]
-    if "--processes" in kept:
-        place = kept.index("--processes")
-        del kept[place : place + 2]
-    return kept
 
 
 def _read_run(args: argparse.Namespace) -> BenchmarkRun:

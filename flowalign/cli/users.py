@@ -1,20 +1,29 @@
-"""Embed users from a few of their choices."""
+"""Embed users from their choices, for personalised policies: `flowalign users`."""
 
 import argparse
 from pathlib import Path
 
-from safetensors.torch import save_file
-
-from flowalign.extra.users.user_embeddings import UserEmbeddings
+from flowalign.cli.options import add_config_file
 from flowalign.utils.console import say
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import atomic_write
-from flowalign.utils.typed_settings import load_typed
+
+HELP = "Embed users from a few of their choices, for user-conditioned policies (PPD)."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run file and its overrides."""
+    add_config_file(parser)
 
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the embeddings, and return 0."""
+    from safetensors.torch import save_file
+
+    from flowalign.extra.users.user_embeddings import UserEmbeddings
+    from flowalign.utils.typed_settings import load_typed
+
     cfg, _ = load_typed(UserEmbeddings, args.config, args.overrides)
     embeddings = cfg.embed()
     out = Path(cfg.output)

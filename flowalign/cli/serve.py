@@ -1,4 +1,4 @@
-"""Serve reward models to other processes and machines over HTTP."""
+"""Serve reward models over HTTP: `flowalign serve-reward`."""
 
 import argparse
 import os
@@ -6,18 +6,65 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from flowalign.rewards.batching import Batcher, Limits
-from flowalign.rewards.config import load_rewards
+from flowalign.cli.options import number, whole
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.hosts import is_loopback
 from flowalign.utils.optional import import_optional
 
+if TYPE_CHECKING:
+    from flowalign.rewards.batching import Batcher
+
+HELP = "Serve reward models to other processes and machines."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign serve-reward`."""
+    add = parser.add_argument
+    add("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
+    add("--host", default="127.0.0.1", help="address to serve on (default: this machine only)")
+    add("--port", type=whole(0, 65535), default=8411, help="port; 0: any free port (default: 8411)")
+    add(
+        "--socket",
+        type=whole(0),
+        metavar="FD",
+        help="file descriptor of an inherited listening socket, used instead of host and port",
+    )
+    add("--max_batch", type=whole(1), default=64, help="samples per call of a model (default: 64)")
+    add("--max_wait_ms", type=number(0.0), default=3.0, help="wait to fill a batch (default: 3)")
+    add("--deadline", type=number(0.001), default=60.0, help="seconds per request (default: 60)")
+    add("--read_timeout", type=number(0.001), default=30.0, help="seconds to read (default: 30)")
+    add("--max_request_mb", type=number(0.001), default=256.0, help="MiB each (default: 256)")
+    add("--max_image_mp", type=number(0.001), default=16.0, help="million pixels (default: 16)")
+    add(
+        "--max_request_mp",
+        type=number(0.001),
+        default=100.0,
+        help="million pixels of a request (default: 100)",
+    )
+    add(
+        "--max_held_mb",
+        type=number(0.001),
+        default=4096.0,
+        help="MiB of all waiting requests (default: 4096)",
+    )
+    add("--max_requests", type=whole(1), default=1024, help="waiting requests (default: 1024)")
+    add(
+        "--token_env",
+        default="FLOWALIGN_REWARD_TOKEN",
+        metavar="NAME",
+        help="environment variable with the token that clients must send",
+    )
+
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted, and return 0."""
+    from flowalign.rewards.batching import Limits
+    from flowalign.rewards.config import load_rewards
+
     token = os.environ.get(args.token_env)
     if not token and not is_loopback(args.host):
         raise ConfigError(
@@ -47,7 +94,7 @@ def _adopt_socket(descriptor: int | None) -> socket.socket | None:
         raise ValueError(f"--socket {descriptor} is no socket: {error.strerror}") from error
 
 
-def format_snippet(batchers: Mapping[str, Batcher], url: str) -> str:
+def format_snippet(batchers: "Mapping[str, Batcher]", url: str) -> str:
     """Return the lines of a run file that use a server's models."""
     lines = ["rewards:"]
     for name, batcher in batchers.items():

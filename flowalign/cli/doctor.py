@@ -1,23 +1,39 @@
-"""Print versions and devices, or test which training features work with a pipeline."""
+"""Print versions and devices, or test a pipeline: `flowalign doctor`."""
 
 import argparse
 import importlib
 from typing import Any
 
-import yaml
-
-from flowalign.runs.library.trainable import describe_models
+from flowalign.cli.options import whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
-from flowalign.utils.versions import gpu_bytes, machine, versions
 
+HELP = "Print versions, devices and missing extras, or test a pipeline for training."
 _INSPECTION = "pipelines.any_pipeline.inspection"
 """Module that is imported by name, because flowalign imports no pipeline."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the pipeline to test, and the arguments of its call."""
+    add = parser.add_argument
+    add("--pipeline", metavar="FOLDER", help="diffusers pipeline to test for training")
+    add("--height", type=whole(1), default=512, help="height of its images (default: 512)")
+    add("--width", type=whole(1), default=512, help="width of its images (default: 512)")
+    add(
+        "--argument",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="argument of the pipeline's __call__, such as guidance_scale=3.5; may be repeated",
+    )
 
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table of versions and devices, or of a pipeline, and return 0."""
+    from flowalign.runs.library.trainable import describe_models
+    from flowalign.utils.versions import gpu_bytes, machine, versions
+
     if args.pipeline is None:
         table("doctor", versions() | machine())
         table("models that this machine can train, without rewards", describe_models(gpu_bytes()))
@@ -30,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _parse_arguments(words: list[str]) -> dict[str, Any]:
     """Return arguments by name, with values parsed as YAML."""
+    import yaml
+
     pairs = [word.partition("=") for word in words]
     if wrong := [name for name, equals, _ in pairs if not equals]:
         raise ConfigError(f"--argument {wrong[0]} has no value; give NAME=VALUE")

@@ -1,4 +1,4 @@
-"""Make training pairs from a table of scores."""
+"""Make training pairs from a table of scores: `flowalign pairs`."""
 
 import argparse
 import json
@@ -6,37 +6,73 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowalign.curation.pairing import pairs_page
-from flowalign.curation.pairing.pairing_job import (
-    HELD_OUT,
-    PAGE,
-    SUMMARY,
-    TRAIN,
-    PairingJob,
-    PairSelection,
-    check_folder,
-    find_pairs,
-    format_pair,
-    format_samples,
-    split,
-    write_rows,
-)
-from flowalign.curation.pairing.rules import PairChoice, PairingRule
-from flowalign.curation.pairing.score_table import find_table, read_table
+from flowalign.cli.options import SEED, whole
 from flowalign.utils.console import table as print_table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_text
 
+if TYPE_CHECKING:
+    from flowalign.curation.pairing.pairing_job import PairingJob, PairSelection
+    from flowalign.curation.pairing.rules import PairChoice, PairingRule
+
+HELP = "Make training pairs from a table of scores."
 EXIT_FAILED = 1
 _LISTED = 3
 """Largest number of reasons that an error message lists."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign pairs`."""
+    add = parser.add_argument
+    add("table", help="folder of `flowalign score`, or its scores.parquet or scores.jsonl")
+    add("--out", required=True, metavar="FOLDER", help="output folder; earlier pairs are replaced")
+    add(
+        "--rule",
+        required=True,
+        choices=("best_worst", "gap", "dominance", "per_dimension"),
+        help="best_worst: best against worst sample per prompt; gap: all pairs; dominance: all "
+        "Pareto-dominating pairs; per_dimension: all pairs, separately in each dimension",
+    )
+    add("--dimensions", nargs="+", default=[], metavar="NAME", help="dimensions (default: all)")
+    add(
+        "--weights",
+        nargs="+",
+        default=[],
+        metavar="NAME=WEIGHT",
+        help="weights of the total; required with several dimensions",
+    )
+    add("--min_gap", type=float, default=0.0, help="smallest gap of a pair (default: 0)")
+    add("--tolerance", type=float, help="dominance: deficit per dimension that is still ignored")
+    add("--max_per_prompt", type=whole(1), help="pairs per prompt, those with the widest gaps")
+    add("--by", choices=("prompt", "record"), default="prompt", help="group (default: prompt)")
+    add("--stages", type=whole(2), help="number of curriculum stages, wide gaps first")
+    by = "stages with equal ranges of gaps (score, default), or equally many pairs (rank)"
+    add("--stages_by", choices=("score", "rank"), help=by)
+    add("--held_out", type=float, default=0.1, help="held-out share of the prompts (default: 0.1)")
+    add("--seed", type=whole(*SEED), default=0, help="seed of the held-out prompts (default: 0)")
+    root = "folder where relative paths of the table begin (default: the current folder)"
+    add("--mask", metavar="REWARD", help="use the maps of this reward as masks (FocusDPO)")
+    add("--root", default="", metavar="FOLDER", help=root)
+    add(
+        "--labels",
+        action="store_true",
+        help="write single samples for KTO, with columns prompt, completion and label (true for "
+        "winners); samples that both win and lose are left out",
+    )
+    add(
+        "--mixed_shapes",
+        action="store_true",
+        help="also pair samples that differ in size or number of frames",
+    )
+
+
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if the table gives none."""
+    from flowalign.curation.pairing.pairing_job import check_folder, find_pairs
+
     _check(args)
     check_folder(Path(args.out))
     job = _build_job(args)
@@ -66,7 +102,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--root {args.root!r} is no folder")
 
 
-def _build_job(args: argparse.Namespace) -> PairingJob:
+def _build_job(args: argparse.Namespace) -> "PairingJob":
+    from flowalign.curation.pairing.pairing_job import PairingJob
+    from flowalign.curation.pairing.score_table import find_table, read_table
+
     weights = _parse_weights(args.weights)
     dims = list(dict.fromkeys(args.dimensions)) or list(weights)
     scored = read_table(find_table(Path(args.table)), dims, args.root)
@@ -83,7 +122,9 @@ def _build_job(args: argparse.Namespace) -> PairingJob:
 
 def _build_rule(
     args: argparse.Namespace, dims: Sequence[str], weights: dict[str, float]
-) -> PairingRule:
+) -> "PairingRule":
+    from flowalign.curation.pairing.rules import PairingRule
+
     if not weights and (len(dims) == 1 or args.rule == "per_dimension"):
         weights = dict.fromkeys(dims, 1.0)
     if set(weights) != set(dims):
@@ -109,8 +150,13 @@ def _parse_weights(pairs: Sequence[str]) -> dict[str, float]:
     return weights
 
 
-def _write_files(args: argparse.Namespace, job: PairingJob, found: PairSelection) -> dict[str, Any]:
+def _write_files(
+    args: argparse.Namespace, job: "PairingJob", found: "PairSelection"
+) -> dict[str, Any]:
     """Write all files, the summary last; return the summary."""
+    from flowalign.curation.pairing import pairs_page
+    from flowalign.curation.pairing.pairing_job import HELD_OUT, PAGE, SUMMARY, TRAIN, split
+
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split(job.table, found.choices, args.held_out, args.seed)
@@ -147,9 +193,11 @@ def _write_files(args: argparse.Namespace, job: PairingJob, found: PairSelection
 
 
 def _write_rows(
-    args: argparse.Namespace, job: PairingJob, files: Mapping[str, Sequence[PairChoice]]
+    args: argparse.Namespace, job: "PairingJob", files: "Mapping[str, Sequence[PairChoice]]"
 ) -> Counter[bool]:
     """Write the pairs of every file, or the labels of their samples; count the labels."""
+    from flowalign.curation.pairing.pairing_job import format_pair, format_samples, write_rows
+
     labels: Counter[bool] = Counter()
     for name, choices in files.items():
         (Path(args.out) / name).unlink(missing_ok=True)
@@ -163,8 +211,10 @@ def _write_rows(
 
 
 def _print_summary(
-    args: argparse.Namespace, found: PairSelection, summary: Mapping[str, Any]
+    args: argparse.Namespace, found: "PairSelection", summary: Mapping[str, Any]
 ) -> None:
+    from flowalign.curation.pairing.pairing_job import HELD_OUT, PAGE, TRAIN
+
     folder = Path(args.out)
     files = {"train": TRAIN, "held_out": HELD_OUT}
     rows = {

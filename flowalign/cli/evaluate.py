@@ -1,27 +1,66 @@
-"""Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."""
+"""Evaluate a run file's model, or a checkpoint of it: `flowalign eval`."""
 
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from flowalign.cli.commands.benchmark import ONLY_HERE, run_benchmark
-from flowalign.cli.commands.common import read_settings, starts_others
-from flowalign.distributed.launch import Launch, relaunch
-from flowalign.distributed.processes import Processes, check_fits, join
-from flowalign.rewards.composite import Rewards
-from flowalign.runs.config import Run, load
-from flowalign.runs.policy_setup import check_world
-from flowalign.training import checkpoint
-from flowalign.training.held_out_evaluation import evaluate
+from flowalign.cli.options import SEED, add_config, add_processes, read_settings, shard, whole
+from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.files import to_json
 
+if TYPE_CHECKING:
+    from flowalign.distributed.processes import Processes
+    from flowalign.rewards.composite import Rewards
+    from flowalign.runs.config import Run
+
+HELP = "Evaluate a run file's model, or a checkpoint of it, on its prompts or on a benchmark."
+_BENCHMARK = ("data", "out", "shard", "rewards", "scores", "num_steps", "count", "limit", "seed")
+"""Options that need `--benchmark`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run files, the weights, the number of processes and the options of benchmarks."""
+    add_config(parser)
+    parser.add_argument(
+        "--weights",
+        metavar="CHECKPOINT",
+        action="append",
+        help="folder with trained weights; for a benchmark it may be repeated, and the model "
+        "without them is evaluated as well",
+    )
+    add_processes(parser)
+    add = parser.add_argument_group("benchmarks").add_argument
+    add("--benchmark", metavar="NAME", help="protocol card: a name in configs/benchmarks, or YAML")
+    add("--data", metavar="FILE", help="official prompt file of the benchmark")
+    add(
+        "--out",
+        help="folder of results and images; an unfinished one is continued "
+        "(default: runs/benchmarks/NAME)",
+    )
+    add("--shard", type=shard, metavar="i/n", help="part of the images, counted from 0")
+    add("--rewards", metavar="FILE", help="scorers that replace those of the card")
+    add(
+        "--scores",
+        nargs="+",
+        metavar="FILE",
+        help="output of an official tool, for cards without scorers: a JSONL file, or for VBench "
+        "a results file (or folder) per model",
+    )
+    add("--num_steps", type=whole(1), help="denoising steps (default: the card's)")
+    add("--count", type=whole(1), help="images per row (default: the card's)")
+    add("--limit", type=whole(1), help="number of rows, from the first one (default: all)")
+    add("--seed", type=whole(*SEED), help="seed of the initial noises (default: the card's)")
+
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
+    from flowalign.cli.benchmark import run_benchmark
+    from flowalign.runs.config import load
+    from flowalign.training.held_out_evaluation import evaluate
+
     if args.benchmark:
         return run_benchmark(args)
     _check_options(args)
@@ -50,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError for options that only benchmarks have."""
-    given = [f"--{name}" for name in ONLY_HERE if getattr(args, name) is not None]
+    given = [f"--{name}" for name in _BENCHMARK if getattr(args, name) is not None]
     if given:
         raise ConfigError(f"{', '.join(given)} needs --benchmark NAME")
     if len(args.weights or ()) > 1:
@@ -58,8 +97,11 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 @convert_value_errors()
-def _check_processes(run_file: Run, prompts: int, processes: int) -> None:
+def _check_processes(run_file: "Run", prompts: int, processes: int) -> None:
     """Raise ConfigError if there are too few cores, GPUs or prompts for the processes."""
+    from flowalign.distributed.processes import check_fits
+    from flowalign.runs.policy_setup import check_world
+
     check_fits(processes, run_file.device)
     check_world(run_file.sharding, processes)
     if prompts < run_file.sharding.groups(processes):
@@ -71,6 +113,8 @@ def _check_processes(run_file: Run, prompts: int, processes: int) -> None:
 
 def _check_weights(folder: Path) -> None:
     """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
+    from flowalign.training import checkpoint
+
     if not folder.is_dir():
         raise ConfigError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
     if newest := checkpoint.latest(folder / "checkpoints"):
@@ -81,8 +125,12 @@ def _check_weights(folder: Path) -> None:
         checkpoint.check_weights(folder)
 
 
-def _load_models(run_file: Run, weights: str | None, rewards: Rewards) -> Processes:
+def _load_models(run_file: "Run", weights: str | None, rewards: "Rewards") -> "Processes":
     """Load the policy and the rewards; return the processes that evaluate together."""
+    import torch
+
+    from flowalign.distributed.processes import join
+
     if run_file.threads:
         torch.set_num_threads(run_file.threads)
     processes = join(run_file.device, run_file.sharding.context_degree)

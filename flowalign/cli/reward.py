@@ -1,4 +1,4 @@
-"""Train a reward model, measure its agreement with annotators, or fit its weights."""
+"""Train, measure or fit a reward: `flowalign reward train`, `eval` and `fit`."""
 
 import argparse
 import math
@@ -9,19 +9,93 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
-from flowalign.reward_training.evaluation_page import page
-from flowalign.reward_training.fit import find_fittable, fit_to_table
-from flowalign.reward_training.labelled_pairs import find_table, read_scores
-from flowalign.reward_training.reward_run import MODEL, load_run, train
-from flowalign.rewards.config import load_rewards
+from flowalign.cli.options import SEED, add_config_file, number, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_json, write_text
 from flowalign.utils.folders import check_file_path, check_folder_path
 from flowalign.utils.parent_watchdog import tie_to_parent
+
+HELP = "Train a reward model, fit its weights, or measure its agreement with annotators."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of the command: train, eval and fit."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text, add in (
+        ("train", "Train a reward model from a run file.", add_train_arguments),
+        ("eval", "Measure the agreement of scores with annotators.", add_eval_arguments),
+        ("fit", "Fit the weights of a checklist to human comparisons.", add_fit_arguments),
+    ):
+        add(actions.add_parser(name, help=text, description=text, allow_abbrev=False))
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign reward train`; further options override the run file."""
+    add_config_file(parser)
+    parser.add_argument("--resume", action="store_true", help="continue after the last epoch")
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier training")
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign reward eval`."""
+    add = parser.add_argument
+    add("data", help="table or folder from `flowalign score`; with --rewards, a dataset")
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="folder of eval.json and eval.html (default: the folder of the table)",
+    )
+    add("--scores", nargs="+", metavar="DIM", help="scored dimensions (default: all)")
+    add(
+        "--humans",
+        nargs="+",
+        metavar="COLUMN",
+        help="columns of human labels, such as rank/overall (default: all)",
+    )
+    add(
+        "--bootstrap",
+        type=whole(0),
+        default=500,
+        help="number of bootstrap resamples of the prompts; 0: no intervals (default: 500)",
+    )
+    add(
+        "--ties",
+        nargs="+",
+        choices=("left_out", "held_out", "best", "videoalign", "half", "wrong"),
+        default=["left_out", "held_out"],
+        help="treatments of ties to print; eval.json has all (default: left_out held_out)",
+    )
+    add(
+        "--both_bad",
+        choices=("tie", "drop"),
+        default="tie",
+        help="treatment of pairs marked as both bad: count as ties (default), or leave out",
+    )
+    add("--bins", type=whole(1), default=10, help="bins of the calibration curve (default: 10)")
+    add("--seed", type=whole(*SEED), default=0, help="seed of folds and resamples (default: 0)")
+    direct = parser.add_argument_group("to score a dataset first, into --out")
+    direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
+    direct.add_argument("--schema", help="schema of the data (default: detected from the columns)")
+    direct.add_argument("--root", metavar="FOLDER", help="folder where relative paths begin")
+    direct.add_argument("--limit", type=whole(1), help="number of records, from the first one")
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign reward fit`."""
+    add = parser.add_argument
+    add("data", help="table or folder from `flowalign score` with these rewards")
+    add("--rewards", required=True, help="YAML file with the reward, which sets `items: true`")
+    add("--humans", required=True, metavar="COLUMN", help="label column, such as rank/overall")
+    add("--out", required=True, metavar="FILE", help="file for the checklist with fitted weights")
+    add("--ridge", type=number(0.0), default=0.0, help="penalty of squared weights (default: 0)")
+    add(
+        "--held_out",
+        type=number(0.0, 1.0),
+        default=0.2,
+        help="share of the pairs held out for the measurement (default: 0.2)",
+    )
+    add("--seed", type=whole(*SEED), default=0, help="seed of the held-out share (default: 0)")
 
 
 @convert_value_errors()
@@ -32,6 +106,10 @@ def run(args: argparse.Namespace) -> int:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train, print the agreement with annotators, and return 0."""
+    from rich.console import Console
+
+    from flowalign.reward_training.reward_run import MODEL, load_run, train
+
     run, config = load_run(args.config, args.overrides)
     log = Console(soft_wrap=True, highlight=False).print
     trained = train(run, config, log, args.resume, args.overwrite)
@@ -55,6 +133,10 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def run_fit(args: argparse.Namespace) -> int:
     """Write the reward's fitted weights, print how well they order pairs, and return 0."""
+    from flowalign.reward_training.fit import find_fittable, fit_to_table
+    from flowalign.reward_training.labelled_pairs import find_table, read_scores
+    from flowalign.rewards.config import load_rewards
+
     check_file_path(Path(args.out), overwrite=True)
     reward = find_fittable(load_rewards(args.rewards)[0], args.rewards)
     source = find_table(Path(args.data))
@@ -84,6 +166,10 @@ def _score_first(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
+    from flowalign.reward_training.evaluation_page import page
+    from flowalign.reward_training.labelled_pairs import find_table, read_scores
+
     source = find_table(Path(args.data))
     settings = Settings(args.bootstrap, args.bins, seed=args.seed, both_bad=args.both_bad)
     content = {

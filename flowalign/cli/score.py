@@ -1,38 +1,81 @@
-"""Score a preference dataset, or a folder of images or videos, with reward models."""
+"""Score a preference dataset, or a folder of images or videos: `flowalign score`."""
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from flowalign.cli.commands.score_progress import show_progress
-from flowalign.cli.commands.score_shards import run_shards
-from flowalign.curation.scoring import ray_data
-from flowalign.curation.scoring import scores_page as score_page
-from flowalign.curation.scoring import scoring_job as scoring
-from flowalign.curation.scoring.part_files import PartFiles, hold_lock, needs_pyarrow
-from flowalign.curation.scoring.prompt_means import write_prompts
-from flowalign.curation.scoring.scoring_job import ScoringJob, Watch
-from flowalign.curation.scoring.stats import Throughput, TooManyFailures
-from flowalign.curation.scoring.table_rows import join_fingerprints
-from flowalign.data.readers import Dataset, open_dataset
-from flowalign.distributed.processes import check_fits
-from flowalign.rewards.checked import load
-from flowalign.rewards.config import load_rewards
+from flowalign.cli.options import add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
 from flowalign.utils.manifest import agree, compare
-from flowalign.utils.ray_cluster import prepare_ray
 
+if TYPE_CHECKING:
+    from flowalign.curation.scoring.scoring_job import ScoringJob
+    from flowalign.data.readers import Dataset
+
+HELP = "Score a dataset, or a folder of images or videos."
+_THREADS = min(8, os.cpu_count() or 1)
 EXIT_FAILED = 1
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign score`."""
+    add = parser.add_argument
+    add(
+        "data",
+        help="folder of images, videos, parquet or tar files, or a folder saved by `datasets`; or "
+        "a .jsonl, .json, .csv, .parquet or .tar file, or a quoted pattern such as "
+        "'shards/{000..012}.tar'",
+    )
+    add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
+    add("--out", required=True, metavar="FOLDER", help="output folder; an earlier job is resumed")
+    add("--schema", default="auto", help="schema of the data (default: detected from the columns)")
+    add("--root", metavar="FOLDER", help="base of relative paths (default: folder of the data)")
+    add("--format", choices=("parquet", "jsonl"), default="parquet", help="(default: parquet)")
+    add("--batch_size", type=whole(1), default=32, help="images or videos per batch (default: 32)")
+    add("--workers", type=whole(1, 256), default=_THREADS, help="decoder threads")
+    add("--limit", type=whole(1), help="number of records, from the first one (default: all)")
+    add("--max_frames", type=whole(1), help="evenly spaced frames of a video (default: all)")
+    add(
+        "--max_failed_fraction",
+        type=float,
+        default=0.05,
+        help="share of failed rows above which the job stops (default: 0.05)",
+    )
+    add(
+        "--summarize",
+        metavar="PREFIX",
+        help="also write prompts.jsonl: each prompt with its mean scores, in columns that begin "
+        "with PREFIX",
+    )
+    _add_process_options(parser)
+
+
+def _add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that divide a job between processes."""
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--processes",
+        type=whole(1),
+        default=1,
+        help="processes on this machine, at most one per core; each has or shares a GPU",
+    )
+    several.add_argument(
+        "--shard",
+        metavar="i/n",
+        type=shard,
+        help="run as the i-th of n processes, from 0; run once more without it to merge",
+    )
+    add_executor(parser)
 
 
 @convert_value_errors()
@@ -45,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from flowalign.curation.scoring.part_files import needs_pyarrow
+
     check_folder_path(Path(args.out))
     if not 0 <= args.max_failed_fraction <= 1:
         raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
@@ -60,18 +105,27 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run_one(args: argparse.Namespace) -> int:
     """Run the whole job, or one shard of it."""
+    from rich.console import Console
+
+    from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.part_files import hold_lock
+
     job, settings = _open_job(args)
     schema = f"{args.data}: schema {job.dataset.schema.name}"
     Console().print(schema, markup=False, highlight=False)
     i, n = job.shard
     with hold_lock(job.folder / "parts" / f".lock-{i}-of-{n}"):
         _load(job, settings)
-        speed = Throughput()
-        return _score(args, job, speed, partial(scoring.run, job, speed=speed))
+        return _score(args, job, partial(scoring.run, job))
 
 
 def _run_on_ray(args: argparse.Namespace) -> int:
     """Run the whole job on the workers of a Ray cluster."""
+    from flowalign.curation.scoring import ray_data
+    from flowalign.curation.scoring.part_files import hold_lock
+    from flowalign.distributed.processes import check_fits
+    from flowalign.utils.ray_cluster import prepare_ray
+
     prepare_ray("ray.data", args.address)
     if not args.address:
         check_fits(args.processes, "cpu")  # they may share a GPU, but no core
@@ -79,19 +133,22 @@ def _run_on_ray(args: argparse.Namespace) -> int:
     with hold_lock(job.folder / "parts" / ".lock-ray"):
         compare(job.folder / _MANIFEST, settings, _MAKER)
         cluster = ray_data.ScoringCluster(args.processes, args.address)
-        speed = Throughput()
-        return _score(args, job, speed, partial(cluster.run, job, partial(load_job, args), speed))
+        return _score(args, job, partial(cluster.run, job, partial(load_job, args)))
 
 
-def load_job(args: argparse.Namespace) -> ScoringJob:
+def load_job(args: argparse.Namespace) -> "ScoringJob":
     """Return the job with loaded models, for a worker of a cluster."""
     job, settings = _open_job(args)
     _load(job, settings)
     return job
 
 
-def _open_job(args: argparse.Namespace) -> tuple[ScoringJob, dict[str, Any]]:
+def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
     """Return the job, before its weights are read, and the settings that decide its scores."""
+    from flowalign.curation.scoring.scoring_job import ScoringJob
+    from flowalign.data.readers import open_dataset
+    from flowalign.rewards.config import load_rewards
+
     dataset = open_dataset(args.data, args.schema, args.root)
     models, text = load_rewards(args.rewards)
     job = ScoringJob(
@@ -108,8 +165,11 @@ def _open_job(args: argparse.Namespace) -> tuple[ScoringJob, dict[str, Any]]:
     return job, _build_settings(args, dataset, text)
 
 
-def _load(job: ScoringJob, settings: Mapping[str, Any]) -> None:
+def _load(job: "ScoringJob", settings: Mapping[str, Any]) -> None:
     """Load the models, after a check that the folder holds no results of other settings."""
+    from flowalign.curation.scoring.table_rows import join_fingerprints
+    from flowalign.rewards.checked import load
+
     compare(job.folder / _MANIFEST, settings, _MAKER)
     for model in job.models:
         load(model)
@@ -117,16 +177,16 @@ def _load(job: ScoringJob, settings: Mapping[str, Any]) -> None:
     agree(job.folder / _MANIFEST, {**settings, **known}, _MAKER)
 
 
-def _score(
-    args: argparse.Namespace,
-    job: ScoringJob,
-    speed: Throughput,
-    run: Callable[[Watch], Sequence[int]],
-) -> int:
+def _score(args: argparse.Namespace, job: "ScoringJob", run: Callable[..., Sequence[int]]) -> int:
     """Run `run`, which returns the scored blocks, with a progress display; then write the table."""
+    from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.progress import show_progress
+    from flowalign.curation.scoring.stats import Throughput, TooManyFailures
+
+    speed = Throughput()
     try:
         with show_progress(job) as watch:
-            blocks = run(watch)
+            blocks = run(watch=watch, speed=speed)
     except TooManyFailures as error:
         if not args.shard:
             about = {"status": "stopped", **_read_manifest(job.folder), **speed.summary()}
@@ -137,17 +197,47 @@ def _score(
 
 def _run_shards(args: argparse.Namespace) -> int:
     """Run this command once per shard, in parallel, and then merge the table."""
+    from rich.console import Console
+
+    from flowalign.curation.scoring.part_files import PartFiles
+    from flowalign.data.readers import open_dataset
+    from flowalign.distributed.processes import check_fits
+    from flowalign.rewards.config import load_rewards
+    from flowalign.utils.subprocesses import run_all, shard_jobs
+
     check_fits(args.processes, "cpu")  # they may share a GPU, but no core
     open_dataset(args.data, args.schema, args.root)  # report errors once, before any starts
     load_rewards(args.rewards)
-    start = time.perf_counter()
-    if failure := run_shards(args):
-        return _fail(failure)
+    start, log = time.perf_counter(), Console().print
+    jobs = shard_jobs(args.words, args.processes, Path(args.out) / "logs", ["--summarize"])
+    jobs = [replace(job, command=[*_device(i), *job.command]) for i, job in enumerate(jobs)]
+    failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
+    if failed:
+        return _fail(f"{failed[0].last_line()}\n{len(failed)} of {len(jobs)} shards failed")
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
     return _finish(args, PartFiles(Path(args.out) / "parts").blocks(), seconds)
 
 
+def _device(i: int) -> list[str]:
+    """Return a command prefix that gives each process its own accelerator, if there are several."""
+    import torch
+
+    from flowalign.utils.child_process import select_device
+
+    count = torch.cuda.device_count()
+    own = select_device(f"cuda:{i % count}") if count > 1 else {}
+    return ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
+
+
 def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
+    from flowalign.curation.scoring import scores_page as score_page
+    from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.part_files import PartFiles
+    from flowalign.curation.scoring.prompt_means import write_prompts
+    from flowalign.curation.scoring.stats import TooManyFailures
+    from flowalign.data.readers import open_dataset
+    from flowalign.rewards.config import load_rewards
+
     folder = Path(args.out)
     stats = scoring.finish(folder, blocks, args.format, {**_read_manifest(folder), **speed})
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -181,8 +271,10 @@ def _fail(why: str) -> int:
     return EXIT_FAILED
 
 
-def _build_settings(args: argparse.Namespace, dataset: Dataset, rewards: str) -> dict[str, Any]:
+def _build_settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dict[str, Any]:
     """Return the settings that determine the scores; batch size and processes do not."""
+    from flowalign.curation.scoring import scoring_job as scoring
+
     return {
         "data": str(Path(args.data).resolve()),
         "root": str(dataset.root.resolve()),

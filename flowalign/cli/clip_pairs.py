@@ -1,27 +1,44 @@
-"""Make training pairs from real videos, with the policy itself."""
+"""Make training pairs from real videos, with the policy itself: `flowalign clip-pairs`."""
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from flowalign.distributed.processes import join
-from flowalign.extra.clip_pairs import clip_pairs_job
-from flowalign.extra.clip_pairs.run_file import ClipPairs, load, settings_of
+from flowalign.cli.options import add_config_file, shard
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path, make_folder
 from flowalign.utils.manifest import agree
 
+if TYPE_CHECKING:
+    from flowalign.extra.clip_pairs import clip_pairs_job
+    from flowalign.extra.clip_pairs.run_file import ClipPairs
+
+HELP = "Make training pairs from real videos, by noising and denoising them."
 EXIT_FAILED = 1
 _LISTED = 4
 """Largest number of reasons that an error message lists."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run file, its overrides and `--shard`."""
+    add_config_file(parser)
+    parser.add_argument(
+        "--shard",
+        metavar="i/n",
+        type=shard,
+        default=(0, 1),
+        help="run as the i-th of n processes, from 0; the last one to finish writes the lists",
+    )
+
+
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if too many videos are unusable or no pair was made."""
+    from flowalign.extra.clip_pairs import clip_pairs_job
+    from flowalign.extra.clip_pairs.run_file import load
+
     cfg, text = load(args.config, args.overrides)
     outcome = clip_pairs_job.finish(cfg, _make_batches(cfg, text, args.shard))
     if outcome is None:
@@ -30,8 +47,14 @@ def run(args: argparse.Namespace) -> int:
     return _print_summary(cfg, outcome)
 
 
-def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
+def _make_batches(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
     """Make the missing batches; return the number of batches of the dataset."""
+    from rich.console import Console
+
+    from flowalign.extra.clip_pairs import clip_pairs_job
+    from flowalign.extra.clip_pairs.run_file import settings_of
+    from flowalign.distributed.processes import join
+
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
     check_folder_path(folder, "output_dir")
     make_folder(folder)
@@ -48,7 +71,7 @@ def _make_batches(cfg: ClipPairs, text: str, shard: tuple[int, int]) -> int:
         )
 
 
-def _print_summary(cfg: ClipPairs, outcome: clip_pairs_job.BatchOutcome) -> int:
+def _print_summary(cfg: "ClipPairs", outcome: "clip_pairs_job.BatchOutcome") -> int:
     """Print the number of pairs, their cost and the dropped videos; return the exit code."""
     folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
     evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]

@@ -1,4 +1,4 @@
-"""Train from a run file."""
+"""Train from a run file: `flowalign train`."""
 
 import argparse
 import os
@@ -6,30 +6,68 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from flowalign.cli import main as command_line
-from flowalign.cli.commands.common import get_log, read_settings, starts_others
-from flowalign.distributed.launch import Launch, is_restarted, relaunch
-from flowalign.distributed.processes import check_fits
-from flowalign.distributed.ray_train import RayLaunch, run_on_ray
-from flowalign.runs.config import LoadedRun, Run, load_with_origins
-from flowalign.runs.planning.fits import explain_shortage
-from flowalign.runs.planning.plan import memory_parts, plan
-from flowalign.runs.session.run_directory import CONFIG, check_resume, check_start
-from flowalign.runs.session.session import start
-from flowalign.runs.session.train_session import train
-from flowalign.training import checkpoint
-from flowalign.training.learner import TrainingFailure
-from flowalign.utils.console import table
+from flowalign.cli.options import (
+    add_config,
+    add_executor,
+    add_processes,
+    address,
+    read_settings,
+    whole,
+)
+from flowalign.distributed.launch import Launch, is_restarted, relaunch, starts_others
+from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.journal import Journal
 from flowalign.utils.notify import notify, notify_failure
 
+if TYPE_CHECKING:
+    from flowalign.runs.config import LoadedRun, Run
+
+HELP = "Train from a run file."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run files, the number of processes, and the treatment of an earlier run."""
+    add_config(parser)
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="CHECKPOINT",
+        help="continue from the newest checkpoint, or from this one",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier run")
+    add_processes(parser)
+    parser.add_argument(
+        "--restarts",
+        type=whole(0),
+        default=0,
+        help="restarts from the newest checkpoint after a process failed (default: 0)",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=whole(1),
+        default=1,
+        help="machines that run this command with as many processes each (default: 1)",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        type=address,
+        metavar="HOST:PORT",
+        help="address on one of the machines where all of them meet",
+    )
+    add_executor(parser)
+
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 for a finished run, and 130 or 143 for a stopped run that can continue."""
+    from flowalign.cli import main as command_line
+    from flowalign.distributed.ray_train import RayLaunch, run_on_ray
+    from flowalign.runs.config import load_with_origins
+    from flowalign.runs.session.run_directory import CONFIG
+
     _check_options(args)
     loaded = load_with_origins(*read_settings(args))
     if args.executor == "ray" and "RANK" not in os.environ:
@@ -39,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
             return run_on_ray(launch, command_line.main, args.words)
     if starts_others(args.processes, launched=args.restarts > 0 or args.nodes > 1):
         _check_start(loaded, args)
-        meeting = args.nodes, args.rendezvous or ""
-        relaunch(Launch(args.processes, args.restarts, *meeting), args.words)
+        launch = Launch(args.processes, args.restarts, args.nodes, args.rendezvous)
+        relaunch(launch, args.words)
     if is_restarted() and (Path(loaded.run.output_dir) / CONFIG).is_file():
         args.resume = "latest"
     return execute(loaded, args.resume, args.overwrite, args.command)
@@ -67,8 +105,12 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 @convert_value_errors()
-def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
+def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
     """Check everything that needs no weights, before several processes start."""
+    from flowalign.distributed.processes import check_fits
+    from flowalign.runs.planning.plan import plan
+    from flowalign.runs.session.run_directory import check_resume, check_start
+
     run_file, config = loaded.run, loaded.annotate()
     if not args.address:
         check_fits(args.processes, run_file.device)
@@ -79,8 +121,13 @@ def _check_start(loaded: LoadedRun, args: argparse.Namespace) -> None:
     plan(run_file, args.processes * args.nodes)
 
 
-def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str) -> int:
+def execute(loaded: "LoadedRun", resume: str | None, overwrite: bool, command: str) -> int:
     """Print the plan, train, and print the outcome; store `command` in the run directory."""
+    from flowalign.runs.planning.plan import plan
+    from flowalign.runs.session.session import start
+    from flowalign.runs.session.train_session import train
+    from flowalign.training import checkpoint
+
     log, run_file = get_log(), loaded.run
     folder = Path(run_file.output_dir)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -112,16 +159,25 @@ def execute(loaded: LoadedRun, resume: str | None, overwrite: bool, command: str
 
 
 @contextmanager
-def _explain_shortage(run_file: Run, world: int) -> Iterator[None]:
+def _explain_shortage(run_file: "Run", world: int) -> Iterator[None]:
     """Raise TrainingFailure if a GPU runs out of memory, and name the large part and remedies."""
+    import torch
+
+    from flowalign.runs.planning.fits import explain_shortage
+    from flowalign.runs.planning.plan import memory_parts
+    from flowalign.training.learner import TrainingFailure
+
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise TrainingFailure(explain_shortage(error, memory_parts(run_file, world))) from error
 
 
-def _find_checkpoint(run_file: Run, resume: str) -> Path:
+def _find_checkpoint(run_file: "Run", resume: str) -> Path:
     """Return a checkpoint that has all its files, or the directory of a run that has none yet."""
+    from flowalign.runs.session.run_directory import CONFIG
+    from flowalign.training import checkpoint
+
     folder = Path(run_file.output_dir)
     path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
     if path is None and (folder / CONFIG).is_file():

@@ -1,0 +1,90 @@
+"""Validate a run file without reading weights, and print its plan: `flowalign check`."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from flowalign.cli.options import add_config, add_processes, number, read_settings, whole
+from flowalign.utils.console import table
+from flowalign.utils.errors import convert_value_errors
+
+if TYPE_CHECKING:
+    from flowalign.runs.planning.capacity_plan import Cluster
+
+HELP = "Validate a run file without reading weights, and print its plan."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run files, the processes, the choice to print settings, and the capacity plan."""
+    add_config(parser)
+    add_processes(parser)
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        dest="shows_settings",
+        help="print the complete settings instead, each with the file that set it",
+    )
+    add = parser.add_argument_group("seconds per step on many GPUs").add_argument
+    add("--gpus", type=whole(1), metavar="N", help="number of GPUs, one process each")
+    add("--gpu", metavar="TYPE", help="type of the GPUs, such as h100-80gb")
+    add(
+        "--utilization",
+        type=number(0.01, 1.0),
+        default=0.4,
+        help="share of the peak rate in bf16 that is reached (default: 0.4)",
+    )
+    add(
+        "--costs",
+        metavar="FILE",
+        help="measured costs of flowalign bench --out, instead of counted operations",
+    )
+    add("--reward-seconds", type=number(0.0), metavar="S", help="seconds of a GPU per reward call")
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Print the plan or the settings, and return 0; raise ConfigError for an unusable run file."""
+    from flowalign.runs.config import load_with_origins
+    from flowalign.runs.planning.capacity_plan import capacity_rows, plan_capacity
+    from flowalign.runs.planning.plan import plan
+
+    loaded = load_with_origins(*read_settings(args))
+    if args.shows_settings:
+        sys.stdout.write(loaded.annotate())
+    else:
+        settings = loaded.run
+        settings.recipe.check_data(settings.context(settings.build_rewards()))
+        cluster = _read_cluster(args)
+        world = cluster.count if cluster else args.processes
+        table(f"plan of {' '.join(args.config)}", plan(settings, world))
+        if cluster:
+            found = plan_capacity(settings, cluster)
+            table(f"step on {cluster.count} x {cluster.name}", capacity_rows(settings, found))
+    return 0
+
+
+def _read_cluster(args: argparse.Namespace) -> "Cluster | None":
+    """Return the GPUs of the capacity plan, if it is asked for.
+
+    Raises:
+        ValueError: The options do not belong together.
+    """
+    from flowalign.runs.planning.capacity_plan import Cluster, read_costs
+    from flowalign.runs.planning.gpus import GPUS, find_gpu
+
+    if args.gpus is None:
+        if args.gpu or args.costs or args.reward_seconds is not None:
+            raise ValueError("--gpu, --costs and --reward-seconds need --gpus N")
+        return None
+    if args.processes != 1:
+        raise ValueError("--gpus starts one process per GPU: leave out --processes")
+    if args.gpu is None and args.costs is None:
+        raise ValueError(f"--gpus needs --gpu or --costs; types of GPUs: {', '.join(GPUS)}")
+    return Cluster(
+        count=args.gpus,
+        name=args.gpu or "GPUs",
+        gpu=find_gpu(args.gpu) if args.gpu else None,
+        utilization=args.utilization,
+        measured=read_costs(args.costs) if args.costs else None,
+        reward=args.reward_seconds,
+    )

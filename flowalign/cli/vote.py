@@ -1,0 +1,159 @@
+"""Collect votes on samples in a browser: `flowalign vote`."""
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowalign.cli.options import number, whole
+from flowalign.utils.console import get_log, say
+from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.folders import Claim
+from flowalign.utils.hosts import is_loopback
+
+if TYPE_CHECKING:
+    from flowalign.curation.votes.poll import Poll
+    from flowalign.curation.votes.questions import Question
+    from flowalign.curation.votes.vote_server import VoteServer
+
+HELP = "Collect votes on samples in a browser, also as the reward of a training run."
+_WEEK_S = 604800
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the samples, the task of the annotators, and the address of the page."""
+    add = parser.add_argument
+    add("samples", help="folder of `flowalign sample`, dataset, or run directory")
+    add("--online", action="store_true", help="wait for samples of training runs (RemoteReward)")
+    add("--ask", choices=("best", "rank", "rate"), default="best", help="task (default: best)")
+    add(
+        "--dimensions",
+        nargs="+",
+        default=["overall"],
+        metavar="NAME",
+        help="dimensions that are rated (default: overall)",
+    )
+    add("--scale", type=whole(2, 9), default=5, help="highest rating (default: 5)")
+    add("--candidates", type=whole(2, 9), default=4, help="samples per question (default: 4)")
+    add("--annotators", type=whole(1), default=1, help="annotators per question (default: 1)")
+    add(
+        "--repeats",
+        type=number(0.0, 1.0),
+        default=0.0,
+        help="share of questions asked twice, which measures consistency (default: 0)",
+    )
+    add("--out", metavar="FOLDER", help="folder of votes.jsonl (default: SAMPLES/votes)")
+    add("--schema", default="auto", help="format of a dataset (default: detected)")
+    add("--root", metavar="FOLDER", help="folder where relative paths of a dataset begin")
+    add("--host", default="127.0.0.1", help="address to serve on (default: this machine only)")
+    add("--port", type=whole(0, 65535), default=8413, help="port; 0: any free port (default: 8413)")
+    add(
+        "--token_env",
+        default="FLOWALIGN_REWARD_TOKEN",
+        metavar="NAME",
+        help="environment variable with the token of a public address",
+    )
+
+
+@convert_value_errors()
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted, and return 0; raise ConfigError for unusable samples or address."""
+    from flowalign.curation.votes.poll import Poll, PollSettings
+    from flowalign.curation.votes.vote_reward import VoteReward
+    from flowalign.curation.votes.vote_server import VoteServer
+    from flowalign.curation.votes.vote_table import VOTES, VoteTable
+
+    source = Path(args.samples)
+    local, token = is_loopback(args.host), os.environ.get(args.token_env)
+    if not local and not token:
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines, so votes need a token:\n"
+            f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
+        )
+    if not args.online and not source.exists():
+        raise ConfigError(f"{source} does not exist; --online waits for samples of a training run")
+    settings = PollSettings(
+        kind=args.ask,
+        dimensions=args.dimensions,
+        scale=args.scale,
+        annotators=args.annotators,
+        repeats=args.repeats,
+    )
+    folder = source if source.is_dir() or args.online else source.parent
+    out = Path(args.out) if args.out else folder / "votes"
+    claim = Claim(out, get_log())
+    try:
+        table = VoteTable(out / VOTES)
+        if any(settings.column not in row for row in table.rows.values()):
+            raise ValueError(f"{table.path} has other votes than {settings.column}: choose --out")
+        poll = Poll(settings, table, [] if args.online else _find_questions(args, source, out))
+        reward = VoteReward(poll, out / "samples", args.candidates)
+        with _refuse_address(args.host, args.port):
+            server = VoteServer(
+                poll, reward, args.host, args.port, source, None if local else token
+            )
+        _announce(args, server)
+        with server, suppress(KeyboardInterrupt):
+            server.serve_forever()
+        _summarize(poll)
+    finally:
+        claim.release()
+    return 0
+
+
+@contextmanager
+def _refuse_address(host: str, port: int) -> Iterator[None]:
+    """Convert an OSError of a server that opens its address to a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve on --host {host} --port {port}: {error.strerror or error}; "
+            "choose another, or --port 0 for any free port"
+        ) from error
+
+
+def _find_questions(args: argparse.Namespace, source: Path, out: Path) -> "Sequence[Question]":
+    from flowalign.curation.votes.questions import make_questions
+    from flowalign.curation.votes.run_samples import find_run_questions
+    from flowalign.data.readers import open_dataset
+
+    if (source / "config.yaml").is_file() and (source / "samples" / "index.json").is_file():
+        return find_run_questions(source, out, args.candidates)
+    dataset = open_dataset(str(source), args.schema, args.root)
+    questions, problems = make_questions(dataset, args.candidates)
+    kinds = Counter(problem.partition(":")[0] for problem in problems)
+    told = "; ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+    if not questions:
+        raise ValueError(f"{source} gives no question: {told or 'it is empty'}")
+    if problems:
+        say(f"left out: {told}")
+    return questions
+
+
+def _announce(args: argparse.Namespace, server: "VoteServer") -> None:
+    from flowalign.cli.serve import format_entries
+    from flowalign.curation.votes.vote_reward import NAME
+
+    url = f"http://{args.host}:{server.server_port}"
+    table, key = server.poll.table, f"/?key={server.token}" if server.token else ""
+    say(f"{len(server.poll.questions):,} questions, {len(table.rows):,} votes in {table.path}")
+    say(f"vote on {url}{key}  (Ctrl-C ends it; the next start continues)")
+    if args.online:
+        say("reward in a run file:\nrewards:")
+        more = {"timeout": _WEEK_S, "retries": 1000}
+        say("\n".join(format_entries(NAME, args.dimensions, url, more)))
+
+
+def _summarize(poll: "Poll") -> None:
+    from flowalign.curation.votes.poll import measure_agreement
+
+    say(f"{len(poll.table.rows):,} votes in {poll.table.path}")
+    for dim, one in measure_agreement(poll).items():
+        if one.alpha == one.alpha:
+            say(f"{dim}: agreement of annotators (Krippendorff's alpha) {one.alpha:.2f}")
+        if one.repeats == one.repeats:
+            say(f"{dim}: consistency of repeated answers (alpha) {one.repeats:.2f}")
