@@ -8,25 +8,7 @@ summary = train(start(run, settings, print))
 ```
 """
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from flowalign.utils.imports import export_lazily
-
-if TYPE_CHECKING:
-    from flowalign.runs.config import Run, load
-    from flowalign.runs.planning.plan import plan
-    from flowalign.runs.session.session import Session, start
-    from flowalign.runs.session.train_session import train
-    from flowalign.training.ema import Ema
-
-__all__ = ["Ema", "Run", "Session", "load", "plan", "start", "train"]
-__getattr__ = export_lazily(  # commands that only read files need no torch
-    __name__,
-    {
-        "flowalign.runs.config": ("Run", "load"),
-        "flowalign.runs.planning.plan": ("plan",),
-        "flowalign.runs.session.session": ("Session", "start"),
-        "flowalign.runs.session.train_session": ("train",),
-        "flowalign.training.ema": ("Ema",),
-    },
-)
+# Commands that only read files need no torch.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

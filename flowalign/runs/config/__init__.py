@@ -1,18 +1,5 @@
 """Compose run files, and turn them into a typed `Run`."""
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from flowalign.utils.imports import export_lazily
-
-if TYPE_CHECKING:
-    from flowalign.runs.config.loading import LoadedRun, load, load_with_origins
-    from flowalign.runs.config.run import Run
-
-__all__ = ["LoadedRun", "Run", "load", "load_with_origins"]
-__getattr__ = export_lazily(
-    __name__,
-    {
-        "flowalign.runs.config.loading": ("LoadedRun", "load", "load_with_origins"),
-        "flowalign.runs.config.run": ("Run",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
