@@ -24,8 +24,8 @@ from flowalign.runs.config import load  # noqa: E402
 from flowalign.runs.planning.capacity import UnitCosts, backward_passes, imbalance  # noqa: E402
 from flowalign.runs.planning.capacity_plan import Cluster, predict  # noqa: E402
 from flowalign.runs.planning.plan import plan_step  # noqa: E402
+from flowalign.utils.costs import Stages  # noqa: E402
 from flowalign.utils.files import atomic_write  # noqa: E402
-from flowalign.utils.stages import Stages  # noqa: E402
 from tests.fixtures.ranks import on_ranks  # noqa: E402
 
 CHANGES = ["evaluation=null", "ema=null", "recipe.prompts_per_step=8"]

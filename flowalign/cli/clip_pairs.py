@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from flowalign.cli.options import add_config_file, shard
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.folders import check_folder_path, make_folder
-from flowalign.utils.manifest import agree
+from flowalign.utils.folders import check_folder_path, make_folder, record_settings
 
 if TYPE_CHECKING:
     from flowalign.extra.clip_pairs import clip_pairs_job
@@ -51,14 +50,16 @@ def _make_batches(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
     """Make the missing batches; return the number of batches of the dataset."""
     from rich.console import Console
 
+    from flowalign.distributed.processes import join
     from flowalign.extra.clip_pairs import clip_pairs_job
     from flowalign.extra.clip_pairs.run_file import settings_of
-    from flowalign.distributed.processes import join
 
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
     check_folder_path(folder, "output_dir")
     make_folder(folder)
-    agree(folder / clip_pairs_job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
+    record_settings(
+        folder / clip_pairs_job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`"
+    )
     size = dataset.size() or sum(1 for _ in dataset)
     total = min(size, cfg.limit or size)
     with Progress(total, console=Console(stderr=True)) as progress:

@@ -16,9 +16,8 @@ from flowalign import __version__
 from flowalign.cli.options import Parser
 from flowalign.distributed.failures import leave_crashes, leave_failure, leave_stop
 from flowalign.utils.errors import ConfigError, RunFailure
-from flowalign.utils.hide_secrets import hide_in_command
-from flowalign.utils.interrupts import exit_code, sigterm_stops
-from flowalign.utils.parent_watchdog import end_with_parent
+from flowalign.utils.interrupts import end_with_parent, exit_code, sigterm_stops
+from flowalign.utils.run_events import hide_in_command
 
 EXAMPLES = """examples:
   flowalign demo                                   align the toy model on the CPU, in minutes

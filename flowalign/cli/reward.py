@@ -14,7 +14,7 @@ from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_json, write_text
 from flowalign.utils.folders import check_file_path, check_folder_path
-from flowalign.utils.parent_watchdog import tie_to_parent
+from flowalign.utils.interrupts import tie_to_parent
 
 HELP = "Train a reward model, fit its weights, or measure its agreement with annotators."
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flowalign.cli.options import add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.folders import check_folder_path
-from flowalign.utils.manifest import agree, compare
+from flowalign.utils.folders import check_folder_path, compare_settings, record_settings
 
 if TYPE_CHECKING:
     from flowalign.curation.scoring.scoring_job import ScoringJob
@@ -131,7 +130,7 @@ def _run_on_ray(args: argparse.Namespace) -> int:
         check_fits(args.processes, "cpu")  # they may share a GPU, but no core
     job, settings = _open_job(args)
     with hold_lock(job.folder / "parts" / ".lock-ray"):
-        compare(job.folder / _MANIFEST, settings, _MAKER)
+        compare_settings(job.folder / _MANIFEST, settings, _MAKER)
         cluster = ray_data.ScoringCluster(args.processes, args.address)
         return _score(args, job, partial(cluster.run, job, partial(load_job, args)))
 
@@ -170,11 +169,11 @@ def _load(job: "ScoringJob", settings: Mapping[str, Any]) -> None:
     from flowalign.curation.scoring.table_rows import join_fingerprints
     from flowalign.rewards.checked import load
 
-    compare(job.folder / _MANIFEST, settings, _MAKER)
+    compare_settings(job.folder / _MANIFEST, settings, _MAKER)
     for model in job.models:
         load(model)
     known = {"fingerprint": join_fingerprints(job.models)}
-    agree(job.folder / _MANIFEST, {**settings, **known}, _MAKER)
+    record_settings(job.folder / _MANIFEST, {**settings, **known}, _MAKER)
 
 
 def _score(args: argparse.Namespace, job: "ScoringJob", run: Callable[..., Sequence[int]]) -> int:
@@ -222,7 +221,7 @@ def _device(i: int) -> list[str]:
     """Return a command prefix that gives each process its own accelerator, if there are several."""
     import torch
 
-    from flowalign.utils.child_process import select_device
+    from flowalign.utils.subprocesses import select_device
 
     count = torch.cuda.device_count()
     own = select_device(f"cuda:{i % count}") if count > 1 else {}

@@ -12,7 +12,7 @@ from flowalign.cli.options import number, whole
 from flowalign.utils.console import say
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.hosts import is_loopback
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 if TYPE_CHECKING:
     from flowalign.rewards.batching import Batcher

@@ -19,8 +19,7 @@ from flowalign.cli.options import (
 from flowalign.distributed.launch import Launch, is_restarted, relaunch, starts_others
 from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import ConfigError, convert_value_errors
-from flowalign.utils.journal import Journal
-from flowalign.utils.notify import notify, notify_failure
+from flowalign.utils.run_events import Journal, notify, notify_failure
 
 if TYPE_CHECKING:
     from flowalign.runs.config import LoadedRun, Run

@@ -30,8 +30,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from flowalign.distributed.failures import RUN_ID, STOPPED, USER_ERROR, read_first_failure
 from flowalign.distributed.launch import RESTARTED, STORE, Launch
-from flowalign.utils.interrupts import SIGNALS, handle_signals
-from flowalign.utils.parent_watchdog import tie_all_children
+from flowalign.utils.interrupts import SIGNALS, handle_signals, tie_all_children
 
 _Agent: Any = LocalElasticAgent
 """Base class as Any, because a decorator hides the types of its methods."""

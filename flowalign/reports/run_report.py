@@ -32,8 +32,7 @@ from flowalign.reports.scores import read_scores, worst
 from flowalign.sampling.calibration import read_calibration
 from flowalign.utils.console import duration
 from flowalign.utils.files import write_text
-from flowalign.utils.hide_secrets import hide_in_settings
-from flowalign.utils.journal import commands
+from flowalign.utils.run_events import commands, hide_in_settings
 from flowalign.utils.tracking import read_metrics
 
 _COMPARISON = "../../compare.html"

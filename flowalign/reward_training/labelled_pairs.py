@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.agreement import list_pairs
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 Columns = Mapping[str, Sequence[Any]]
 

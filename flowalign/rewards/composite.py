@@ -28,8 +28,7 @@ from flowalign.types import (
     prompts_of,
 )
 from flowalign.utils.console import say
-from flowalign.utils.costs import Costs
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import Costs, stage
 
 
 @dataclass

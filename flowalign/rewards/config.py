@@ -6,8 +6,8 @@ from pathlib import Path
 from flowalign.rewards.checked import check_spec
 from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError, convert_value_errors
-from flowalign.utils.file_kinds import describe_wrong_kind
 from flowalign.utils.files import bundled
+from flowalign.utils.setting_errors import describe_wrong_kind
 from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.typed_settings import build
 

@@ -20,7 +20,7 @@ from flowalign.rewards.protocol import (
     pack_batch,
 )
 from flowalign.types import MAY_PASS, Column, MediaBatch, RewardOutput, RewardSpec
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 _LONGEST_WAIT_S = 30.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)

@@ -14,8 +14,8 @@ import yaml
 from flowalign.rewards.config import build_reward_models
 from flowalign.rewards.reward_client import RewardClient
 from flowalign.types import RewardSpec
-from flowalign.utils.child_process import ChildProcess, select_device
 from flowalign.utils.local_modules import name_files
+from flowalign.utils.subprocesses import ChildProcess, select_device
 
 TOKEN = "FLOWALIGN_REWARD_TOKEN"
 _UNLIMITED = {

@@ -19,7 +19,7 @@ from flowalign.types import (
     VelocityField,
 )
 from flowalign.types.completion import Completion
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 CompletionRequest = tuple[int, Completion]
 """Index of a state, and the method of its completion."""

@@ -19,7 +19,7 @@ from flowalign.types import (
     VelocityField,
     encode_requests,
 )
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 
 @stage("sample")

@@ -15,7 +15,7 @@ from flowalign.sampling.recording import RolloutOutputs, RolloutRecorder
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.stepping import RolloutNoise, RolloutVelocities, Stepper
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 Key = TypeVar("Key")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from flowalign.training.learner import Learner, TrainingFailure
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 OnFailure = Literal["raise", "warn"]
 """Action after a failed check. raise: the run ends. warn: the message is logged."""

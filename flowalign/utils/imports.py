@@ -1,7 +1,7 @@
-"""Import large libraries faster, or only if they are needed."""
+"""Import large libraries faster, or only if they are needed or installed."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -24,21 +24,6 @@ def pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def export_lazily(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return `__getattr__` of a package that imports the module of a name when it is used.
-
-    `names` are the exported names by module.
-    """
-    modules = {name: module for module, some in names.items() for name in some}
-
-    def get_export(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(modules[name]), name)
-
-    return get_export
-
-
 class LazyModule(ModuleType):
     """Module that is imported when one of its attributes is first used.
 
@@ -52,3 +37,13 @@ class LazyModule(ModuleType):
     def __dir__(self) -> list[str]:
         """Import the module and return its names."""
         return dir(import_module(self.__name__))
+
+
+def import_optional(module: str, extra: str) -> Any:
+    """Import a library; raise ValueError with the flowalign extra to install if it is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{module} is missing: pip install 'flowalign-diffusion[{extra}]'"
+        ) from error

@@ -1,13 +1,27 @@
-"""Stop on Ctrl-C or on a scheduler's SIGTERM, immediately or between two steps of a run."""
+"""Stop on Ctrl-C or on a scheduler's SIGTERM, immediately or between two steps, or with the parent.
 
+For a child that ends with its parent, even by SIGKILL, the parent keeps one end of a pipe open and
+never writes to it. A thread of the child waits at the other end. The system closes the pipe when
+the parent ends, and the waiting thread then ends the child. A child that a library starts does not
+inherit the pipe; it opens a named one. (PR_SET_PDEATHSIG would end the child with the thread that
+started it instead of the process, and exists only on Linux.)
+"""
+
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 """Signals that request a stop."""
 Handler = Callable[[int, object], None]
 _SOURCES: list[Callable[[], int]] = []
+_END = "FLOWALIGN_PARENT_PIPE"
+"""Environment variable with the file descriptor, or the path, of the pipe that a child waits on."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -74,3 +88,50 @@ def stop_between_steps() -> Iterator[Callable[[], int]]:
 
     with handle_signals(dict.fromkeys(SIGNALS, handler)):
         yield lambda: max([*asked, *(source() for source in _SOURCES)], default=0)
+
+
+def tie_to_parent(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return `subprocess.Popen` arguments that make a flowalign command end with its parent."""
+    waiting, _ = _open_pipe()
+    inherited = os.environ if environment is None else environment
+    return {"env": {**inherited, _END: str(waiting)}, "pass_fds": (waiting,)}
+
+
+def tie_all_children(folder: Path) -> None:
+    """Make all flowalign commands that this process starts end with it; keep the pipe in `folder`.
+
+    For children that a library starts, so that `tie_to_parent` cannot be used.
+    """
+    pipe = folder / "parent"
+    os.mkfifo(pipe)
+    os.open(pipe, os.O_RDWR)  # stays open until this process ends
+    os.environ[_END] = str(pipe)
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends, if the parent tied it to itself.
+
+    A partially written file is lost, as with a kill; complete files stay.
+    """
+    # Remove the variable, so that a child of this process does not watch its grandparent.
+    waiting = os.environ.pop(_END, None)
+    if waiting is not None:
+        threading.Thread(target=_end_at_close, args=(waiting,), daemon=True).start()
+
+
+def _end_at_close(pipe: str) -> None:
+    with suppress(FileNotFoundError):  # removed by a parent that has ended
+        # A named pipe without a writer would block an open that may wait.
+        waiting = int(pipe) if pipe.isdigit() else os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(waiting, True)
+        os.read(waiting, 1)
+    os._exit(1)  # sys.exit would only end this thread
+
+
+@cache
+def _open_pipe() -> tuple[int, int]:
+    """Return the read and the write end, which stay open until this process ends.
+
+    The write end is not inheritable, so no child can keep it open after the parent has ended.
+    """
+    return os.pipe()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 _SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Environment that disables Ray's usage statistics and the low priority of its workers."""

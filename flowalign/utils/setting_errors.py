@@ -1,13 +1,45 @@
-"""Turn jsonargparse's messages about wrong settings into a few readable lines."""
+"""Explain why settings cannot be parsed, and which command reads a file of another kind."""
 
 import difflib
 import importlib
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING, fields
 from functools import cache
 from inspect import isclass
 
 from jsonargparse import ArgumentParser
+
+_LONGEST = 400
+_NO_MAPPING = "it must be a mapping of settings"
+_NO_GROUP = ("Unable to load config", "Not a valid subclass of")
+_NO_ARGUMENTS = re.compile(r"'(\w+)' object has no attribute 'keys'$")
+_WRONG_TYPE = re.compile(r"Expected a <class '(\w+)'>\. Got value: (.{1,80})$")
+_KEY = re.compile(r'Parser key "([\w.]+)":$')
+_NOISE = re.compile(
+    r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|"
+    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$|"
+    r"Subclass types expect one of:|a class path \(str\)|a dict with|Parser key .*Unable to load"
+)
+_UNKNOWN = re.compile(
+    r"(?:unrecognized arguments: -*|Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
+)
+_MISPLACED = {
+    "Not a valid subclass of": "put the settings of a component under its init_args",
+    " is abstract": "set class_path here, or in an earlier run file",
+}
+"""Hints for errors that concern a whole component."""
+KINDS = {
+    "Run": ({"recipe"}, "flowalign train FILE"),
+    "RewardRun": ({"backbone", "head"}, "flowalign reward train FILE"),
+    "UserEmbeddings": ({"backbone", "output"}, "flowalign users FILE"),
+    "ClipPairs": ({"clips", "method"}, "flowalign clip-pairs FILE"),
+    "Search": ({"width"}, "flowalign sample RUN_FILE --prompt TEXT --search FILE"),
+    "Card": ({"metrics", "protocol"}, "flowalign eval RUN_FILE --benchmark FILE"),
+    "RewardFile": ({"rewards"}, "flowalign score DATA --rewards FILE --out FOLDER"),
+}
+"""Identifying keys and command of each kind of file, by the name of the class it describes. A file
+belongs to the first kind with all of its keys present."""
 
 
 def explain(message: str, locate: Callable[[str], str], parser: ArgumentParser) -> str:
@@ -43,27 +75,6 @@ def _find_cause(lines: Sequence[str], has_key: bool) -> str:
     if what.startswith("Expected") and "Got value" not in what and value not in what:
         what += f", not {value}"
     return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
-
-
-_LONGEST = 400
-_NO_MAPPING = "it must be a mapping of settings"
-_NO_GROUP = ("Unable to load config", "Not a valid subclass of")
-_NO_ARGUMENTS = re.compile(r"'(\w+)' object has no attribute 'keys'$")
-_WRONG_TYPE = re.compile(r"Expected a <class '(\w+)'>\. Got value: (.{1,80})$")
-_KEY = re.compile(r'Parser key "([\w.]+)":$')
-_NOISE = re.compile(
-    r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>$|"
-    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$|"
-    r"Subclass types expect one of:|a class path \(str\)|a dict with|Parser key .*Unable to load"
-)
-_UNKNOWN = re.compile(
-    r"(?:unrecognized arguments: -*|Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
-)
-_MISPLACED = {
-    "Not a valid subclass of": "put the settings of a component under its init_args",
-    " is abstract": "set class_path here, or in an earlier run file",
-}
-"""Hints for errors that concern a whole component."""
 
 
 def _suggest(message: str, key: str, parser: ArgumentParser) -> str | None:
@@ -125,3 +136,28 @@ _MUCH_ALIKE = 0.8
 def _join(*names: str) -> str:
     """Return the dotted join of names, skipping empty names."""
     return ".".join(filter(None, names))
+
+
+def describe_wrong_kind(kind: type, keys: Collection[str], file: str) -> str:
+    """Return why a file with `keys` does not describe a `kind`; "" if it may.
+
+    A file of another kind has keys that `kind` does not have, or lacks required keys.
+    """
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    required = {
+        field.name
+        for field in fields(kind)  # type: ignore[arg-type]
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    if known.issuperset(keys) and required <= set(keys):
+        return ""
+    found = next((name for name, (marks, _) in KINDS.items() if marks <= set(keys)), None)
+    if found == kind.__name__ == "Run" and "policy" not in keys:
+        return (
+            f"{file} names no policy: layer it on the run file of a model, as in\n"
+            f"flowalign check configs/models/sd35_medium.yaml {file}"
+        )
+    if found in (None, kind.__name__):
+        return ""
+    command = KINDS[found][1].replace(" FILE", f" {file}")
+    return f"{file} is a file for another command: {command}"

@@ -12,7 +12,6 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
-from flowalign.utils.file_kinds import describe_wrong_kind
 from flowalign.utils.files import bundled
 from flowalign.utils.inline_components import (
     apply_entry_options,
@@ -21,7 +20,7 @@ from flowalign.utils.inline_components import (
     rename_keys,
 )
 from flowalign.utils.local_modules import find_annotation, name_files, resolve_components
-from flowalign.utils.setting_errors import explain
+from flowalign.utils.setting_errors import describe_wrong_kind, explain
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml, read_mapping
 
 T = TypeVar("T")

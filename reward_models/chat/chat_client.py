@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.chat.cache import AnswerCache
 from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
 from reward_models.chat.loop_thread import LoopThread

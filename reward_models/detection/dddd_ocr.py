@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.detection.ocr import TextReader
 
 

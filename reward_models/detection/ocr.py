@@ -20,7 +20,7 @@ from flowalign.types import (
     RewardSpec,
     UnitInterval,
 )
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.frames import evenly
 from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, metadata_of, to_uint8
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.frames import evenly
 from reward_models.backbones.rule import RuleReward, Verdict, to_uint8
 

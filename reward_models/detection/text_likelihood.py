@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.rule import Unscorable, metadata_of
 from reward_models.detection.ocr import find_target
 from reward_models.detection.onnx_network import OnnxNetwork

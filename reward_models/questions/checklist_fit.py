@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.questions.question_set import QuestionSet
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec, Sound
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.network_reward import NetworkReward
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.frames import check_frame_rate
 from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, to_uint8
 

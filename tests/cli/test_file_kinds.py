@@ -12,7 +12,7 @@ from flowalign.rewards.config import RewardFile
 from flowalign.runs.config import Run
 from flowalign.sampling.search import Search
 from flowalign.studies.benchmark.card import Card
-from flowalign.utils.file_kinds import KINDS
+from flowalign.utils.setting_errors import KINDS
 
 RUN, USERS = "configs/shapes.yaml", "configs/reward/pickapic_users.yaml"
 REWARD, CLIPS = "configs/reward/shapes_preference.yaml", "configs/clip_pairs/shapes_video.yaml"

@@ -23,7 +23,7 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MAY_PASS, RewardModel, RewardOutput
-from flowalign.utils.manifest import agree
+from flowalign.utils.folders import record_settings
 from reward_models.chat.chat_client import Server
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.unified_reward import AXES, UnifiedRewardPoint
@@ -490,13 +490,13 @@ def test_a_shard_knows_how_many_records_it_will_score(tmp_path, limit, n):
 def test_a_folder_made_with_other_settings_is_refused_by_name(tmp_path):
     manifest = tmp_path / "out" / "manifest.json"
     manifest.parent.mkdir()
-    agree(manifest, {"data": "a", "limit": None}, "a scoring job")
-    agree(manifest, {"data": "a", "limit": None}, "a scoring job")
+    record_settings(manifest, {"data": "a", "limit": None}, "a scoring job")
+    record_settings(manifest, {"data": "a", "limit": None}, "a scoring job")
     with pytest.raises(ValueError, match=r"limit differ;\s+limit was 'None', now '3'"):
-        agree(manifest, {"data": "a", "limit": 3}, "a scoring job")
+        record_settings(manifest, {"data": "a", "limit": 3}, "a scoring job")
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="a scoring job did not write"):
-        agree(tmp_path / "manifest.json", {"data": "a"}, "a scoring job")
+        record_settings(tmp_path / "manifest.json", {"data": "a"}, "a scoring job")
 
 
 def test_two_processes_do_not_score_the_same_shard(tmp_path):

@@ -23,7 +23,7 @@ START = """
 import os, sys, time
 from pathlib import Path
 from flowalign.distributed.failures import leave_crashes, leave_failure, leave_stop
-from flowalign.utils.parent_watchdog import end_with_parent
+from flowalign.utils.interrupts import end_with_parent
 end_with_parent()
 leave_crashes()
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

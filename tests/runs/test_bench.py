@@ -9,7 +9,7 @@ from flowalign.runs.bench.floor import Floor
 from flowalign.runs.config import load
 from flowalign.runs.session.session import start
 from flowalign.training.policy_gradient.step_plan import evaluations
-from flowalign.utils.stages import Stages, stage
+from flowalign.utils.costs import Stages, stage
 
 SMALL = ["recipe.sampling.samples_per_prompt=3", "recipe.sampling.num_steps=4"]
 GROUPS = ["recipe.data.sampling.samples_per_prompt=3", "recipe.data.sampling.num_steps=4"]
@@ -70,7 +70,7 @@ def test_stages_and_floor_of_a_forward_process_are_measured():
 def test_what_no_mark_claims_is_the_rest_and_a_stage_within_another_is_not_counted_twice():
     now = iter(range(0, 200, 10))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flowalign.utils.stages.time.perf_counter", lambda: next(now))
+        patch.setattr("flowalign.utils.costs.time.perf_counter", lambda: next(now))
         with stage("sample"):
             pass  # no one measures
         with Stages("update") as stages, stage("sample"), stage("decode"):

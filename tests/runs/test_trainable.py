@@ -12,7 +12,6 @@ from flowalign.runs.library import trainable
 from flowalign.runs.library.trainable import describe_models
 from flowalign.runs.planning.plan import memory_parts
 from flowalign.runs.planning.run_memory import peak
-from flowalign.utils import versions
 
 TABLE = json.loads(trainable._TABLE.read_text())
 
@@ -39,8 +38,8 @@ def test_the_table_equals_a_plan():
 
 
 def test_the_doctor_prints_it(capsys, monkeypatch):
-    monkeypatch.setattr(versions, "versions", lambda: {"python": "3"})
-    monkeypatch.setattr(versions, "gpu_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr(doctor, "versions", lambda: {"python": "3"})
+    monkeypatch.setattr(doctor, "gpu_bytes", lambda: 24 * 10**9)
     assert doctor.run(parse(["doctor"])) == 0
     told = capsys.readouterr().out
     assert "models that this machine can train" in told

@@ -25,7 +25,7 @@ from flowalign.data.media.media import VIDEOS, Media, describe_missing
 from flowalign.data.media.orientation import Orientation
 from flowalign.data.media.rgb import to_rgb
 from flowalign.data.media.truncation import is_cut
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 __all__ = [
     "FrameSelection",

@@ -14,7 +14,7 @@ from flowalign.data.media.sound import add_sound_stream, write_sound
 from flowalign.data.media.thumbnails import EXACT, encode_loop, to_bytes
 from flowalign.types import Sound
 from flowalign.utils.files import atomic_write
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
 """File name extensions that `write_clip` supports."""

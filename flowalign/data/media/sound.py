@@ -8,7 +8,7 @@ import torch
 from flowalign.data.media.frame_sampling import MediaProblem
 from flowalign.data.media.media import Media
 from flowalign.types import Sound
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
 _OPUS_RATE = 48_000

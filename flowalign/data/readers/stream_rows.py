@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 
 _CHARACTERS_AT_ONCE = 1 << 16
 _LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flowalign.training.learner import Learner
 from flowalign.training.reference import FrozenCopy, Guided
-from flowalign.utils.stages import is_checking
+from flowalign.utils.costs import is_checking
 
 
 class Floor:

@@ -14,7 +14,7 @@ from flowalign.runs.planning.capacity_plan import MEASURED
 from flowalign.runs.planning.plan import plan_step
 from flowalign.runs.session.session import Session, start
 from flowalign.training.recipe_plan import StepWork
-from flowalign.utils.stages import Stages
+from flowalign.utils.costs import Stages
 
 _GIB = 2**30
 

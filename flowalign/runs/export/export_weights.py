@@ -17,7 +17,7 @@ from flowalign.runs.export.model_card import SAMPLES, SAMPLES_BEFORE, Evidence, 
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
 from flowalign.utils.files import atomic_write
-from flowalign.utils.hide_secrets import hide_in_settings
+from flowalign.utils.run_events import hide_in_settings
 
 _GRIDS = "*.png"
 

@@ -30,7 +30,7 @@ from flowalign.training import checkpoint
 from flowalign.types import Request, Sound
 from flowalign.utils.console import Progress
 from flowalign.utils.files import digest_file, write_text
-from flowalign.utils.manifest import agree
+from flowalign.utils.folders import record_settings
 from flowalign.utils.seeds import generator
 
 MANIFEST, LISTING = "sample.json", "metadata.jsonl"
@@ -232,7 +232,7 @@ def write_folder(job: SamplingJob) -> str:
         for copy in range(job.count)
     ]
     out.mkdir(parents=True, exist_ok=True)
-    agree(out / MANIFEST, job.settings, "`flowalign sample`")
+    record_settings(out / MANIFEST, job.settings, "`flowalign sample`")
     batches = [media[k : k + size] for k in range(0, len(media), size)]
     todo = [batch for batch in batches if _find_absent(out, batch)]
     _write_listing(out, media, job.seed)

@@ -10,7 +10,7 @@ from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import PREFIX, list_by_step
 from flowalign.training.watch import Panel
 from flowalign.utils.costs import Costs
-from flowalign.utils.notify import notify
+from flowalign.utils.run_events import notify
 
 BEST = "best"
 """Folder of the best checkpoint in a run directory."""

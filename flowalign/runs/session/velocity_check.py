@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flowalign.runs.session.session import Session
 from flowalign.types import encode_requests
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 ENOUGH_UPDATES = 20
 """Updates after warm-up before the check."""

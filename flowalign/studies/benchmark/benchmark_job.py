@@ -28,7 +28,7 @@ from flowalign.studies.benchmark.items import (
 )
 from flowalign.types import Request
 from flowalign.utils.console import Progress
-from flowalign.utils.manifest import agree
+from flowalign.utils.folders import record_settings
 from flowalign.utils.seeds import generator
 
 MANIFEST, MAKER = "benchmark.json", "`flowalign eval --benchmark`"
@@ -85,7 +85,7 @@ class BenchmarkJob:
             ValueError: The folder was made with other settings.
         """
         self.sampler.out.mkdir(parents=True, exist_ok=True)
-        agree(self.sampler.out / MANIFEST, self.settings, MAKER)
+        record_settings(self.sampler.out / MANIFEST, self.settings, MAKER)
         todo = {model.name: list(self._find_unfinished(model)) for model in self.models}
         made, start = 0, time.perf_counter()
         if not any(todo.values()):

@@ -26,8 +26,8 @@ from flowalign.training.rollouts.advantages import (
 )
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import Batch, Request, encode_requests
+from flowalign.utils.costs import stage
 from flowalign.utils.seeds import generator
-from flowalign.utils.stages import stage
 
 
 class OutcomePairStream(BatchStream):

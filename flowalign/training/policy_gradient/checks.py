@@ -16,7 +16,7 @@ from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
 from flowalign.training.recipe import Log
 from flowalign.training.update_checks import MOST_STEPS, OnFailure, WeightChecks
 from flowalign.types import Batch, PolicyLoss, VelocityField, step_of, steps_of
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 
 class PolicyGradientChecks:

@@ -21,7 +21,7 @@ from flowalign.types import (
     ValueFunction,
 )
 from flowalign.types.completion import Completion
-from flowalign.utils.stages import stage
+from flowalign.utils.costs import stage
 
 
 @dataclass

@@ -8,7 +8,7 @@ from PIL import Image
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
-from flowalign.utils.optional import import_optional
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.efficientnet import EfficientNetLite0, EfficientNetNetwork
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals.jpeg import JpegSize
