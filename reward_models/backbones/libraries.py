@@ -12,11 +12,21 @@ if TYPE_CHECKING:
     import accelerate
     import open_clip
     import peft
+    import timm
     import transformers
     from torchvision.transforms import functional as TF
 else:
     accelerate, open_clip = LazyModule("accelerate"), LazyModule("open_clip")
-    peft, transformers = LazyModule("peft"), LazyModule("transformers")
+    peft, timm, transformers = (LazyModule(name) for name in ("peft", "timm", "transformers"))
     TF = LazyModule("torchvision.transforms.functional")
 
-__all__ = ["TF", "accelerate", "open_clip", "peft", "transformers"]
+__all__ = ["TF", "accelerate", "name_cache", "open_clip", "peft", "timm", "transformers"]
+
+
+def name_cache() -> str:
+    """Return the name of past keys and values in calls and outputs of the installed transformers.
+
+    Releases up to 5.17 have `past_key_values`; 5.24 has `cache`, and 5.40 takes no other.
+    """
+    fields = transformers.modeling_outputs.BaseModelOutputWithPast.__dataclass_fields__
+    return "cache" if "cache" in fields else "past_key_values"

@@ -8,8 +8,8 @@ from PIL import Image
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
+from reward_models.backbones.efficientnet import EfficientNetLite0, find_packaged_weights
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.efficientnet import EfficientNetLite0, EfficientNetNetwork
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals.jpeg import JpegSize
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
@@ -105,29 +105,19 @@ def test_a_missing_library_is_named_with_its_extra():
         import_optional("no_such_library", "x")
 
 
-@pytest.fixture(scope="module")
-def efficientnet(tmp_path_factory):
-    """Random weights that pass images through, in a file."""
-    torch.manual_seed(4)
-    network = EfficientNetNetwork()
-    for name, parameter in network.named_parameters():
-        if "conv" in name:
-            torch.nn.init.kaiming_normal_(parameter)
-    path = tmp_path_factory.mktemp("efficientnet") / "weights.pth"
-    torch.save(network.state_dict(), path)
-    return path
-
-
 def test_efficientnet_has_the_published_number_of_weights():
     # 4.652 million in the paper's repository; with the buffers the file has 4,694,073 numbers.
-    network = EfficientNetNetwork()
-    assert sum(p.numel() for p in network.parameters()) == 4_652_008
-    assert sum(v.numel() for v in network.state_dict().values()) == 4_694_073
-    assert len(network.state_dict()) == 296
+    encoder = EfficientNetLite0()
+    encoder.load()
+    assert sum(p.numel() for p in encoder.network.parameters()) == 4_652_008
+    assert sum(v.numel() for v in encoder.network.state_dict().values()) == 4_694_073
+    assert len(encoder.network.state_dict()) == 296
 
 
 def test_efficientnet_pads_like_tensorflow():
-    layer = EfficientNetNetwork()._conv_stem
+    encoder = EfficientNetLite0()
+    encoder.load()
+    layer = encoder.network.conv_stem
     picture = torch.rand(1, 3, 6, 7, generator=torch.Generator().manual_seed(1))
     by_hand = torch.nn.functional.conv2d(
         torch.nn.functional.pad(picture, [1, 1, 0, 1]), layer.weight, stride=2
@@ -135,17 +125,32 @@ def test_efficientnet_pads_like_tensorflow():
     torch.testing.assert_close(layer(picture), by_hand)
 
 
-def test_efficientnet_refuses_a_checkpoint_that_does_not_fit(efficientnet, tmp_path):
-    state = torch.load(efficientnet, weights_only=True)
+def test_efficientnet_computes_the_features_of_the_published_code():
+    # Written out block by block from the paper's table, before timm's network replaced it.
+    frames = torch.rand(2, 3, 256, 320, generator=torch.Generator().manual_seed(0))
+    encoder = EfficientNetLite0()
+    with torch.no_grad():
+        features, logits = encoder.embed(frames), encoder.classify(frames)
+    top = features[0].topk(3)
+    assert top.indices.tolist() == [455, 113, 434]
+    torch.testing.assert_close(
+        top.values, torch.tensor([5.3938, 4.4687, 3.9728]), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(features.mean(1), torch.tensor([0.1313, 0.1214]), atol=1e-4, rtol=0)
+    assert logits[0].topk(3).indices.tolist() == [21, 92, 128]
+
+
+def test_efficientnet_refuses_a_checkpoint_that_does_not_fit(tmp_path):
+    state = torch.load(find_packaged_weights(), weights_only=True)
     state["_conv_tail.weight"] = state.pop("_conv_head.weight")
     torch.save(state, tmp_path / "wrong.pth")
-    with pytest.raises(ValueError, match="_conv_head") as caught:
+    with pytest.raises(ValueError, match="conv_head") as caught:
         EfficientNetLite0(str(tmp_path / "wrong.pth"), device="cpu").load()
-    assert "_conv_tail" in str(caught.value)
+    assert "conv_tail" in str(caught.value)
 
 
-def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient(efficientnet):
-    encoder = EfficientNetLite0(str(efficientnet))
+def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient():
+    encoder = EfficientNetLite0()
     frames = example_batch(3).media[:, 0]
     together = encoder.embed(frames)
     assert together.shape == (3, encoder.width)
