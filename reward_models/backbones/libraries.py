@@ -19,6 +19,7 @@ else:
     accelerate, open_clip = LazyModule("accelerate"), LazyModule("open_clip")
     peft, timm, transformers = (LazyModule(name) for name in ("peft", "timm", "transformers"))
     TF = LazyModule("torchvision.transforms.functional")
+_outputs = LazyModule("transformers.modeling_outputs")
 
 __all__ = ["TF", "accelerate", "name_cache", "open_clip", "peft", "timm", "transformers"]
 
@@ -28,5 +29,5 @@ def name_cache() -> str:
 
     Releases up to 5.17 have `past_key_values`; 5.24 has `cache`, and 5.40 takes no other.
     """
-    fields = transformers.modeling_outputs.BaseModelOutputWithPast.__dataclass_fields__
+    fields = _outputs.BaseModelOutputWithPast.__dataclass_fields__
     return "cache" if "cache" in fields else "past_key_values"

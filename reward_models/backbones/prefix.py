@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from reward_models.backbones.libraries import transformers
+from reward_models.backbones.libraries import name_cache, transformers
 from reward_models.backbones.qwen2_vl import Chat, Qwen2VLReward
 
 K = TypeVar("K")
@@ -60,7 +60,7 @@ def read_clips(
         video_grid_thw=grid,
     )
     heads = torch.stack([_head_at(network, seen, ids, mark) for mark in marks], 1)
-    layers = [(layer.keys, layer.values) for layer in seen.past_key_values.layers]
+    layers = [(layer.keys, layer.values) for layer in seen[name_cache()].layers]
     return [
         ClipCache(heads[i], [(k[i : i + 1], v[i : i + 1]) for k, v in layers], positions[:, i, -1:])
         for i in range(len(chats))
@@ -85,8 +85,8 @@ def continue_clips(
     seen = network.backbone(
         input_ids=ids,
         position_ids=start + torch.arange(ids.shape[1], device=device),
-        past_key_values=transformers.DynamicCache(layers),
         use_cache=True,
+        **{name_cache(): transformers.DynamicCache(layers)},
     )
     return _head_at(network, seen, ids, mark)
 

@@ -19,7 +19,7 @@ from reward_models.backbones.answer_tokens import find_answer_tokens, find_singl
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of
 from reward_models.backbones.devices import choose_device, require_device
 from reward_models.backbones.frames import at_rate, each_second
-from reward_models.backbones.libraries import transformers
+from reward_models.backbones.libraries import name_cache, transformers
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.question_packing import PackedQuestions, pack_questions
 from reward_models.backbones.qwen2_vl import cut_patches, fit_size
@@ -256,9 +256,9 @@ class QwenYesNo(YesNoJudge):
         hidden = core.language_model(
             inputs_embeds=core.get_input_embeddings()(questions.tokens),
             position_ids=positions[:, :, -1:] + 1 + questions.offset,
-            past_key_values=seen.past_key_values,
             attention_mask=questions.mask(positions.shape[-1]),
             use_cache=True,
+            **{name_cache(): seen[name_cache()]},
         ).last_hidden_state
         last = questions.last[..., None].expand(-1, -1, hidden.shape[-1])
         return self.network.lm_head(hidden.gather(1, last)).float()

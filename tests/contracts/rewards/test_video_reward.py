@@ -20,7 +20,8 @@ from tests.fixtures.reward_contract import (
     example_batch,
 )
 
-pytestmark = pytest.mark.slow
+# A FutureWarning would be an argument that transformers has renamed.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error::FutureWarning")]
 
 torch.set_num_threads(1)
 FOLDER = GOLDEN / "H_videoreward"

@@ -18,6 +18,9 @@ from reward_models.backbones.yes_no_judges import QwenYesNo
 from tests.fixtures.reward_contract import example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
+# A FutureWarning would be an argument that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
+
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 QUESTIONS = ("Is it red?", "Does the figure show a small dog on a wide, wet road?", "why", "A cat?")
 
