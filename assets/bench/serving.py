@@ -15,7 +15,7 @@ import time
 import torch
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.wrappers.remote import RemoteReward
+from reward_models.wrappers.out_of_process import RemoteReward
 
 
 class Nothing(RewardModel):

@@ -36,7 +36,7 @@ from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import RewardModel, Trajectory
 from pipelines.families.sd3 import SD3
 from reward_models.detection.text_likelihood import TextLikelihood
-from reward_models.verifiers.truth_maps import ShapesMap, WordsMap
+from reward_models.verifiers.truth import ShapesMap, WordsMap
 from reward_models.wrappers.trained import TrainedReward
 
 HERE = Path(__file__).parent

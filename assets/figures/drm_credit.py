@@ -39,7 +39,7 @@ from flowalign.types import CreditEstimator
 from flowalign.types.completion import Completion
 from pipelines.families.sd3 import SD3
 from reward_models.verifiers.shapes import ShapesVerifier
-from reward_models.wrappers.latent import TrainedLatentReward
+from reward_models.wrappers.trained import TrainedLatentReward
 
 FILE, PROMPTS, COPIES = Path(__file__).with_suffix(".json"), 16, 6
 STATES, TRAINED = range(words.STEPS + 1), range(words.STEPS - 1)

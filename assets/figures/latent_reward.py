@@ -36,8 +36,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from pipelines.families.sd3 import SD3
 from reward_models.verifiers.shapes import ShapesVerifier
-from reward_models.wrappers.latent import TrainedLatentReward
-from reward_models.wrappers.trained import TrainedReward
+from reward_models.wrappers.trained import TrainedLatentReward, TrainedReward
 
 HERE = Path(__file__).parent
 DIMS = ("colour", "shape", "count", "position", "clean")

@@ -14,7 +14,7 @@ from flowalign.types.trajectory import Cond
 class LatentReward(ABC):
     """Reward of a policy's noisy latents, which needs neither completion nor decoding.
 
-    Implementation: `reward_models.wrappers.latent`. The constructor is cheap and sets the fields
+    Implementation: `reward_models.wrappers.trained`. The constructor is cheap and sets the fields
     that a plan needs.
     """
 

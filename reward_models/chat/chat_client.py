@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -12,11 +13,40 @@ from typing import Any, TypeVar
 from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.imports import import_optional
-from reward_models.chat.cache import AnswerCache
-from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
-from reward_models.chat.loop_thread import LoopThread
+from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 
 T = TypeVar("T")
+
+
+class LoopThread:
+    """Thread with one event loop that lives as long as its client.
+
+    Semaphores and connections are bound to one loop. Calling `asyncio.run` for every batch would
+    leave them bound to a closed loop.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="flowalign-chat", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for it; an interrupt cancels the coroutine."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 Messages = Sequence[Mapping[str, Any]]
 """Conversation in the format of the chat completions API."""
 

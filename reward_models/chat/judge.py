@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.reward_bases import Unscorable
 from reward_models.chat.chat_client import ChatAnswer, Messages
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
 from reward_models.chat.parsers import Unparsable

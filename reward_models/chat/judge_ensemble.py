@@ -21,7 +21,7 @@ from flowalign.types import (
     require_ranges,
 )
 from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
-from reward_models.chat.circuit_breaker import ChatError, ServerDown
+from reward_models.chat.guards import ChatError, ServerDown
 from reward_models.chat.parsers import Unparsable
 
 Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]

@@ -1,19 +1,37 @@
-"""Implements MagicAssessor: whether an image has physical artefacts, and their kinds.
+"""Implements MagicAssessor: physical artefacts of an image, their kinds and their places.
 
-Source: MagicMirror, arXiv:2509.10260; labels and answer format follow its code.
+The labels give the kind of an artefact but not its position. The map assigns artefacts in the
+anatomy of humans, in the anatomy of animals, and in the form of objects to the detected persons,
+animals and objects. Artefacts of other kinds are assigned to the whole image.
+
+Source: MagicMirror, arXiv:2509.10260; labels and answer format follow its code. The assignment is
+our choice.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.maps import paint_boxes
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+    UnitInterval,
+)
+from reward_models.backbones.detection import Detection, Detector
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.images import encode_images, resize_shortest_side
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object, strip_thoughts
-from reward_models.chat.template import describe, read_template
+from reward_models.chat.template import describe, encode_images, read_template, resize_shortest_side
 
 KINDS = {
     "interaction": "L2: Irrational Element Interaction",
@@ -136,3 +154,68 @@ def _parse_truth(value: Any) -> bool:
     if word not in (*_YES, *_NO):
         raise Unparsable(f"{word[:60]!r} is neither true nor false")
     return word in _YES
+
+
+PEOPLE = frozenset({"person"})
+ANIMALS = frozenset(
+    {"bird", "cat", "dog", "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe"}
+)
+"""Animal classes of COCO."""
+_ANYWHERE = ("interaction", "attributes", "other")
+
+
+class ArtefactMap(RewardModel, Loadable):
+    """Scores like the judge, and maps the absence of artefacts at each pixel, in [0, 1].
+
+    A pixel of a detected person, animal or object has the judge's score for this kind; other pixels
+    have 1. Where detections overlap, the lower score counts. All pixels are multiplied by the
+    lowest score of the remaining kinds.
+    """
+
+    def __init__(self, judge: MagicAssessor, detector: Detector, threshold: UnitInterval = 0.5):
+        self.judge, self.detector, self.threshold = judge, detector, threshold
+        self.spec = RewardSpec(
+            name="artefact_map",
+            dims=judge.spec.dims,
+            modality="image",
+            scale=judge.spec.scale,
+            licence=judge.spec.licence,
+            needs=judge.spec.needs,
+            version=f"{judge.spec.version} {detector.version} {threshold}",
+            maps=True,
+        )
+
+    def load(self) -> None:
+        """Load the judge's connection and the detector."""
+        self.judge.load()
+        self.detector.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Ask the judge about all samples, and run the detector on samples that it scored."""
+        output = self.judge.score(batch)
+        height, width = batch.media.shape[-2:]
+        places = torch.full((len(batch), height, width), torch.nan)
+        for i in output.valid.all(1).nonzero()[:, 0].tolist():
+            found = self.detector.detect(batch.media[i, 0])
+            sure = [one for one in found if one.score > self.threshold]
+            free = dict(zip(self.spec.dims, output.values[i].tolist(), strict=True))
+            places[i] = paint_artefacts(sure, free, height, width)
+        return RewardOutput.build(
+            self.spec, output.values, output.reasons, output.uncertainty, output.extras, places
+        )
+
+
+def paint_artefacts(
+    found: Sequence[Detection], free: dict[str, float], height: int, width: int
+) -> Float[Tensor, "height width"]:
+    """Return the absence of artefacts per pixel, from detections and the score of each kind."""
+    boxes = torch.tensor([one.box for one in found]).reshape(-1, 4)
+    worth = torch.tensor([free[_kind(one.label)] for one in found])
+    picture = paint_boxes(boxes, worth, height, width, elsewhere=1.0, best=False)
+    return picture * min(free[kind] for kind in _ANYWHERE)
+
+
+def _kind(label: str) -> str:
+    if label in PEOPLE:
+        return "human_anatomy"
+    return "animal_anatomy" if label in ANIMALS else "object_morphology"

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import override
 
 from flowalign.types import Column, MediaBatch, RewardSpec
-from reward_models.backbones.rule import metadata_of
+from reward_models.backbones.reward_bases import metadata_of
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.images import encode_frames, encode_references
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import word_probabilities
-from reward_models.chat.template import describe, read_template
+from reward_models.chat.template import describe, encode_frames, encode_references, read_template
 
 TASKS = {
     "text_to_image": "text to image",

@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.frames import evenly, parts
+from reward_models.backbones.pixels import evenly, parts
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.images import encode_frames, encode_images, encode_source, resize_to_square
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts
-from reward_models.chat.template import describe, read_template
+from reward_models.chat.template import (
+    describe,
+    encode_frames,
+    encode_images,
+    encode_source,
+    read_template,
+    resize_to_square,
+)
 from reward_models.chat.unified_answers import (
     parse_better,
     parse_better_after_thinking,

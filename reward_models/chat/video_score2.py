@@ -11,14 +11,13 @@ from itertools import accumulate
 from typing import Literal
 
 from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
-from reward_models.backbones.frames import at_rate
-from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.pixels import at_rate
+from reward_models.backbones.reward_bases import Unscorable
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.images import encode_images
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts, word_probabilities
-from reward_models.chat.template import describe, read_template
+from reward_models.chat.template import describe, encode_images, read_template
 
 DIMS = ("visual_quality", "text_alignment", "physical_consistency")
 _TITLES = ("visual quality", "text-to-video alignment", "physical/common-sense consistency")

@@ -1,14 +1,22 @@
-"""Turns any yes/no question into a reward: the probability of yes (VQAScore by a chat model)."""
+"""Uses the probability of yes of a served chat model: as a reward, and as the judge of a checklist.
+
+The reward is VQAScore by a chat model, for any yes/no question.
+"""
 
 from collections.abc import Mapping, Sequence
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import MAY_PASS, MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.reward_bases import Unscorable
+from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.images import encode_frames
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import word_probabilities
-from reward_models.chat.template import describe, read_template
+from reward_models.chat.template import describe, encode_frames, read_template
 
 QUESTIONS = {"alignment": 'Does this show "{prompt}"?'}
 _SAMPLING = Sampling(max_tokens=1)
@@ -63,3 +71,55 @@ class YesNo(ChatJudge):
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the probability of yes for every question."""
         return [word_probabilities(answer, 0, ("yes", "no"))[0] for answer in answers]
+
+
+class ServedYesNo(YesNoJudge):
+    """Answers P(yes) / (P(yes) + P(no)) of the first token, one conversation per question.
+
+    All questions about all samples are sent concurrently; the server's prefix cache shares the
+    computation of a sample between its questions. Of a video at most `frames` frames are shown.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        frames: PositiveInt = 8,
+        template: str = "yes_no",
+        sampling: Sampling = _SAMPLING,
+    ):
+        check_positive(frames=frames)
+        self.frames, self.template = frames, read_template(template, ("question", "media"))
+        self.ensemble = JudgeEnsemble(server, sampling, first_token=True)
+        self.version = self.ensemble.version(frames=frames, **describe(self.template))
+
+    def load(self) -> None:
+        """Check that the server is running and offers the model."""
+        self.ensemble.client.load()
+
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """Return P(yes) of every question; NaN if a sample or an answer cannot be used."""
+        self.load()
+        width = len(questions[0]) if questions else 0
+        answers = torch.full((len(batch), width), torch.nan)
+        places, asked = [], []
+        for i, some in enumerate(questions):
+            try:
+                pictures = encode_frames(batch.take([i]), self.frames)
+            except Unscorable:
+                continue  # its answers stay NaN
+            for j, question in enumerate(some):
+                places.append((i, j))
+                asked.append([self.template.render(question=question, media=pictures)])
+        verdicts = self.ensemble.collect(asked, _read)
+        missing = (why for verdict in verdicts for why in verdict.missing)
+        self.silence = next((why for why in missing if MAY_PASS in why), YesNoJudge.silence)
+        for place, verdict in zip(places, verdicts, strict=True):
+            if len(verdict.values):
+                answers[place] = float(verdict.values.mean())
+        return answers
+
+
+def _read(answers: Sequence[ChatAnswer]) -> Sequence[float]:
+    return word_probabilities(answers[0], 0, ("yes", "no"))[:1]

@@ -1,11 +1,34 @@
-"""Implements a counting reward: whether an image contains the requested number of objects."""
+"""Implements counting rewards: whether an image contains the requested number of objects.
 
+The differentiable count measures how far a detector is from seeing enough objects.
+
+Source of the differentiable count: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting
+loss on Grounding DINO. In PFCD a label of several tokens may count one object several times. Here
+an object has the score of its best token, as in the detector's own post-processing.
+"""
+
+from collections.abc import Sequence
 from statistics import fmean
 
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.detection import Detector
-from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, metadata_of
+from reward_models.backbones.libraries import transformers
+from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
+from reward_models.backbones.reward_bases import (
+    BatchScores,
+    NetworkReward,
+    RuleReward,
+    Unscorable,
+    Verdict,
+    metadata_of,
+)
 from reward_models.detection.geneval import (
+    Clause,
     check_ability,
     check_settings,
     parse_clauses,
@@ -54,3 +77,104 @@ class Counting(RuleReward, Loadable):
         counts = {clause.label: len(found.get(clause.label, ())) for clause in asked}
         errors = [abs(counts[clause.label] - clause.count) / clause.count for clause in asked]
         return (fmean(max(1 - e, 0) for e in errors), float(not any(errors))), {"found": counts}
+
+
+def shortfall(
+    scores: Sequence[Float[Tensor, "Q"]], counts: Sequence[int], threshold: float
+) -> Float[Tensor, ""]:
+    """Return the sum of relu(threshold - s) over the requested objects, divided by their number.
+
+    `scores` holds the scores of all Q candidates of each class; its best `count` candidates are
+    used. The shortfall is 0 if enough objects are detected, and it ignores a surplus.
+    """
+    short = [
+        (threshold - s.topk(count).values).relu().sum()
+        for s, count in zip(scores, counts, strict=True)
+    ]
+    return torch.stack(short).sum() / sum(counts)
+
+
+class SoftCounting(NetworkReward):
+    """Scores minus the shortfall of Grounding DINO's scores, in [-threshold, 0].
+
+    The metadata's `include` lists the objects to count in GenEval's schema. `model` is a folder or
+    repository of a Grounding DINO. Combine it with `Counting`, which has no gradient but detects a
+    surplus.
+    """
+
+    def __init__(
+        self,
+        model: str = "IDEA-Research/grounding-dino-tiny",
+        threshold: UnitInterval = 0.1,
+        side: PositiveInt = 800,
+        device: str = "auto",
+        batch_size: PositiveInt = 4,
+        offload: bool = False,
+    ):
+        if not 0 < threshold < 1:
+            raise ValueError(f"threshold of SoftCounting is {threshold}; it must be in (0, 1)")
+        self.model, self.threshold, self.side = model, threshold, side
+        spec = RewardSpec(
+            name="soft_counting",
+            dims=("soft_count",),
+            modality="image",
+            scale=(-threshold, 0.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            version=f"{fingerprint_of(model)} {threshold} {side}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read the detector and its tokenizer."""
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+            find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
+        )
+        return read_transformers(transformers.AutoModelForZeroShotObjectDetection, self.model)
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Score each sample with its own classes, one at a time."""
+        values, failed = [], {}
+        for i in range(len(batch)):
+            try:
+                values.append(-self._shortfall(batch.take([i])))
+            except Unscorable as reason:
+                failed[i] = str(reason)
+                values.append(torch.tensor(torch.nan, device=self.device))
+        return BatchScores(torch.stack(values)[:, None], failed=failed)
+
+    def _shortfall(self, sample: MediaBatch) -> Float[Tensor, ""]:
+        asked = parse_clauses(sample.metadata[0] if sample.metadata else {}, "include")
+        if not asked:
+            raise Unscorable("its metadata has no `include` with the classes to count")
+        picture = resize(sample.media[:, 0].to(self.device, torch.float32), self.side, self.side)
+        ids, places = self._caption(asked)
+        tokens = torch.tensor([ids], device=self.device)
+        logits = self.network(
+            pixel_values=normalise(picture, IMAGENET_MEAN, IMAGENET_STD),
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            token_type_ids=torch.zeros_like(tokens),
+        ).logits[0]
+        scores = [logits[:, place].sigmoid().amax(1) for place in places]
+        counts = [clause.count for clause in asked]
+        if max(counts) > len(logits):
+            raise Unscorable(f"it asks for {max(counts)} objects; {len(logits)} can be detected")
+        return shortfall(scores, counts, self.threshold)
+
+    def _caption(self, asked: Sequence[Clause]) -> tuple[list[int], list[list[int]]]:
+        """Return the tokens of all classes, each followed by a full stop, and their positions.
+
+        Raises:
+            Unscorable: A class contains a special token, such as a full stop.
+        """
+        tokenizer = self.tokenizer
+        stop = tokenizer.convert_tokens_to_ids(".")
+        ids, places = [tokenizer.cls_token_id], []
+        for clause in asked:
+            words = tokenizer(clause.label, add_special_tokens=False)["input_ids"]
+            if stop in words or set(words) & set(tokenizer.all_special_ids):
+                raise Unscorable(f"the detector cannot be asked for {clause.label!r}")
+            places.append(list(range(len(ids), len(ids) + len(words))))
+            ids += [*words, stop]
+        return [*ids, tokenizer.sep_token_id], places

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.detection import Detection, Detector
-from reward_models.backbones.rule import RuleReward, Unscorable, Verdict, metadata_of
+from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict, metadata_of
 
 Found = Mapping[str, Sequence[Detection]]
 """Detections by class, highest score first."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from flowalign.functional.maps import paint_boxes
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.detection import Detection, Detector
-from reward_models.backbones.rule import RuleReward, Unscorable, Verdict
+from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict
 from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.questions.vqa_score import fill_questions
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.frames import evenly
-from reward_models.backbones.rule import RuleReward, Verdict, to_uint8
+from reward_models.backbones.pixels import evenly
+from reward_models.backbones.reward_bases import RuleReward, Verdict, to_uint8
 
 UNSAFE = (
     "ANUS_EXPOSED",

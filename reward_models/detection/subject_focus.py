@@ -13,9 +13,8 @@ from torch.nn.functional import interpolate
 
 from flowalign.functional.focus import complexity, correspondence, focus
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.backbones import Encoder
-from reward_models.backbones.encoded import EncoderReward
-from reward_models.backbones.network_reward import BatchScores
+from reward_models.backbones.encoders import Encoder, EncoderReward
+from reward_models.backbones.reward_bases import BatchScores
 
 _PIXELS = 64
 """Side of a patch that the encoder receives, in pixels."""

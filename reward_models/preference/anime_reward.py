@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.clip_towers import Preprocessing
-from reward_models.backbones.frames import evenly
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network_reward import NetworkReward
+from reward_models.backbones.pixels import evenly
+from reward_models.backbones.reward_bases import NetworkReward
 
 DIMS = ("text_video_consist", "img_video_consist")
 MISSING = {

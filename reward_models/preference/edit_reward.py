@@ -28,8 +28,8 @@ from reward_models.backbones.checkpoints import (
     read_weights,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
 from reward_models.backbones.pixels import resize
+from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
 from reward_models.preference.hpsv3 import preference_head
 
 Fusion = Literal["mean", "min", "sum"]

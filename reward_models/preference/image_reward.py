@@ -23,9 +23,9 @@ from reward_models.backbones.checkpoints import (
     to_float32,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network_reward import NetworkReward
 from reward_models.backbones.pixels import average_over_frames, crop_shortest_side, normalise
-from reward_models.preference.aesthetic import LinearStack
+from reward_models.backbones.reward_bases import NetworkReward
+from reward_models.preference.clip_rewards import LinearStack
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Mean and standard deviation of the raw reward over the authors' data; they standardise scores."""

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from flowalign.types import Loadable, MediaBatch, NonNegativeInt, RewardSpec
-from reward_models.backbones.rule import RuleReward, Verdict, to_uint8
+from reward_models.backbones.reward_bases import RuleReward, Verdict, to_uint8
 
 QUESTION = "Describe this image."
 

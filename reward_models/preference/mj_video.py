@@ -23,9 +23,8 @@ from reward_models.backbones.checkpoints import (
     load_exactly,
     read_tensors,
 )
-from reward_models.backbones.frames import starts
-from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
-from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
+from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize, starts
+from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
 
 CRITERIA = {
     "alignment": ("object", "attribute", "actions", "count", "location"),

@@ -25,10 +25,8 @@ from reward_models.backbones.checkpoints import (
     read_weights,
     rename_tensors,
 )
-from reward_models.backbones.frames import at_rate
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.network_reward import BatchScores, NetworkReward, place_rows
-from reward_models.backbones.pixels import resize
+from reward_models.backbones.pixels import at_rate, resize
 from reward_models.backbones.prefix import (
     ClipCache,
     continue_clips,
@@ -36,6 +34,7 @@ from reward_models.backbones.prefix import (
     hash_clip,
     read_clips,
 )
+from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
 
 Normalisation = Literal["checkpoint", "published", "none"]
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text()

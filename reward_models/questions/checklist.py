@@ -1,4 +1,13 @@
-"""Implements a reward of weighted yes/no questions, answered by any judge (VisionReward)."""
+"""Implements rewards of weighted yes/no questions, answered by any judge, and builds VisionReward.
+
+VisionReward has released questions and weights for images and videos. The judges of its paper
+(CogVLM2 fine-tuned on these questions, remote code for an old transformers) are not supported; any
+judge can answer the questions. The paper's judges see the frame of a video nearest to each full
+second, 24 at most, as does a `QwenYesNo` with `fps: seconds`. Two features of the release are kept:
+harmlessness counts only if there is a human body, and `mean` divides by the number of questions.
+
+Source: questions, weights and conditions from the files in github.com/THUDM/VisionReward.
+"""
 
 import hashlib
 import json
@@ -21,10 +30,10 @@ from flowalign.types import (
     RewardSpec,
 )
 from reward_models.backbones.yes_no_judges import YesNoJudge
-from reward_models.questions.checklist_fit import fit_question_set
 from reward_models.questions.question_set import (
     Answers,
     QuestionSet,
+    fit_question_set,
     read_question_set,
     value_items,
 )
@@ -185,3 +194,23 @@ class Checklist(RewardModel, Loadable, Fittable):
 def _fingerprint(question_set: QuestionSet) -> str:
     content = json.dumps(asdict(question_set), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def vision_reward_image(
+    judge: YesNoJudge,
+    alignment: RewardModel | Literal["judge", "omit"],
+    answers: Answers = "hard",
+    items: bool = False,
+) -> Checklist:
+    """Build 27 questions about an image, 10 of them conditional, and an alignment reward.
+
+    The alignment reward of the release is VQAScore.
+    """
+    return Checklist(judge, "vision_reward_image", answers, alignment, items)
+
+
+def vision_reward_video(
+    judge: YesNoJudge, answers: Answers = "hard", items: bool = False
+) -> Checklist:
+    """Build 29 questions about a video, three of them about its prompt."""
+    return Checklist(judge, "vision_reward_video", answers, items=items)

@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.network_reward import place_rows
-from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.reward_bases import Unscorable, place_rows
 from reward_models.backbones.yes_no_judges import QwenYesNo
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec, Sound
 from flowalign.utils.imports import import_optional
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
-from reward_models.backbones.network_reward import NetworkReward
+from reward_models.backbones.reward_bases import NetworkReward
 
 
 class CLAP(NetworkReward):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from PIL import Image
 
 from flowalign.types import MediaBatch, Range, RewardSpec
-from reward_models.backbones.rule import RuleReward, Verdict, to_uint8
+from reward_models.backbones.reward_bases import RuleReward, Verdict, to_uint8
 
 Dim = Literal["compressibility", "incompressibility"]
 SIGN: dict[str, int] = {"compressibility": -1, "incompressibility": 1}

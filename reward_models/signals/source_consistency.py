@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.backbones import Encoder
-from reward_models.backbones.encoded import EncoderReward
+from reward_models.backbones.encoders import Encoder, EncoderReward
 from reward_models.backbones.pixels import resize
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.regions import find_centroids, label_components, match_shapes
+from reward_models.backbones.detection import find_centroids, label_components, match_shapes
 
 COLOURS = {
     "red": (220, 50, 47),

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.reward_bases import Unscorable
 from reward_models.verifiers.shapes import (
     BACKGROUND,
     COLOURS,

@@ -24,7 +24,7 @@ from flowalign.types import (
 )
 from reward_models.backbones.checkpoints import fingerprint_of
 from reward_models.backbones.clip_towers import Towers, guide_text
-from reward_models.backbones.network_reward import NetworkReward
+from reward_models.backbones.reward_bases import NetworkReward
 
 
 def learn_shift(

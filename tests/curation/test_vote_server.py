@@ -28,7 +28,7 @@ from flowalign.data.media.media import Media
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.tracking import read_metrics
-from reward_models.wrappers.remote import RemoteReward
+from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.browser import needs_browser, read_in_browser
 from tests.fixtures.small_run import go, new_run
 

@@ -19,7 +19,7 @@ from flowalign.rewards.reward_server import listen
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.hosts import is_foreign
-from reward_models.wrappers.remote import RemoteReward
+from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.running import Running
 from tests.fixtures.served import (
     JSON,

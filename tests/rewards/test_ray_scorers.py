@@ -15,7 +15,7 @@ from flowalign.rewards.protocol import output_from_json, pack_batch
 from flowalign.rewards.scorer_pool import ScorerActor, ScorerPool
 from flowalign.types import MAY_PASS, MediaBatch
 from flowalign.utils.errors import ConfigError
-from reward_models.wrappers.ray_scorers import RayScorers
+from reward_models.wrappers.out_of_process import RayScorers
 from tests.fixtures.scorers import Mortal, Places
 from tests.fixtures.zygote import ROOT, python
 

@@ -17,7 +17,7 @@ from flowalign.rewards.protocol import output_from_json, output_to_json
 from flowalign.rewards.scorer import TOKEN
 from flowalign.types import MediaBatch, RewardOutput
 from flowalign.utils.errors import ConfigError
-from reward_models.wrappers.scorer_process import ScorerProcess
+from reward_models.wrappers.out_of_process import ScorerProcess
 from tests.fixtures.scorers import Mortal, Places
 from tests.fixtures.zygote import python
 

@@ -38,7 +38,7 @@ from flowalign.types import (
 )
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.hosts import is_loopback
-from reward_models.wrappers.remote import RemoteReward
+from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.running import Running
 
 pytestmark = pytest.mark.slow

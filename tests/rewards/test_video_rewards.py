@@ -19,13 +19,16 @@ from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
-from reward_models.backbones.backbones import Encoder
-from reward_models.preference.vision_reward import vision_reward_video
+from reward_models.backbones.encoders import Encoder
+from reward_models.questions.checklist import vision_reward_video
 from reward_models.questions.question_set import read_question_set
-from reward_models.signals.motion import DynamicDegree, FlowSmoothness
-from reward_models.signals.temporal import SubjectConsistency, TemporalFlicker
-from reward_models.wrappers.gated import Gated
-from reward_models.wrappers.per_frame import PerFrame
+from reward_models.signals.temporal import (
+    DynamicDegree,
+    FlowSmoothness,
+    SubjectConsistency,
+    TemporalFlicker,
+)
+from reward_models.wrappers.composed import Gated, PerFrame
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import recipe

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flowalign.sampling.sde_windows import Random
-from reward_models.wrappers.scorer_process import ScorerProcess
+from reward_models.wrappers.out_of_process import ScorerProcess
 from tests.fixtures.scorers import Mortal
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.stopped_runs import metrics, state

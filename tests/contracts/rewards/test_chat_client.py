@@ -11,10 +11,9 @@ from itertools import pairwise
 import pytest
 
 from flowalign.rewards.reward_client import read_retry_after
-from reward_models.chat import circuit_breaker
-from reward_models.chat.cache import AnswerCache
+from reward_models.chat import guards
 from reward_models.chat.chat_client import ChatClient, Server
-from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
+from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 
 pytestmark = pytest.mark.slow
@@ -53,8 +52,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("reward_models.chat.circuit_breaker.time", Clock())
-    return circuit_breaker.time
+    monkeypatch.setattr("reward_models.chat.guards.time", Clock())
+    return guards.time
 
 
 def loops():
@@ -363,7 +362,7 @@ def test_a_cached_answer_that_is_not_whole_is_asked_for_again(serve, tmp_path):
 
 
 def test_memory_holds_the_newest_answers(monkeypatch):
-    monkeypatch.setattr("reward_models.chat.cache._MOST_IN_MEMORY", 2)
+    monkeypatch.setattr("reward_models.chat.guards._MOST_IN_MEMORY", 2)
     cache = AnswerCache()
     for key in "abc":
         cache.put(key, {"text": key})

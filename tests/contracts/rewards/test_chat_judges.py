@@ -13,16 +13,14 @@ from flowalign.types import MAY_PASS, MediaBatch, RewardSpec
 from reward_models.backbones.detection import Detection
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.images import encode_image, pad_to_square
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.levels import Levels, deqa
-from reward_models.chat.magic_assessor import MagicAssessor
+from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor, paint_artefacts
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pair_judges import WinRate
-from reward_models.chat.rational_pair import RationalPair
-from reward_models.chat.rational_rewards import RationalRewards
-from reward_models.chat.template import read_template
+from reward_models.chat.rational_rewards import RationalPair, RationalRewards
+from reward_models.chat.template import encode_image, pad_to_square, read_template
 from reward_models.chat.unified_reward import (
     UnifiedRewardEdit,
     UnifiedRewardPair,
@@ -30,10 +28,9 @@ from reward_models.chat.unified_reward import (
 )
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
-from reward_models.detection.artefact_map import ArtefactMap, paint_artefacts
-from reward_models.signals.drift import Drift
 from reward_models.verifiers.shapes import BACKGROUND
-from reward_models.verifiers.shapes_detector import ShapesDetector
+from reward_models.verifiers.truth import ShapesDetector
+from reward_models.wrappers.composed import Drift
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

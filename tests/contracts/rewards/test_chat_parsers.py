@@ -19,8 +19,14 @@ from reward_models.chat.parsers import (
     strip_thoughts,
     word_probabilities,
 )
-from reward_models.chat.rational_pair import parse_pair, sum_sections
-from reward_models.chat.rational_rewards import EDIT, T2I, average_sections, parse_sections
+from reward_models.chat.rational_rewards import (
+    EDIT,
+    T2I,
+    average_sections,
+    parse_pair,
+    parse_sections,
+    sum_sections,
+)
 from reward_models.chat.unified_answers import parse_better, parse_better_after_thinking
 from reward_models.chat.unified_reward import parse_axes, parse_final_score
 from reward_models.chat.video_score2 import find_scores, soft_scores

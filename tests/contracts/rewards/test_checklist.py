@@ -10,10 +10,16 @@ from torch.nn import functional as F
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.preference.vision_reward import vision_reward_image, vision_reward_video
-from reward_models.questions.checklist import Checklist
-from reward_models.questions.checklist_fit import fit_question_set, fit_weights, pair_accuracy
-from reward_models.questions.question_set import Item, QuestionSet, read_question_set, value_items
+from reward_models.questions.checklist import Checklist, vision_reward_image, vision_reward_video
+from reward_models.questions.question_set import (
+    Item,
+    QuestionSet,
+    fit_question_set,
+    fit_weights,
+    pair_accuracy,
+    read_question_set,
+    value_items,
+)
 from reward_models.questions.vqa_score import QUESTION
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.golden import GOLDEN, load

@@ -21,10 +21,13 @@ from flowalign.types import MediaBatch
 from reward_models.backbones.checkpoints import on_meta_device, read_tensors
 from reward_models.backbones.clip_towers import Preprocessing, read_open_clip
 from reward_models.backbones.pixels import crop_shortest_side, resize, resize_like_pil
-from reward_models.preference.aesthetic import Aesthetic, build_linear_stack
-from reward_models.preference.clip_score import CLIPScore
-from reward_models.preference.hpsv2 import HPSv2
-from reward_models.preference.pickscore import PickScore
+from reward_models.preference.clip_rewards import (
+    Aesthetic,
+    CLIPScore,
+    HPSv2,
+    PickScore,
+    build_linear_stack,
+)
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

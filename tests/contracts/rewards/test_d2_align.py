@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.clip_towers import guide_text
-from reward_models.preference.pickscore import PickScore
+from reward_models.preference.clip_rewards import PickScore
 from reward_models.signals.jpeg import JpegSize
 from reward_models.wrappers.d2_align import D2Align, learn_shift, read_listing
 from tests.fixtures.golden import GOLDEN

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reward_models.detection.dddd_ocr import DdddOCR, decode_greedily
+from reward_models.detection.ocr import DdddOCR, decode_greedily
 
 CHARSET = ["", "I", "l", "A"]
 BEST = [0, 2, 2, 0, 2, 3, 3]

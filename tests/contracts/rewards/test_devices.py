@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reward_models import EfficientNetLite0, PickScore, QwenYesNo, TransformersDetector
-from reward_models.backbones.devices import choose_device, require_device
+from reward_models.backbones.reward_bases import choose_device, require_device
 
 MODELS = [PickScore, EfficientNetLite0, partial(QwenYesNo, "x"), partial(TransformersDetector, "x")]
 

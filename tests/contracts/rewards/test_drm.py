@@ -16,7 +16,7 @@ from flowalign.functional.rating import Features
 from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import plain_requests
 from reward_models.backbones.drm import ConvHead, OutputMap, shorten
-from reward_models.wrappers.latent import TrainedLatentReward
+from reward_models.wrappers.trained import TrainedLatentReward
 from tests.fixtures.embedded import move, new_sd3
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 from flowalign.types import MediaBatch
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.qwen2_vl import count_tokens
-from reward_models.backbones.rule import to_uint8
+from reward_models.backbones.reward_bases import to_uint8
 from reward_models.preference import edit_reward
 from reward_models.preference.edit_reward import EditReward, Instructions, fuse_heads
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch

@@ -14,8 +14,7 @@ from reward_models.chat.edit_score import EditScore
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pair_judges import WinRate
-from reward_models.chat.rational_pair import RationalPair
-from reward_models.chat.rational_rewards import RationalRewards
+from reward_models.chat.rational_rewards import RationalPair, RationalRewards
 from reward_models.signals.source_consistency import UnchangedPixels
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.pixel import PixelPolicy

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.wrappers.gated import Gated
+from reward_models.wrappers.composed import Gated
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 

@@ -8,7 +8,7 @@ from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcess
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.detection import Detection, Detector, TransformersDetector
-from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.reward_bases import Unscorable
 from reward_models.detection.counting import Counting
 from reward_models.detection.geneval import (
     Clause,
@@ -20,7 +20,7 @@ from reward_models.detection.geneval import (
     select_detections,
 )
 from reward_models.verifiers.shapes import parse_prompt
-from reward_models.verifiers.shapes_detector import ShapesDetector
+from reward_models.verifiers.truth import ShapesDetector
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints
 

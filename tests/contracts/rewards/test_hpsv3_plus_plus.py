@@ -8,8 +8,8 @@ import torch
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.pixels import resize
-from reward_models.preference import hpsv3_plus_plus
-from reward_models.preference.hpsv3_plus_plus import Capability, HPSv3PlusPlus, resize_twice
+from reward_models.preference import hpsv3
+from reward_models.preference.hpsv3 import Capability, HPSv3PlusPlus, resize_twice
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import (
     check_contract,
@@ -106,9 +106,9 @@ def test_capability_is_pooled_within_each_group_by_hand():
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(hpsv3_plus_plus, "INSTRUCTION", "\nRate {prompt}: <|Reward|>\n")
-    monkeypatch.setattr(hpsv3_plus_plus, "PIXELS", 64 * 64)
-    monkeypatch.setattr(hpsv3_plus_plus, "BOUNDS", (32 * 32, 96 * 96))
+    monkeypatch.setattr(hpsv3, "PLUS_PLUS_INSTRUCTION", "\nRate {prompt}: <|Reward|>\n")
+    monkeypatch.setattr(hpsv3, "PIXELS", 64 * 64)
+    monkeypatch.setattr(hpsv3, "BOUNDS", (32 * 32, 96 * 96))
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_what_every_reward_promises(small, monkeypatch):
     out.weight.div_(20)  # far from linear as it was recorded
     out.bias.zero_()
     check_contract(model, batch, rtol_gradient=3)  # its size is checked without rounding
-    monkeypatch.setattr(hpsv3_plus_plus, "resize", lambda x, h, w, quantised: resize(x, h, w))
+    monkeypatch.setattr(hpsv3, "resize", lambda x, h, w, quantised: resize(x, h, w))
     check_small_steps(model, batch, 1e-5)
 
 

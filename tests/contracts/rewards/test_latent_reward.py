@@ -16,8 +16,7 @@ from flowalign.sampling.reward_guidance import FlowNRG, compute_gradient
 from flowalign.types import MediaBatch, plain_requests
 from flowalign.utils.errors import ConfigError
 from reward_models.backbones.first_blocks import BlockFeatures, FirstBlocks, find_stacks
-from reward_models.wrappers.latent import TrainedLatentReward
-from reward_models.wrappers.trained import TrainedReward
+from reward_models.wrappers.trained import TrainedLatentReward, TrainedReward
 from tests.fixtures.embedded import move, new_sd3
 
 pytestmark = pytest.mark.slow

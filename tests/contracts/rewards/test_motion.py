@@ -9,18 +9,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.backbones import Encoder
-from reward_models.signals import motion
-from reward_models.signals.drift import Drift
-from reward_models.signals.motion import (
+from reward_models.backbones.encoders import Encoder
+from reward_models.signals import temporal
+from reward_models.signals.temporal import (
     DynamicDegree,
     FlowSmoothness,
+    SubjectConsistency,
+    TemporalFlicker,
     compute_flows,
+    consistency,
     fastest_speed,
+    flicker,
     flow_acceleration,
     to_grey,
 )
-from reward_models.signals.temporal import SubjectConsistency, TemporalFlicker, consistency, flicker
+from reward_models.wrappers.composed import Drift
 from tests.fixtures.golden import load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -56,11 +59,11 @@ def test_consistency_by_hand():
 
 def test_the_rewards_of_a_run_share_the_flow_of_a_clip(monkeypatch):
     """Of the same clip it is computed once, whoever asks; of another one again."""
-    asked, compute = [], motion.compute_flows
+    asked, compute = [], temporal.compute_flows
     count = lambda images: asked.append(1) or compute(images)  # noqa: E731
-    monkeypatch.setattr(motion, "compute_flows", count)
-    monkeypatch.setattr(motion, "_CACHE", {})
-    monkeypatch.setattr(motion, "_CACHE_SIZE", 2)
+    monkeypatch.setattr(temporal, "compute_flows", count)
+    monkeypatch.setattr(temporal, "_CACHE", {})
+    monkeypatch.setattr(temporal, "_CACHE_SIZE", 2)
     clips = [moving([(40, 40), (40, 43), (42, 40 + last)]) for last in (1, 6, 9)]
     batch = MediaBatch(torch.stack(clips[:2]), ["", ""], fps=[8.0, 8.0])
     smooth, dynamic = FlowSmoothness().score(batch).values, DynamicDegree().score(batch).values

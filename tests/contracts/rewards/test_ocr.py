@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
-from reward_models.backbones.rule import Unscorable
+from reward_models.backbones.reward_bases import Unscorable
 from reward_models.detection.ocr import (
     OCR,
     RapidOCR,

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from flowalign.rewards.config import load_rewards
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.signals.temporal import TemporalFlicker
-from reward_models.wrappers.per_frame import PerFrame
+from reward_models.wrappers.composed import PerFrame
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 

@@ -14,20 +14,20 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from flowalign.types import MediaBatch, RewardModel
-from reward_models.backbones.backbones import EfficientNet
-from reward_models.backbones.efficientnet import EfficientNetLite0
+from reward_models.backbones.encoders import EfficientNet, EfficientNetLite0
 from reward_models.detection.ocr import OCR, RapidOCR
 from reward_models.detection.safety import NudeNet
-from reward_models.signals.drift import Drift
 from reward_models.signals.jpeg import JpegSize
-from reward_models.signals.motion import (
+from reward_models.signals.temporal import (
     DynamicDegree,
     FlowSmoothness,
+    SubjectConsistency,
+    TemporalFlicker,
     compute_flows,
     flow_acceleration,
     to_grey,
 )
-from reward_models.signals.temporal import SubjectConsistency, TemporalFlicker
+from reward_models.wrappers.composed import Drift
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.detection.region_reward import LAYOUT, REGION, RegionReward, paint_rewards
-from reward_models.verifiers.shapes_detector import ShapesDetector
+from reward_models.verifiers.truth import ShapesDetector
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

@@ -8,8 +8,8 @@ import torch
 from flowalign.types import MAY_PASS, MediaBatch
 from reward_models.chat.chat_client import Server
 from reward_models.chat.judge_ensemble import Sampling
-from reward_models.chat.served_yes_no import ServedYesNo
-from reward_models.preference.vision_reward import vision_reward_video
+from reward_models.chat.yes_no import ServedYesNo
+from reward_models.questions.checklist import vision_reward_video
 from reward_models.questions.vqa_score import VQAScore
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 

@@ -8,8 +8,8 @@ from PIL import Image
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
-from reward_models.backbones.efficientnet import EfficientNetLite0, find_packaged_weights
 from flowalign.utils.imports import import_optional
+from reward_models.backbones.encoders import EfficientNetLite0, find_packaged_weights
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals.jpeg import JpegSize
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch

@@ -14,7 +14,7 @@ from transformers import (
     SwinConfig,
 )
 
-from reward_models.detection.soft_counting import SoftCounting, shortfall
+from reward_models.detection.counting import SoftCounting, shortfall
 from tests.fixtures.reward_contract import (
     check_failures,
     check_fingerprints,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from reward_models.backbones.answer_tokens import find_single_tokens
 from reward_models.backbones.pixels import resize
+from reward_models.backbones.prefix import find_single_tokens
 from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.soft_tifa import SoftTIFA, read_questions, soft_tifa, spell_answer
 from tests.fixtures.reward_contract import (

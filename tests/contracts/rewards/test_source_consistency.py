@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.backbones import Encoder
+from reward_models.backbones.encoders import Encoder
 from reward_models.signals.source_consistency import (
     SourceConsistency,
     UnchangedPixels,

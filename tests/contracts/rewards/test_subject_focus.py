@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.backbones import Encoder
+from reward_models.backbones.encoders import Encoder
 from reward_models.detection.subject_focus import SubjectFocus, cut_windows
 from tests.fixtures.reward_contract import check_contract, example_batch
 

@@ -10,8 +10,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 
 from flowalign.types import MediaBatch
 from reward_models.detection.ocr import RapidOCRLine
-from reward_models.detection.onnx_network import OnnxNetwork
-from reward_models.detection.text_likelihood import TextLikelihood, log_likelihood
+from reward_models.detection.text_likelihood import OnnxNetwork, TextLikelihood, log_likelihood
 from reward_models.verifiers.words import Label, draw
 from tests.fixtures.reward_contract import check_failures, check_rows_are_independent
 

@@ -5,7 +5,7 @@ import world
 
 from flowalign.types import MediaBatch
 from reward_models.verifiers.shapes import find_objects
-from reward_models.verifiers.truth_maps import ShapesMap, WordsMap
+from reward_models.verifiers.truth import ShapesMap, WordsMap
 from reward_models.verifiers.words import HEIGHT, WIDTH, Label, draw
 
 

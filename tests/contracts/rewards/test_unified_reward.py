@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.frames import parts
+from reward_models.backbones.pixels import parts
 from reward_models.chat.chat_client import Server
 from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.pair_judges import WinRate

@@ -12,8 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.answer_tokens import find_answer_tokens
-from reward_models.backbones.question_packing import pack_questions
+from reward_models.backbones.prefix import find_answer_tokens, pack_questions
 from reward_models.backbones.yes_no_judges import QwenYesNo
 from tests.fixtures.reward_contract import example_batch
 from tests.fixtures.tiny_qwen import build_judge

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.yes_no_judges import QwenYesNo
-from reward_models.questions.yes_no_odds import QUESTIONS, YesNoOdds
+from reward_models.questions.vqa_score import QUESTIONS, YesNoOdds
 from tests.fixtures.reward_contract import (
     check_failures,
     check_fingerprints,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reward_models.backbones.frames import at_rate, each_second, evenly, starts
+from reward_models.backbones.pixels import at_rate, each_second, evenly, starts
 
 
 def test_two_frames_per_second_are_spread_from_the_first_to_the_last():

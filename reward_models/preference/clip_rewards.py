@@ -1,0 +1,261 @@
+"""Implements rewards from the features of CLIP: cosine similarity with the prompt, and aesthetics.
+
+CLIPScore: Hessel et al. 2021, arXiv:2104.08718v3, Eq. (1), without its factor 2.5 and its clip at
+0. PickScore, trained on annotators' choices between two images: Kirstain et al. 2023,
+arXiv:2305.01569v2, section 3. HPSv2 and v2.1, a fine-tuned ViT-H-14: Wu et al. 2023,
+arXiv:2306.09341v2. Unlike for CLIP, images are resized by their longest side and padded with black.
+Scores are comparable only for the same prompt and version.
+
+LAION's aesthetic predictors are a small head on CLIP's normalised image embedding. v2
+(improved-aesthetic-predictor, `sac+logos+ava1-l14-linearMSE.pth`) uses CLIP ViT-L/14. v2.5 has the
+same head on SigLIP so400m and is released under AGPL-3.0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.checkpoints import (
+    find_file,
+    fingerprint_of,
+    load_exactly,
+    read_tensors,
+    to_float32,
+)
+from reward_models.backbones.clip_towers import (
+    Towers,
+    prompt_similarity,
+    read_hugging_face,
+    read_open_clip,
+)
+from reward_models.backbones.pixels import average_over_frames
+from reward_models.backbones.reward_bases import NetworkReward
+
+
+class CLIPScore(NetworkReward):
+    """Scores the cosine similarity in [-1, 1]; a video scores the mean over its frames.
+
+    `model` is an architecture of open_clip, or a JSON file of sizes in open_clip's format, and
+    `pretrained` one of its tags, or a checkpoint file. Without `pretrained`, `model` is a Hugging
+    Face folder or hub repository of a CLIP or SigLIP model.
+    """
+
+    network: Towers
+
+    def __init__(
+        self,
+        model: str = "ViT-L-14",
+        pretrained: str | None = "openai",
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+    ):
+        spec = RewardSpec(
+            name="clip_score",
+            dims=("clip_score",),
+            modality="any",
+            scale=(-1.0, 1.0),
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt",),
+            version=f"{fingerprint_of(model)} {fingerprint_of(pretrained)}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self.model, self.pretrained = model, pretrained
+
+    def read(self) -> Towers:
+        """Read both towers."""
+        if self.pretrained is None:
+            return read_hugging_face(self.model)
+        return read_open_clip(self.model, self.pretrained)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Return cos(image, text), averaged over frames."""
+        return prompt_similarity(self.network, batch, self.batch_size)[:, None]
+
+
+DIVISORS = {"none": 1, "divided by 26": 26}
+
+
+class PickScore(NetworkReward):
+    """Scores exp(logit_scale) cos(image, text); a video scores the mean over its frames.
+
+    The preference between images of one prompt is the softmax of their scores. Flow-GRPO divides
+    scores by 26 to scale them to about [0, 1]; set `normalisation` to do the same. `model` and
+    `processor` (tokenizer and preprocessing) are Hugging Face folders or hub repositories.
+    """
+
+    network: Towers
+
+    def __init__(
+        self,
+        model: str = "yuvalkirstain/PickScore_v1",
+        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        normalisation: Literal["none", "divided by 26"] = "none",
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+    ):
+        if normalisation not in DIVISORS:
+            raise ValueError(f"normalisation {normalisation!r}; expected one of {list(DIVISORS)}")
+        self.divisor = DIVISORS[normalisation]
+        spec = RewardSpec(
+            name="pickscore",
+            dims=("pickscore",),
+            modality="any",
+            scale=(-100 / self.divisor, 100 / self.divisor),  # CLIP caps its logit scale at 100
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt",),
+            normalisation=normalisation,
+            version=f"{fingerprint_of(model)} {fingerprint_of(processor)}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self.model, self.processor = model, processor
+
+    def read(self) -> Towers:
+        """Read both towers."""
+        return read_hugging_face(self.model, self.processor)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Return exp(logit_scale) cos(image, text), averaged over frames."""
+        cosine = prompt_similarity(self.network, batch, self.batch_size)[:, None]
+        return self.network.scale * cosine / self.divisor
+
+
+FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
+
+
+class HPSv2(NetworkReward):
+    """Scores cos(image, text), usually 0.2 to 0.35 (papers report it times 100).
+
+    A video scores the mean over its frames. `weights` is a checkpoint file, or a folder or hub
+    repository that has the file of this `version`; `model` is an architecture of open_clip, or a
+    JSON file of sizes.
+    """
+
+    network: Towers
+
+    def __init__(
+        self,
+        version: Literal["v2", "v2.1"] = "v2.1",
+        weights: str = "xswu/HPSv2",
+        model: str = "ViT-H-14",
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+    ):
+        if version not in FILES:
+            raise ValueError(f"HPS version {version!r}; expected one of {list(FILES)}")
+        name = f"hps{version}".replace(".", "_")
+        spec = RewardSpec(
+            name=name,
+            dims=(name,),
+            modality="any",
+            scale=(-1.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            needs=("prompt",),
+            version=f"{fingerprint_of(weights)} {fingerprint_of(model)}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self.version, self.weights, self.model = version, weights, model
+
+    def read(self) -> Towers:
+        """Read both towers and set HPSv2's preprocessing."""
+        towers = read_open_clip(self.model, str(find_file(self.weights, FILES[self.version])))
+        towers.preprocessing = replace(towers.preprocessing, resize="longest")
+        return towers
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Return cos(image, text), averaged over frames."""
+        return prompt_similarity(self.network, batch, self.batch_size)[:, None]
+
+
+class LinearStack(nn.Module):
+    """Linear layers n-1024-128-64-16-1 with only (unused) dropout between them.
+
+    ImageReward has the same head; the keys of `layers` are indices in the original's list.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        sizes = {0: (width, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
+        self.layers = nn.ModuleDict({str(i): nn.Linear(*size) for i, size in sizes.items()})
+
+    def forward(self, embedding: Float[Tensor, "n d"]) -> Float[Tensor, "n 1"]:
+        """Return one score per embedding."""
+        for layer in self.layers.values():
+            embedding = layer(embedding)
+        return embedding
+
+
+def build_linear_stack(tensors: Mapping[str, Tensor], source: str | Path) -> LinearStack:
+    """Build the head with these weights; the first layer determines its input width."""
+    first = tensors.get("layers.0.weight")
+    if first is None or first.ndim != 2:
+        raise ValueError(f"{source} does not fit LinearStack\n1 missing: layers.0.weight")
+    head = LinearStack(first.shape[1])
+    load_exactly(head, to_float32(tensors), source)
+    return head
+
+
+class AestheticNetwork(nn.Module):
+    """Image tower and head."""
+
+    def __init__(self, towers: Towers, head: LinearStack):
+        super().__init__()
+        self.towers, self.head = towers, head
+
+
+class Aesthetic(NetworkReward):
+    """Predicts the aesthetic rating of an image, about 1 to 10; a video scores its frames' mean.
+
+    The prompt is not used. `head` is the file, or a folder or hub repository that has `head_file`.
+    `clip` is a Hugging Face folder or hub repository or, with `pretrained`, a model of open_clip
+    (`ViT-L-14`, `openai`). For v2.5, `clip` is `google/siglip-so400m-patch14-384`.
+    """
+
+    network: AestheticNetwork
+
+    def __init__(
+        self,
+        head: str = "trl-lib/ddpo-aesthetic-predictor",
+        head_file: str = "aesthetic-model.pth",
+        clip: str = "openai/clip-vit-large-patch14",
+        pretrained: str | None = None,
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
+    ):
+        spec = RewardSpec(
+            name="aesthetic",
+            dims=("aesthetic",),
+            modality="any",
+            scale=(float("-inf"), float("inf")),
+            licence="Apache-2.0",
+            differentiable=True,
+            version=" ".join(map(fingerprint_of, (head, head_file, clip, pretrained))),
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self.head, self.head_file, self.clip, self.pretrained = head, head_file, clip, pretrained
+
+    def read(self) -> AestheticNetwork:
+        """Read the head and the image tower (with the text tower, which is not used)."""
+        path = find_file(self.head, self.head_file)
+        head = build_linear_stack(read_tensors(path), path)
+        if self.pretrained is None:
+            towers = read_hugging_face(self.clip)
+        else:
+            towers = read_open_clip(self.clip, self.pretrained)
+        return AestheticNetwork(towers, head)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Return head(embedding / |embedding|), averaged over frames."""
+        embedded = self.network.towers.images(batch.media.flatten(0, 1), self.batch_size)
+        return average_over_frames(batch.media, self.network.head(embedded)[:, 0])[:, None]

@@ -1,0 +1,262 @@
+"""Implements rewards made of others: of a video's frames, behind a gate, and drift over time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Annotated, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.pooling import Pool, pool_frames
+from flowalign.types import (
+    FiniteFloat,
+    Loadable,
+    MediaBatch,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+from reward_models.backbones.pixels import evenly
+
+
+class PerFrame(RewardModel, Loadable):
+    """Scores a video by the mean, minimum or soft minimum of an image reward over its frames.
+
+    `frames` evenly spaced frames are scored, first and last included (null: all), at most `at_once`
+    of them in one call of `reward`. A soft minimum needs a `temperature`, in units of the scores;
+    see `soft_min`. Motion does not affect the score, so combine it with a reward of motion. A frame
+    without a score leaves its video without one.
+    """
+
+    def __init__(
+        self,
+        reward: RewardModel,
+        over: Pool = "mean",
+        temperature: PositiveFloat | None = None,
+        frames: PositiveInt | None = None,
+        at_once: PositiveInt = 64,
+    ):
+        _check(reward.spec, over, temperature)
+        if (frames is not None and frames < 1) or at_once < 1:
+            raise ValueError(
+                f"frames of PerFrame is {frames}, at_once {at_once}: both must be at least 1"
+            )
+        self.reward, self.temperature = reward, temperature
+        self.over: Pool = over
+        self.frames, self.at_once = frames, at_once
+        inner = reward.spec
+        pooling = over if temperature is None else f"{over} at {temperature:g}"
+        self.spec = replace(
+            inner,
+            name=f"{inner.name}_{over}",
+            dims=tuple(f"{dim}_{over}" for dim in inner.dims),
+            modality="video",
+            version=f"{inner.fingerprint()}; {pooling} of {frames or 'all'} frames",
+        )
+
+    def load(self) -> None:
+        """Load the image reward."""
+        if isinstance(self.reward, Loadable):
+            self.reward.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score frames as images, and pool the scores."""
+        failed = self.spec.screen(batch)
+        places = [
+            (i, k)
+            for i in range(len(batch))
+            if i not in failed
+            for k in self._looked_at(batch.media.shape[1])
+        ]
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        scores = self._scores(batch, places, failed)
+        good = torch.tensor([i for i in range(len(batch)) if i not in failed], dtype=torch.long)
+        if len(good):
+            # Pool complete videos only: a NaN score must not enter the gradient.
+            owner = torch.tensor([i for i, _ in places])
+            whole = scores[torch.isin(owner, good)].unflatten(0, (len(good), -1))
+            pool = pool_frames(whole, self.over, self.temperature)
+            values = values.index_put((good,), pool)
+        return RewardOutput.build(self.spec, values, failed)
+
+    def _looked_at(self, num_frames: int) -> list[int]:
+        return evenly(num_frames, min(self.frames or num_frames, num_frames))
+
+    def _scores(
+        self, batch: MediaBatch, places: Sequence[tuple[int, int]], failed: dict[int, str]
+    ) -> Float[Tensor, "m R"]:
+        """Score frame k of sample i, for every (i, k); add reasons for failures to `failed`."""
+        parts = [torch.zeros(0, len(self.spec.dims))]
+        for start in range(0, len(places), self.at_once):
+            some = places[start : start + self.at_once]
+            rows, frames = zip(*some, strict=True)
+            pictures = batch.media[list(rows), list(frames)][:, None]
+            output = self.reward.score(_to_images(batch, rows, pictures))
+            parts.append(output.values)
+            for place, reason in sorted(output.reasons.items()):
+                failed.setdefault(rows[place], f"frame {frames[place]}: {reason}")
+        return torch.cat(parts)
+
+
+def _to_images(
+    batch: MediaBatch, rows: Sequence[int], pictures: Float[Tensor, "m 1 3 H W"]
+) -> MediaBatch:
+    """Return frames as a batch of images, with the prompts and metadata of their videos."""
+    return replace(replace(batch, media=batch.media[:, :0]).take(rows), media=pictures)
+
+
+def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
+    """Raise ValueError if the reward cannot score frames, or the pooling is not defined."""
+    if inner.modality == "video":
+        raise ValueError(f"PerFrame needs a reward that scores images; {inner.name} does not")
+    if "groups" in inner.needs:
+        raise ValueError(f"PerFrame scores frames one by one; {inner.name} compares samples")
+    if over not in get_args(Pool):
+        raise ValueError(
+            f"over of PerFrame is {over!r}; it must be one of {', '.join(get_args(Pool))}"
+        )
+    given = temperature is not None
+    if given != (over == "soft_min") or (given and not 0 < temperature < torch.inf):
+        raise ValueError(
+            f"temperature of PerFrame is {temperature}; it must be above 0 for soft_min, "
+            "and null for mean and min"
+        )
+
+
+class Gated(RewardModel, Loadable):
+    """Scores the dimensions of `gate`, and those of `reward` if the gate's `dim` >= `floor`.
+
+    A sample below the floor gets `below` in every dimension of `reward` (null: the lower end of its
+    scale), and `reward` does not score it. With `DynamicDegree` as the gate, a still video gains
+    nothing by being smooth, consistent and free of flicker.
+    """
+
+    def __init__(
+        self,
+        reward: RewardModel,
+        gate: RewardModel,
+        dim: str,
+        floor: FiniteFloat,
+        below: FiniteFloat | None = None,
+    ):
+        if dim not in gate.spec.dims:
+            raise ValueError(
+                f"dim of Gated is {dim!r}; {gate.spec.name} has {', '.join(gate.spec.dims)}"
+            )
+        lowest = reward.spec.scale[0] if below is None else below
+        if not isfinite(lowest) or not isfinite(floor):
+            raise ValueError(
+                f"floor of Gated is {floor:g} and below {lowest:g}; both must be finite. "
+                f"Set `below` if {reward.spec.name} has no lowest score"
+            )
+        self.reward, self.gate, self.floor, self.below = reward, gate, floor, lowest
+        self.column = gate.spec.dims.index(dim)
+        self.spec = _gated_spec(reward.spec, gate.spec, lowest, f"{dim} >= {floor:g}")
+
+    def load(self) -> None:
+        """Load both reward models."""
+        for model in (self.gate, self.reward):
+            if isinstance(model, Loadable):
+                model.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score every sample with the gate, and samples at or above the floor with the reward."""
+        failed = self.spec.screen(batch)
+        asked = [i for i in range(len(batch)) if i not in failed]
+        gate, reward = (
+            torch.full((len(batch), len(m.spec.dims)), torch.nan) for m in (self.gate, self.reward)
+        )
+        if asked:
+            output = self.gate.score(batch.take(asked))
+            gate[asked] = output.values
+            failed |= {asked[i]: why for i, why in output.reasons.items()}
+        reward[gate[:, self.column] < self.floor] = self.below
+        passed = [i for i in asked if gate[i, self.column] >= self.floor and i not in failed]
+        if passed:
+            output = self.reward.score(batch.take(passed))
+            reward[passed] = output.values
+            failed |= {passed[i]: why for i, why in output.reasons.items()}
+        return RewardOutput.build(self.spec, torch.cat([gate, reward], 1), failed)
+
+
+def _gated_spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -> RewardSpec:
+    if {reward.modality, gate.modality} == {"image", "video"}:
+        raise ValueError(f"{reward.name} scores {reward.modality}s, {gate.name} {gate.modality}s")
+    return RewardSpec(
+        name=f"{reward.name}_gated",
+        dims=(*gate.dims, *reward.dims),
+        modality=reward.modality if gate.modality == "any" else gate.modality,
+        scale=(
+            min(gate.scale[0], reward.scale[0], below),
+            max(gate.scale[1], reward.scale[1], below),
+        ),
+        licence=reward.licence
+        if reward.licence == gate.licence
+        else f"{reward.licence}; {gate.licence}",
+        needs=tuple(sorted({*reward.needs, *gate.needs})),
+        normalisation=reward.normalisation,
+        version=f"{reward.fingerprint()} where {rule} of {gate.fingerprint()}, else {below:g}",
+    )
+
+
+class Drift(RewardModel, Loadable):
+    """Scores the negative change of every dimension of `image` from a video's start to its end.
+
+    The change is the absolute difference between the mean scores of the first and the last `share`
+    of the frames (at least one frame), in units of the score; 0 is best. With an aesthetic model
+    this measures how much a long video degrades. A video with constant scores, good or bad, has no
+    drift, so combine it with the score itself.
+    """
+
+    def __init__(
+        self, image: RewardModel, share: Annotated[float, Range(above=0, most=0.5)] = 0.15
+    ):
+        inner = image.spec
+        if inner.modality == "video":
+            raise ValueError(f"Drift needs a reward that scores images; {inner.name} does not")
+        if not 0 < share <= 0.5:
+            raise ValueError(f"share of Drift is {share}; it must be in (0, 0.5]")
+        self.image, self.share = image, share
+        low, high = inner.scale
+        self.spec = RewardSpec(
+            name=f"{inner.name}_drift",
+            dims=tuple(f"{dim}_drift" for dim in inner.dims),
+            modality="video",
+            scale=(low - high, 0.0),
+            licence=inner.licence,
+            differentiable=inner.differentiable,
+            needs=inner.needs,
+            normalisation=inner.normalisation,
+            version=f"{inner.fingerprint()}; share {share}",
+        )
+
+    def load(self) -> None:
+        """Load the image reward."""
+        if isinstance(self.image, Loadable):
+            self.image.load()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the frames of both ends as images."""
+        failed = self.spec.screen(batch)
+        good = [i for i in range(len(batch)) if i not in failed]
+        if not good:
+            return RewardOutput.build(
+                self.spec, torch.full((len(batch), len(self.spec.dims)), torch.nan), failed
+            )
+        frames = batch.media.shape[1]
+        width = max(1, int(self.share * frames))
+        ends = [*range(width), *range(frames - width, frames)]
+        rows = [i for i in good for _ in ends]
+        pictures = batch.media[good][:, ends].flatten(0, 1)[:, None]
+        output = self.image.score(replace(batch.take(rows), media=pictures))
+        for place, reason in output.reasons.items():
+            failed.setdefault(rows[place], f"a frame: {reason}")
+        scores = output.values.unflatten(0, (len(good), 2, width)).mean(2)
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        drift = -(scores[:, 0] - scores[:, 1]).abs()
+        return RewardOutput.build(self.spec, values.index_put((torch.tensor(good),), drift), failed)
