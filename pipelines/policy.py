@@ -14,11 +14,9 @@ from flowalign.types import ModelPlan, Policy, Setup
 from flowalign.utils.files import bundled
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_finite, check_folder, missing_keys_context
-from pipelines.network.estimates import plan_activations, plan_network
-from pipelines.network.flops import evaluation_flops
-from pipelines.network.network import Network
+from pipelines.network.estimates import evaluation_flops, plan_activations, plan_network
+from pipelines.network.network import Network, check_setup
 from pipelines.network.schedules import build_scheduler, shift_schedule
-from pipelines.network.support import check_setup
 from pipelines.network.verification import verify_saved
 from pipelines.network.weights import JOINT_ATTENTION, Lora, Precision, load_pipeline
 from pipelines.parts.folder import Config, Folder

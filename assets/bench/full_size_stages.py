@@ -30,7 +30,7 @@ from flowalign.runs.planning.run_memory import peak
 from flowalign.training.learner import Learner
 from flowalign.training.recipe_plan import MemoryPart
 from flowalign.types import encode_requests
-from pipelines.network.sharding import count_gathered
+from pipelines.network.weights import count_gathered
 from pipelines.parts.folder import Folder
 from tests.fixtures.matrix import TINY
 from tests.fixtures.simulated_gpu.usage import USAGE

@@ -35,8 +35,7 @@ from pipelines.any_pipeline.stock_call import StockCall
 from pipelines.any_pipeline.wrapping import check_arguments, check_replay, find_classes
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_folder
-from pipelines.network.estimates import kept_per_token, plan_masks, plan_network
-from pipelines.network.flops import evaluation_flops
+from pipelines.network.estimates import evaluation_flops, kept_per_token, plan_masks, plan_network
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, prepare_training
 from pipelines.parts.encoding import crop_clips, digest, mirror_references, probe_request

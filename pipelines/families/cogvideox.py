@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, Request, prompts_of
+from pipelines.network.schedules import predict_flow, trailing_sigmas
 from pipelines.network.weights import ATTENTION, Lora
-from pipelines.parts.discrete_times import predict_flow, trailing_sigmas
+from pipelines.parts.evaluation import guide, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.guidance import guide, with_negatives
 from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import (
     Memory,

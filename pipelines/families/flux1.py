@@ -1,4 +1,4 @@
-"""Wraps FLUX.1 as a flowalign policy: dev, with distilled guidance, and schnell, without."""
+"""Wraps FLUX.1 as flowalign policies: dev and schnell, Kontext (edits) and Fill (inpainting)."""
 
 from collections.abc import Sequence
 from math import prod
@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pixel_unshuffle
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from flowalign.functional.resizing import resize_to_cover
+from flowalign.types import Cond, Guidance, InputSpec, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
 from pipelines.network.schedules import round_times, shift_by_size
 from pipelines.network.weights import JOINT_ATTENTION, Lora
-from pipelines.parts.denoiser_inputs import check_channels, check_embedded_guidance
-from pipelines.parts.folder import Config
+from pipelines.parts.folder import Config, check_channels, check_embedded_guidance
 from pipelines.parts.packing import grid_of, pack, positions, unpack
+from pipelines.parts.references import check_references, read_hole
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(
@@ -113,3 +115,96 @@ class Flux1(DiffusersPolicy):
             img_ids=places,
         )
         return unpack(v, self.grid)
+
+
+class Flux1Kontext(Flux1):
+    """Wraps a `FluxKontextPipeline` folder or hub identifier as an editing policy.
+
+    A request has one reference image, resized and centre-cropped to the policy's size. An image of
+    this size is processed as in the pipeline with `_auto_resize=False`. `cond` holds its latents as
+    "source" in addition to the text; their tokens follow those of the state.
+    """
+
+    pipeline_class = "FluxKontextPipeline"
+    input_spec = InputSpec(references=(1, 1), kind="source")
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        return super().num_tokens(latent_shape, transformer) + prod(self.grid)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        """Encode instructions and their images, one row per request.
+
+        Raises:
+            ValueError: A request does not have exactly one image.
+        """
+        check_references(self, requests)
+        pictures = [request.references[0].read()[None] for request in requests]
+        return {**super().encode(requests), "source": torch.cat([*map(self.embed, pictures)])}
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:
+        places = [positions(number, self.grid, x) for number in (0, 1)]
+        return torch.cat([pack(x), pack(cond["source"])], 1), torch.cat(places)
+
+
+class Flux1Fill(Flux1):
+    """Wraps a `FluxFillPipeline` folder or hub identifier as an inpainting policy.
+
+    A request has one reference image and a mask of the same size, white where to paint. Both are
+    resized and centre-cropped to the policy's size. As in the pipeline, pixels outside the mask are
+    also generated and not pasted back.
+
+    In addition to the text, `cond` holds "source", which the network sees with the state: the mask,
+    and the latents of the image without the masked part. The pipeline samples these latents from
+    the autoencoder's distribution. This policy uses the mode, so that a request always has the same
+    inputs.
+    """
+
+    pipeline_class = "FluxFillPipeline"
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        embedded_guidance: Guidance | None = 30.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        self.input_spec = InputSpec(
+            references=(1, 1), mask=True, kind="source", crop=(height, width)
+        )
+        super().__init__(
+            *(path, height, width, embedded_guidance, lora, precision),
+            *(max_sequence_length, gradient_checkpointing),
+        )
+
+    def condition_channels(self, vae: Config) -> int:
+        return vae["latent_channels"] + 4 ** (len(vae["block_out_channels"]) - 1)
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:
+        return pack(torch.cat([x, cond["source"]], 1)), positions(0, self.grid, x)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        """Encode prompts, images and masks, one row per request.
+
+        Raises:
+            ValueError: A request does not have exactly one image, or its mask is missing, differs
+                in size or is black.
+        """
+        check_references(self, requests)
+        sources = torch.cat([self._masked(request) for request in requests])
+        return {**super().encode(requests), "source": sources}
+
+    def _masked(self, request: Request) -> Tensor:
+        """Return the latents of a request's image outside the mask, and the mask."""
+        picture, device = request.references[0].read(), self.pipe.vae.device
+        assert request.mask is not None  # see check_references
+        hole = read_hole(request.mask, picture, self.height, self.width).to(device, torch.float32)
+        pixels = resize_to_cover(picture.to(device, torch.float32), self.height, self.width)
+        side = self.height // (2 * self.grid[0])
+        known = self.codec.encode((2 * pixels - 1) * (1 - hole))
+        return torch.cat([known, pixel_unshuffle(hole, side)], 1)

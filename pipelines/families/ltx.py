@@ -1,4 +1,4 @@
-"""Wraps LTX-Video (text to video) as a flowalign policy."""
+"""Wraps LTX-Video as flowalign policies: text to video, and image to video."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.families.first_frame import FixedFirstFrame, mask_first_times
 from pipelines.network.schedules import shift_by_size
 from pipelines.network.weights import ATTENTION, Lora
+from pipelines.parts.evaluation import guide, with_negatives
 from pipelines.parts.folder import Config
 from pipelines.parts.framewise import decode_windows
-from pipelines.parts.guidance import guide, with_negatives
 from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import Memory, Video, VideoCodec, count_patches, shape_of_clip
 
@@ -133,3 +134,18 @@ class LTX(DiffusersPolicy):
             rope_interpolation_scale=(seconds, pixels, pixels),
         )
         return v.mT.unflatten(2, self.grid)
+
+
+class LTXI2V(FixedFirstFrame, LTX):
+    """Wraps an `LTXImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
+
+    The single reference of a request is the first frame. It replaces the first latent frame, at
+    time 0, see `first_frame`. The pipeline samples its latents from the encoder's distribution;
+    this policy uses the mode. In all other respects the class equals `LTX`.
+    """
+
+    pipeline_class = "LTXImageToVideoPipeline"
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        tokens = x[0, 0].numel()
+        return mask_first_times(super().times(x, sigma), tokens, x.shape[2])

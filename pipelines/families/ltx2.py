@@ -1,25 +1,82 @@
-"""Wraps LTX-2 (text to video with sound) as a flowalign policy."""
+"""Wraps LTX-2 as flowalign policies: text to video with sound, and image to video with sound.
+
+A state holds the latents of both streams, from which clips with sound are decoded.
+"""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.families.ltx import LORA, latent_unit, patch_of
-from pipelines.families.ltx2_guidance import Streams, guide_streams, scale_audio_gradients
-from pipelines.families.ltx2_sound import SoundCodec
-from pipelines.families.ltx2_state import audio_tokens
+from flowalign.types import (
+    Cond,
+    Guidance,
+    InputSpec,
+    PositiveInt,
+    Request,
+    Sound,
+    SoundDecoder,
+    prompts_of,
+)
+from flowalign.utils.imports import LazyModule
+from pipelines.families.first_frame import (
+    encode_first_frames,
+    insert_first_frame,
+    lead_to_first_frame,
+    mask_first_times,
+)
+from pipelines.families.ltx import LORA, LTXCodec, latent_unit, patch_of
+from pipelines.families.ltx2_guidance import (
+    Parts,
+    Streams,
+    audio_shape,
+    audio_tokens,
+    guide_streams,
+    scale_audio_gradients,
+    waveform,
+)
 from pipelines.network.schedules import shift_by_size
 from pipelines.network.weights import DTYPES, Lora
 from pipelines.parts.encoding import digest
+from pipelines.parts.evaluation import NEGATIVE, read_with_negatives, stack_rows
 from pipelines.parts.folder import Config
-from pipelines.parts.guidance import NEGATIVE, read_with_negatives
-from pipelines.parts.rows import stack_rows
 from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import Memory, Video, count_patches, shape_of_clip
+
+
+class SoundCodec(LTXCodec, SoundDecoder):
+    """Decodes the frames and the sound of a clip from one flat vector of latents.
+
+    `state_parts` divides the vector. Code that samples, adds noise, compares or stores states
+    handles only the vector, and densities include both parts.
+    """
+
+    state_parts: Parts
+    pipe: Any
+    """Loaded pipeline, whose audio VAE and vocoder decode the sound."""
+
+    def divide(self, clip: tuple[int, ...], audio_vae: Mapping[str, Any]) -> Parts:
+        """Set and return the division of states into latents of a clip and of its sound."""
+        seconds = self.video.num_frames / self.video.fps
+        self.state_parts = Parts(clip, audio_shape(audio_vae, seconds))
+        return self.state_parts
+
+    def clip_shape(self, latent_shape: Sequence[int]) -> Sequence[int]:  # noqa: ARG002
+        return self.state_parts.video
+
+    def decode(self, x: Tensor) -> Tensor:
+        return super().decode(self.state_parts.split(x)[0])
+
+    @torch.no_grad()
+    def decode_sound(self, x: Tensor) -> list[Sound]:
+        rate = self.pipe.vocoder.config.output_sampling_rate
+        heard = waveform(self.pipe, self.state_parts.split(x)[1], self.state_parts).cpu()
+        return [Sound(one, rate) for one in heard]
 
 
 class LTX2(DiffusersPolicy):
@@ -154,3 +211,46 @@ class LTX2(DiffusersPolicy):
         media, text = super().encoders()
         connectors, negative = self.pipe.connectors, "negative" in self.others
         return media, digest(connectors, connectors.config, text, negative)
+
+
+_utils = LazyModule("diffusers.pipelines.ltx2.utils")
+
+
+class LTX2I2V(LTX2):
+    """Wraps an `LTX2ImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
+
+    The single reference of a request is the first frame. It replaces the first latent frame of the
+    video, at time 0, see `first_frame`; all of the audio is denoised. As in the pipeline, the frame
+    is compressed like the frames of clips that the model was trained on.
+    """
+
+    pipeline_class = "LTX2ImageToVideoPipeline"
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        if find_spec("av") is None:
+            raise ValueError(
+                "first frames of LTX-2 need av: pip install 'flowalign-diffusion[video]'"
+            )
+        return super().shape_of_latents(transformer, vae)
+
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        return {
+            **super().encode(requests),
+            "first": encode_first_frames(self, requests, self._compress),
+        }
+
+    def _compress(self, frame: Image.Image) -> Image.Image:
+        crf = _utils.resolve_default_image_crf(self.pipe.text_encoder)
+        return Image.fromarray(_utils.apply_image_conditioning_crf(np.array(frame), crf))
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        parts, first = self.state_parts, cond["first"]
+        video, audio = parts.split(x)
+        v, v_audio = parts.split(
+            super().velocity(parts.joined(insert_first_frame(video, first), audio), sigma, cond)
+        )
+        return parts.joined(lead_to_first_frame(v, video, sigma, first), v_audio)
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        return mask_first_times(super().times(x, sigma), x[0, 0].numel(), x.shape[2])

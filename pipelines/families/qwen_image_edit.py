@@ -1,23 +1,58 @@
 """Wraps Qwen-Image-Edit Plus as a flowalign policy: requests have one or more images."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, InputSpec, PositiveInt, Request
+from flowalign.utils.imports import LazyModule
 from pipelines.families.qwen_image import QwenImage
-from pipelines.families.qwen_references import References, for_text
 from pipelines.network.weights import Lora
 from pipelines.parts.encoding import pad_text
+from pipelines.parts.evaluation import evaluate_by_kind, read_once, stack_rows, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.guidance import with_negatives
 from pipelines.parts.packing import pack
 from pipelines.parts.references import check_references, crop_reference
-from pipelines.parts.rows import evaluate_by_kind, read_once, stack_rows
 from pipelines.policy import Precision
+
+_pipeline = LazyModule("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """Number and sizes of a request's images."""
+
+    most: PositiveInt = 1
+    """Maximum number of images per request."""
+    area: PositiveInt = 1024 * 1024
+    """Pixels of each image that the network sees. Default: the pipeline's 1024 x 1024."""
+    max_tokens: PositiveInt = 1024
+    """Maximum tokens of an instruction with its images; all requests are padded to it."""
+
+    def grid(self, proportion: float, patch: int, path: str) -> tuple[int, int]:
+        """Return rows and columns of an image's tokens of `patch` pixels, for the model at `path`.
+
+        Raises:
+            ValueError: The area is too small for one token.
+        """
+        width, height = _pipeline.calculate_dimensions(self.area, proportion)
+        if height < patch or width < patch:
+            raise ValueError(
+                f"policy.references.area is {self.area}: images of {width}x{height} are smaller "
+                f"than one token of {path}"
+            )
+        return height // patch, width // patch
+
+
+def for_text(pipe: Any, pictures: Sequence[Image.Image], proportion: float) -> list[Image.Image]:
+    """Return images in the size that the text encoder sees."""
+    width, height = _pipeline.calculate_dimensions(_pipeline.CONDITION_IMAGE_SIZE, proportion)
+    return [pipe.image_processor.resize(one, height, width) for one in pictures]
 
 
 class QwenImageEdit(QwenImage):
@@ -45,7 +80,7 @@ class QwenImageEdit(QwenImage):
         lora: Lora | None = Lora(),  # noqa: B008 (frozen)
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
-        references: References = References(),  # noqa: B008 (frozen)
+        references: References = References(),
     ):
         self.input_spec = InputSpec(references=(1, references.most), kind="source")
         super().__init__(

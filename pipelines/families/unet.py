@@ -1,16 +1,18 @@
-"""Wraps the UNet of Stable Diffusion pipelines as a policy in flow coordinates."""
+"""Wraps Stable Diffusion 1.x, 2.x and XL, which have a UNet, as policies in flow coordinates."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
+from pipelines.network.schedules import predict_flow, trailing_sigmas
 from pipelines.network.weights import Lora
-from pipelines.parts.discrete_times import predict_flow, trailing_sigmas
+from pipelines.parts.evaluation import guide
 from pipelines.parts.folder import Config
-from pipelines.parts.guidance import guide
 from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
@@ -75,3 +77,67 @@ class UNetPolicy(DiffusersPolicy):
             )
 
         return predict_flow(self.pipe.scheduler, predict, x, sigma)
+
+
+class SD15(UNetPolicy):
+    """Wraps a `StableDiffusionPipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The safety
+    checker is not loaded.
+    """
+
+    pipeline_class = "StableDiffusionPipeline"
+    skip_components = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder")) | {
+        "requires_safety_checker": False
+    }
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        guided = self.guidance > 1
+        text, text_neg = self.pipe.encode_prompt(
+            prompts_of(requests),
+            self.denoiser.device,
+            1,
+            do_classifier_free_guidance=guided,
+        )
+        return {"text": text, "text_neg": text_neg} if guided else {"text": text}
+
+
+class SDXL(UNetPolicy):
+    """Wraps a `StableDiffusionXLPipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The size
+    conditioning is part of `cond`. It claims that the original image had the policy's size and was
+    not cropped.
+    """
+
+    pipeline_class = "StableDiffusionXLPipeline"
+    conditions_on_size = True
+    skip_components = dict.fromkeys(("feature_extractor", "image_encoder")) | {
+        "add_watermarker": False
+    }
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 5.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(path, height, width, guidance, lora, precision, gradient_checkpointing)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        guided = self.guidance > 1
+        text, text_neg, pooled, pooled_neg = self.pipe.encode_prompt(
+            prompts_of(requests),
+            device=self.denoiser.device,
+            do_classifier_free_guidance=guided,
+        )
+        size = [self.height, self.width]
+        times = text.new_tensor([*size, 0, 0, *size]).repeat(len(requests), 1)
+        cond = {"text": text, "text_embeds": pooled, "time_ids": times}
+        return cond | {"text_neg": text_neg, "text_embeds_neg": pooled_neg} if guided else cond

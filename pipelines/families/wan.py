@@ -1,4 +1,7 @@
-"""Wraps Wan 2.1 text-to-video, and the one-network Wan 2.2 (5B), as a flowalign policy."""
+"""Wraps Wan as flowalign policies: text to video and image to video.
+
+Wan 2.1 and Wan 2.2 (5B) have one network. Wan 2.2 (A14B) has two, for high and for low noise.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt, Request, prompts_of
-from pipelines.families.first_frame import check_text_length, encode_conditions
+from flowalign.types import Cond, Guidance, InputSpec, ModelPlan, PositiveInt, Request, prompts_of
+from pipelines.families.first_frame import (
+    FixedFirstFrame,
+    check_text_length,
+    encode_conditions,
+    mask_first_times,
+)
 from pipelines.families.wan_experts import Experts, join_experts, plan_experts
-from pipelines.families.wan_kinds import check_kind
 from pipelines.network.schedules import has_whole_times, scheduler_sigmas
 from pipelines.network.weights import ATTENTION, Lora
-from pipelines.parts.folder import Config
-from pipelines.parts.guidance import with_negatives
-from pipelines.parts.streaming import stream_frames
+from pipelines.parts.evaluation import with_negatives
+from pipelines.parts.folder import Config, check_channels
+from pipelines.parts.framewise import stream_frames
 from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import (
     Memory,
@@ -25,6 +32,32 @@ from pipelines.video import (
     refuse_decode_frames,
     shape_of_clip,
 )
+
+_NETWORKS = (
+    "for two networks use pipelines.Wan22 or, from a first frame, pipelines.Wan22I2V; for one "
+    "network use pipelines.Wan or others"
+)
+_CHANNELS = (
+    "text-to-video is pipelines.Wan, image-to-video is pipelines.WanI2V, or pipelines.WanTI2V for "
+    "Wan 2.2 5B"
+)
+
+
+def check_kind(policy: Any, transformer: Config, channels: int) -> None:
+    """Check that a folder has the networks of a policy, each with `channels` input channels.
+
+    Raises:
+        ValueError: It does not. The message names the policies for each kind.
+    """
+    there = 1 if policy.folder.setting("boundary_ratio") is None else 2
+    wanted = 2 if policy.experts else 1
+    if there != wanted:
+        raise ValueError(
+            f"{policy.path} has {there} network(s), {type(policy).__name__} needs "
+            f"{wanted}: {_NETWORKS}"
+        )
+    check_channels(policy, transformer, channels, _CHANNELS)
+
 
 LORA = Lora(target_modules=(*ATTENTION, "add_k_proj", "add_v_proj"))
 """Default adapter: attention, including attention to a first frame. Source: Flow-GRPO's Wan 2.1
@@ -156,3 +189,94 @@ class Wan(DiffusersPolicy):
             return self.guidance
         high = (time >= self.denoiser.boundary)[:, None, None, None, None]
         return torch.where(high, self.guidance, self.experts.guidance_2)
+
+
+class WanI2V(Wan):
+    """Wraps a `WanImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
+
+    The single reference of a request is the first frame. It is centre-cropped to the aspect ratio
+    of the video, then processed as in the pipeline.
+
+    In addition to the text, `cond` holds "image", the mask and latents of the first frame, which
+    the network sees with the state. For networks that take image features, it also holds "clip";
+    these networks need prompts of 512 tokens.
+    """
+
+    pipeline_class = "WanImageToVideoPipeline"
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+    sees_first_frame = True
+
+
+class WanTI2V(FixedFirstFrame, Wan):
+    """Wraps a folder of Wan 2.2 5B, which also supports text-to-video, for image-to-video.
+
+    The single reference of a request is the first frame. It replaces the first latent frame, and
+    its tokens have time 0, see `first_frame`. In all other respects the class equals `Wan`.
+    """
+
+    pipeline_class = "WanImageToVideoPipeline"
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        if not self.folder.setting("expand_timesteps"):
+            raise ValueError(
+                f"the network of {self.path} has one time for all tokens (no expand_timesteps): "
+                "image-to-video is pipelines.WanI2V, or pipelines.Wan22I2V with two "
+                "networks"
+            )
+        return super().shape_of_latents(transformer, vae)
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        time = super().times(x, sigma)
+        return mask_first_times(time, time.shape[1], x.shape[2])
+
+
+class Wan22(Wan):
+    """Wraps a `WanPipeline` folder with two networks (Wan 2.2 A14B) as a text-to-video policy.
+
+    In all other respects it equals `Wan`. The 5B model of Wan 2.2 has one network, so use `Wan` for
+    it. `guidance` is the scale of the high-noise network. If it is 1 or less, neither network is
+    guided, as in the pipeline.
+
+    The adapter of the first network is saved as usual, the adapter of the second one in the folder
+    `transformer_2`: pipe.load_lora_weights(folder + "/transformer_2", load_into_transformer_2=True)
+    """
+
+    def __init__(
+        self,
+        path: str,
+        video: Video = VIDEO,
+        guidance: Guidance = 4.0,
+        experts: Experts = Experts(guidance_2=3.0),  # noqa: B008 (frozen)
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
+        self.divide(experts)
+
+
+class Wan22I2V(Wan22):
+    """Wraps a `WanImageToVideoPipeline` folder with two networks (Wan 2.2 A14B) as a policy.
+
+    As in `WanI2V`, the first frame is a condition in addition to the state. As in `Wan22`, there
+    are networks for high and low noise. Released folders have no encoder of image features.
+    """
+
+    pipeline_class = "WanImageToVideoPipeline"
+    input_spec = InputSpec(references=(1, 1), kind="first_frame")
+    sees_first_frame = True
+
+    def __init__(
+        self,
+        path: str,
+        video: Video = VIDEO,
+        guidance: Guidance = 3.5,
+        experts: Experts = Experts(),  # noqa: B008 (frozen)
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        settings = lora, precision, max_sequence_length, memory
+        super().__init__(path, video, guidance, experts, *settings)

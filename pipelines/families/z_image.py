@@ -14,10 +14,9 @@ from pipelines.codec import Codec
 from pipelines.network.schedules import shift_by_size
 from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.encoding import pad_texts
+from pipelines.parts.evaluation import read_once, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.guidance import with_negatives
 from pipelines.parts.packing import grid_of
-from pipelines.parts.rows import read_once
 from pipelines.policy import DiffusersPolicy, Precision
 
 _pipeline = LazyModule("diffusers.pipelines.z_image.pipeline_z_image")

@@ -1,15 +1,16 @@
-"""Groups the denoisers of a pipeline with the settings of their weights."""
+"""Groups the denoisers of a pipeline with the settings of their weights.
 
-from collections.abc import Callable, Collection, Mapping
+Frozen weights can stay in main memory, with diffusers' group offloading.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowalign.types import Setup
-from pipelines.network.attention_dtype import keep_dtype
-from pipelines.network.offload import place, place_adapter
+from flowalign.types import Offload, Setup
 from pipelines.network.quantization import cast_layerwise, quantizers
 from pipelines.network.speed import current_precision, speed_up
 from pipelines.network.weights import (
@@ -21,7 +22,85 @@ from pipelines.network.weights import (
     save_weights,
 )
 from pipelines.parts.folder import Folder
-from pipelines.parts.libraries import find_class
+from pipelines.parts.libraries import find_class, peft
+
+_NAMES = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
+"""Attributes of attention layers of diffusers with the norms of queries and keys."""
+
+
+def keep_dtype(network: nn.Module) -> None:
+    """Let the norms of queries and keys return the dtype that they are given.
+
+    CUDA autocast computes `nn.LayerNorm`, and from torch 2.12 `nn.RMSNorm`, in float32; a norm of
+    diffusers with float32 weights returns float32 on every device. Autocast then converts the
+    operands of attention once more, but kernels such as flash attention refuse mixed dtypes, and so
+    does the backward pass where diffusers recomputes attention outside of autocast.
+    """
+    for norm in _norms(network):
+        norm.register_forward_hook(_cast_output)
+
+
+def _norms(network: nn.Module) -> Iterator[nn.Module]:
+    for module in network.modules():
+        for name in _NAMES:
+            if isinstance(norm := getattr(module, name, None), nn.Module):
+                yield norm
+
+
+def _cast_output(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+    return output.to(args[0].dtype)
+
+
+def place(network: Any, device: torch.device, offload: Offload) -> None:
+    """Move a network to its device; with offloading each layer moves only while it is evaluated."""
+    if offload == "none":
+        network.to(device)
+        return
+    network.enable_group_offload(device, offload_type="leaf_level")
+    for module in network.modules():
+        if "_diffusers_hook" in vars(module):
+            hook = module._diffusers_hook.get_hook("group_offloading")
+            group = hook and hook.group
+            if group:
+                group.onload_, group.offload_ = _lend(group.modules or [module], device)
+
+
+def _lend(layers: Sequence[nn.Module], device: torch.device) -> tuple[Callable[[], None], ...]:
+    """Return functions that give layers copies of their weights on the device, and take them back.
+
+    diffusers would move the weights themselves. The backward pass needs some of them, such as those
+    of a norm of queries, and would find them in main memory. The graph keeps what it needs of
+    copies.
+    """
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def give() -> None:
+        if kept:  # an earlier evaluation stopped inside of the layers, as recomputations do
+            return
+        for layer in layers:
+            for tensors in (layer._parameters, layer._buffers):
+                kept.extend(
+                    (tensors, name, one) for name, one in tensors.items() if one is not None
+                )
+        for tensors, name, one in kept:
+            copy = one.to(device)
+            tensors[name] = nn.Parameter(copy, False) if isinstance(one, nn.Parameter) else copy
+
+    def take_back() -> None:
+        while kept:
+            tensors, name, one = kept.pop()
+            tensors[name] = one
+
+    return give, take_back
+
+
+def place_adapter(network: Any, device: torch.device) -> None:
+    """Move only the adapter of a network to a device."""
+    for layer in network.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            for name in layer.adapter_layer_names:
+                for parameter in getattr(layer, name).parameters():
+                    parameter.data = parameter.data.to(device)
 
 
 @dataclass(kw_only=True)

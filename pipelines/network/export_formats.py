@@ -22,8 +22,7 @@ from pipelines.network.adapter_files import (
     save_for_diffusers,
     save_for_peft,
 )
-from pipelines.network.attention_dtype import keep_dtype
-from pipelines.network.denoisers import Denoisers
+from pipelines.network.denoisers import Denoisers, keep_dtype
 from pipelines.network.verification import VerificationSamples
 from pipelines.network.weights import Lora, load_pipeline, prepare_training
 from pipelines.parts.libraries import peft

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from flowalign.types import Policy, Request, encode_requests
 from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
-from pipelines.network.attention_dtype import keep_dtype
 from pipelines.network.context import undivide
-from pipelines.network.denoisers import Denoisers
-from pipelines.network.offload import place
+from pipelines.network.denoisers import Denoisers, keep_dtype, place
 from pipelines.network.speed import speed_up
 from pipelines.network.weights import load_pipeline
 

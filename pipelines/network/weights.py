@@ -1,4 +1,4 @@
-"""Prepares a denoiser for training, and saves its weights in the format that diffusers loads."""
+"""Prepares a denoiser, which may be sharded, and saves its weights as diffusers loads them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,14 +6,54 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
+from torch import Tensor, nn
 
 from flowalign.types import PositiveInt
 from pipelines.network.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.network.checkpoint_checks import check_complete, loading_context
-from pipelines.network.sharding import gather_whole, load_whole
+from pipelines.network.speed import blocks_of
 from pipelines.parts.folder import INDEX, Folder
-from pipelines.parts.libraries import diffusers, peft, transformers
+from pipelines.parts.libraries import diffusers, fsdp, peft, state_dict, transformers
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
+
+
+def count_gathered(network: Any) -> int:
+    """Count the parameters of the largest block and of all layers outside the blocks."""
+    blocks = blocks_of(network)  # those of a UNet lie in one another
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = sum(p.numel() for p in network.parameters() if id(p) not in inside)
+    return outside + max((sum(p.numel() for p in one.parameters()) for one in blocks), default=0)
+
+
+def gather_whole(network: Any) -> Any:
+    """Return a network with all its weights: itself or, if it is sharded, a copy in main memory.
+
+    All processes must call this for a sharded network. Only the first process gets the copy; the
+    other processes get None.
+    """
+    module: nn.Module = network
+    if not isinstance(module, fsdp.FSDPModule):
+        return network
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = state_dict.get_model_state_dict(network, options=options)
+    if not state:
+        return None
+    own = type(network).__bases__[1]  # FSDP2 makes a subclass of (FSDPModule, own)
+    with torch.device("meta"):
+        made = own.from_config(network.config)
+    made.load_state_dict(state, assign=True)
+    return made
+
+
+def load_whole(network: Any, state: dict[str, Tensor]) -> None:
+    """Load all weights of a network that may be sharded."""
+    module: nn.Module = network
+    if isinstance(module, fsdp.FSDPModule):
+        options = state_dict.StateDictOptions(full_state_dict=True)
+        state_dict.set_model_state_dict(network, dict(state), options=options)
+    else:
+        network.load_state_dict(state)
+
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

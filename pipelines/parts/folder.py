@@ -1,4 +1,4 @@
-"""Reads the configuration files of a pipeline folder before any weights are read."""
+"""Reads the configuration files of a pipeline folder before weights are read, and checks them."""
 
 import importlib
 import re
@@ -148,3 +148,24 @@ class Folder:
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
         return f"{self.path} is not a {self.kind} folder: {reason}"
+
+
+def check_channels(policy: Any, transformer: Config, channels: int, kinds: str) -> None:
+    """Check that a policy's network takes `channels` input channels.
+
+    Raises:
+        ValueError: It takes another number. The message ends with `kinds`, the policies to use
+            instead.
+    """
+    if transformer["in_channels"] != channels:
+        raise ValueError(
+            f"the network of {policy.path} takes {transformer['in_channels']} channels, "
+            f"{type(policy).__name__} provides {channels}:\n{kinds}"
+        )
+
+
+def check_embedded_guidance(guidance: float | None, transformer: Config, path: str) -> None:
+    """Raise ValueError unless guidance is set exactly for the networks that take it as an input."""
+    if transformer["guidance_embeds"] == (guidance is None):
+        wanted = "a number" if transformer["guidance_embeds"] else "None"
+        raise ValueError(f"embedded_guidance is {guidance}; {path} needs {wanted}")

@@ -1,10 +1,13 @@
-"""Decodes latents in windows of frames, for autoencoders that keep no state between calls."""
+"""Decodes latents a few frames at a time, with decoders that cache states or keep none."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from flowalign.utils.imports import LazyModule
 
 Decode = Callable[[Float[Tensor, "n C f h w"]], Float[Tensor, "n c g H W"]]
 """Maps f latent frames to 1 + (f - 1) * unit frames. The first latent frame decodes to one frame.
@@ -42,3 +45,21 @@ def _fade(
     share = torch.arange(e, device=after.device, dtype=torch.float32).view(-1, 1, 1) / max(e, 1)
     mixed = (1 - share) * before + share * after[:, :, :e]
     return torch.cat([mixed, after[:, :, e:]], dim=2)
+
+
+_wan = LazyModule("diffusers.models.autoencoders.autoencoder_kl_wan")
+
+
+def stream_frames(vae: Any, z: Tensor, together: int) -> Iterator[Tensor]:
+    """Yield the frames of Wan's autoencoder in order, equal to those of decoding at once.
+
+    The first piece decodes the first latent frame, every other piece decodes `together` latent
+    frames.
+    """
+    z = vae.post_quant_conv(z)
+    states = [None] * sum(isinstance(m, _wan.WanCausalConv3d) for m in vae.decoder.modules())
+    chunks = [z[:, :, :1], *z[:, :, 1:].split(together, 2)]
+    for k, chunk in enumerate(chunks):
+        if chunk.shape[2]:
+            frames = vae.decoder(chunk, feat_cache=states, feat_idx=[0], first_chunk=k == 0)
+            yield _wan.unpatchify(frames, vae.config.patch_size or 1).clamp(-1, 1)

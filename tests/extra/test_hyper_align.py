@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowalign.extra.hyper_align import HyperAlign, HyperAlignFlux1
-from flowalign.extra.hypernetwork import Hyper, HyperLinear, LowRank
+from flowalign.extra.hyper_align import Hyper, HyperAlign, HyperAlignFlux1, HyperLinear, LowRank
 from flowalign.training.reference import FrozenCopy, reference_for
 from pipelines.families.flux1 import Flux1
 from tests.fixtures.embedded import FOLDER, move, new_sd3

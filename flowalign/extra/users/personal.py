@@ -21,9 +21,7 @@ from flowalign.types import (
 )
 from flowalign.utils.files import bundled
 from flowalign.utils.imports import LazyModule
-from pipelines.families.sd15 import SD15
-from pipelines.families.sdxl import SDXL
-from pipelines.families.unet import UNetPolicy
+from pipelines.families.unet import SD15, SDXL, UNetPolicy
 from pipelines.network.weights import DTYPES
 from pipelines.parts.libraries import diffusers
 from pipelines.parts.tensors import read_tensors, require_file

@@ -17,7 +17,7 @@ from flowalign.training.reference import conditional
 from pipelines.any_pipeline.any_flow import AnyFlow, Call
 from pipelines.any_pipeline.recorded import Layout
 from pipelines.any_pipeline.wrapping import replay_difference
-from pipelines.families.hunyuan15 import HunyuanVideo15
+from pipelines.families.hunyuan import HunyuanVideo15
 from pipelines.network.weights import JOINT_ATTENTION
 from tests.fixtures.embedded import FOLDER
 from tests.fixtures.families import noise

@@ -7,9 +7,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from flowalign.distributed.processes import join
-from pipelines.families.wan import Wan
-from pipelines.families.wan22 import Wan22, Wan22I2V
-from pipelines.families.wan_i2v import WanTI2V
+from pipelines.families.wan import Wan, Wan22, Wan22I2V, WanTI2V
 from pipelines.network.weights import ATTENTION, Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import requests_for

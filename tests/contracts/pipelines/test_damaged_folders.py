@@ -19,11 +19,8 @@ from pipelines.families.flux1 import Flux1
 from pipelines.families.hunyuan import HunyuanVideo
 from pipelines.families.ltx import LTX
 from pipelines.families.sd3 import SD3
-from pipelines.families.sd15 import SD15
-from pipelines.families.sdxl import SDXL
-from pipelines.families.wan import Wan
-from pipelines.families.wan22 import Wan22
-from pipelines.families.wan_i2v import WanI2V
+from pipelines.families.unet import SD15, SDXL
+from pipelines.families.wan import Wan, Wan22, WanI2V
 from tests.fixtures.families import TINY_SD3
 from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl

@@ -10,10 +10,9 @@ from flowalign.types import Quantization, Setup
 from pipelines.families.hunyuan import HunyuanVideo
 from pipelines.families.ltx import LTX
 from pipelines.families.wan import Wan
-from pipelines.network.sharding import count_gathered
+from pipelines.network.weights import count_gathered
 from pipelines.parts.folder import Folder
-from pipelines.parts.memory import peak_bytes
-from pipelines.parts.unet_memory import unet_activations
+from pipelines.parts.memory import peak_bytes, unet_activations
 from pipelines.video import Memory, Video, decode_bytes
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flowalign.runs.config import load
 from flowalign.types import encode_requests
-from pipelines.network.flops import evaluation_flops
+from pipelines.network.estimates import evaluation_flops
 from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.tiny_families import TINY
 

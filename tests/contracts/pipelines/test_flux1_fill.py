@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flowalign.types import Request
-from pipelines.families.flux1 import Flux1
-from pipelines.families.flux1_fill import Flux1Fill
+from pipelines.families.flux1 import Flux1, Flux1Fill
 from tests.fixtures.embedded import move
 from tests.fixtures.families import assert_official, noise, without_gradient
 from tests.fixtures.pictures import HOLES, mask, picture

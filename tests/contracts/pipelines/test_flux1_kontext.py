@@ -7,7 +7,7 @@ import torch
 from diffusers import FluxKontextPipeline
 
 from flowalign.types import Request
-from pipelines.families.flux1_kontext import Flux1Kontext
+from pipelines.families.flux1 import Flux1Kontext
 from pipelines.network.weights import Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import assert_official, noise, ours, without_gradient

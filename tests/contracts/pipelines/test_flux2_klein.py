@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.families.flux2_klein import Flux2Klein
+from pipelines.families.flux2 import Flux2Klein
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,

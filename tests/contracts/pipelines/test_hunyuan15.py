@@ -7,7 +7,7 @@ import torch
 from diffusers import ClassifierFreeGuidance, SkipLayerGuidance
 
 from flowalign.types import plain_requests
-from pipelines.families.hunyuan15 import HunyuanVideo15
+from pipelines.families.hunyuan import HunyuanVideo15
 from pipelines.network.adapter_files import LORA_FILE
 from tests.fixtures.clips import (
     assert_official_clips,

@@ -7,8 +7,7 @@ import torch
 from diffusers import ClassifierFreeGuidance
 
 from flowalign.types import Request
-from pipelines.families.hunyuan15 import HunyuanVideo15
-from pipelines.families.hunyuan15_i2v import HunyuanVideo15I2V
+from pipelines.families.hunyuan import HunyuanVideo15, HunyuanVideo15I2V
 from pipelines.parts.references import crop_reference
 from tests.fixtures.clips import (
     assert_official_clips,

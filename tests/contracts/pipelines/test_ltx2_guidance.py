@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pipelines.families.ltx2_guidance import Streams, guide
-from pipelines.families.ltx2_state import Parts, audio_shape, audio_tokens
+from pipelines.families.ltx2_guidance import Parts, Streams, audio_shape, audio_tokens, guide
 
 X, V, OTHER = (torch.tensor([row]) for row in ([1.0, 2, 4], [1.0, 0, 2], [0.0, 1, 3]))
 HALF = torch.tensor([0.5])

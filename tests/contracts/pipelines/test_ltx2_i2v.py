@@ -6,8 +6,8 @@ import torch
 from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
 from PIL import Image
 
+from pipelines.families.ltx2 import LTX2I2V
 from pipelines.families.ltx2_guidance import Streams
-from pipelines.families.ltx2_i2v import LTX2I2V
 from pipelines.parts.references import crop_reference
 from tests.fixtures.clips import PROMPTS, assert_official_clips, clip_family
 from tests.fixtures.embedded import move
@@ -84,7 +84,7 @@ def test_the_first_frame_is_compressed_and_encoded_as_in_the_official_pipeline(l
 
 
 def test_a_machine_without_av_is_refused_before_weights(ltx2, monkeypatch):
-    monkeypatch.setattr("pipelines.families.ltx2_i2v.find_spec", lambda _: None)
+    monkeypatch.setattr("pipelines.families.ltx2.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"need av: pip install 'flowalign-diffusion\[video\]'"):
         of_clips(LTX2I2V, ltx2.path).plan()
 

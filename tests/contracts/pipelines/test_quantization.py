@@ -67,7 +67,7 @@ def test_what_cannot_be_stored_so_is_refused_before_weights_are_read(settings, w
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_a_missing_package_is_refused_with_the_extra(kind, package, monkeypatch):
     absent = lambda name: None if name == package else find_spec(name)  # noqa: E731
-    monkeypatch.setattr("pipelines.network.support.find_spec", absent)
+    monkeypatch.setattr("pipelines.network.network.find_spec", absent)
     with pytest.raises(
         ConfigError, match=rf"needs {package}: pip install 'flowalign-diffusion\[quantized"
     ):

@@ -6,7 +6,7 @@ import torch
 from flowalign.sampling.features import FeatureRecorder
 from flowalign.types import plain_requests
 from pipelines.any_pipeline.any_flow import Call
-from pipelines.families.qwen_image21 import QwenImage21
+from pipelines.families.qwen_image import QwenImage21
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,

@@ -14,7 +14,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch, prompts_of
-from pipelines.families.flux1_kontext import Flux1Kontext
+from pipelines.families.flux1 import Flux1Kontext
 from pipelines.parts.packing import pack
 from reward_models.verifiers.shapes_edit import ShapesEditVerifier
 

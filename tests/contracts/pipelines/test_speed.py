@@ -18,7 +18,7 @@ from flowalign.runs.config import load
 from flowalign.types import Request, Setup, Speed
 from flowalign.utils.adapters import adapters_off
 from flowalign.utils.errors import ConfigError
-from pipelines.network import attention_dtype
+from pipelines.network import denoisers
 from pipelines.network.speed import blocks_of, check_attention, set_attention, speed_up
 from pipelines.network.weights import Lora, prepare_training
 from tests.fixtures.embedded import FOLDER, new_sd3
@@ -167,8 +167,8 @@ def eager_backend(monkeypatch):
     The comparison of annotations in tests cannot be traced.
     """
     torch._dynamo.reset()
-    plain = inspect.unwrap(attention_dtype._cast_output)
-    monkeypatch.setattr(attention_dtype, "_cast_output", plain)
+    plain = inspect.unwrap(denoisers._cast_output)
+    monkeypatch.setattr(denoisers, "_cast_output", plain)
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     yield

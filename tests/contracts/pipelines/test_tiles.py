@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from flowalign.types import Setup
-from pipelines.codec import Codec, SingleFrameCodec
+from pipelines.codec import Codec, SingleFrameCodec, check_tile
 from pipelines.families.flux2 import PatchCodec
-from pipelines.families.qwen_image21 import AlphaCodec
+from pipelines.families.qwen_image import AlphaCodec
 from pipelines.families.sd3 import SD3
 from pipelines.families.wan import Wan
 from pipelines.parts.memory import peak_bytes
-from pipelines.parts.tiling import check_tile
 from pipelines.video import Video
 from tests.fixtures import tiny_images
 

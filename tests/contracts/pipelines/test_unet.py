@@ -8,10 +8,8 @@ from flowalign.functional.diffusion import flow_sigmas, norm
 from flowalign.functional.noise_matching import space_factor
 from flowalign.functional.transition import FlowSDE, transition
 from flowalign.types import plain_requests
-from pipelines.families.sd15 import SD15
-from pipelines.families.sdxl import SDXL
-from pipelines.families.unet import LORA
-from pipelines.parts.unet_memory import unet_activations
+from pipelines.families.unet import LORA, SD15, SDXL
+from pipelines.parts.memory import unet_activations
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowalign.functional.resizing import resize_to_cover
-from pipelines.families.wan import Wan
-from pipelines.families.wan_i2v import WanI2V
+from pipelines.families.wan import Wan, WanI2V
 from tests.fixtures.embedded import move
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_video import (

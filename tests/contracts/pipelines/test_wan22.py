@@ -10,8 +10,7 @@ import torch
 from diffusers import WanPipeline
 from peft import PeftModel
 
-from pipelines.families.wan import LORA
-from pipelines.families.wan22 import Wan22
+from pipelines.families.wan import LORA, Wan22
 from pipelines.families.wan_experts import Experts
 from pipelines.network import verification
 from pipelines.network.adapter_files import LORA_FILE

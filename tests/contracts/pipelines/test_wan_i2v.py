@@ -7,7 +7,7 @@ from PIL import Image
 from flowalign.data.media.media import Media
 from flowalign.data.media_references import read_reference
 from flowalign.types import Request
-from pipelines.families.wan_i2v import WanI2V
+from pipelines.families.wan import WanI2V
 from pipelines.parts.references import crop_reference
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
