@@ -1,10 +1,10 @@
 """Implements counting rewards: whether an image contains the requested number of objects.
 
-The differentiable count measures how far a detector is from seeing enough objects.
+The differentiable count measures how far a detector is from seeing enough objects. In PFCD a label
+of several tokens may count one object several times. Here an object has the score of its best
+token, as in the detector's own post-processing.
 
-Source of the differentiable count: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting
-loss on Grounding DINO. In PFCD a label of several tokens may count one object several times. Here
-an object has the score of its best token, as in the detector's own post-processing.
+Source: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting loss on Grounding DINO.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Implements VQAScore, P(yes) to whether an image shows the prompt, and the log odds of yes.
 
-Source of the odds: VLM3D, arXiv:2509.15772v1 and arXiv:2511.14271v1: the log odds of Qwen2.5-VL for
-a semantic and a geometric question about rendered views. The papers do not give the wording of the
-questions or the weights of the two rewards; the geometric question here is our choice.
+Source: VLM3D, arXiv:2509.15772v1 and arXiv:2511.14271v1: the log odds of Qwen2.5-VL for a semantic
+and a geometric question about rendered views. The papers do not give the wording of the questions
+or the weights of the two rewards; the geometric question here is our choice.
 """
 
 import math

@@ -115,9 +115,7 @@ def test_every_python_block_is_python(block):
     compile(block.code, block.where, "exec")
     if block.file and (ROOT / block.file).exists():
         _, shown = block.code.split("    ...\n")
-        assert (ROOT / block.file).read_text().endswith(shown), (
-            "a file of the package, shown as it ends"
-        )
+        assert shown in (ROOT / block.file).read_text(), "a part of a file of the package"
 
 
 @pytest.mark.slow
