@@ -19,11 +19,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from flowalign.runs import start  # noqa: E402
-from flowalign.runs.bench.stage_times import start_temporarily, unit_seconds  # noqa: E402
+from flowalign.runs.bench import start_temporarily, unit_seconds  # noqa: E402
+from flowalign.runs.capacity import Cluster, UnitCosts, backward_passes, imbalance, predict  # noqa: E402  # noqa: E402
 from flowalign.runs.config import load  # noqa: E402
-from flowalign.runs.planning.capacity import UnitCosts, backward_passes, imbalance  # noqa: E402
-from flowalign.runs.planning.capacity_plan import Cluster, predict  # noqa: E402
-from flowalign.runs.planning.plan import plan_step  # noqa: E402
+from flowalign.runs.planning import plan_step  # noqa: E402
 from flowalign.utils.costs import Stages  # noqa: E402
 from flowalign.utils.files import atomic_write  # noqa: E402
 from tests.fixtures.ranks import on_ranks  # noqa: E402

@@ -25,8 +25,8 @@ import pipelines.policy
 import pipelines.text_encoder
 from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning.plan import memory_parts
-from flowalign.runs.planning.run_memory import peak
+from flowalign.runs.planning import memory_parts
+from flowalign.runs.run_memory import peak
 from flowalign.training.learner import Learner
 from flowalign.training.recipe_plan import MemoryPart
 from flowalign.types import encode_requests

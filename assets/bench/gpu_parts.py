@@ -24,7 +24,7 @@ from torch import Tensor
 from assets.bench.gpu_sizes import SIZES, Size, clips, inputs, network, pictures
 from assets.bench.gpu_stages import curve, gpu_tests, planned, scoring
 from flowalign.runs import Run, load
-from flowalign.runs.bench.stage_times import measure, start_temporarily
+from flowalign.runs.bench import measure, start_temporarily
 from flowalign.types import Speed
 from pipelines.network.speed import check_attention, set_attention, speed_up, usable_attention
 from pipelines.policy import DiffusersPolicy

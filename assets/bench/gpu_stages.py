@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from assets.bench.gpu_sizes import Size, network, pictures
 from assets.bench.scoring import RandomClip
-from flowalign.runs import load
-from flowalign.runs.bench.stage_times import measure, start_temporarily
-from flowalign.runs.planning import run_memory
-from flowalign.runs.planning.plan import memory_parts
+from flowalign.runs import load, run_memory
+from flowalign.runs.bench import measure, start_temporarily
+from flowalign.runs.planning import memory_parts
 from flowalign.types import MediaBatch
 
 Figures = dict[str, float | str]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from flowalign.runs.config import load
-from flowalign.runs.session.opening import open_run
+from flowalign.runs.session import open_run
 
 
 def seconds(config: str, weight: str, steps: int) -> Iterator[float]:

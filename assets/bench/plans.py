@@ -13,7 +13,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.types import ModelPlan
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import write_text

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
-from flowalign.data.preference.sampler import EpochSampler
-from flowalign.data.prefetch import prefetch
+from flowalign.data.prefetch import EpochSampler, prefetch
 from flowalign.types import Request, plain_requests
 from tests.fixtures.pixel import PixelPolicy
 

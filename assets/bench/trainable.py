@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning.plan import memory_parts
-from flowalign.runs.planning.run_memory import peak
+from flowalign.runs.planning import memory_parts
+from flowalign.runs.run_memory import peak
 from flowalign.utils.files import write_text
 
-OUT = Path(__file__).parents[2] / "flowalign" / "runs" / "library" / "trainable.json"
+OUT = Path(__file__).parents[2] / "flowalign" / "runs" / "trainable.json"
 BATCHES = (1, 2, 4, 8)
 FOUR_BITS = ("--quantization.denoiser=nf4",)
 

@@ -25,7 +25,7 @@ from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.functional import resampling
 from flowalign.functional.agreement import spearman
-from flowalign.functional.maps import average_on_grid
+from flowalign.functional.resizing import average_on_grid
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.sampling_settings import Sampling

@@ -33,8 +33,8 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional import resampling
 from flowalign.functional.advantage import group_center
 from flowalign.functional.agreement import spearman
+from flowalign.functional.surrogate import StepWeight, step_weights
 from flowalign.functional.transition import sample_next, transition
-from flowalign.functional.weight import StepWeight, step_weights
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Branching, Chain, Comb, Tree
 from flowalign.sampling.complete_states import credit_requirements, evaluate_velocity

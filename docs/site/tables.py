@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "assets" / "figures")]
 from all_methods import STUDIES, budgets, measure, read_studies  # noqa: E402
 from drawing import METHODS  # noqa: E402
 
-from flowalign.runs.config.compose import compose  # noqa: E402
+from flowalign.runs.config.loading import compose  # noqa: E402
 
 FIGURES = ROOT / "assets" / "figures"
 PAGES = ("docs/models/index.md", "docs/papers.md", "docs/results/equal_cost.md")

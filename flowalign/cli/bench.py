@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the times as a table and as a line of JSON, and return 0."""
-    from flowalign.runs.bench.stage_times import measure
-    from flowalign.runs.bench.values import measure_values
+    from flowalign.runs.bench import measure, measure_values
     from flowalign.runs.config import load
 
     run_file, _ = load(*read_settings(args))

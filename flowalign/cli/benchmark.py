@@ -14,13 +14,18 @@ from flowalign.distributed.processes import check_fits
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import build_reward_models, load_rewards
 from flowalign.runs.config import Run, load
-from flowalign.runs.sample.sampling_job import SamplingJob, hash_weights, usual_sampler
-from flowalign.studies.benchmark.benchmark_job import BASE, BenchmarkJob, BenchmarkModel
+from flowalign.runs.sampling_job import SamplingJob, hash_weights, usual_sampler
+from flowalign.studies.benchmark.benchmark_job import (
+    BASE,
+    BenchmarkJob,
+    BenchmarkModel,
+    BenchmarkRun,
+    write_report,
+)
 from flowalign.studies.benchmark.card import Card, load_card
-from flowalign.studies.benchmark.deviations import Used
-from flowalign.studies.benchmark.prompts import read_prompts
-from flowalign.studies.benchmark.report import BenchmarkRun, write_report
-from flowalign.studies.benchmark.vbench import link_clips
+from flowalign.studies.benchmark.external import link_clips
+from flowalign.studies.benchmark.items import read_prompts
+from flowalign.studies.benchmark.results import Used
 from flowalign.training.compatibility import check_requests
 from flowalign.training.learner import TrainingFailure
 from flowalign.types import Request

@@ -9,7 +9,7 @@ from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 
 if TYPE_CHECKING:
-    from flowalign.runs.planning.capacity_plan import Cluster
+    from flowalign.runs.capacity import Cluster
 
 HELP = "Validate a run file without reading weights, and print its plan."
 
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the plan or the settings, and return 0; raise ConfigError for an unusable run file."""
+    from flowalign.runs.capacity import capacity_rows, plan_capacity
     from flowalign.runs.config import load_with_origins
-    from flowalign.runs.planning.capacity_plan import capacity_rows, plan_capacity
-    from flowalign.runs.planning.plan import plan
+    from flowalign.runs.planning import plan
 
     loaded = load_with_origins(*read_settings(args))
     if args.shows_settings:
@@ -69,8 +69,8 @@ def _read_cluster(args: argparse.Namespace) -> "Cluster | None":
     Raises:
         ValueError: The options do not belong together.
     """
-    from flowalign.runs.planning.capacity_plan import Cluster, read_costs
-    from flowalign.runs.planning.gpus import GPUS, find_gpu
+    from flowalign.runs.capacity import Cluster, read_costs
+    from flowalign.runs.planning import GPUS, find_gpu
 
     if args.gpus is None:
         if args.gpu or args.costs or args.reward_seconds is not None:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
     """Return the benchmark; raise ValueError before any training if it cannot be evaluated."""
     from flowalign.studies.benchmark.card import load_card
-    from flowalign.studies.benchmark.prompts import read_prompts
+    from flowalign.studies.benchmark.items import read_prompts
     from flowalign.studies.compare import Benchmark
 
     if args.benchmark is None:

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table of versions and devices, or of a pipeline, and return 0."""
-    from flowalign.runs.library.trainable import describe_models
+    from flowalign.runs.run_files import describe_models
 
     if args.pipeline is None:
         table("doctor", versions() | machine())

@@ -14,8 +14,8 @@ from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_text
 
 if TYPE_CHECKING:
-    from flowalign.curation.pairing.pairing_job import PairingJob, PairSelection
-    from flowalign.curation.pairing.rules import PairChoice, PairingRule
+    from flowalign.curation.pairing_job import PairingJob, PairSelection
+    from flowalign.curation.score_table import PairChoice, PairingRule
 
 HELP = "Make training pairs from a table of scores."
 EXIT_FAILED = 1
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if the table gives none."""
-    from flowalign.curation.pairing.pairing_job import check_folder, find_pairs
+    from flowalign.curation.pairing_job import check_folder, find_pairs
 
     _check(args)
     check_folder(Path(args.out))
@@ -103,8 +103,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _build_job(args: argparse.Namespace) -> "PairingJob":
-    from flowalign.curation.pairing.pairing_job import PairingJob
-    from flowalign.curation.pairing.score_table import find_table, read_table
+    from flowalign.curation.pairing_job import PairingJob
+    from flowalign.curation.score_table import find_table, read_table
 
     weights = _parse_weights(args.weights)
     dims = list(dict.fromkeys(args.dimensions)) or list(weights)
@@ -123,7 +123,7 @@ def _build_job(args: argparse.Namespace) -> "PairingJob":
 def _build_rule(
     args: argparse.Namespace, dims: Sequence[str], weights: dict[str, float]
 ) -> "PairingRule":
-    from flowalign.curation.pairing.rules import PairingRule
+    from flowalign.curation.score_table import PairingRule
 
     if not weights and (len(dims) == 1 or args.rule == "per_dimension"):
         weights = dict.fromkeys(dims, 1.0)
@@ -154,8 +154,7 @@ def _write_files(
     args: argparse.Namespace, job: "PairingJob", found: "PairSelection"
 ) -> dict[str, Any]:
     """Write all files, the summary last; return the summary."""
-    from flowalign.curation.pairing import pairs_page
-    from flowalign.curation.pairing.pairing_job import HELD_OUT, PAGE, SUMMARY, TRAIN, split
+    from flowalign.curation.pairing_job import HELD_OUT, PAGE, SUMMARY, TRAIN, render_pairs, split
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,9 +184,7 @@ def _write_files(
         "dropped_media": found.media.summary(),
         "dropped_pairs": found.pairs.summary(),
     }
-    write_text(
-        folder / PAGE, pairs_page.render(folder.name, job, found, train or held_out, summary)
-    )
+    write_text(folder / PAGE, render_pairs(folder.name, job, found, train or held_out, summary))
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 
@@ -196,7 +193,7 @@ def _write_rows(
     args: argparse.Namespace, job: "PairingJob", files: "Mapping[str, Sequence[PairChoice]]"
 ) -> Counter[bool]:
     """Write the pairs of every file, or the labels of their samples; count the labels."""
-    from flowalign.curation.pairing.pairing_job import format_pair, format_samples, write_rows
+    from flowalign.curation.pairing_job import format_pair, format_samples, write_rows
 
     labels: Counter[bool] = Counter()
     for name, choices in files.items():
@@ -213,7 +210,7 @@ def _write_rows(
 def _print_summary(
     args: argparse.Namespace, found: "PairSelection", summary: Mapping[str, Any]
 ) -> None:
-    from flowalign.curation.pairing.pairing_job import HELD_OUT, PAGE, TRAIN
+    from flowalign.curation.pairing_job import HELD_OUT, PAGE, TRAIN
 
     folder = Path(args.out)
     files = {"train": TRAIN, "held_out": HELD_OUT}

@@ -133,7 +133,7 @@ def _build_settings(args: argparse.Namespace) -> "list[Setting]":
 
 def _write_page(folder: Path, figures: dict[str, Any]) -> None:
     """Write the measurements so far and their page."""
-    from flowalign.reports.probe_page import page
+    from flowalign.reports.study_pages import page
 
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "probe.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")

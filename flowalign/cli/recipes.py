@@ -9,7 +9,7 @@ from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import convert_value_errors
 
 if TYPE_CHECKING:
-    from flowalign.runs.library.run_files import Combination, ShippedFile
+    from flowalign.runs.run_files import Combination, ShippedFile
 
 HELP = "List the run files of the package with their test labels, or copy one."
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the table of run files, or copy one, and return 0."""
-    from flowalign.runs.library.run_files import copy_recipe, find_recipe, recipes
+    from flowalign.runs.run_files import copy_recipe, find_recipe, recipes
 
     if args.out:
         copy_recipe(find_recipe(args.name or ""), Path(args.out))
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         get_log()(f"{args.out} is written; the next command is:\n{command}")
         return 0
     if args.methods:
-        from flowalign.runs.library.combinations import combinations  # imports torch
+        from flowalign.runs.combinations import combinations
 
         listed = combinations(find_recipe(args.name or ""))
     else:
@@ -49,7 +49,7 @@ def _format_recipe(recipe: "ShippedFile | Combination", with_memory: bool) -> st
     papers = ", ".join(f"arXiv:{paper}" for paper in recipe.papers)
     rows = [f"[{recipe.label}] {recipe.about}", papers]
     if with_memory:
-        from flowalign.runs.library.combinations import memory_of  # imports torch
+        from flowalign.runs.combinations import memory_of
 
         rows.append(f"memory {memory_of(recipe)}")
     return "\n".join(row for row in rows if row)

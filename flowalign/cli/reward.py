@@ -133,8 +133,12 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def run_fit(args: argparse.Namespace) -> int:
     """Write the reward's fitted weights, print how well they order pairs, and return 0."""
-    from flowalign.reward_training.fit import find_fittable, fit_to_table
-    from flowalign.reward_training.labelled_pairs import find_table, read_scores
+    from flowalign.reward_training.labelled_pairs import (
+        find_fittable,
+        find_table,
+        fit_to_table,
+        read_scores,
+    )
     from flowalign.rewards.config import load_rewards
 
     check_file_path(Path(args.out), overwrite=True)

@@ -12,7 +12,7 @@ from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_file_path, check_folder_path
 
 if TYPE_CHECKING:
-    from flowalign.runs.sample.sampling_job import SamplingJob
+    from flowalign.runs.sampling_job import SamplingJob
 
 HELP = "Sample images or videos from a run file's model, or a checkpoint of it."
 _SDS_OPTIONS = ("noises", "weighting", "latent_rate")
@@ -82,7 +82,7 @@ def _add_reward_sds(add: Callable[..., object]) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the grid or the folder, and return 0."""
-    from flowalign.runs.sample.sampling_job import is_file_name, write_as_grid, write_folder
+    from flowalign.runs.sampling_job import is_file_name, write_as_grid, write_folder
 
     job = build_job(args)
     # The text of the option, because a path would drop the slash that marks a folder.
@@ -103,8 +103,8 @@ def build_job(args: argparse.Namespace) -> "SamplingJob":
 
     from flowalign.data.requests import hash_requests, locate_prompts, read_located_requests_once
     from flowalign.runs.config import load
-    from flowalign.runs.sample.build_steering import build_steering
-    from flowalign.runs.sample.sampling_job import SamplingJob, usual_sampler
+    from flowalign.runs.sampling_job import SamplingJob, usual_sampler
+    from flowalign.runs.steering import build_steering
     from flowalign.training.compatibility import check_requests
 
     run_file, text = load(*read_settings(args))
@@ -146,7 +146,7 @@ def build_job(args: argparse.Namespace) -> "SamplingJob":
 
 def _build_settings(resolved: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
     """Return the settings of the model that decide its samples."""
-    from flowalign.runs.sample.sampling_job import hash_weights
+    from flowalign.runs.sampling_job import hash_weights
 
     guidance = (resolved["evaluation"] or {}).get("reward_guidance")
     return {

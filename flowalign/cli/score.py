@@ -179,8 +179,8 @@ def _load(job: "ScoringJob", settings: Mapping[str, Any]) -> None:
 def _score(args: argparse.Namespace, job: "ScoringJob", run: Callable[..., Sequence[int]]) -> int:
     """Run `run`, which returns the scored blocks, with a progress display; then write the table."""
     from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
     from flowalign.curation.scoring.progress import show_progress
-    from flowalign.curation.scoring.stats import Throughput, TooManyFailures
 
     speed = Throughput()
     try:
@@ -231,9 +231,8 @@ def _device(i: int) -> list[str]:
 def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
     from flowalign.curation.scoring import scores_page as score_page
     from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import PartFiles
-    from flowalign.curation.scoring.prompt_means import write_prompts
-    from flowalign.curation.scoring.stats import TooManyFailures
+    from flowalign.curation.scoring.part_files import PartFiles, TooManyFailures
+    from flowalign.curation.scoring.scores_page import write_prompts
     from flowalign.data.readers import open_dataset
     from flowalign.rewards.config import load_rewards
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.cli import main as command_line
     from flowalign.distributed.ray_train import RayLaunch, run_on_ray
     from flowalign.runs.config import load_with_origins
-    from flowalign.runs.session.run_directory import CONFIG
+    from flowalign.runs.run_directory import CONFIG
 
     _check_options(args)
     loaded = load_with_origins(*read_settings(args))
@@ -107,8 +107,8 @@ def _check_options(args: argparse.Namespace) -> None:
 def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
     """Check everything that needs no weights, before several processes start."""
     from flowalign.distributed.processes import check_fits
-    from flowalign.runs.planning.plan import plan
-    from flowalign.runs.session.run_directory import check_resume, check_start
+    from flowalign.runs.planning import plan
+    from flowalign.runs.run_directory import check_resume, check_start
 
     run_file, config = loaded.run, loaded.annotate()
     if not args.address:
@@ -122,9 +122,9 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
 
 def execute(loaded: "LoadedRun", resume: str | None, overwrite: bool, command: str) -> int:
     """Print the plan, train, and print the outcome; store `command` in the run directory."""
-    from flowalign.runs.planning.plan import plan
-    from flowalign.runs.session.session import start
-    from flowalign.runs.session.train_session import train
+    from flowalign.runs.planning import plan
+    from flowalign.runs.session import start
+    from flowalign.runs.train_session import train
     from flowalign.training import checkpoint
 
     log, run_file = get_log(), loaded.run
@@ -162,8 +162,7 @@ def _explain_shortage(run_file: "Run", world: int) -> Iterator[None]:
     """Raise TrainingFailure if a GPU runs out of memory, and name the large part and remedies."""
     import torch
 
-    from flowalign.runs.planning.fits import explain_shortage
-    from flowalign.runs.planning.plan import memory_parts
+    from flowalign.runs.planning import explain_shortage, memory_parts
     from flowalign.training.learner import TrainingFailure
 
     try:
@@ -174,7 +173,7 @@ def _explain_shortage(run_file: "Run", world: int) -> Iterator[None]:
 
 def _find_checkpoint(run_file: "Run", resume: str) -> Path:
     """Return a checkpoint that has all its files, or the directory of a run that has none yet."""
-    from flowalign.runs.session.run_directory import CONFIG
+    from flowalign.runs.run_directory import CONFIG
     from flowalign.training import checkpoint
 
     folder = Path(run_file.output_dir)

@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted, and return 0; raise ConfigError for unusable samples or address."""
     from flowalign.curation.votes.poll import Poll, PollSettings
+    from flowalign.curation.votes.questions import VOTES, VoteTable
     from flowalign.curation.votes.vote_reward import VoteReward
     from flowalign.curation.votes.vote_server import VoteServer
-    from flowalign.curation.votes.vote_table import VOTES, VoteTable
 
     source = Path(args.samples)
     local, token = is_loopback(args.host), os.environ.get(args.token_env)
@@ -117,8 +117,7 @@ def _refuse_address(host: str, port: int) -> Iterator[None]:
 
 
 def _find_questions(args: argparse.Namespace, source: Path, out: Path) -> "Sequence[Question]":
-    from flowalign.curation.votes.questions import make_questions
-    from flowalign.curation.votes.run_samples import find_run_questions
+    from flowalign.curation.votes.questions import find_run_questions, make_questions
     from flowalign.data.readers import open_dataset
 
     if (source / "config.yaml").is_file() and (source / "samples" / "index.json").is_file():

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.advantage import group_mean
-from flowalign.functional.regression import Regression
+from flowalign.functional.rating import Regression
 from flowalign.types.ranges import Decay, PositiveFloat, PositiveInt, require_ranges
 
 

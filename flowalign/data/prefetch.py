@@ -1,10 +1,51 @@
-"""Build batches in a thread before the step that needs them."""
+"""Choose the examples of every step, and build batches in a thread before their step."""
 
+import random
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import TypeVar
+
+
+class EpochSampler:
+    """Sampler of all available examples, in a new random order each epoch.
+
+    Example i is available from step `since[i]`. When further examples become available, a new epoch
+    over all of them begins.
+    """
+
+    def __init__(self, seed: int, since: Sequence[int]):
+        self.seed, self.since = seed, tuple(since)
+        self.starts = sorted({0, *since})
+        if min(since, default=1) > 0:
+            raise ValueError("no pair is available at the first step; stages must begin with 0")
+
+    def batch(self, step: int, size: int) -> list[int]:
+        """Return the indices of the examples of a step."""
+        start = self.starts[bisect_right(self.starts, step) - 1]
+        available = self._available(start)
+        first, count = (step - start) * size, len(available)
+        return [available[_at(self.seed, start, count, n)] for n in range(first, first + size)]
+
+    @lru_cache(maxsize=2)  # noqa: B019 (one order per run)
+    def _available(self, start: int) -> list[int]:
+        return [i for i, since in enumerate(self.since) if since <= start]
+
+
+def _at(seed: int, start: int, count: int, position: int) -> int:
+    epoch, offset = divmod(position, count)
+    return _order(seed, start, epoch, count)[offset]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, start: int, epoch: int, count: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}:{start}:{epoch}").shuffle(order)
+    return order
+
 
 T = TypeVar("T")
 

@@ -16,11 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.media.frame_sampling import MediaProblem
-from flowalign.data.media.media import Media
-from flowalign.data.media_references import read_reference
-from flowalign.data.readers.fields import REQUEST_MASK, Fields
+from flowalign.data.media.media import Media, MediaProblem
+from flowalign.data.media_record import read_reference
 from flowalign.data.readers.find_files import FORMATS
+from flowalign.data.readers.schema import REQUEST_MASK, Fields
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
 

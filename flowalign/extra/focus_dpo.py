@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from flowalign.functional.focus import focus_weights
 from flowalign.functional.noise_matching import masked_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap
+from flowalign.functional.resizing import focus_weights
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.loss import Loss

@@ -1,10 +1,21 @@
-"""Compute advantages from credit: normalise within groups, then weight reward dimensions."""
+"""Compute advantages from credit: normalise within groups, then weight reward dimensions.
+
+GARDO chooses the samples that a KL applies to, and shapes advantages by diversity. Source:
+arXiv:2512.24138, Eq. (7) and Algorithm 1. The gate in the released code has the opposite sign and
+is not followed.
+
+A place is a position of the latent grid, shared by all channels. Advantages of places have the
+shape [n, 1, *grid], which broadcasts to latents [n, C, *grid].
+"""
 
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from flowalign.functional.forward_process import residual_scale
+from flowalign.functional.transition import Gaussian, Kernel, per_row
 
 Scale = Literal["group", "batch", "joint", "pooled", "none", "leave_one_out", "given"]
 Combine = Literal["sum_of_advantages", "advantage_of_sum"]
@@ -128,3 +139,139 @@ def _group_std(centred: Tensor, index: Tensor, correction: int) -> Tensor:
     members = torch.bincount(index)[index, None]
     variance = group_mean(centred**2, index) * members / (members - correction).clamp(min=1)
     return variance.sqrt()
+
+
+def win_share(value: Float[Tensor, "n *aux"]) -> Float[Tensor, "n *aux"]:
+    """Return the share of the remaining samples with a lower value, in each column."""
+    below = (value[None] < value[:, None]).sum(1)
+    return below / max(len(value) - 1, 1)
+
+
+def reward_uncertainty(
+    main: Float[Tensor, "n"], auxiliary: Float[Tensor, "n A"]
+) -> Float[Tensor, "n"]:
+    """Return U = w(main) - mean w(auxiliary), for the share w of the batch that a sample beats.
+
+    U is high where the optimized reward likes a sample more than the auxiliary rewards do. It is 0
+    if they order the batch alike. NaN where a reward failed. Without ties its batch mean is 0.
+    """
+    found = win_share(main) - win_share(auxiliary).mean(1)
+    failed = main.isnan() | auxiliary.isnan().any(1)
+    return found.masked_fill(failed, torch.nan)
+
+
+def most_uncertain(uncertainty: Float[Tensor, "n"], share: float) -> Bool[Tensor, "n"]:
+    """Return True for samples with U above its (1 - share) quantile; share 1: all samples."""
+    if share >= 1:
+        return torch.ones_like(uncertainty, dtype=torch.bool)
+    return uncertainty > uncertainty.nanquantile(1 - share)
+
+
+def nearest_distance(features: Float[Tensor, "B D"], group_size: int) -> Float[Tensor, "B"]:
+    """Return the cosine distance of each sample to the nearest other sample of its group."""
+    unit = torch.nn.functional.normalize(features.float(), dim=1).unflatten(0, (-1, group_size))
+    distance = 1 - unit @ unit.transpose(1, 2)
+    own = torch.eye(group_size, dtype=torch.bool, device=features.device)
+    return distance.masked_fill(own, torch.inf).amin(2).flatten().clamp(min=0)
+
+
+def favour_diversity(
+    advantage: Float[Tensor, "B T"], distance: Float[Tensor, "B"]
+) -> Float[Tensor, "B T"]:
+    """Return A d where A > 0, else A, for the distance d of a sample to its nearest neighbour."""
+    return torch.where(advantage > 0, advantage * distance[:, None], advantage)
+
+
+def weigh_places(
+    advantage: Float[Tensor, "B T"],
+    good: Float[Tensor, "B 1 *grid"],
+    bad: Float[Tensor, "B 1 *grid"],
+    blend: float,
+) -> Float[Tensor, "B T 1 *grid"]:
+    """Return A ((1 - blend) + blend w), with w = `good` if A > 0, else `bad`.
+
+    Both are weights >= 0 of mean 1 over places, so the mean over places is the advantage A of the
+    transition.
+    """
+    a = _as_places(advantage, good.ndim - 2)
+    weight = torch.where(a > 0, good[:, None], bad[:, None])
+    return a * ((1 - blend) + blend * weight)
+
+
+def compare_places(
+    maps: Float[Tensor, "B 1 *grid"], group_size: int, std_floor: float = 1e-6
+) -> Float[Tensor, "B 1 *grid"]:
+    """Return the advantage of each place within its group: (m - mean) / std of the whole batch.
+
+    The mean is over the samples of a group at the same place, and the standard deviation over all
+    samples and places. It is 0 everywhere if all maps of a group are equal.
+    """
+    grouped = maps.unflatten(0, (-1, group_size))
+    centred = (grouped - grouped.mean(1, keepdim=True)).flatten(0, 1)
+    return centred / maps.std(correction=0).clamp(min=std_floor)
+
+
+def add_places(
+    advantage: Float[Tensor, "B T"], local: Float[Tensor, "B 1 *grid"], blend: float
+) -> Float[Tensor, "B T 1 *grid"]:
+    """Return (1 - blend) A + blend A_p for the advantages A_p of places."""
+    return (1 - blend) * _as_places(advantage, local.ndim - 2) + blend * local[:, None]
+
+
+def split_places(
+    places: Float[Tensor, "n 1 *grid"], advantage: Float[Tensor, "n"]
+) -> tuple[Float[Tensor, "n"], Float[Tensor, "n 1 *grid"]]:
+    """Return one advantage a per sample and weights w of its places, with a w = A_p.
+
+    |a| is the mean of |A_p|, and a has the sign of the sample's own advantage. If all A_p have this
+    sign, w has mean 1. Where a is 0, w is 1.
+    """
+    size = places.flatten(1).abs().mean(1)
+    a = torch.where(advantage < 0, -size, size)
+    weight = places / per_row(torch.where(a == 0, 1.0, a), places)
+    return a, torch.where(per_row(a, places) == 0, 1.0, weight)
+
+
+def place_log_ratio(
+    kernel: Kernel,
+    x_next: Float[Tensor, "n C *grid"],
+    current: Gaussian,
+    mean_old: Float[Tensor, "n C *grid"],
+    weight: Float[Tensor, "n 1 *grid"],
+) -> Float[Tensor, "n"]:
+    """Return mean_p w_p l_p, where l_p is the log-density of place p minus the old one.
+
+    With w = 1 it is the log-ratio of the transition. One ratio per sample keeps the meaning of clip
+    ranges, and its gradient at ratio 1 times the advantage a is the gradient of mean_p A_p l_p.
+    """
+    gain = (x_next - mean_old).square() - (x_next - current.mean).square()
+    weighted = (weight * gain).flatten(1).mean(1)
+    return weighted if kernel.density == "unit" else weighted / (2 * current.std**2)
+
+
+def nft_of_places(
+    policy: Float[Tensor, "n C *grid"],
+    old: Float[Tensor, "n C *grid"],
+    sigma: Float[Tensor, "n"],
+    optimal: Float[Tensor, "n 1 *grid"],
+    beta: float,
+) -> Float[Tensor, "n"]:
+    """Return `forward_process.nft` with a probability of being optimal for each place.
+
+    The squared error of a place is divided by the scale of the whole row. If `optimal` is equal at
+    all places, the value is that of `nft`.
+    """
+    s, change = per_row(sigma, policy), beta * (policy - old)
+    positive = _self_normalised_squares(s * (old + change))
+    negative = _self_normalised_squares(s * (old - change))
+    return (optimal * positive + (1 - optimal) * negative).flatten(1).mean(1) / beta
+
+
+def _self_normalised_squares(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+    """Return squares with `self_normalised_error` as their mean over each row."""
+    return residual.square() / per_row(residual_scale(residual), residual)
+
+
+def _as_places(advantage: Float[Tensor, "B T"], num_axes: int) -> Float[Tensor, "B T 1 *grid"]:
+    """Return advantages with singleton axes for the channel and the grid."""
+    return advantage.reshape(*advantage.shape, 1, *[1] * num_axes)

@@ -3,6 +3,9 @@
 A resample is a weight per row, the number of times that the row was drawn. Each function takes b
 resamples and returns b values, equal to `agreement` on repeated rows. A value is NaN if the
 resample contains no relevant row.
+
+Aggregates of a benchmark, the numbers that its authors report, take resamples of items in the same
+way; weights of 1 give the reported number.
 """
 
 import math
@@ -156,3 +159,35 @@ def _ranks(x: Tensor, weight: Tensor) -> Tensor:
     count = weight.new_zeros(len(weight), len(values))
     count.index_add_(1, index, weight)
     return (count.cumsum(1) - (count - 1) / 2)[:, index]
+
+
+def group_means(
+    x: Float[Tensor, "n"], group: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
+) -> Float[Tensor, "b g"]:
+    """Return the mean over the items of each group, in the order of the ids."""
+    ids, index = group.unique(return_inverse=True)
+    member = torch.nn.functional.one_hot(index, len(ids)).double()
+    return (weight * x.double()) @ member / (weight @ member)
+
+
+def spread(x: Float[Tensor, "n"], weight: Float[Tensor, "b n"]) -> Float[Tensor, "b"]:
+    """Return the standard deviation over items (divided by n)."""
+    centre = mean(x, weight)
+    return (mean(x.double() ** 2, weight) - centre**2).clamp(min=0).sqrt()
+
+
+def round_cents(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """Return values with two decimals, as ImgEdit rounds scores and their means."""
+    return x.double().round(decimals=2)
+
+
+def geometric_mean(scores: Float[Tensor, "n k"]) -> Float[Tensor, "n"]:
+    """Return the k-th root of the product of k scores >= 0; VIEScore and GEdit-Bench use k = 2."""
+    return scores.double().prod(1) ** (1 / scores.shape[1])
+
+
+def min_max(
+    x: Float[Tensor, "b g"], low: Float[Tensor, "g"], high: Float[Tensor, "g"]
+) -> Float[Tensor, "b g"]:
+    """Return (x - low) / (high - low), without clipping, as VBench normalises its dimensions."""
+    return (x - low) / (high - low)

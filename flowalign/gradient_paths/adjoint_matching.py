@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.adjoint import control_error, pull_through_step
+from flowalign.functional.path_gradient import control_error, pull_through_step
 from flowalign.functional.transition import linear_step
 from flowalign.gradient_paths.steps import require_steps
 from flowalign.types import GradientPath, PositiveFloat, PositiveInt, Replay, SampleView

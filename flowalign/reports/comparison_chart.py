@@ -4,8 +4,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from flowalign.reports.charts import INK, Chart, Line
 from flowalign.reports.comparison import Axis, Band, Comparison
+from flowalign.reports.pages import INK, Chart, Line
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
 COLOURS = (

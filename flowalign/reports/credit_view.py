@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from flowalign.reports.charts import PALETTE
-from flowalign.reports.credit_schema import MAX_ROWS, PLACES, CreditRecord
-from flowalign.reports.records import read_json
+from flowalign.reports.pages import PALETTE
+from flowalign.reports.records import MAX_ROWS, PLACES, CreditRecord, read_json
 from flowalign.reports.samples import cut_grid, encode_images
 
 _MAX_STATES = 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowalign.reports.charts import INK, PALETTE, Chart, Line
+from flowalign.reports.pages import INK, PALETTE, Chart, Line
 from flowalign.reports.records import Lines, Series
 from flowalign.utils.strict_yaml import read_yaml
 

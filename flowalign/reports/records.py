@@ -1,10 +1,13 @@
-"""Read the files of a run: metrics over steps, and JSON that may be truncated."""
+"""Read the files of a run: metrics, scores of evaluated samples, and the credit of a step."""
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 Series = dict[int, float]
 """Value by step; NaN if it was measured but not finite."""
@@ -44,3 +47,181 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+LISTED = 8
+"""Number of prompts in each table of the worst."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of all samples of one evaluation."""
+
+    dims: tuple[str, ...]
+    shown: tuple[int, ...]
+    """Rows of the samples that have an image."""
+    keys: tuple[tuple[str, str], ...]
+    """Split and prompt of each row."""
+    values: np.ndarray
+    """Scores of rows and dimensions; NaN if one failed."""
+
+
+@dataclass(frozen=True)
+class ScoreLine:
+    """One dimension of a card: the score of each image, as a word for right-or-wrong dimensions."""
+
+    name: str
+    texts: tuple[str, ...]
+    right: tuple[bool | None, ...]
+    """Whether each image is right. None if the dimension has other scores than 0 and 1."""
+
+
+@dataclass(frozen=True)
+class PromptChange:
+    """Mean reward of a prompt's samples before and after training; NaN if not measured."""
+
+    split: str
+    prompt: str
+    before: float
+    after: float
+
+    @property
+    def difference(self) -> float:
+        """Return after minus before."""
+        return self.after - self.before
+
+
+def read_scores(folder: Path, step: int) -> Scores | None:
+    """Return the scores of the evaluation at a step; None if none were written completely."""
+    content = read_json(folder / f"step-{step:06}.json")
+    if not content:
+        return None
+    rows = [[math.nan if v is None else v for v in s["scores"]] for s in content["samples"]]
+    return Scores(
+        tuple(content["dims"]),
+        tuple(content["shown"]),
+        tuple((s["split"], s["prompt"]) for s in content["samples"]),
+        np.array(rows, dtype=float).reshape(len(rows), len(content["dims"])),
+    )
+
+
+def verdicts(steps: Sequence[Scores]) -> set[str]:
+    """Return the right-or-wrong dimensions: every score is 0 or 1, and both occur."""
+    found = set()
+    for i, dim in enumerate(steps[0].dims if steps else ()):
+        values = {v for scores in steps for v in scores.values[:, i].tolist() if math.isfinite(v)}
+        found |= {dim} if values == {0.0, 1.0} else set()
+    return found
+
+
+def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[ScoreLine]:
+    """Return the scores of the image with this number at each step, one line per dimension."""
+    known = [scores for scores in steps if scores]
+    lines = []
+    for i, dim in enumerate(known[0].dims if known else ()):
+        values = [s.values[s.shown[number], i] if s else math.nan for s in steps]
+        says = [bool(v) if dim in judged and math.isfinite(v) else None for v in values]
+        texts = [_text(v, said) for v, said in zip(values, says, strict=True)]
+        lines.append(ScoreLine(dim, tuple(texts), tuple(says)))
+    return lines
+
+
+def _text(value: float, right: bool | None) -> str:
+    if right is not None:
+        return "right" if right else "wrong"
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def leading(judged: set[str]) -> str:
+    """Return the dimension of the verdict next to an image: `exact_match`, or the only one."""
+    return "exact_match" if "exact_match" in judged else "".join(judged) if len(judged) == 1 else ""
+
+
+def changes(
+    before: Scores | None, after: Scores, weights: Mapping[str, float] | None
+) -> list[PromptChange]:
+    """Return the mean reward of every prompt at both ends, in the order of the evaluation."""
+    ends = [_by_prompt(scores, weights) if scores else {} for scores in (before, after)]
+    return [
+        PromptChange(*key, ends[0].get(key, math.nan), value)
+        for key, value in ends[1].items()
+        if math.isfinite(value)
+    ]
+
+
+def _by_prompt(scores: Scores, weights: Mapping[str, float] | None) -> dict[tuple[str, str], float]:
+    of = np.array([(weights or dict.fromkeys(scores.dims, 1.0)).get(d, 0.0) for d in scores.dims])
+    used = of != 0
+    reward = scores.values[:, used] @ of[used]
+    rows: dict[tuple[str, str], list[float]] = {}
+    for key, value in zip(scores.keys, reward.tolist(), strict=True):
+        rows.setdefault(key, []).append(value)
+    finite = {key: [v for v in values if math.isfinite(v)] for key, values in rows.items()}
+    return {key: float(np.mean(v)) if v else math.nan for key, v in finite.items()}
+
+
+def worst(found: Sequence[PromptChange]) -> tuple[list[PromptChange], list[PromptChange]]:
+    """Return the prompts with the largest fall in reward, and those with the lowest reward."""
+    fallen = [c for c in found if c.difference < -5e-4]  # visible with three decimals
+    fallen = sorted(fallen, key=lambda c: c.difference)[:LISTED]
+    return fallen, sorted(found, key=lambda c: c.after)[:LISTED]
+
+
+MAX_ROWS = 48
+"""Largest number of samples in a table."""
+PLACES = "{}-places.png"
+"""Name of the grid of maps, from the stem of the record's file."""
+
+
+@dataclass(frozen=True)
+class CreditRecord:
+    """Credit of one prompt's samples; None marks a missing number."""
+
+    step: int
+    """Index of the training step."""
+    prompt: str
+    """Prompt of the samples."""
+    method: str
+    """Name of the credit method's class."""
+    rule: str
+    """Sentence on how the method credits a step."""
+    weights: dict[str, float]
+    """Weights of the reward dimensions, without those of weight 0."""
+    sigmas: list[float]
+    """Noise levels of the schedule."""
+    states: list[int]
+    """Indices of the valued states; the last is the finished sample."""
+    values: list[list[float | None]]
+    """Weighted reward of the completion of each valued state, one row per sample."""
+    credit: list[list[float | None]]
+    """Weighted credit of each denoising step, one row per sample; None if not credited."""
+    advantage: list[list[float | None]]
+    """Advantage of each denoising step, one row per sample; None if not trained."""
+    marked: list[list[bool]] | None
+    """Whether the method marks each denoising step, for example as a turning point; one row per
+    sample."""
+    source_row: list[list[int]] | None
+    """Index of the sample that computed state k of each sample, for branching rollouts; else
+    None."""
+    image_states: list[int] = field(default_factory=list)
+    """States of the images in the grid next to the record; the grid has a column for each."""
+    num_images: int = 0
+    """Number of samples with images, one per row of the grid."""
+    place_steps: list[int] = field(default_factory=list)
+    """Denoising steps of the maps of advantages: columns of a second grid, with the rows of the
+    first. Empty without advantages of latent positions."""
+    place_scale: float = 0.0
+    """Largest absolute advantage of a position, with the strongest colour of a map."""
+
+    @property
+    def trained(self) -> list[int]:
+        """Return the denoising steps in which at least one sample is trained or credited."""
+        rows = [*self.advantage, *self.credit]
+        steps = range(len(self.sigmas) - 1)
+        return [k for k in steps if any(row[k] is not None for row in rows)]
+
+    @property
+    def reward(self) -> str:
+        """Return the reward as a formula of its dimensions."""
+        terms = [f"{weight:g} {name}" for name, weight in self.weights.items()]
+        return " + ".join(terms).replace("+ -", "- ")

@@ -1,8 +1,13 @@
-"""Cache features of frozen backbones on disk: computed once per sample, prompt and backbone.
+"""Cache features of frozen backbones on disk, and embed users from a few of their choices.
 
 <folder>/<fingerprint of the backbone>/<hash of its keys>.safetensors holds some hundred rows: `key`
 (SHA-256 of sample and prompt), `joint` and `prompt`. Files are written atomically and never
 changed. So several processes may share a folder, and a kill loses at most one file's work.
+
+Source of the embeddings of users: PPD, arXiv:2501.06655, known from secondary sources. There a
+vision-language model sees four choices of a user, and its hidden state is the embedding. Our
+reconstruction uses a token per choice: the difference between the features of the chosen and the
+rejected sample, from any backbone.
 """
 
 import hashlib
@@ -11,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features
 from flowalign.types import Backbone, MediaBatch
@@ -194,3 +201,12 @@ def _sources(backbone: Backbone, frames: Frames, sample: RewardSample) -> list[T
     if not sample.references:
         raise ValueError("its source image is missing")
     return [frames(reference)[0] for reference in sample.references]
+
+
+def frames_for(backbone: Backbone) -> Frames:
+    """Return a reader of images and videos with the backbone's number of frames."""
+
+    def read(medium: Media) -> Float[Tensor, "F 3 H W"]:
+        return decode(medium, backbone.num_frames).frames
+
+    return read

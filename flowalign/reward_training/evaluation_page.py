@@ -1,11 +1,11 @@
-"""Render `eval.html`: one self-contained page on the agreement of scores with annotators."""
+"""Render `eval.html`, the agreement of scores with annotators, and the card of a reward."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowalign.reports.charts import PALETTE, Chart, Line
-from flowalign.reports.pages import fit_scale, render
+from flowalign.reports.pages import PALETTE, Chart, Line, fit_scale, render
 
 Content = dict[str, Any]
 """Content of `eval.json`."""
@@ -132,3 +132,18 @@ def interval(measure: Mapping[str, Any], scale: float = 1.0, digits: int = 3) ->
 def _accuracy(result: Content) -> float:
     value = result["measures"]["accuracy_without_ties"]["value"]
     return value if math.isfinite(value) else -1.0
+
+
+def render_card(config: Mapping[str, Any]) -> str:
+    """Return the card: dimensions, data, agreement with annotators, calibration, licence, use."""
+    optional = {"noise": None, "needs_references": False}
+    filters = {"shown": _format_value, "json": json.dumps}
+    return render("reward_card.md.j2", filters, **optional | dict(config)) + "\n"
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_format_value(v) for v in value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

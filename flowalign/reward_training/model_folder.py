@@ -19,14 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowalign.reward_training.label_agreement import (
+from flowalign.reward_training.evaluation_page import render_card
+from flowalign.reward_training.labels import (
+    PARTS,
     fit_temperature,
     fit_tie_threshold,
     fit_units,
     measure_agreement,
 )
-from flowalign.reward_training.labels import PARTS
-from flowalign.reward_training.reward_card import render_card
 from flowalign.reward_training.training import RewardTrainer
 from flowalign.training.optimizers import put_back, state_tensors
 from flowalign.utils.files import atomic_write, write_json

@@ -15,9 +15,8 @@ from flowalign.reward_training.embeddings import Embeddings
 from flowalign.reward_training.labels import Preferences, gather_preferences
 from flowalign.reward_training.losses import LabelKind
 from flowalign.reward_training.model_folder import finish, restore_state, save_state
-from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.training import RewardTrainer, frames_for, seeded_draws
-from flowalign.reward_training.training_settings import Dimension, Schedule
+from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching.times import Times
 from flowalign.types import Backbone, Head, NoisyBackbone

@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features, Rater, Ratings
-from flowalign.reward_training.embeddings import Frames, RewardSample, embed_samples
-from flowalign.reward_training.label_agreement import measure_agreement
-from flowalign.reward_training.labels import Part, Preferences
-from flowalign.reward_training.noised_latents import NoisedFeatures
-from flowalign.reward_training.ridge import first_stage
-from flowalign.reward_training.training_settings import Dimension, Schedule
+from flowalign.reward_training.embeddings import RewardSample, embed_samples, frames_for
+from flowalign.reward_training.labels import Part, Preferences, measure_agreement
+from flowalign.reward_training.training_parts import (
+    Dimension,
+    NoisedFeatures,
+    Schedule,
+    first_stage,
+)
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.types import Backbone, Head
 from flowalign.utils.seeds import generator
@@ -269,15 +269,6 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
 def embed(backbone: Backbone, samples: list[RewardSample]) -> tuple[Features, dict[int, str]]:
     """Return features of samples read from their files, and the reasons of failures by index."""
     return embed_samples(backbone, frames_for(backbone), samples)
-
-
-def frames_for(backbone: Backbone) -> Frames:
-    """Return a reader of images and videos with the backbone's number of frames."""
-
-    def read(medium: Media) -> Float[Tensor, "F 3 H W"]:
-        return decode(medium, backbone.num_frames).frames
-
-    return read
 
 
 @contextmanager

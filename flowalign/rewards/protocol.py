@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from flowalign.data.media.rgb import to_rgb
+from flowalign.data.media.pixels import to_rgb
 from flowalign.rewards.request_pixels import (
     Pixels,
     check_range,

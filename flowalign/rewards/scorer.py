@@ -1,20 +1,38 @@
-"""Serve one reward model in a separate process, which ends with its parent process."""
+"""Serve a reward model in a process that ends with its parent, or on a pool of Ray actors.
 
+Batches and answers have the protocol of reward servers. Ray restarts an actor that was killed, and
+repeats its calls.
+"""
+
+import json
 import math
+import os
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flowalign.rewards.checked import CheckedReward, RewardFailure, RewardGone, load
 from flowalign.rewards.config import build_reward_models
-from flowalign.rewards.reward_client import RewardClient
-from flowalign.types import RewardSpec
+from flowalign.rewards.protocol import (
+    CONTENT_TYPE,
+    output_from_json,
+    output_to_json,
+    pack_batch,
+    read_request,
+)
+from flowalign.rewards.reward_client import RewardClient, failed_answer
+from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 from flowalign.utils.local_modules import name_files
+from flowalign.utils.ray_cluster import join_cluster, prepare_ray
 from flowalign.utils.subprocesses import ChildProcess, select_device
 
 TOKEN = "FLOWALIGN_REWARD_TOKEN"
@@ -104,3 +122,123 @@ def _command(python: str, file: Path, seconds: float) -> list[str]:
     for name, value in {**_UNLIMITED, "deadline": seconds, "read_timeout": seconds}.items():
         command += [f"--{name}", f"{value}"]
     return command
+
+
+_NAMESPACE = "flowalign"
+_SET = "get_if_exists", "max_restarts", "max_task_retries"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """Settings of a pool of actors; equal settings mean the same pool."""
+
+    reward: Mapping[str, Any]
+    """Entry of a run file: `class_path` and `init_args`."""
+    actors: int
+    options: Mapping[str, Any]
+    """Ray's options of an actor, such as `num_gpus` and `runtime_env`."""
+    restarts: int
+
+    def __post_init__(self) -> None:
+        """Reject options that the pool sets."""
+        if taken := sorted({*self.options} & {"namespace", "name", *_SET}):
+            raise ValueError(
+                f"options of Ray scorers name {', '.join(taken)}, which are set here: leave them "
+                "out; num_cpus, num_gpus, resources and runtime_env are yours"
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the name of the pool in its cluster."""
+        digest = sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()[:16]
+        return f"{self.reward['class_path']}-{digest}"
+
+
+class ScorerActor:
+    """Reward model in the process of an actor. Errors are answers, so Ray adds no traces."""
+
+    def __init__(self, reward: Mapping[str, Any], folder: str, paths: list[str]):
+        os.chdir(folder)  # relative paths and the user's modules are found as in the client
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+        (model,), _ = build_reward_models({"rewards": [dict(reward)]}, str(reward["class_path"]))
+        load(model)
+        self.model = CheckedReward(model)
+
+    def declare(self) -> RewardSpec:
+        """Return the spec of the loaded model."""
+        return self.model.spec
+
+    def score(self, message: bytes) -> dict[str, Any]:
+        """Return the scores of a packed batch, or the error of the model."""
+        _, batch = read_request(message, CONTENT_TYPE, lambda _: None)
+        try:
+            return output_to_json(self.model.score(batch))
+        except RewardFailure as error:
+            return {"error": str(error)}
+
+
+class ScorerPool:
+    """Client of a pool, which starts the actors that do not exist yet.
+
+    Actors end with the process that started them. Raises ValueError if there is no cluster, or the
+    actors do not load the model within `start_timeout` seconds.
+    """
+
+    def __init__(self, settings: PoolSettings, address: str | None, start_timeout: float):
+        ray = self._ray = prepare_ray("ray", address)
+        if not ray.is_initialized():
+            if address is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                raise ValueError(
+                    "processes share the actors of one Ray cluster: start it with `ray start "
+                    "--head`, and set address of the scorer pool to auto"
+                )
+            join_cluster(ceil(settings.actors * settings.options.get("num_cpus", 1)), address)
+        self.name = settings.name
+        # Restarts limit the calls: Ray would count those of a lost machine that it has not missed.
+        repeats = -1 if settings.restarts else 0
+        set_here = dict(zip(_SET, (True, settings.restarts, repeats), strict=True))
+        options = {**settings.options, "namespace": _NAMESPACE, **set_here}
+        kind, paths = ray.remote(ScorerActor), [path for path in sys.path if path]
+        self.actors = [
+            kind.options(name=f"{self.name}-{i}", **options).remote(
+                dict(settings.reward), str(Path.cwd()), paths
+            )
+            for i in range(settings.actors)
+        ]
+        declared = [actor.declare.remote() for actor in self.actors]
+        try:
+            self.spec: RewardSpec = ray.get(declared, timeout=start_timeout)[0]
+        except ray.exceptions.GetTimeoutError as error:
+            raise ValueError(
+                f"the scorers of {self.name} are not ready after {start_timeout:g} s: the cluster "
+                f"has {ray.cluster_resources()}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise ValueError(
+                f"the scorers of {self.name} cannot be used: {_last(error)}"
+            ) from error
+        self._next = int(os.environ.get("RANK", 0))
+
+    def score(self, spec: RewardSpec, batch: MediaBatch, timeout: float) -> RewardOutput:
+        """Return the scores of a batch, from the next actor in turn.
+
+        Raises:
+            RewardGone: The actor was killed more often than it may be restarted.
+            RewardFailure: The model raised an error.
+        """
+        actor = self.actors[self._next % len(self.actors)]
+        self._next += 1
+        message = b"".join(pack_batch(batch, "float32", {}))
+        try:
+            answer = self._ray.get(actor.score.remote(message), timeout=timeout)
+        except self._ray.exceptions.GetTimeoutError:
+            return failed_answer(spec, len(batch), f"no answer of {self.name} in {timeout:g} s")
+        except self._ray.exceptions.RayError as error:
+            raise RewardGone(f"the scorers of {spec.name!r} died: {_last(error)}") from error
+        if "error" in answer:
+            raise RewardFailure(answer["error"])
+        return output_from_json(answer, spec, len(batch))
+
+
+def _last(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign.data.latents.prompt_store import StoredPrompts
+from flowalign.data.tensor_store import StoredPrompts
 from flowalign.distributed.context_parallel import check_degree, list_divisors
 from flowalign.distributed.processes import Processes, take_turns
 from flowalign.types import Policy, Request, Setup, Sharding

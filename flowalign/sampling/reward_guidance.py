@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.guide_sampler import nrg_velocity, reward_gradient
+from flowalign.functional.reward_ascent import nrg_velocity, reward_gradient
 from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity, per_row
 from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Cond, LatentReward, Policy

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.noise_matching import add_noise
-from flowalign.functional.score_distillation import (
+from flowalign.functional.reward_ascent import (
     FEWEST_NOISES,
     NoiseWeighting,
     distillation_gradient,

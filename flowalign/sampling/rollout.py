@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.entropy import merge_steps
-from flowalign.functional.solver import thin_schedule
+from flowalign.functional.solver import merge_steps, thin_schedule
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.recording import RolloutOutputs, RolloutRecorder
 from flowalign.sampling.sampling_settings import Sampling

@@ -18,8 +18,8 @@ from flowalign.reports.comparison import compare as compared
 from flowalign.reports.comparison_page import write_comparison
 from flowalign.reports.records import read_json
 from flowalign.runs.config import Run, load
-from flowalign.runs.config.changes import find_changes, shorten_list
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
+from flowalign.runs.run_directory import find_changes, shorten_list
 from flowalign.training import checkpoint
 from flowalign.training.learner import TrainingFailure
 from flowalign.utils.errors import ConfigError

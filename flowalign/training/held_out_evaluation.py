@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.image_grid import write_grid, write_picture
-from flowalign.data.media.thumbnails import LONGEST, MOST_FRAMES, reduce_size, thin_frames
+from flowalign.data.media.encode import write_clip, write_grid, write_picture
+from flowalign.data.media.pixels import LONGEST, MOST_FRAMES, reduce_size, thin_frames
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.maps import paint_boxes
+from flowalign.functional.resizing import paint_boxes
 from flowalign.types import (
     Loadable,
     MediaBatch,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.maps import paint_boxes
+from flowalign.functional.resizing import paint_boxes
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict

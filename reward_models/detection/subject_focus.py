@@ -1,7 +1,7 @@
 """Measures how clearly images show the subjects of their references, and where.
 
-Source: FocusDPO, arXiv:2509.01181, a reconstruction: see `flowalign.functional.focus`. Patches are
-image windows that any image encoder embeds.
+Source: FocusDPO, arXiv:2509.01181, a reconstruction: see `flowalign.functional.resizing`. Patches
+are image windows that any image encoder embeds.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flowalign.functional.focus import complexity, correspondence, focus
+from flowalign.functional.resizing import complexity, correspondence, focus
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.encoders import Encoder, EncoderReward
 from reward_models.backbones.reward_bases import BatchScores

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.maps import paint_boxes
+from flowalign.functional.resizing import paint_boxes
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.verifiers import shapes, words

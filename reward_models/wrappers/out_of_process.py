@@ -15,8 +15,7 @@ import torch
 from flowalign.rewards.checked import RewardGone
 from flowalign.rewards.protocol import Pixels
 from flowalign.rewards.reward_client import RewardClient, failed_answer, score_usable
-from flowalign.rewards.scorer import Scorer, declare
-from flowalign.rewards.scorer_pool import PoolSettings, ScorerPool
+from flowalign.rewards.scorer import PoolSettings, Scorer, ScorerPool, declare
 from flowalign.types import (
     Loadable,
     MediaBatch,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flowalign.studies.benchmark.card import Card, Metric, PromptSource, Protocol
-from flowalign.studies.benchmark.prompts import hash_files, read_prompts
+from flowalign.studies.benchmark.items import hash_files, read_prompts
 
 
 def new_card(**prompts):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flowalign.studies.benchmark.card import load_card
+from flowalign.studies.benchmark.external import link_clips, read_results
 from flowalign.studies.benchmark.items import ModelFolder, Place
 from flowalign.studies.benchmark.statistics import Table, aggregate
-from flowalign.studies.benchmark.vbench import link_clips, read_results
 from flowalign.types import Request
 from tests.fixtures.recorded_benchmarks import VBENCH
 

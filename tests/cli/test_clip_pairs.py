@@ -19,7 +19,7 @@ from flowalign.extra.clip_pairs import clip_pairs_job
 from flowalign.extra.clip_pairs.dense_pairs import DensePairs
 from flowalign.extra.clip_pairs.local_pairs import LocalPairs
 from flowalign.extra.clip_pairs.run_file import ClipPairs, load
-from flowalign.runs.config.compose import compose
+from flowalign.runs.config.loading import compose
 from flowalign.types import InputSpec
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from flowalign.cli.main import main
-from flowalign.runs.sample.sampling_job import hash_weights
+from flowalign.runs.sampling_job import hash_weights
 from flowalign.training.checkpoint import write_manifest
 from flowalign.utils.hub import check_publishing
 from tests.fixtures.embedded import move, new_sd3

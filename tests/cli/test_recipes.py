@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.runs.library import combinations as library
-from flowalign.runs.library.combinations import combination, combinations, memory_of
-from flowalign.runs.library.run_files import Label, ShippedFile, read_recipe, recipes
+from flowalign.runs import combinations as library
+from flowalign.runs.combinations import combination, combinations, memory_of
+from flowalign.runs.run_files import Label, ShippedFile, read_recipe, recipes
 
 RUN_FILES = sorted(
     file

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from flowalign.cli import score as score_command
 from flowalign.cli.main import main, parse
 from flowalign.curation.scoring import scoring_job as scoring
-from flowalign.curation.scoring.prompt_means import average_prompts
+from flowalign.curation.scoring.scores_page import average_prompts
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.subprocesses import shard_jobs
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply

@@ -13,7 +13,7 @@ from flowalign.credit.critic import Critic, explained_variance
 from flowalign.credit.lambda_return import LambdaReturn, lambda_returns
 from flowalign.credit.outcome import Outcome
 from flowalign.data.requests import Requests
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.rollouts.collecting import completion_values, rollout

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
-from flowalign.curation.scoring.stats import Throughput, TooManyFailures
-from flowalign.data.latents.encode_once import LatentCache
+from flowalign.data.encode_once import LatentCache
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset

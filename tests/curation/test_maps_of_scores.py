@@ -7,8 +7,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from flowalign.cli.main import main
+from flowalign.curation.scoring.part_files import Throughput
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
-from flowalign.curation.scoring.stats import Throughput
 from flowalign.data.preference.collate import read_map
 from flowalign.data.readers import open_dataset
 from flowalign.types import RewardModel, RewardOutput, RewardSpec

@@ -15,9 +15,14 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.curation.scoring import scoring_job as scoring
-from flowalign.curation.scoring.part_files import PartFiles, hold_lock
+from flowalign.curation.scoring.part_files import (
+    PartFiles,
+    RunningStats,
+    Throughput,
+    TooManyFailures,
+    hold_lock,
+)
 from flowalign.curation.scoring.scoring_job import BlockScorer, ScoringJob, finish, run
-from flowalign.curation.scoring.stats import RunningStats, Throughput, TooManyFailures
 from flowalign.curation.scoring.table_rows import DecodedMedium, make_unscored_row
 from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset

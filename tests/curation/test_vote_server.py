@@ -21,9 +21,8 @@ from flowalign.cli import vote
 from flowalign.cli.main import parse, run_verb
 from flowalign.curation.votes import vote_server as serving
 from flowalign.curation.votes.poll import Poll, PollSettings
-from flowalign.curation.votes.questions import Question
+from flowalign.curation.votes.questions import Question, VoteTable
 from flowalign.curation.votes.vote_reward import VoteReward
-from flowalign.curation.votes.vote_table import VoteTable
 from flowalign.data.media.media import Media
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError

@@ -9,15 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.curation.pairing.score_table import find_table, read_table
+from flowalign.curation.score_table import find_table, read_table
 from flowalign.curation.votes.poll import Poll, PollSettings, measure_agreement
-from flowalign.curation.votes.questions import Question, divide, make_questions
-from flowalign.curation.votes.run_samples import find_run_questions
-from flowalign.curation.votes.vote_scores import read_votes
-from flowalign.curation.votes.vote_table import VoteTable
+from flowalign.curation.votes.questions import (
+    Question,
+    VoteTable,
+    divide,
+    find_run_questions,
+    make_questions,
+    read_votes,
+)
 from flowalign.data.media.media import Media
 from flowalign.data.preference.convert import read_pairs
-from flowalign.data.preference.dropped import DropReport
+from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import open_dataset
 from flowalign.functional.agreement import krippendorff_alpha
 from flowalign.functional.pairing import beaten_share

@@ -8,8 +8,8 @@ import pytest
 from pyarrow import parquet
 
 from flowalign.data.readers import open_dataset
-from flowalign.data.readers.edit_reward import parse_ranking
-from flowalign.data.readers.stream_rows import RowProblem
+from flowalign.data.readers.formats import RowProblem
+from flowalign.data.readers.published_edits import parse_ranking
 
 
 def listing(folder: Path, content: object, name: str = "data.json") -> str:

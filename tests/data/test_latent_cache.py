@@ -13,14 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign.data.latents import encode_once as cache
-from flowalign.data.latents import tensor_store as store
-from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
+from flowalign.data import encode_once as cache
+from flowalign.data import tensor_store as store
+from flowalign.data.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
-from flowalign.data.preference.sampler import EpochSampler
-from flowalign.data.prefetch import prefetch
+from flowalign.data.prefetch import EpochSampler, prefetch
 from flowalign.types import plain_requests, prompts_of
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.ranks import start_ranks

@@ -10,8 +10,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.data.media.media import Media
-from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.preference_data import Pair, Segment
+from flowalign.data.preference.validate import DropReport
 from tests.fixtures.stored_pairs import read_pairs, read_samples
 
 SIZE = (12, 8)

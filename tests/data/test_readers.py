@@ -12,8 +12,8 @@ from pyarrow import parquet
 
 from flowalign.data import readers
 from flowalign.data.media.media import Media
+from flowalign.data.readers import formats as row_files
 from flowalign.data.readers import open_dataset
-from flowalign.data.readers import stream_rows as row_files
 
 
 def jsonl(folder: Path, *rows: dict, name: str = "data.jsonl") -> str:

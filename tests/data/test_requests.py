@@ -16,10 +16,10 @@ from pyarrow import parquet
 
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
-from flowalign.data.media_references import read_reference
+from flowalign.data.media_record import read_reference
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import read_located_requests_once, read_requests
-from flowalign.runs.sample.sampling_job import Medium, _format_rows
+from flowalign.runs.sampling_job import Medium, _format_rows
 from flowalign.types import Request, prompts_of
 
 TEXT, ROWS = "a cat\n\n  two dogs \n", '{"prompt": "a cat", "seed": 1}\n{"prompt": "two dogs"}\n'

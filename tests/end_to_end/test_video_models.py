@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from flowalign.cli.main import main
-from flowalign.runs.config.compose import compose
+from flowalign.runs.config.loading import compose
 from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.tiny_ltx2 import build_ltx2
 from tests.fixtures.tiny_video import build_wan22_5b

@@ -5,7 +5,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.adjoint import control_error, pull_through_step
+from flowalign.functional.path_gradient import control_error, pull_through_step
 from flowalign.functional.transition import DDIM, FlowSDE, Precise, linear_step
 
 S, LAM, C = 0.8, 1.5, 0.7

@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional import aggregation
+from flowalign.functional import resampling
 from flowalign.functional.resampling import bootstrap, mean, percentile_interval
 from tests.fixtures.recorded_benchmarks import GENEVAL, GENEVAL_TAGS, IMGEDIT
 
@@ -17,19 +17,19 @@ def tensor(*values):
 def test_geneval_averages_tags_not_images():
     correct = tensor(*map(int, GENEVAL))
     tags = torch.tensor(list(map(int, GENEVAL_TAGS)))
-    assert round(float(aggregation.group_means(correct, tags, ONES).mean()), 5) == 0.28472
+    assert round(float(resampling.group_means(correct, tags, ONES).mean()), 5) == 0.28472
     assert round(float(mean(correct, ONES)), 4) == 0.2917
-    by_tag = aggregation.group_means(correct, tags, ONES)[0]
+    by_tag = resampling.group_means(correct, tags, ONES)[0]
     assert_close(by_tag, tensor(4 / 12, 3 / 12, 2 / 8, 3 / 8, 0, 2 / 4))
 
 
 def test_imgedit_rounds_before_and_after_averaging():
     scores = torch.tensor([list(map(int, each)) for each in IMGEDIT.split()]).double()
-    single = aggregation.round_cents(scores.mean(1))
+    single = resampling.round_cents(scores.mean(1))
     assert_close(single[[5, 7, 13]], tensor(3.33, 2.67, 1.67), rtol=0, atol=0)
     types = torch.arange(17) % 3
-    means = aggregation.group_means(single, types, ONES[:, :17])[0]
-    assert aggregation.round_cents(means).tolist() == [3.44, 2.39, 3.53]
+    means = resampling.group_means(single, types, ONES[:, :17])[0]
+    assert resampling.round_cents(means).tolist() == [3.44, 2.39, 3.53]
 
 
 def test_a_weight_is_a_repeated_item():
@@ -40,19 +40,19 @@ def test_a_weight_is_a_repeated_item():
         again = torch.arange(12).repeat_interleave(row.long())
         one = torch.ones(1, len(again), dtype=torch.float64)
         for function, inputs in (
-            (aggregation.group_means, (x, group)),
-            (aggregation.spread, (x,)),
+            (resampling.group_means, (x, group)),
+            (resampling.spread, (x,)),
         ):
             repeated = function(*(each[again] for each in inputs), one)[0]
             assert_close(function(*inputs, weight)[b], repeated)
 
 
 def test_items_by_hand():
-    assert_close(aggregation.geometric_mean(tensor([4, 9], [0, 7])), tensor(6, 0))
+    assert_close(resampling.geometric_mean(tensor([4, 9], [0, 7])), tensor(6, 0))
     assert_close(
-        aggregation.min_max(tensor([0.5, 2]), tensor(0, 1), tensor(1, 3)), tensor([0.5, 0.5])
+        resampling.min_max(tensor([0.5, 2]), tensor(0, 1), tensor(1, 3)), tensor([0.5, 0.5])
     )
-    assert_close(aggregation.spread(tensor(1, 3), ONES[:, :2]), tensor(1))
+    assert_close(resampling.spread(tensor(1, 3), ONES[:, :2]), tensor(1))
 
 
 def coverage(values, truth, cluster, stratum, statistic, repeats=600):
@@ -99,7 +99,7 @@ def test_stratified_intervals_of_group_means_cover_the_truth():
         1.5,
         prompt,
         group,
-        lambda x, weight: [aggregation.group_means(one, group, weight).mean(1) for one in x],
+        lambda x, weight: [resampling.group_means(one, group, weight).mean(1) for one in x],
     )
     assert 0.93 <= found <= 0.97
 

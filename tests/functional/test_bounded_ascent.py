@@ -4,7 +4,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.bounded_ascent import ascend_and_descend
+from flowalign.functional.reward_ascent import ascend_and_descend
 
 CLEAN = tensor([[3.0, 4.0]])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.chunk import (
+from flowalign.functional.span import (
     chunk_log_ratio,
     chunks_of_change,
     chunks_of_sizes,

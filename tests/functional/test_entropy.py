@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.entropy import merge_steps, step_entropy
+from flowalign.functional.solver import merge_steps, step_entropy
 from flowalign.functional.transition import CPS, FlowSDE, transition
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.6, 0.5, 0.2, 0.0])

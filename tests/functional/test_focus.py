@@ -5,7 +5,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.focus import complexity, correspondence, focus, focus_weights
+from flowalign.functional.resizing import complexity, correspondence, focus, focus_weights
 
 
 def test_each_patch_is_matched_to_what_is_most_like_it():

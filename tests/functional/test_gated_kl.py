@@ -4,7 +4,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.gated_kl import (
+from flowalign.functional.advantage import (
     favour_diversity,
     most_uncertain,
     nearest_distance,

@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.guide_sampler import nrg_velocity, reward_gradient
+from flowalign.functional.reward_ascent import nrg_velocity, reward_gradient
 
 
 def test_the_velocity_of_flow_nrg_by_hand():

@@ -4,7 +4,7 @@ import torch
 from torch import nan, tensor
 from torch.testing import assert_close
 
-from flowalign.functional.maps import average_on_grid, normalise_mean, paint_boxes
+from flowalign.functional.resizing import average_on_grid, normalise_mean, paint_boxes
 
 
 def test_a_finer_map_is_averaged_onto_the_grid():

@@ -5,8 +5,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.forward_process import nft
-from flowalign.functional.places import (
+from flowalign.functional.advantage import (
     add_places,
     compare_places,
     nft_of_places,
@@ -14,6 +13,7 @@ from flowalign.functional.places import (
     split_places,
     weigh_places,
 )
+from flowalign.functional.forward_process import nft
 from flowalign.functional.transition import CPS, FlowSDE, Gaussian, log_density
 
 

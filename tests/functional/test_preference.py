@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.preference import best_and_worst, step_dpo
+from flowalign.functional.preference_loss import best_and_worst, step_dpo
 
 
 def test_step_dpo_by_hand():

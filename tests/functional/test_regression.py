@@ -5,7 +5,7 @@ import json
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.regression import Regression
+from flowalign.functional.rating import Regression
 
 
 def drawn(count, features=3, targets=2, seed=0):

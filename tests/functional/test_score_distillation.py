@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.functional.noise_matching import add_noise
-from flowalign.functional.score_distillation import distillation_gradient, noise_weights
+from flowalign.functional.reward_ascent import distillation_gradient, noise_weights
 
 
 def test_min_max_moves_to_the_two_best_and_from_the_two_worst():

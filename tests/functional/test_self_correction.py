@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from flowalign.functional.noise_matching import add_noise
-from flowalign.functional.self_correction import (
+from flowalign.functional.noise_matching import (
+    add_noise,
     level_after,
     point_weights,
     renoise,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.functional.surrogate import ppo_clip, ratio_norm
+from flowalign.functional.surrogate import ppo_clip, ratio_norm, step_weights
 from flowalign.functional.transition import (
     CPS,
     DDIM,
@@ -20,7 +20,6 @@ from flowalign.functional.transition import (
     sample_next,
     transition,
 )
-from flowalign.functional.weight import step_weights
 from tests.fixtures.golden import load
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])

@@ -8,7 +8,7 @@ import torch
 from assets.bench import gpu_parts, gpu_sizes
 from flowalign import runs
 from flowalign.cli.main import main
-from flowalign.runs.bench.values import measure_values
+from flowalign.runs.bench import measure_values
 from flowalign.runs.config import load
 from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from flowalign.functional.relative import ramp, relative_reward
+from flowalign.functional.combine import ramp, relative_reward
 from flowalign.gradient_paths import DirectAlign
 from flowalign.losses import Margin
-from flowalign.rewards.control_words import ControlWords
+from flowalign.rewards.objectives import ControlWords
 from tests.fixtures import golden
 from tests.fixtures.replays import FieldReplay
 

@@ -8,7 +8,7 @@ import pytest
 
 from flowalign.reports import panels
 from flowalign.reports import run_report as report
-from flowalign.reports.charts import Chart, Line, histogram, thin
+from flowalign.reports.pages import Chart, Line, histogram, thin
 from tests.fixtures.fake_run import rows
 
 

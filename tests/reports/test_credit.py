@@ -16,8 +16,8 @@ from flowalign.credit.granular import Granular
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import Requests
-from flowalign.reports.credit_schema import CreditRecord
 from flowalign.reports.credit_view import Scale, make_tables, read_credit
+from flowalign.reports.records import CreditRecord
 from flowalign.reports.run_report import write_report
 from flowalign.sampling.branching import Chain, Comb, Tree
 from flowalign.sampling.sde_windows import Fixed

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from flowalign.data.media.thumbnails import LONGEST, reduce_size
+from flowalign.data.media.pixels import LONGEST, reduce_size
 from flowalign.reports import run_report as report
 from flowalign.reports.run_report import write_report
 from flowalign.reports.samples import cut_grid, find_strips

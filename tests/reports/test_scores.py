@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowalign.reports import run_report as report
-from flowalign.reports.scores import changes, leading, read_scores, verdicts, worst
+from flowalign.reports.records import changes, leading, read_scores, verdicts, worst
 from flowalign.training.held_out_evaluation import EvaluationResult, SampleScores, save_grid
 from flowalign.types import Request, plain_requests
 from tests.fixtures.fake_run import PROMPTS, fake_run

@@ -10,9 +10,8 @@ from flowalign.functional.rating import Features
 from flowalign.reward_training.embeddings import RewardSample
 from flowalign.reward_training.labels import Preferences
 from flowalign.reward_training.losses import BradleyTerry
-from flowalign.reward_training.noised_latents import NoisedFeatures
 from flowalign.reward_training.training import RewardTrainer
-from flowalign.reward_training.training_settings import Dimension, Schedule
+from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import Uniform
 from flowalign.types import NoisyBackbone

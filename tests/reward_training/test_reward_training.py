@@ -11,8 +11,12 @@ from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.functional.rating import Features, ridge
 from flowalign.reward_training.embeddings import RewardSample
-from flowalign.reward_training.label_agreement import measure_agreement
-from flowalign.reward_training.labels import PARTS, Preferences, gather_preferences
+from flowalign.reward_training.labels import (
+    PARTS,
+    Preferences,
+    gather_preferences,
+    measure_agreement,
+)
 from flowalign.reward_training.losses import (
     BradleyTerry,
     BradleyTerryTies,
@@ -26,7 +30,7 @@ from flowalign.reward_training.losses import (
 )
 from flowalign.reward_training.model_folder import restore_state, save_state
 from flowalign.reward_training.training import RewardTrainer, weigh_losses
-from flowalign.reward_training.training_settings import Dimension, Ridge, Schedule
+from flowalign.reward_training.training_parts import Dimension, Ridge, Schedule
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.types import Backbone
 from reward_models.backbones.heads import MLP, Linear, PromptGated

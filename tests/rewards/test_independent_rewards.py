@@ -7,7 +7,7 @@ import torch
 
 from flowalign.rewards.checked import RewardError, RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.function import FunctionReward
+from flowalign.rewards.config import FunctionReward
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from tests.fixtures.embedded import new_sd3

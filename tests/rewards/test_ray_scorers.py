@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.rewards import scorer_pool
+from flowalign.rewards import scorer
 from flowalign.rewards.checked import CheckedReward, RewardFailure, RewardGone
 from flowalign.rewards.protocol import output_from_json, pack_batch
-from flowalign.rewards.scorer_pool import ScorerActor, ScorerPool
+from flowalign.rewards.scorer import ScorerActor, ScorerPool
 from flowalign.types import MAY_PASS, MediaBatch
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.out_of_process import RayScorers
@@ -77,7 +77,7 @@ def test_equal_settings_name_the_same_actors():
 
 def test_several_processes_need_a_running_cluster(monkeypatch):
     unconnected = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setattr(scorer_pool, "prepare_ray", lambda *_: unconnected)
+    monkeypatch.setattr(scorer, "prepare_ray", lambda *_: unconnected)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="`ray start --head`, and set address"):
         RayScorers(PLACES).load()

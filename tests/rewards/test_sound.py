@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from flowalign.curation.scoring.part_files import Throughput
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
-from flowalign.curation.scoring.stats import Throughput
-from flowalign.data.media.encode import write_clip
+from flowalign.data.media.encode import read_sound, write_clip
 from flowalign.data.media.media import Media
-from flowalign.data.media.sound import read_sound
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.batching import Limits
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.reward_server import Service
-from flowalign.runs.sample.sampling_job import SamplingJob, write_folder
+from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.types import (
     MediaBatch,
     RewardModel,

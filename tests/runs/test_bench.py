@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from flowalign.runs.bench import stage_times as bench
-from flowalign.runs.bench.floor import Floor
+from flowalign.runs import bench
+from flowalign.runs.bench import Floor
 from flowalign.runs.config import load
-from flowalign.runs.session.session import start
+from flowalign.runs.session import start
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.utils.costs import Stages, stage
 

@@ -7,20 +7,22 @@ from itertools import product
 import pytest
 
 from flowalign.cli.check import _read_cluster
-from flowalign.runs.bench.stage_times import unit_seconds
-from flowalign.runs.config import load
-from flowalign.runs.planning.capacity import (
+from flowalign.runs.bench import unit_seconds
+from flowalign.runs.capacity import (
+    Cluster,
     UnitCosts,
     backward_passes,
+    capacity_rows,
     communication_seconds,
     exchange_seconds,
     gpu_seconds,
     imbalance,
+    plan_capacity,
+    read_costs,
     unit_costs,
 )
-from flowalign.runs.planning.capacity_plan import Cluster, capacity_rows, plan_capacity, read_costs
-from flowalign.runs.planning.gpus import GPUS, Gpu, find_gpu
-from flowalign.runs.planning.plan import plan_step
+from flowalign.runs.config import load
+from flowalign.runs.planning import GPUS, Gpu, find_gpu, plan_step
 from flowalign.training.recipe_plan import StepWork
 from flowalign.types import ModelPlan
 from tests.fixtures.planned_costs import planned_counts

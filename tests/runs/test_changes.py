@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowalign.runs.config.changes import check_resumable, find_changes, shorten_list
+from flowalign.runs.run_directory import check_resumable, find_changes, shorten_list
 
 BEFORE = {
     "policy": {

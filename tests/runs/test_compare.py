@@ -20,8 +20,8 @@ from flowalign.cli import main as cli
 from flowalign.reports import comparison_page
 from flowalign.reports.comparison import AXES, Comparison
 from flowalign.reports.comparison_chart import spent_by_all
+from flowalign.runs import train_session
 from flowalign.runs.config import load
-from flowalign.runs.session import train_session
 from flowalign.studies import compare as comparing
 from flowalign.studies.compare import ComparisonRequest, compare, curve, held_out
 from flowalign.training.learner import TrainingFailure

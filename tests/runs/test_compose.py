@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowalign.runs.config.compose import FROM_NAMES, Composition, compose, find_origin
+from flowalign.runs.config.loading import FROM_NAMES, Composition, compose, find_origin
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import read_mapping
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flowalign.extra import RewardLevels, RewardWords
-from flowalign.runs.export.model_card import Evidence, model_card
-from flowalign.runs.planning.plan import plan
-from flowalign.runs.sample.sampling_job import SamplingJob, write_folder
+from flowalign.runs.model_card import Evidence, model_card
+from flowalign.runs.planning import plan
+from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import Request
 from flowalign.utils.seeds import generator

@@ -20,7 +20,7 @@ from flowalign.cli import main as cli
 from flowalign.cli.main import run_verb
 from flowalign.runs.config import LoadedRun, load
 from flowalign.runs.config.loading import load_with_origins
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml

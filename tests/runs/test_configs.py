@@ -3,7 +3,7 @@
 import pytest
 
 from flowalign.runs.config import load
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.utils.errors import ConfigError
 from pipelines.families.flux1 import LORA
 from tests.fixtures.run_files import CONFIGS as FOLDER

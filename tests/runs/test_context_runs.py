@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flowalign.runs import load, start, train
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.training.recipe import Recipe
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.tiny_video import build_wan

@@ -9,7 +9,7 @@ from assets.bench import gpu_sizes
 from flowalign import runs
 from flowalign.cli.main import build_parser
 from flowalign.runs import plan
-from flowalign.runs.bench.values import measure_values
+from flowalign.runs.bench import measure_values
 from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
 from tests.fixtures.zygote import python
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowalign.runs.config.compose import compose
+from flowalign.runs.config.loading import compose
 from tests.fixtures.scored import weighted_rewards
 
 ROOT = Path(__file__).parents[2]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flowalign.cli.main import main
+from flowalign.runs import planning
 from flowalign.runs.config import load
-from flowalign.runs.planning import fits
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.training.recipe_plan import MemoryPart
 
 GB = 10**9
@@ -29,7 +29,7 @@ PARTS = [WEIGHTS, ACTIVATIONS, STATES]
 def test_each_size_has_its_verdict_and_the_settings_that_make_it_fit():
     """48: without 26 GB at least, so recomputing's 27. 24: as well 3 of 47 by offloading states,
     and then int8 leaves 20 + 3. 16: nf4 alone leaves 10 + 3."""
-    rows = fits.rows(PARTS, counts_encoders=True)
+    rows = planning.fit_rows(PARTS, counts_encoders=True)
     recomputing, states = (
         "policy.gradient_checkpointing: true",
         "recipe.sampling.states.device: cpu",
@@ -44,19 +44,19 @@ def test_each_size_has_its_verdict_and_the_settings_that_make_it_fit():
 
 def test_of_settings_that_suffice_the_gentlest_is_named():
     """60 GB need 14 less: both lower activations enough."""
-    assert fits.advice(PARTS, 60 * GB) == "recipe.micro_batch: 1 (then about 59 GB)"
+    assert planning.advice(PARTS, 60 * GB) == "recipe.micro_batch: 1 (then about 59 GB)"
 
 
 def test_settings_that_do_not_suffice_are_named_with_what_lacks():
-    told = fits.advice([MemoryPart("copies", 20 * GB), STATES], 16 * GB)
+    told = planning.advice([MemoryPart("copies", 20 * GB), STATES], 16 * GB)
     assert told == "too little by 4 GB, even with recipe.sampling.states.device: cpu"
-    assert fits.advice([MemoryPart("copies", 20 * GB)], 16 * GB) == "too little by 4 GB"
+    assert planning.advice([MemoryPart("copies", 20 * GB)], 16 * GB) == "too little by 4 GB"
 
 
 def test_a_setting_of_two_parts_lowers_both():
     key = "policy.gradient_checkpointing: true"
     recast = MemoryPart("recast weights", 10 * GB, "updating", savings={key: 9 * GB})
-    assert fits.advice([ACTIVATIONS, recast], 5 * GB) == f"{key} (then about 4 GB)"
+    assert planning.advice([ACTIVATIONS, recast], 5 * GB) == f"{key} (then about 4 GB)"
 
 
 def test_the_plan_says_it_of_the_embedded_model():
@@ -75,7 +75,7 @@ def out_of(function):
 
 
 def test_what_ran_out_is_told_with_the_next_settings_in_five_lines():
-    told = fits.explain_shortage(out_of("backward"), PARTS).splitlines()
+    told = planning.explain_shortage(out_of("backward"), PARTS).splitlines()
     assert told[0] == (
         "out of memory on the GPU for activations, planned at 30 GB, of 74 GB in all without "
         "reward models"
@@ -89,8 +89,8 @@ def test_what_ran_out_is_told_with_the_next_settings_in_five_lines():
 
 
 def test_a_reward_model_that_ran_out_is_named():
-    assert "serve the rewards" in fits.explain_shortage(out_of("score"), PARTS)
-    assert "GPU, of 74 GB" in fits.explain_shortage(out_of("anything"), PARTS)
+    assert "serve the rewards" in planning.explain_shortage(out_of("score"), PARTS)
+    assert "GPU, of 74 GB" in planning.explain_shortage(out_of("anything"), PARTS)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import torch
 
 from flowalign.credit import Branch, Gain
 from flowalign.extra import SpanGRPO
+from flowalign.runs import run_memory
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning import run_memory
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan

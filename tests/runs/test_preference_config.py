@@ -11,8 +11,8 @@ from PIL import Image
 
 from flowalign.cli import main as cli
 from flowalign.runs.config import load
-from flowalign.runs.config.compose import compose
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.config.loading import compose
+from flowalign.runs.planning import plan
 from flowalign.training import Matching
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.preference import painted

@@ -7,7 +7,7 @@ from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.functional.signal import moments
-from flowalign.runs.session.opening import open_run
+from flowalign.runs.session import open_run
 from flowalign.sampling.sde_windows import Random
 from flowalign.studies.probe import sums as module
 from flowalign.studies.probe.measure import gradients_of_steps, probe, probes

@@ -25,7 +25,7 @@ from flowalign.functional.signal import (
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.runs.config import Run
-from flowalign.runs.session.opening import open_run
+from flowalign.runs.session import open_run
 from flowalign.studies.probe.measure import Probe, probe
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.small_run import new_run

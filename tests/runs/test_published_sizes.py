@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from flowalign.runs import run_memory
 from flowalign.runs.config import load
-from flowalign.runs.planning import run_memory
-from flowalign.runs.planning.plan import memory_parts
+from flowalign.runs.planning import memory_parts
 from pipelines.families.sd3 import SD3
 from pipelines.parts.published import find, names
 from tests.fixtures.run_files import CONFIGS

@@ -8,10 +8,10 @@ from itertools import cycle, islice
 import pytest
 import torch
 
+from flowalign.runs.combinations import combination
 from flowalign.runs.config import load
-from flowalign.runs.library.combinations import combination
-from flowalign.runs.library.run_files import Combination, recipes
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
+from flowalign.runs.run_files import Combination, recipes
 from flowalign.types import ModelPlan, Setup
 from pipelines.families.sd3 import SD3
 from pipelines.parts.recorded_plans import describe, identify, read_records, restore

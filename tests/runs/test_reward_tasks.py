@@ -6,7 +6,7 @@ import pytest
 
 from flowalign.losses import DPO
 from flowalign.rewards import LogSigmoidCentred
-from flowalign.runs.config.compose import compose
+from flowalign.runs.config.loading import compose
 from tests.fixtures.scored import weighted_rewards
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowalign.functional.noise_matching import step_at
-from flowalign.runs.config.compose import compose
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.config.loading import compose
+from flowalign.runs.planning import plan
 from flowalign.utils.strict_yaml import read_mapping
 from tests.fixtures.run_files import CONFIGS, METHODS, loaded
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.runs.session.run_directory import begin_directory
+from flowalign.runs.run_directory import begin_directory
 from flowalign.studies.compare import todo
 from flowalign.training import PolicyGradient, checkpoint
 from flowalign.training.checkpoint import Checkpoints

@@ -7,13 +7,13 @@ import pytest
 
 from flowalign.cli import doctor
 from flowalign.cli.main import parse
+from flowalign.runs import run_files
 from flowalign.runs.config import load
-from flowalign.runs.library import trainable
-from flowalign.runs.library.trainable import describe_models
-from flowalign.runs.planning.plan import memory_parts
-from flowalign.runs.planning.run_memory import peak
+from flowalign.runs.planning import memory_parts
+from flowalign.runs.run_files import describe_models
+from flowalign.runs.run_memory import peak
 
-TABLE = json.loads(trainable._TABLE.read_text())
+TABLE = json.loads(run_files._TABLE.read_text())
 
 
 def test_the_largest_micro_batch_that_fits_is_named():

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from flowalign.runs.session import velocity_check
-from flowalign.runs.session.session import Session
-from flowalign.runs.session.velocity_check import VelocityCheck
+from flowalign.runs import checks
+from flowalign.runs.checks import VelocityCheck
+from flowalign.runs.session import Session
 
 
 class Policy:
@@ -28,7 +28,7 @@ class Policy:
 
 @pytest.fixture
 def session(monkeypatch):
-    monkeypatch.setattr(velocity_check, "encode_requests", lambda _, requests: len(requests))
+    monkeypatch.setattr(checks, "encode_requests", lambda _, requests: len(requests))
     learner = SimpleNamespace(
         cfg=SimpleNamespace(warmup=5, learning_rate=5e-6),
         **{"total_updates": 30, "num_updates": 0, "num_skipped": 1},

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from flowalign.data.requests import Requests
 from flowalign.functional.noise_calibration import initial_levels
 from flowalign.functional.transition import DanceSDE
-from flowalign.reports.calibration_chart import calibration_charts
+from flowalign.reports.run_report import calibration_charts
 from flowalign.sampling.calibration import Calibration, calibrate, read_calibration
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.policy_gradient.calibrate import draws

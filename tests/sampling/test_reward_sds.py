@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.functional.score_distillation import NoiseWeighting
+from flowalign.functional.reward_ascent import NoiseWeighting
 from flowalign.sampling.reward_sds import RewardSDS, complete_states, optimise
 from flowalign.types import VelocityField, plain_requests
 from flowalign.utils.seeds import generator

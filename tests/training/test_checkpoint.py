@@ -16,7 +16,7 @@ from flowalign import runs
 from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.runs.config import Run
-from flowalign.runs.session.run_directory import clear
+from flowalign.runs.run_directory import clear
 from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints

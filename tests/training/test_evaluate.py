@@ -103,7 +103,7 @@ def test_a_run_that_fails_says_why_in_its_folder(run_file, monkeypatch):
     def disk_is_full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("flowalign.runs.session.train_session.save_grid", disk_is_full)
+    monkeypatch.setattr("flowalign.runs.train_session.save_grid", disk_is_full)
     assert exit_code("train", run_file) == 1
     assert (run_file.parent / "run" / "failure.txt").read_text() == "no space left on device\n"
 
@@ -115,7 +115,7 @@ def test_the_report_is_written_at_each_evaluation(run_file, monkeypatch):
     def write(folder, running=False):
         written.append((running, len((folder / "metrics.jsonl").read_text().splitlines())))
 
-    monkeypatch.setattr("flowalign.runs.session.train_session.write_report", write)
+    monkeypatch.setattr("flowalign.runs.train_session.write_report", write)
     assert exit_code("train", run_file, "--num_steps", 2, "--evaluation.every", 1) == 0
     assert [running for running, _ in written] == [True, True, True, False]
     assert [lines for _, lines in written] == sorted(lines for _, lines in written)

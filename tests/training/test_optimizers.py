@@ -6,9 +6,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from flowalign.runs import run_memory
 from flowalign.runs.config import load
-from flowalign.runs.planning import run_memory
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.training import checkpoint
 from flowalign.training.learner import Optimizer
 from flowalign.training.optimizers import MOMENT_BYTES, new_optimizer, put_back, state_tensors

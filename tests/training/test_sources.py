@@ -18,7 +18,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.data.requests import Requests, read_requests
 from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.sample.sampling_job import Medium, _format_rows
+from flowalign.runs.sampling_job import Medium, _format_rows
 from flowalign.training.held_out_evaluation import Evaluation, evaluate, save_grid
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowalign.functional.image_signals import dark_share, grid_power
-from flowalign.rewards.weighted_reward import WeightedReward
+from flowalign.rewards.config import WeightedReward
 from flowalign.training.divergence import measure_divergence
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.credit import Branch, Gain, ProcessOutcome
-from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.preference_data import Media, Pair, Sample, Segment
 from flowalign.extra import OmniNFT, SpanGRPO

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from flowalign.curation.scoring.part_files import RunningStats, Throughput
 from flowalign.curation.scoring.scoring_job import ScoringJob, Watch
-from flowalign.curation.scoring.stats import RunningStats, Throughput
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.part_files import PartFiles
+from flowalign.curation.scoring.part_files import PartFiles, RunningStats, Throughput
 from flowalign.curation.scoring.scoring_job import (
     ROWS_BEFORE_CHECK,
     BlockScorer,
@@ -23,7 +23,6 @@ from flowalign.curation.scoring.scoring_job import (
     block_numbers,
     drop_changed,
 )
-from flowalign.curation.scoring.stats import RunningStats, Throughput
 from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.console import say
 from flowalign.utils.ray_cluster import check_cores, connect

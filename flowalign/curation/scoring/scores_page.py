@@ -1,24 +1,26 @@
-"""Render `scores.html`: the results of a scoring job, with the best and worst samples."""
+"""Summarize a table of scores: as `scores.html` with the best and worst samples, or by prompt."""
 
 import heapq
 import itertools
+import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
-from flowalign.curation.scoring.part_files import Row
-from flowalign.data.media.decode import MediaProblem, decode
-from flowalign.data.media.thumbnails import THUMBNAIL_FRAMES, encode_thumbnail
+from flowalign.curation.scoring.part_files import REFERENCES, Row
+from flowalign.data.media.media import MediaProblem
 from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
-from flowalign.reports.charts import PALETTE, data_address, histogram
+from flowalign.reports.pages import PALETTE, histogram
+from flowalign.reports.samples import encode_medium
 from flowalign.utils.files import write_text
 
 EXAMPLES = 6
@@ -85,9 +87,7 @@ def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
             for medium, stored in enumerate(record.media):
                 if (record.id, medium) in wanted:
                     try:
-                        clip = decode(stored, THUMBNAIL_FRAMES)
-                        content = encode_thumbnail(clip.pixels, clip.fps)
-                        found[record.id, medium] = data_address("webp", content)
+                        found[record.id, medium] = encode_medium(stored)
                     except MediaProblem:  # gone or changed since it was scored
                         found[record.id, medium] = ""
         if len(found) == len(wanted):
@@ -197,3 +197,40 @@ def _keep(heap: list, entry: tuple[float, int, Any]) -> None:
         heapq.heappush(heap, (score, -row, what))
     else:
         heapq.heappushpop(heap, (score, -row, what))
+
+
+FILE = "prompts.jsonl"
+
+
+def average_prompts(rows: Iterable[Row], prefix: str) -> list[dict[str, Any]]:
+    """Return a row for each prompt, with the mean of its valid scores in each dimension.
+
+    The column of a dimension is its name after `prefix`. A dimension without a valid score has no
+    column. Prompts keep the order of their first samples.
+
+    Raises:
+        ValueError: A sample has no prompt, or references, which a prompt alone does not identify.
+    """
+    scores: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if not row["prompt"] or row.get(REFERENCES):
+            raise ValueError(
+                f"record {row['record']} has {'references' if row['prompt'] else 'no prompt'}; "
+                "--summarize averages samples of one prompt without references"
+            )
+        found = scores.setdefault(row["prompt"], {})
+        for dim in (name.removesuffix("_valid") for name in row if name.endswith("_valid")):
+            if row[dim] is not None:
+                found.setdefault(prefix + dim, []).append(row[dim])
+    return [
+        {"prompt": prompt, **{name: fmean(values) for name, values in found.items()}}
+        for prompt, found in scores.items()
+    ]
+
+
+def write_prompts(folder: Path, rows: Iterable[Row], prefix: str) -> Path:
+    """Write the averages of `average_prompts` to `prompts.jsonl`, and return its path."""
+    means = average_prompts(rows, prefix)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in means]
+    write_text(folder / FILE, "".join(lines))
+    return folder / FILE

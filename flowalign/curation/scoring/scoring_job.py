@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.part_files import FIXED, PartFiles, merge
-from flowalign.curation.scoring.stats import RunningStats, Throughput
+from flowalign.curation.scoring.part_files import FIXED, PartFiles, RunningStats, Throughput, merge
 from flowalign.curation.scoring.table_rows import (
     Column,
     DecodedMedium,

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flowalign.curation.scoring.part_files import REFERENCES
 from flowalign.data.media.decode import Clip, MediaProblem, decode, is_video
+from flowalign.data.media.encode import read_sound
 from flowalign.data.media.media import Media
-from flowalign.data.media.sound import read_sound
 from flowalign.data.media_record import Record
-from flowalign.data.readers.fields import REQUEST_MASK
-from flowalign.functional.maps import average_on_grid
+from flowalign.data.readers.schema import REQUEST_MASK
+from flowalign.functional.resizing import average_on_grid
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, Sound
 from flowalign.utils.files import atomic_write

@@ -12,9 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flowalign.curation.votes.questions import Question
-from flowalign.curation.votes.vote_table import VoteTable
-from flowalign.data.readers.fields import REQUEST_MASK
+from flowalign.curation.votes.questions import Question, VoteTable
+from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.agreement import krippendorff_alpha
 from flowalign.utils.seeds import is_in_share
 

@@ -1,15 +1,30 @@
-"""Turn samples into questions: a prompt with the candidates that annotators compare."""
+"""Turn samples into questions of a poll, and store the votes in a table.
+
+A question is a prompt with candidates to compare, also samples of a training run. The table has
+JSON lines, which training and `flowalign pairs` read.
+"""
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image
+
 from flowalign.data.media.media import Media
+from flowalign.data.media.pixels import spread_frames
 from flowalign.data.media_record import Record
-from flowalign.data.readers.fields import REQUEST_MASK
+from flowalign.data.readers.formats import Row
+from flowalign.data.readers.schema import REQUEST_MASK
+from flowalign.functional.pairing import beaten_share
+from flowalign.reports.records import read_json
+from flowalign.reports.samples import cut_grid
+from flowalign.utils.files import atomic_write, sync_file
 
 
 @dataclass(frozen=True)
@@ -83,3 +98,152 @@ def _question(record: Record, candidates: Sequence[tuple[str, Media]]) -> Questi
 def _request_key(record: Record) -> tuple[str, ...]:
     sources = [medium.path or "" for medium in record.references]
     return record.prompt, *sources, record.mask.path or "" if record.mask else ""
+
+
+def find_run_questions(run: Path, out: Path, most: int) -> list[Question]:
+    """Return a question per fixed prompt of a run, with samples of up to `most` evaluations.
+
+    Images are cut out of the grids and written to `out`.
+
+    Raises:
+        ValueError: The run has no prompt, or fewer than two evaluations with samples.
+    """
+    folder = run / "samples"
+    index = read_json(folder / "index.json")
+    prompts, steps = index.get("prompts", []), sorted(index.get("steps", []))
+    if not prompts or len(steps) < 2:
+        raise ValueError(f"{run} has samples of {len(steps)} evaluations; a vote needs two or more")
+    chosen = [steps[i] for i in spread_frames(len(steps), most)]
+    clips = bool(index.get("fps"))
+    if not clips:
+        for step in chosen:
+            _cut(folder, out, step, len(prompts), index.get("columns", 1))
+    questions = []
+    for i, prompt in enumerate(prompts):
+        source = folder / "sources" / f"{i:03}.png"
+        files = [
+            folder / f"step-{step:06}" / f"{i:03}.webp" if clips else out / _name(step, i)
+            for step in chosen
+        ]
+        questions.append(
+            Question(
+                hash_names(prompt, [str(step) for step in chosen]),
+                prompt,
+                [Media(str(file)) for file in files],
+                [Media(str(source))] if source.is_file() else [],
+            )
+        )
+    return questions
+
+
+def _name(step: int, number: int) -> str:
+    return f"step-{step:06}-{number:03}.png"
+
+
+def _cut(folder: Path, out: Path, step: int, count: int, columns: int) -> None:
+    with Image.open(folder / f"step-{step:06}.png") as grid:
+        for i, picture in enumerate(cut_grid(grid.convert("RGB"), count, columns)):
+            path = out / _name(step, i)
+            if not path.exists():
+                with atomic_write(path) as partial:
+                    picture.save(partial, "PNG")
+
+
+VOTES = "votes.jsonl"
+
+
+class VoteTable:
+    """Table of votes, one row per vote, which is on the disk before the vote is confirmed.
+
+    A row is a record of schema `generic`: `prompt`, `images`, and `ranks` or `ratings`. It also has
+    the `question`, the annotator as `user_id`, and whether the question was a `repeat`. Half a row
+    at the end, from a kill during a write, is no vote, because it was not confirmed.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: dict[str, dict[str, Any]] = {}
+        content = path.read_bytes() if path.exists() else b""
+        lines = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                self.rows[row["id"]] = row
+            except (ValueError, TypeError, KeyError) as error:
+                if number < len(lines) or not isinstance(error, ValueError):
+                    raise ValueError(f"{path} line {number} is no vote: {line[:60]!r}") from error
+        self._is_cut = bool(lines[-1])
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a row, and wait until it is on the disk."""
+        if self._is_cut:  # reading leaves the file as it is; the server, which adds, has a lock
+            self._replace(self.rows)
+        new = not self.path.exists()
+        end = 0 if new else self.path.stat().st_size
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            os.truncate(self.path, end)  # or the next vote would follow half a row
+            raise
+        if new:
+            sync_file(self.path.parent)
+        self.rows[row["id"]] = dict(row)
+
+    def remove(self, id: str) -> None:
+        """Delete a row; the file is replaced at once."""
+        self._replace({key: row for key, row in self.rows.items() if key != id})
+
+    def _replace(self, rows: dict[str, dict[str, Any]]) -> None:
+        with atomic_write(self.path) as partial:
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()]
+            partial.write_text("".join(lines), encoding="utf-8")
+            sync_file(partial)
+        sync_file(self.path.parent)
+        self.rows, self._is_cut = rows, False
+
+    def relative(self, medium: Media) -> str:
+        """Return the path of a file from the folder of the table, if both are in one folder."""
+        path, folder = os.path.abspath(medium.path or ""), self.path.parent.absolute()
+        near = Path(path).is_relative_to(folder.parent)
+        return Path(os.path.relpath(path, folder)).as_posix() if near else path
+
+
+def read_votes(path: Path) -> Iterator[Row]:
+    """Yield a row per candidate, with the columns of a table of `flowalign score`.
+
+    The score is the mean rating, or the share of the other candidates that a candidate beats. All
+    votes count, also repeated ones.
+    """
+    table: dict[str, list[dict[str, Any]]] = {}
+    for vote in VoteTable(path).rows.values():
+        table.setdefault(vote["question"], []).append(vote)
+    number = 0
+    for votes in table.values():
+        scores: dict[str, list[float]] = {}
+        for column in ("ranks", "ratings"):
+            for dim in dict.fromkeys(dim for vote in votes for dim in vote.get(column, ())):
+                answers = torch.tensor([v[column][dim] for v in votes if dim in v.get(column, ())])
+                mean = beaten_share(answers) if column == "ranks" else answers.double().mean(0)
+                scores[dim] = mean.tolist()
+        for i, row in enumerate(_candidates(votes[0], path.parent)):
+            number += 1
+            known = {dim: values[i] for dim, values in scores.items()}
+            valid = {f"{dim}_valid": True for dim in scores}
+            yield Row(number, path, row | {"medium": i} | known | valid)
+
+
+def _candidates(vote: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each candidate, with absolute paths."""
+
+    def absolute(paths: list[str]) -> list[str]:
+        return [os.path.abspath(folder / path) for path in paths]
+
+    row = {"record": vote["question"], "prompt": vote["prompt"]}
+    row["references"] = absolute(vote.get("references", []))
+    if REQUEST_MASK in vote:
+        (row[REQUEST_MASK],) = absolute([vote[REQUEST_MASK]])
+    yield from (row | {"path": path} for path in absolute(vote["images"]))

@@ -22,10 +22,9 @@ from flowalign.curation.votes.questions import Question
 from flowalign.curation.votes.vote_reward import NAME, VoteReward
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.media import Media
-from flowalign.data.media.thumbnails import EXACT, MOST_FRAMES, UNKNOWN_RATE, encode_loop
+from flowalign.data.media.pixels import EXACT, MOST_FRAMES, UNKNOWN_RATE, encode_loop
 from flowalign.data.preference.validate import Inspection
-from flowalign.reports.local_server import LocalHandler, LocalServer
-from flowalign.reports.pages import render
+from flowalign.reports.pages import LocalHandler, LocalServer, render
 from flowalign.rewards.batching import MIB, Limits, Refusal, check_content_type
 from flowalign.rewards.protocol import VERSION, output_to_json, read_request, spec_to_json
 

@@ -14,17 +14,19 @@ from PIL import Image, ImageSequence, UnidentifiedImageError
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
-from flowalign.data.media.digests import digest_media, list_frame_files
-from flowalign.data.media.frame_sampling import (
+from flowalign.data.media.media import (
+    VIDEOS,
     FrameSelection,
+    Media,
     MediaProblem,
     TimedFrame,
+    describe_missing,
+    digest_media,
     estimate_rate,
+    is_cut,
+    list_frame_files,
 )
-from flowalign.data.media.media import VIDEOS, Media, describe_missing
-from flowalign.data.media.orientation import Orientation
-from flowalign.data.media.rgb import to_rgb
-from flowalign.data.media.truncation import is_cut
+from flowalign.data.media.pixels import Orientation, to_rgb
 from flowalign.utils.imports import import_optional
 
 __all__ = [

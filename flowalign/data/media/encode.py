@@ -1,4 +1,6 @@
-"""Write clips as MP4, WebM or GIF with PyAV, as animated WebP, or as a folder of images."""
+"""Write images, grids of them, and clips as MP4, WebM, GIF, animated WebP or folder; write and read
+the sound of videos.
+"""
 
 import shutil
 from fractions import Fraction
@@ -6,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 
-from flowalign.data.media.sound import add_sound_stream, write_sound
-from flowalign.data.media.thumbnails import EXACT, encode_loop, to_bytes
+from flowalign.data.media.media import Media, MediaProblem
+from flowalign.data.media.pixels import EXACT, encode_loop, spread_frames, to_bytes
 from flowalign.types import Sound
-from flowalign.utils.files import atomic_write
+from flowalign.utils.files import GRID_PADDING, atomic_write
 from flowalign.utils.imports import import_optional
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
@@ -139,3 +143,126 @@ def _convert_to_palette(pixels: UInt8[Tensor, "F 3 H W"]) -> list:
 
 def _to_arrays(pixels: UInt8[Tensor, "F 3 H W"]) -> list[np.ndarray]:
     return list(pixels.permute(0, 2, 3, 1).contiguous().numpy())
+
+
+PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp")
+"""File name extensions that `write_picture` supports."""
+_KINDS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_OPTIONS = {"PNG": {}, "JPEG": {"quality": 95}, "WEBP": {"lossless": True}}
+STRIP = 6
+"""Largest number of frames in a film strip."""
+
+
+def write_grid(
+    path: Path, media: Float[Tensor, "n F 3 H W"], columns: int, fps: float | None
+) -> str:
+    """Write images, or clips if `fps` is set, in rows of `columns`; return a description.
+
+    In a .png or .jpg file, each clip is a row of frames (a film strip). In other formats the clips
+    play next to each other. The file is written atomically.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num, num_frames = media.shape[:2]
+    if fps and path.suffix.lower() in CLIPS:
+        write_clip(
+            path, torch.stack([arrange_grid(frames, columns) for frames in media.unbind(1)]), fps
+        )
+        return f"{num} clips, {columns} per row"
+    if fps:
+        shown = spread_frames(num_frames, STRIP)
+        write_picture(path, arrange_grid(media[:, shown].flatten(0, 1), len(shown)))
+        return f"{num} clips, a row of {len(shown)} of {num_frames} frames each"
+    write_picture(path, arrange_grid(media[:, 0], columns))
+    return f"{num} images, {columns} per row"
+
+
+def arrange_grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h w"]:
+    """Arrange images in rows of `columns`, with `GRID_PADDING` black pixels around each."""
+    from torchvision.utils import make_grid
+
+    if len(pictures) == 1:  # make_grid adds no padding to a single image
+        return pad(pictures[0], [GRID_PADDING] * 4)
+    return make_grid(pictures, nrow=columns, padding=GRID_PADDING)
+
+
+def fit_into(
+    picture: Float[Tensor, "3 _ _"], height: int, width: int
+) -> Float[Tensor, "3 height width"]:
+    """Return an image resized to fit into `height` x `width`, with black borders."""
+    h, w = picture.shape[1:]
+    scale = min(height / h, width / w)
+    size = max(1, round(h * scale)), max(1, round(w * scale))
+    if size != (h, w):
+        resized = interpolate(picture[None], size, mode="bilinear", antialias=True)
+        picture = resized[0]
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    return pad(picture, [left, width - size[1] - left, top, height - size[0] - top])
+
+
+def write_picture(path: Path, picture: Float[Tensor, "3 h w"], alone: bool = False) -> None:
+    """Write RGB in [0, 1] in the format of the file name extension; lossless except for JPEG.
+
+    The file is written atomically; for `alone` see `atomic_write`.
+    """
+    kind = _KINDS[path.suffix.lower()]
+    image = Image.fromarray(to_bytes(picture).permute(1, 2, 0).numpy())
+    with atomic_write(path, alone) as partial:
+        image.save(partial, format=kind, **_OPTIONS[kind])
+
+
+_LAYOUTS = {1: "mono", 2: "stereo"}
+_OPUS_RATE = 48_000
+"""Rate of Opus streams; other rates are resampled."""
+
+
+def add_sound_stream(container: Any, ending: str, sound: Sound) -> Any:
+    """Add a stream for a sound to an open .mp4 (AAC) or .webm (Opus) container.
+
+    Raises:
+        ValueError: The sound has neither one nor two channels.
+    """
+    channels = len(sound.waveform)
+    if channels not in _LAYOUTS:
+        raise ValueError(f"videos hold sound of one or two channels, got {channels}")
+    codec, rate = ("aac", sound.rate) if ending == ".mp4" else ("libopus", _OPUS_RATE)
+    return container.add_stream(codec, rate=rate, layout=_LAYOUTS[channels])
+
+
+def write_sound(container: Any, stream: Any, sound: Sound) -> None:
+    """Encode a whole sound into its stream; amplitudes outside [-1, 1] are clipped."""
+    from av import AudioFrame
+
+    amplitudes = sound.waveform.detach().float().clamp(-1, 1).cpu().contiguous().numpy()
+    frame = AudioFrame.from_ndarray(amplitudes, format="fltp", layout=_LAYOUTS[len(amplitudes)])
+    frame.sample_rate = sound.rate
+    container.mux(stream.encode(frame))
+    container.mux(stream.encode())
+
+
+def read_sound(medium: Media) -> Sound | None:
+    """Return the first sound of a video file that `decode` has read; None if it has none.
+
+    Raises:
+        MediaProblem: The sound is damaged.
+        ValueError: av is not installed.
+    """
+    av = import_optional("av", "video")
+    try:
+        return _decode_sound(medium.source)
+    except av.FFmpegError as error:
+        raise MediaProblem(f"damaged sound of {medium.path or 'a video'}: {error}") from error
+
+
+def _decode_sound(source: Any) -> Sound | None:
+    """Return the first sound of a path or of a file of bytes; None if there is none."""
+    import av
+
+    container: Any
+    with av.open(source) as container:
+        stream = next(iter(container.streams.audio), None)
+        if stream is None:
+            return None
+        planar = av.AudioResampler(format="fltp", layout=stream.layout, rate=stream.rate)
+        decoded = [part for frame in container.decode(stream) for part in planar.resample(frame)]
+        parts = [part.to_ndarray() for part in (*decoded, *planar.resample(None))]
+    return Sound(torch.from_numpy(np.concatenate(parts, 1)), stream.rate) if parts else None

@@ -1,8 +1,18 @@
-"""Define `Media`, a stored image or video."""
+"""Define `Media`, a stored image or video; hash and check its files, and select its frames."""
 
+import hashlib
 import io
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from flowalign.utils.files import digest_file
 
 PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
 
@@ -40,3 +50,194 @@ def describe_missing(path: Path) -> str:
     if path.is_symlink():
         return f"broken link: {path} points to {path.readlink()}"
     return f"missing file: {path}"
+
+
+def list_frame_files(folder: Path) -> list[Path]:
+    """List a folder's images in natural order of names; raise MediaProblem if it has none."""
+    paths = sorted(
+        (path for path in folder.iterdir() if path.suffix.lower() in PICTURES),
+        key=lambda path: [
+            (int(part), "") if part.isdecimal() else (-1, part)
+            for part in re.split(r"(\d+)", path.name)
+        ],
+    )
+    if not paths:
+        raise MediaProblem(f"no frames: {folder} has no images")
+    return paths
+
+
+def stamp_media(medium: Media) -> str:
+    """Return a text that changes with a medium: its digest, or the state of its files.
+
+    Files are not read: the state is their paths, sizes and times of change.
+    """
+    if medium.path is None:
+        return digest_media(medium).hex()
+    path = Path(medium.path).absolute()
+    states = []
+    with suppress(OSError, MediaProblem):  # a missing file may appear later
+        for file in list_frame_files(path) if path.is_dir() else [path]:
+            state = file.stat()
+            states.append((file.name, state.st_size, state.st_mtime_ns))
+    return f"{path} {states}"
+
+
+def digest_media(medium: Media) -> bytes:
+    """Return the SHA-256 of a file, or of the names and contents of a folder's frames in order.
+
+    Raises:
+        MediaProblem: `medium` has neither a path nor data, or its folder has no frames.
+        OSError: A file cannot be read.
+    """
+    if medium.path is None:
+        if medium.data is None:
+            raise MediaProblem("the media item has neither a path nor data")
+        return hashlib.sha256(medium.data).digest()
+    path = Path(medium.path)
+    if not path.is_dir():
+        return bytes.fromhex(digest_file(path))
+    whole = hashlib.sha256()
+    for file in list_frame_files(path):
+        whole.update(
+            hashlib.sha256(os.fsencode(file.name)).digest() + bytes.fromhex(digest_file(file))
+        )
+    return whole.digest()
+
+
+_MATROSKA = (b"\x1aE\xdf\xa3", b"\x18S\x80g")
+"""Identifiers of the header and of the segment in Matroska and WebM files."""
+
+
+def is_cut(file: io.BufferedIOBase) -> bool:
+    """Return whether a file ends inside an MP4 box, a Matroska segment or an AVI chunk.
+
+    Files without a stated length, such as live recordings, count as complete.
+    """
+    size, end, length = file.seek(0, os.SEEK_END), 0, 1
+    while end < size and length:
+        file.seek(end)
+        end += (length := _measure(file.read(16)))
+    return end > size
+
+
+def _measure(head: bytes) -> int:
+    """Return the number of bytes of the part of a file that begins with `head`; 0 if unknown."""
+    if head.startswith(b"RIFF"):
+        return 8 + int.from_bytes(head[4:8], "little")
+    if head.startswith(_MATROSKA):
+        width = 9 - head[4].bit_length()
+        largest = (1 << 7 * width) - 1
+        length = int.from_bytes(head[4 : 4 + width]) & largest
+        return 0 if length == largest else 4 + width + length
+    length = int.from_bytes(head[:4]) if head[4:8].isalpha() else 0
+    return int.from_bytes(head[8:]) if length == 1 else length
+
+
+_CLOSE = 1e-6
+"""Tolerance in seconds; if two frames are equally near to a requested time, take the earlier."""
+
+
+class MediaProblem(ValueError):
+    """Reason why a file gives no frames, as "kind: details"."""
+
+
+class TimedFrame(NamedTuple):
+    """Frame with its time in seconds, NaN if unknown."""
+
+    second: float
+    frame: Any
+
+
+@dataclass(frozen=True)
+class FrameSelection:
+    """Selection of frames of a clip; all frames if no option is set."""
+
+    max_frames: int | None = None
+    """Largest number of evenly spaced frames; None: no limit."""
+    fps: float | None = None
+    """Frames per second: the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first,
+    each at most once; None: the rate of the clip."""
+    num_frames: int | None = None
+    """Exact number of frames to take from the start; None: all."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for combinations and values that no clip can satisfy."""
+        if self.max_frames and (self.fps or self.num_frames):
+            raise ValueError("max_frames cannot be combined with fps or num_frames")
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+
+    def of(self, shown: Iterable[TimedFrame], total: int, name: str) -> Iterator[TimedFrame]:
+        """Yield the selected frames of `shown`; `total` is only used with `max_frames`.
+
+        Raises:
+            MediaProblem: A selected frame is missing; raised when iteration reaches it. The message
+                contains `name`.
+        """
+        if self.fps:
+            shown = sample_at_rate(shown, self.fps, name)
+        if self.max_frames and total > self.max_frames:
+            middles = {int((i + 0.5) * total / self.max_frames) for i in range(self.max_frames)}
+            shown = (one for i, one in enumerate(shown) if i in middles)
+        yield from take_exactly(shown, self.num_frames, name) if self.num_frames else shown
+
+    def rate(self, fps: float | None, total: int) -> float | None:
+        """Return the frames per second of the selection from a clip with `fps` and `total`."""
+        if self.fps or not fps:
+            return self.fps
+        return fps * min(self.max_frames, total) / total if self.max_frames else fps
+
+
+def sample_at_rate(shown: Iterable[TimedFrame], fps: float, name: str) -> Iterator[TimedFrame]:
+    """Yield the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first.
+
+    Raises:
+        MediaProblem: The times are unknown, or a frame would be taken twice.
+    """
+    start, before, used, count, shown_so_far = 0.0, None, -math.inf, 0, 0
+    for one in shown:
+        if math.isnan(one.second):
+            raise MediaProblem(f"unknown rate: {name} has no timestamps and no frame rate")
+        start = one.second if before is None else start
+        before = before or one
+        while (moment := start + count / fps) <= one.second + _CLOSE:
+            nearest = one if one.second - moment < moment - before.second - _CLOSE else before
+            if nearest.second <= used:
+                raise MediaProblem(
+                    f"too few frames: {name} has none between {before.second - start:.3f} and "
+                    f"{one.second - start:.3f} s, but {fps:g} per second are needed: "
+                    "remove the file, or set policy.video.fps to "
+                    f"{1 / (one.second - before.second):g}"
+                )
+            yield nearest
+            used, count = nearest.second, count + 1
+        before, shown_so_far = one, shown_so_far + 1
+    if before is None or shown_so_far < 2 or before.second <= used:
+        return
+    end = before.second + (before.second - start) / (shown_so_far - 1)
+    if start + count / fps < end - _CLOSE:
+        yield before
+
+
+def take_exactly(shown: Iterable[TimedFrame], count: int, name: str) -> Iterator[TimedFrame]:
+    """Yield the first `count` frames; raise MediaProblem if there are fewer."""
+    there = 0
+    for one in itertools.islice(shown, count):
+        there += 1
+        yield one
+    if there < count:
+        raise MediaProblem(f"too short: {name} has {there} of {count} frames")
+
+
+def estimate_rate(seconds: Sequence[float], stated: float | None, tick: float) -> float | None:
+    """Return the stated frame rate if the frame times agree with it, else the mean rate.
+
+    Times agree if they differ by less than `tick`, the resolution of the timestamps.
+    """
+    span = seconds[-1] - seconds[0] if len(seconds) > 1 else 0.0
+    if not span > 0:  # also true for NaN, that is, for unknown times
+        return stated
+    if stated and abs(span - (len(seconds) - 1) / stated) < max(tick, _CLOSE):
+        return stated
+    return (len(seconds) - 1) / span

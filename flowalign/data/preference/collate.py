@@ -9,7 +9,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.preference_data import (
     Example,
     Pair,
@@ -18,7 +18,7 @@ from flowalign.data.preference.preference_data import (
     requests_of,
     samples_of,
 )
-from flowalign.functional.maps import average_on_grid, normalise_mean
+from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.types import Batch, Cond
 from flowalign.types.batch import Values
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from flowalign.data.latents.latent_files import is_latent
 from flowalign.data.media.decode import MediaProblem
 from flowalign.data.media_record import Record
-from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.preference_data import (
     Example,
     Keep,
@@ -19,12 +17,16 @@ from flowalign.data.preference.preference_data import (
     media_of,
     requests_of,
 )
-from flowalign.data.preference.validate import Inspection
+from flowalign.data.preference.validate import DropReport, Inspection
 from flowalign.data.readers import Dataset
-from flowalign.data.readers.dense_dpo import DENSE_DPO
-from flowalign.data.readers.kto import KTO
-from flowalign.data.readers.local_dpo import LOCAL_DPO, emphasis
-from flowalign.data.readers.preferences import CHOSEN_REJECTED
+from flowalign.data.readers.training_rows import (
+    CHOSEN_REJECTED,
+    DENSE_DPO,
+    KTO,
+    LOCAL_DPO,
+    emphasis,
+)
+from flowalign.data.tensor_store import is_latent
 from flowalign.types import InputSpec
 
 ByDimension = Mapping[str, Sequence[float]]

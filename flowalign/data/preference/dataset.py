@@ -5,13 +5,63 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
-from flowalign.data.preference.attributes import read_attributes, read_captions
 from flowalign.data.preference.convert import drop_misfits, drop_short, read_pairs, read_samples
-from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair
+from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair, Sample
+from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Dataset, open_dataset
-from flowalign.types import InputSpec, Policy, PromptConditioning
+from flowalign.types import ConditionedPrompt, InputSpec, Policy, PromptConditioning, insert_words
+
+_NAMES = ("positive", "negative")
+
+
+def read_attributes(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Pair]:
+    """Yield a pair per image or video of the rows with texts `positive` and `negative`.
+
+    Rows without both texts are added to `report`.
+    """
+    for where, record in _add_attributes(dataset, report):
+        yield from (_make_pair(record, keep(medium), where) for medium in record.media)
+
+
+def read_captions(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Sample]:
+    """Yield the same images or videos as samples with all attributes in the prompt, for an expert.
+
+    Rows without both texts are added to `report`.
+    """
+    for _, record in _add_attributes(dataset, report):
+        references = record.request().references
+        conditioned = ConditionedPrompt(_find_text(record, *_NAMES))
+        for medium in record.media:
+            yield Sample(
+                record.prompt, keep(medium), references=references, conditioned=conditioned
+            )
+
+
+def _add_attributes(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
+    """Yield the location and the record of each row with both texts; report the remaining rows."""
+    for where, record in dataset.iter_located():
+        if record.problem:
+            report.add(record.problem)
+        elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
+            report.add("missing texts positive and negative", where)
+        else:
+            yield where, record
+
+
+def _make_pair(record: Record, medium: Media, where: str) -> Pair:
+    asked = record.request()
+    sample = Sample(record.prompt, medium, references=asked.references, mask=asked.mask)
+    good, bad = (_find_text(record, name) for name in _NAMES)
+    return Pair(sample, sample, "attributes", targets=(good, bad), where=where)
+
+
+def _find_text(record: Record, *names: str) -> str:
+    """Return the prompt of a row, followed by the texts in its columns `names`."""
+    words = [record.metadata[name] for name in names]
+    return insert_words("{prompt}, {words}", record.prompt, words, ", ")
+
 
 _LOOKED_AT = 200
 """Number of rows that are searched for the scored dimensions of a dataset."""

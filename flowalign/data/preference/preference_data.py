@@ -1,11 +1,23 @@
-"""Define preference data as read from a dataset: pairs, samples and labelled segments."""
+"""Define preference data: pairs, samples and segments, and rules that choose and weight pairs.
 
+Online DPO applies the rules to its rollouts, `flowalign pairs` to scored files.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
 from flowalign.data.media.media import Media
+from flowalign.functional import pairing
+from flowalign.functional.combine import gap_weights, unit_range
 from flowalign.types import ConditionedPrompt, PromptConditioning, Reference, Request
+from flowalign.types.ranges import FiniteFloat, NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True)
@@ -143,3 +155,125 @@ def condition_example(example: Example, conditioning: PromptConditioning) -> Exa
     conditioned = conditioning.for_inference(example.chosen.request).conditioned
     sides = (replace(sample, conditioned=conditioned) for sample in samples_of(example))
     return replace(example, **dict(zip(("chosen", "rejected"), sides, strict=True)))
+
+
+Indices = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
+
+
+class Rule(ABC):
+    """Rule that pairs the samples of one prompt by their scores."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside the ranges of their types, if the rule is a dataclass."""
+        require_ranges(self, "rule")
+
+    @abstractmethod
+    def most(self, num_samples: int) -> int:
+        """Return the largest possible number of pairs among `num_samples` samples of a prompt."""
+
+    @abstractmethod
+    def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
+        """Return the indices of winners and losers; samples with NaN scores are skipped.
+
+        `total` is the weighted sum of the rewards of each sample.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestWorst(Rule):
+    """Best sample against the worst, unless their scores are equal; online DPO of Flow-GRPO."""
+
+    count: PositiveInt = 1
+    """Number of pairs per prompt: best against worst, second best against second worst, ..."""
+    min_gap: NonNegativeFloat = 0.0
+    """Smallest difference between the weighted reward sums of a pair."""
+
+    @override
+    def most(self, num_samples: int) -> int:
+        return min(self.count, num_samples // 2)
+
+    @override
+    def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
+        return pairing.pair_extremes(total, self.count, self.min_gap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap(Rule):
+    """All pairs of samples with a difference of at least `min_gap` in weighted reward sum."""
+
+    min_gap: NonNegativeFloat = 0.0
+
+    @override
+    def most(self, num_samples: int) -> int:
+        return num_samples * (num_samples - 1) // 2
+
+    @override
+    def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
+        return pairing.pair_over_gap(total, self.min_gap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dominance(Rule):
+    """All pairs in which the winner is worse in no dimension and better in the weighted sum (MPO).
+
+    Source: VisionReward, arXiv:2412.21059.
+    """
+
+    min_gap: NonNegativeFloat = 0.0
+    """Smallest difference between the weighted reward sums of a pair."""
+    tolerance: NonNegativeFloat = 0.0
+    """Largest amount by which a winner may be worse in a dimension, in units of its score."""
+
+    @override
+    def most(self, num_samples: int) -> int:
+        return num_samples * (num_samples - 1) // 2
+
+    @override
+    def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
+        return pairing.pair_dominating(scores, total, self.tolerance, self.min_gap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapWeights:
+    """Pair weights alpha^R(chosen) - alpha^R(rejected), R a score scaled to [0, 1] (GAPO).
+
+    R is scaled over the whole dataset. A pair that contradicts its scores gets weight 0.
+
+    Source: AnimeReward, arXiv:2504.10044, with alpha 2 (from a secondary source).
+    """
+
+    scores: Mapping[str, FiniteFloat]
+    """Weight of each dimension in the score R, a weighted sum."""
+    alpha: NonNegativeFloat = 2.0
+    """Base of the power, above 1. A larger base gives more weight to gaps between high scores."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for settings that give every pair weight 0."""
+        if not self.scores or not self.alpha > 1:
+            raise ValueError(
+                f"data.weighting: scores {dict(self.scores)}, alpha {self.alpha}; "
+                "need at least one dimension, and alpha above 1"
+            )
+
+    def weigh(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Return the pairs with their weights multiplied by the weight of their gap.
+
+        Raises:
+            ValueError: A score is missing.
+        """
+        sides = [[p.chosen for p in pairs], [p.rejected for p in pairs]]
+        scores = [self._score(s, p) for side in sides for s, p in zip(side, pairs, strict=True)]
+        value = torch.tensor(scores)[:, None]
+        one_group = torch.zeros(len(scores), dtype=torch.long)
+        scaled = unit_range(value, value.isfinite(), one_group)[:, 0]
+        chosen, rejected = scaled.chunk(2)
+        weights = gap_weights(chosen, rejected, self.alpha).clamp(min=0).tolist()
+        return [replace(p, weight=p.weight * w) for p, w in zip(pairs, weights, strict=True)]
+
+    def _score(self, sample: Sample, pair: Pair) -> float:
+        missing = sorted(self.scores.keys() - sample.scores.keys())
+        if missing:
+            raise ValueError(
+                f"data.weighting needs scores {missing}; {pair.where} has {sorted(sample.scores)}"
+            )
+        return sum(weight * sample.scores[dim] for dim, weight in self.scores.items())

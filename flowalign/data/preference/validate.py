@@ -1,6 +1,7 @@
-"""Validate the images and videos of pairs, decoding at most one frame of each."""
+"""Decide which rows a dataset can use, and count the dropped rows by reason."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from flowalign.data.latents.latent_files import is_latent, latent_shape
 from flowalign.data.media.decode import (
     MediaProblem,
     count_frames,
@@ -18,8 +18,63 @@ from flowalign.data.media.decode import (
     open_video,
 )
 from flowalign.data.media.media import Media, describe_missing
-from flowalign.data.media.orientation import Orientation
+from flowalign.data.media.pixels import Orientation
 from flowalign.data.preference.preference_data import Pair, Sample
+from flowalign.data.tensor_store import is_latent, latent_shape
+
+NAMED = 5
+"""Number of occurrences that a report names for each kind of problem."""
+EXPECTED = {
+    "tie",
+    "no answer",
+    "single item",
+    "neither liked nor disliked",
+    "repeated pair",
+    "repeated item",
+}
+"""Kinds that published datasets contain by design; every other kind is an error in the row."""
+
+
+@dataclass
+class DropReport:
+    """Counts of dropped rows by kind of problem, with the first occurrences."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """First occurrences of each kind: file and row, then the details."""
+
+    def add(self, problem: str, where: str = "") -> None:
+        """Count a problem of the form "kind: details" at the row `where`."""
+        kind, _, details = problem.partition(": ")
+        self.dropped[kind] += 1
+        named = self.examples.setdefault(kind, [])
+        if len(named) < NAMED:
+            named.append(": ".join(filter(None, (where, details))))
+
+    @property
+    def total(self) -> int:
+        """Return the number of dropped rows, pairs and samples."""
+        return self.dropped.total()
+
+    @property
+    def unusable(self) -> int:
+        """Return the number dropped for an error, that is, for all kinds not in `EXPECTED`."""
+        return self.total - sum(self.dropped[kind] for kind in EXPECTED)
+
+    def lines(self) -> list[str]:
+        """Return one line per kind, errors before expected kinds, and the most frequent first."""
+        errors_first = sorted(self.dropped.most_common(), key=lambda item: item[0] in EXPECTED)
+        return [
+            f"{count:,} {kind}: {'; '.join(self.examples[kind])}" for kind, count in errors_first
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """Return counts and first occurrences by kind, ready for JSON."""
+        return {
+            kind: {"count": count, "first": self.examples[kind]}
+            for kind, count in self.dropped.most_common()
+        }
+
 
 _ORIENTATION = 0x0112
 """EXIF tag of the orientation of an image."""

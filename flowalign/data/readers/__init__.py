@@ -8,46 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowalign.data.media_record import Record
-from flowalign.data.readers.dense_dpo import DENSE_DPO
-from flowalign.data.readers.edit_reward import (
-    EDIT_REWARD,
-    EDIT_REWARD_BENCH,
-    EDIT_REWARD_BENCH_PAIRS,
+from flowalign.data.readers.find_files import (
+    FORMATS,
+    find_ending,
+    find_files,
+    is_medium,
+    list_files,
+    read_folder,
 )
-from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.find_files import FORMATS, find_ending, find_files
-from flowalign.data.readers.genai_bench import GENAI_BENCH
-from flowalign.data.readers.generic import GENERIC
-from flowalign.data.readers.hpd import HPD_V2_TEST, HPD_V2_TRAIN, HPD_V3
-from flowalign.data.readers.image_reward_db import IMAGE_REWARD_DB
-from flowalign.data.readers.kto import KTO
-from flowalign.data.readers.local_dpo import LOCAL_DPO
-from flowalign.data.readers.media_folder import is_medium, list_files, read_folder
-from flowalign.data.readers.mmrb2 import MMRB2
-from flowalign.data.readers.pick_a_pic import PICK_A_PIC
-from flowalign.data.readers.preferences import CHOSEN_REJECTED
-from flowalign.data.readers.schema import Schema
-from flowalign.data.readers.stream_rows import Row, RowProblem, count_rows
-from flowalign.data.readers.video_gen import VIDEO_GEN
-from flowalign.data.readers.vision_reward import VISION_REWARD, VISION_REWARD_PAIRS
+from flowalign.data.readers.formats import Row, RowProblem, count_rows
+from flowalign.data.readers.published import PUBLISHED
+from flowalign.data.readers.published_edits import PUBLISHED_EDITS
+from flowalign.data.readers.schema import Fields, Schema
+from flowalign.data.readers.training_rows import CHOSEN_REJECTED, DENSE_DPO, GENERIC, KTO, LOCAL_DPO
 
 SCHEMAS = {
     schema.name: schema
     for schema in (
         GENERIC,
-        PICK_A_PIC,
-        HPD_V2_TRAIN,
-        HPD_V2_TEST,
-        HPD_V3,
-        IMAGE_REWARD_DB,
-        VIDEO_GEN,
-        GENAI_BENCH,
-        EDIT_REWARD,
-        EDIT_REWARD_BENCH,
-        EDIT_REWARD_BENCH_PAIRS,
-        MMRB2,
-        VISION_REWARD,
-        VISION_REWARD_PAIRS,
+        *PUBLISHED,
+        *PUBLISHED_EDITS,
         CHOSEN_REJECTED,
         LOCAL_DPO,
         DENSE_DPO,

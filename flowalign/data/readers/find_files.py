@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from flowalign.data.readers.media_folder import is_medium, list_files
-from flowalign.data.readers.stream_rows import (
+from flowalign.data.media.media import PICTURES, VIDEOS
+from flowalign.data.readers.formats import (
     Row,
     read_arrow,
     read_csv,
     read_json,
     read_jsonl,
     read_parquet,
+    read_tar,
 )
-from flowalign.data.readers.tar import read_tar
 
 FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_jsonl,
@@ -127,3 +127,37 @@ def _match_files(name: str) -> list[str]:
     if not (found := sorted(glob.glob(name, recursive=True))):
         raise ValueError(f"{name!r} matches no file (looked in {Path.cwd()})")
     return found
+
+
+def is_medium(path: Path) -> bool:
+    """Return whether the file name extension is an image or video extension."""
+    return path.suffix.lower() in PICTURES | VIDEOS
+
+
+def list_files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders, sorted by name, including broken links.
+
+    Links to folders are followed, except to a parent folder of the link.
+    """
+    here = folder.resolve()
+    if here in above:
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from list_files(path, (*above, here))
+        else:
+            yield path
+
+
+def read_folder(folder: Path) -> Iterator[Row]:
+    """Yield a row per image or video, sorted by name; the prompt is in NAME.txt, if it exists."""
+    for number, path in enumerate(filter(is_medium, list_files(folder)), 1):
+        name = path.relative_to(folder).as_posix()
+        fields = {"id": name, "path": name}
+        beside = path.with_suffix(".txt")
+        if beside.is_symlink() and not beside.exists():
+            yield Row(number, folder, fields, f"({name}) has a broken link as its prompt")
+            continue
+        if beside.is_file():
+            fields["prompt"] = beside.read_text(encoding="utf-8", errors="replace").strip()
+        yield Row(number, folder, fields)

@@ -1,11 +1,136 @@
 """Define `Schema`: the columns that identify a format, and the conversion of rows to records."""
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
-from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.stream_rows import Row
+from flowalign.data.readers.formats import Row, RowProblem
+
+REQUEST_MASK = "request_mask"
+"""Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a
+safetensors file that marks the differing region of two clips."""
+_PLAIN = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Columns of a row, read by name and type."""
+
+    row: Row
+    root: Path
+    """Base folder of relative media paths."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the row has this column; null counts as absent."""
+        return self.row.fields.get(name) is not None
+
+    def text(self, name: str) -> str:
+        """Return a text; "" if absent."""
+        value = self.row.fields.get(name)
+        if value is None or isinstance(value, str):
+            return value or ""
+        raise RowProblem(f"{name} is {value!r}, not text")
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number, also parsed from text; None if absent."""
+        value = self.row.fields.get(name)
+        return None if value is None else parse_number(value, name)
+
+    def numbers(self, name: str, count: int) -> list[float] | None:
+        """Return `count` finite numbers; None if absent."""
+        value = self.row.fields.get(name)
+        return None if value is None else parse_numbers(value, name, count)
+
+    def medium(self, name: str, fps: float | None = None) -> Media:
+        """Return an image or video from a path, bytes, or a struct with `bytes` or `path`."""
+        return self._medium(self.row.fields.get(name), name, fps)
+
+    def media(self, name: str) -> list[Media]:
+        """Return a list of at least one image or video."""
+        value = self.row.fields.get(name)
+        if not isinstance(value, list) or not value:
+            raise RowProblem(f"{name} is not a list of media")
+        return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
+
+    def optional_media(self, name: str) -> list[Media]:
+        """Return a list of media; [] if absent."""
+        return self.media(name) if name in self else []
+
+    def request_mask(self, name: str = REQUEST_MASK) -> Media | None:
+        """Return the inpainting mask of the request, an image; None if absent."""
+        return replace(self.medium(name), background="black") if name in self else None
+
+    def of(self, value: Any, name: str) -> Media:
+        """Return an image or video from a value inside a column; messages call it `name`."""
+        return self._medium(value, name, None)
+
+    def rest(self, *used: str) -> dict[str, Any]:
+        """Return the columns except `used` that hold numbers, texts, lists or structs."""
+        fields = self.row.fields.items()
+        shown = ((name, value) for name, value in fields if value is not None and name not in used)
+        return {name: value for name, value in shown if _is_plain(value)}
+
+    def _medium(self, value: Any, name: str, fps: float | None) -> Media:
+        if isinstance(value, Mapping):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes) and value:
+            return Media(data=value, fps=fps)
+        if not isinstance(value, str) or not value:
+            raise RowProblem(f"{name} is missing")
+        if "://" in value:
+            raise RowProblem(f"{name} is a URL; download it first")
+        return Media(path=str(self.root / value), fps=fps)
+
+
+def parse_number(value: Any, name: str) -> float:
+    """Convert a value, also a text, to a finite number."""
+    try:
+        result = float(value)
+    except (TypeError, ValueError) as error:
+        raise RowProblem(f"{name} is {value!r}, not a number") from error
+    if not math.isfinite(result):
+        raise RowProblem(f"{name} is {value!r}, not a finite number")
+    return result
+
+
+def parse_numbers(value: Any, name: str, count: int) -> list[float]:
+    """Convert a list to `count` finite numbers."""
+    if not isinstance(value, list) or len(value) != count:
+        raise RowProblem(f"{name} must hold {count} numbers, one per item")
+    return [parse_number(item, name) for item in value]
+
+
+def rank_values(values: Iterable[float]) -> list[float]:
+    """Return the rank of each value: 1 plus the number of lower values."""
+    values = list(values)
+    return [1.0 + sum(other < value for other in values) for value in values]
+
+
+def normalise_votes(votes: Sequence[float], name: str) -> list[float]:
+    """Scale counts or shares of votes to the sum 1."""
+    if min(votes) < 0 or sum(votes) <= 0:
+        raise RowProblem(f"{name} {list(votes)} cannot be votes")
+    return [vote / sum(votes) for vote in votes]
+
+
+def parse_choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterable[str]):
+    """Convert an answer about two items to their ranks; None if the answer is unknown."""
+    for answers, ranks in ((first, [1.0, 2.0]), (second, [2.0, 1.0]), (tie, [1.0, 1.0])):
+        if answer in answers:
+            return ranks
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
 
 
 @dataclass(frozen=True)

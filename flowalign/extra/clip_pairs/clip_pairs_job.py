@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from flowalign.data.latents.latent_files import save_latent
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
-from flowalign.data.preference.dropped import DropReport
+from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Dataset
+from flowalign.data.tensor_store import save_latent
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.extra.clip_pairs.method import ClipPair
 from flowalign.extra.clip_pairs.run_file import ClipPairs

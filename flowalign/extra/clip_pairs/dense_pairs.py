@@ -14,16 +14,16 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.extra.clip_pairs.corruption import step_at_level
-from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
-from flowalign.extra.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
-from flowalign.extra.clip_pairs.segments import (
+from flowalign.extra.clip_pairs.corruption import (
     Span,
     compare_with_margin,
     find_frames,
     split_spans,
+    step_at_level,
     temporal_stride,
 )
+from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
+from flowalign.extra.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
 from flowalign.rewards.composite import Rewards
 from flowalign.types.ranges import (
     Decay,

@@ -11,7 +11,7 @@ from flowalign.data.readers import Dataset, open_dataset
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator
 from flowalign.extra.clip_pairs.method import PairGenerator
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.weighted_reward import WeightedReward, join_weights
+from flowalign.rewards.config import WeightedReward, join_weights
 from flowalign.types import Policy
 from flowalign.types.ranges import Decay, DenoisingSteps, PositiveInt, Seed, require_ranges
 from flowalign.utils.typed_settings import load_typed

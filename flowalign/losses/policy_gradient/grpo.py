@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.chunk import chunk_log_ratio
-from flowalign.functional.places import place_log_ratio, split_places
+from flowalign.functional.advantage import place_log_ratio, split_places
+from flowalign.functional.span import chunk_log_ratio
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, latent_mse
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.gradient_squares import POLICY, gradient_squares

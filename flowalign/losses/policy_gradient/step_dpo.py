@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.preference import step_dpo
+from flowalign.functional.preference_loss import step_dpo
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Batch, Fields, PolicyLoss, VelocityField

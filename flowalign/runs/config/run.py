@@ -13,7 +13,7 @@ import torch
 from flowalign.data.requests import read_located_requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.weighted_reward import WeightedReward, join_weights
+from flowalign.rewards.config import WeightedReward, join_weights
 from flowalign.runs.policy_setup import check_device, encode_prompts, load_policy
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.compatibility import check_requests

@@ -1,18 +1,25 @@
-"""Read the scores of images that an official tool has scored.
+"""Read the scores of images or clips that an official tool has scored.
 
-The file is JSONL. A row has `model` (the name in the table, such as `base`), `row`, `copy`, one
-number per dimension, and the columns of groups that the prompt file does not have. An image may
+A file of scores is JSONL. A row has `model` (the name in the table, such as `base`), `row`, `copy`,
+one number per dimension, and the columns of groups that the prompt file does not have. An image may
 have several rows, for example one per question.
+
+VBench and VBench-2.0 (Vchitect/VBench @ 45e79ec) score a folder of clips `<prompt>-<copy>.mp4` and
+write `<name>_eval_results.json`: a mapping from each dimension to its score and the results of the
+clips. Their scripts count a missing dimension as 0; here it is an error.
 """
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.studies.benchmark.card import Card
-from flowalign.studies.benchmark.items import BenchmarkItem, Place
+from flowalign.studies.benchmark.card import Card, Group
+from flowalign.studies.benchmark.items import BenchmarkItem, ModelFolder, Place
+from flowalign.types import Request
+from flowalign.utils.files import read_object
 
 
 def read_scores(
@@ -99,3 +106,168 @@ def _read_group(row: Mapping[str, Any], column: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{where}: {column} is {value!r}; it must name the group of this score")
     return value
+
+
+LONGEST = 180
+"""Length at which VBench-2.0 cuts the prompt in a file's name."""
+NOT_SCORED = -1.0
+"""Result of a clip that the script of a dimension with `skips` leaves out."""
+_TOLERANCE = 1e-3
+"""Largest difference between the mean over clips and the score of a dimension."""
+
+
+def link_clips(folder: ModelFolder, places: Sequence[Place], requests: Sequence[Request]) -> Path:
+    """Link the clips of a model under the official names, and return their folder."""
+    official = folder.folder / "official"
+    official.mkdir(exist_ok=True)
+    for place in places:
+        source = folder.media(place)
+        name = f"{requests[place.row].prompt[:LONGEST]}-{place.copy}{source.suffix}"
+        target = official / name.replace("/", " ")
+        if not target.exists():
+            os.link(source, target)
+    return official
+
+
+def read_results(
+    paths: Sequence[str],
+    card: Card,
+    models: Sequence[str],
+    places: Sequence[Place],
+    requests: Sequence[Request],
+) -> list[list[BenchmarkItem]]:
+    """Return the items of each model, a pair of clip and dimension each, in the same order.
+
+    `paths` holds a results file per model, or a folder of such files. A clip that the official
+    script leaves out has the score NaN.
+
+    Raises:
+        ValueError: A file is malformed, or does not score every clip in every dimension.
+    """
+    if len(paths) != len(models):
+        raise ValueError(
+            f"--scores has {len(paths)} results for {len(models)} models; give one per model, in "
+            f"this order: {', '.join(models)}"
+        )
+    groups = {name: group for metric in card.metrics for name, group in metric.groups.items()}
+    found = [
+        [
+            item
+            for name, group in groups.items()
+            for item in _read_dimension(path, results, name, group, places, requests)
+        ]
+        for path, results in ((path, _read_files(Path(path))) for path in paths)
+    ]
+    return found
+
+
+def _read_files(path: Path) -> dict[str, Any]:
+    """Return the results by dimension of a file, or of all files of a folder."""
+    files = sorted(path.glob("*_eval_results.json")) if path.is_dir() else [path]
+    results: dict[str, Any] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"--scores {file} does not exist (looked in {Path.cwd()})")
+        content = read_object(file)
+        if repeated := sorted(results.keys() & content.keys()):
+            raise ValueError(f"{path} has results of {repeated[0]} in several files; keep one")
+        results |= content
+    return results
+
+
+def _read_dimension(
+    path: str,
+    results: Mapping[str, Any],
+    name: str,
+    group: Group,
+    places: Sequence[Place],
+    requests: Sequence[Request],
+) -> list[BenchmarkItem]:
+    """Return one item per clip of a dimension, after checks that none is missing."""
+    where = f"{path}, {name}"
+    if name not in results:
+        raise ValueError(
+            f"{path} has no results of {name}; it has {', '.join(sorted(results)) or 'none'}.\n"
+            "Score all dimensions: the official script would count it as 0"
+        )
+    reported, clips = _split(results[name], where)
+    expected = _find_places(name, group, places, requests)
+    scores = _locate(clips, expected, requests, where)
+    missing = [place for place in expected if place not in scores]
+    if missing and not group.skips:
+        raise ValueError(
+            f"{where}: no result of {len(missing)} of {len(expected)} clips, the first is row "
+            f"{missing[0].row}, copy {missing[0].copy}.\n"
+            "A benchmark is never averaged over the other clips"
+        )
+    known = [v for v in scores.values() if not (group.skips and v == NOT_SCORED)]
+    mean = sum(known) / len(known) if known else math.nan
+    percent = abs(mean / 100 - reported) <= _TOLERANCE < abs(mean - reported)
+    if not percent and not abs(mean - reported) <= _TOLERANCE:
+        raise ValueError(
+            f"{where}: the score is {reported:g}, but the mean over {len(known)} clips is "
+            f"{mean:g}.\nUse the version of the toolkit that the card names"
+        )
+    unit = 0.01 if percent else 1.0  # imaging_quality scores clips from 0 to 100
+    values = {place: scores.get(place, NOT_SCORED) for place in expected}
+    return [
+        BenchmarkItem(
+            *place, {"score": math.nan if _is_left_out(v, group) else unit * v}, "", groups
+        )
+        for groups in [{"dimension": name}]
+        for place, v in values.items()
+    ]
+
+
+def _is_left_out(value: float, group: Group) -> bool:
+    return group.skips and value == NOT_SCORED
+
+
+def _split(result: Any, where: str) -> tuple[float, list[Mapping[str, Any]]]:
+    """Return the score of a dimension and the results of its clips."""
+    if (
+        isinstance(result, list)
+        and len(result) == 2
+        and isinstance(result[0], int | float)
+        and isinstance(result[1], list)
+        and all(isinstance(clip, dict) for clip in result[1])
+    ):
+        return float(result[0]), result[1]
+    raise ValueError(f"{where}: expected [score, results of the clips]")
+
+
+def _find_places(
+    name: str, group: Group, places: Sequence[Place], requests: Sequence[Request]
+) -> list[Place]:
+    """Return the clips of a dimension: those whose row of the prompt file names it."""
+    rows = {
+        row
+        for row, request in enumerate(requests)
+        if name.lower() in {str(d).lower() for d in request.metadata.get("dimension", ())}
+    }
+    return [p for p in places if p.row in rows and not (group.per_prompt and p.copy)]
+
+
+def _locate(
+    clips: Sequence[Mapping[str, Any]],
+    expected: Sequence[Place],
+    requests: Sequence[Request],
+    where: str,
+) -> dict[Place, float]:
+    """Return the result of each clip, found by the name of its file."""
+    names = {
+        f"{requests[place.row].prompt[:LONGEST].replace('/', ' ')}-{place.copy}": place
+        for place in reversed(expected)
+    }
+    scores: dict[Place, float] = {}
+    for clip in clips:
+        path, value = clip.get("video_path"), clip.get("video_results")
+        place = names.get(Path(str(path)).stem)
+        if place is None:
+            raise ValueError(f"{where}: {path!r} is no clip of this dimension")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{where}: video_results of {path!r} is {value!r}, not a number")
+        if place in scores:
+            raise ValueError(f"{where}: {path!r} has two results")
+        scores[place] = float(value)
+    return scores

@@ -9,14 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.aggregation import (
+from flowalign.functional.resampling import (
+    bootstrap,
     geometric_mean,
     group_means,
+    mean,
     min_max,
     round_cents,
     spread,
 )
-from flowalign.functional.resampling import bootstrap, mean
 from flowalign.studies.benchmark.card import Card, Group, Metric
 
 REPEATS = 2000

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowalign.functional.signal import Products
 from flowalign.runs.config import Run
-from flowalign.runs.session.opening import RunParts, compute_batch, open_run
+from flowalign.runs.session import RunParts, compute_batch, open_run
 from flowalign.studies.probe.probe_settings import Setting, Weights, remove_place
 from flowalign.studies.probe.sums import GradientSums, adam_scale
 from flowalign.training.learner import Learner, TrainingFailure

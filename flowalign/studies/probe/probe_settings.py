@@ -13,7 +13,7 @@ import yaml
 from safetensors import safe_open
 
 from flowalign.runs.config import LoadedRun, load_with_origins
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.studies.probe.sums import is_projected
 from flowalign.training import checkpoint
 from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient

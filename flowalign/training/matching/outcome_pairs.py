@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.data.preference.pair_rules import Rule
+from flowalign.data.preference.preference_data import Rule
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.bounded_ascent import ascend_and_descend
+from flowalign.functional.reward_ascent import ascend_and_descend
 from flowalign.functional.transition import per_row
 from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards

@@ -10,7 +10,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from flowalign.credit.critic import Critic
-from flowalign.data.preference.pair_rules import BestWorst, Rule
+from flowalign.data.preference.preference_data import BestWorst, Rule
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.sampling_settings import StochasticSampling

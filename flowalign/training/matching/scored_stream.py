@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.maps import average_on_grid, normalise_mean
+from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.fdfo import pair_contrast
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from flowalign.functional.noise_matching import add_noise
-from flowalign.functional.self_correction import (
+from flowalign.functional.noise_matching import (
+    add_noise,
     level_after,
     point_weights,
     renoise,

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.data.preference.pair_rules import Rule
+from flowalign.data.preference.preference_data import Rule
 from flowalign.sampling.complete_states import take_rows
 from flowalign.training.matching.credited_stream import CreditedStream
 from flowalign.training.matching.example_parts import pairs_of

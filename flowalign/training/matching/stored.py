@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from flowalign.data.latents.encode_once import (
+from flowalign.data.encode_once import (
     EncodeQueue,
     LatentCache,
     PromptEmbeddingCache,
@@ -16,7 +16,6 @@ from flowalign.data.latents.encode_once import (
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import drop_misfits
 from flowalign.data.preference.dataset import PreferenceDataset
-from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.preference_data import (
     Example,
     Pair,
@@ -25,8 +24,8 @@ from flowalign.data.preference.preference_data import (
     condition_example,
     media_of,
 )
-from flowalign.data.preference.sampler import EpochSampler
-from flowalign.data.prefetch import prefetch
+from flowalign.data.preference.validate import DropReport
+from flowalign.data.prefetch import EpochSampler, prefetch
 from flowalign.distributed.processes import Processes
 from flowalign.sampling.recording import DTYPES
 from flowalign.training.learner import Learner

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowalign.data.preference.dataset import PreferenceDataset
-from flowalign.data.preference.preference_data import Kind
-from flowalign.data.preference.weighting import GapWeights
+from flowalign.data.preference.preference_data import GapWeights, Kind
 from flowalign.training.matching.stored_credit import check_method
 from flowalign.types import CreditEstimator
 from flowalign.types.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges

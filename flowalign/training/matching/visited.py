@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.noise_matching import step_at
-from flowalign.functional.self_correction import velocity_to_data
+from flowalign.functional.noise_matching import step_at, velocity_to_data
 from flowalign.functional.transition import mean_sensitivity, transition, travelled_velocity
 from flowalign.types import Trajectory
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.distributed.processes import Processes
-from flowalign.functional.preference import best_and_worst
+from flowalign.functional.preference_loss import best_and_worst
 from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Batch, Fields, Trajectory, VelocityField
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.distributed.processes import Processes
-from flowalign.functional.weight import step_weights
+from flowalign.functional.surrogate import step_weights
 from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.chunks import prepare_for_loss
 from flowalign.training.policy_gradient.measured import Averages

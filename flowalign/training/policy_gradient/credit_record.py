@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.credit.outcome import Outcome
-from flowalign.data.media.image_grid import arrange_grid, write_picture
-from flowalign.data.media.thumbnails import reduce_size, spread_frames
-from flowalign.reports.charts import PALETTE
-from flowalign.reports.credit_schema import MAX_ROWS, PLACES, CreditRecord
+from flowalign.data.media.encode import arrange_grid, write_picture
+from flowalign.data.media.pixels import reduce_size, spread_frames
+from flowalign.reports.pages import PALETTE
+from flowalign.reports.records import MAX_ROWS, PLACES, CreditRecord
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.training.policy_gradient.batches import RolloutBatch

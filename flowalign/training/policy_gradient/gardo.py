@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.functional.gated_kl import most_uncertain, reward_uncertainty
+from flowalign.functional.advantage import most_uncertain, reward_uncertainty
 from flowalign.rewards.composite import Rewards
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Learner

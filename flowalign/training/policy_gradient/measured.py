@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.signal import Moments, best_weights, subtract_estimation_error
-from flowalign.functional.weight import StepWeight
+from flowalign.functional.surrogate import StepWeight
 from flowalign.types.ranges import PositiveFloat, UnitInterval, require_ranges
 
 Quantity = Literal["gradient", "update"]

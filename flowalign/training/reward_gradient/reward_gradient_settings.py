@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from flowalign.losses.reward_gradient import Maximise, RewardLoss
 from flowalign.rewards.checked import OnFailure
-from flowalign.rewards.control_words import ControlWords
+from flowalign.rewards.objectives import ControlWords
 from flowalign.training import update_checks
 from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.reward_gradient.dry_run import Cost, cost

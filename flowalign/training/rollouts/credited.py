@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowalign.credit.critic import explained_variance
-from flowalign.functional.gated_kl import favour_diversity, nearest_distance
+from flowalign.functional.advantage import favour_diversity, nearest_distance
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import TransformedValues
 from flowalign.training.learner import Learner

@@ -9,8 +9,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.maps import average_on_grid, normalise_mean
-from flowalign.functional.places import add_places, compare_places, weigh_places
+from flowalign.functional.advantage import add_places, compare_places, weigh_places
+from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.rewards.composite import Rewards
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types.ranges import UnitInterval, require_ranges

@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
+from flowalign.runs import run_memory
 from flowalign.runs.config import load
-from flowalign.runs.planning import run_memory
 from flowalign.types import ModelPlan, Request, Setup
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.embedded import move, new_sd3

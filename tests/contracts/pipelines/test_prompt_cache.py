@@ -12,9 +12,9 @@ import yaml
 from safetensors.torch import load_file
 
 from flowalign import runs
-from flowalign.data.latents.prompt_store import StoredPrompts
+from flowalign.data.tensor_store import StoredPrompts
+from flowalign.runs import run_memory
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning import run_memory
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.types import ModelPlan, Request, encode_requests
 from flowalign.utils.errors import ConfigError

@@ -10,7 +10,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from flowalign import runs
 from flowalign.runs.config import load
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from flowalign.training.reference import AdapterOff
 from flowalign.types import Quantization, Request, Setup
 from flowalign.utils.errors import ConfigError

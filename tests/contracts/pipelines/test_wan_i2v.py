@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from flowalign.data.media.media import Media
-from flowalign.data.media_references import read_reference
+from flowalign.data.media_record import read_reference
 from flowalign.types import Request
 from pipelines.families.wan import WanI2V
 from pipelines.parts.references import crop_reference

@@ -7,7 +7,7 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.runs.config import load
-from flowalign.runs.planning.plan import plan
+from flowalign.runs.planning import plan
 from reward_models.chat import template
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore

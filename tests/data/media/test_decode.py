@@ -12,7 +12,7 @@ from PIL import Image
 
 from flowalign.data.media.decode import MediaProblem, decode
 from flowalign.data.media.media import Media
-from flowalign.data.media.orientation import _read_turn
+from flowalign.data.media.pixels import _read_turn
 from tests.fixtures.scoring_rewards import picture, video
 
 

@@ -12,17 +12,16 @@ from PIL import Image
 
 from flowalign.data.media import encode as video_files
 from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.frame_sampling import (
+from flowalign.data.media.encode import write_clip, write_grid
+from flowalign.data.media.media import (
     FrameSelection,
+    Media,
     MediaProblem,
     TimedFrame,
     estimate_rate,
     sample_at_rate,
 )
-from flowalign.data.media.image_grid import write_grid
-from flowalign.data.media.media import Media
-from flowalign.data.media.thumbnails import (
+from flowalign.data.media.pixels import (
     encode_loop,
     reduce_size,
     spread_frames,

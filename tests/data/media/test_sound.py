@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.frame_sampling import MediaProblem
-from flowalign.data.media.media import Media
-from flowalign.data.media.sound import read_sound
+from flowalign.data.media.encode import read_sound, write_clip
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.types import Sound
 
 FRAMES, RATE = torch.rand(12, 3, 16, 16), 24_000

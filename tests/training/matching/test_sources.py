@@ -13,13 +13,19 @@ from torch.nn.functional import adaptive_avg_pool2d
 from torch.testing import assert_close
 
 from flowalign.credit.gain import Gain
-from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields, Collator, read_map
-from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
-from flowalign.data.preference.preference_data import Pair, Sample, Segment
-from flowalign.data.preference.sampler import EpochSampler
-from flowalign.data.preference.weighting import GapWeights
+from flowalign.data.preference.preference_data import (
+    BestWorst,
+    Dominance,
+    Gap,
+    GapWeights,
+    Pair,
+    Sample,
+    Segment,
+)
+from flowalign.data.prefetch import EpochSampler
 from flowalign.distributed.processes import Processes
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.kto import KTO

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
-from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
+from flowalign.data.preference.preference_data import BestWorst, Dominance, Gap
 from flowalign.functional.noise_matching import step_at
 from flowalign.sampling.branching import Comb
 from flowalign.sampling.sampling_settings import StochasticSampling

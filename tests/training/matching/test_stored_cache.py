@@ -13,8 +13,8 @@ from PIL import Image
 from pyarrow import parquet
 from torch import Tensor
 
-from flowalign.data.latents import encode_once as cache
-from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data import encode_once as cache
+from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import media_of
 from flowalign.distributed.collective_scheduler import CollectiveScheduler

@@ -14,9 +14,9 @@ from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import CPS, DanceSDE
-from flowalign.rewards.weighted_reward import WeightedReward
+from flowalign.rewards.config import WeightedReward
+from flowalign.runs import run_directory
 from flowalign.runs.config import Run
-from flowalign.runs.session import run_directory
 from flowalign.sampling.branching import Comb
 from flowalign.sampling.calibration import Calibration, read_calibration
 from flowalign.sampling.rollout import sample

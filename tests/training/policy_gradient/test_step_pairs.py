@@ -9,7 +9,7 @@ import torch
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.credit.outcome import Outcome
-from flowalign.functional.preference import step_dpo
+from flowalign.functional.preference_loss import step_dpo
 from flowalign.functional.transition import CPS, log_density
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.sampling.branching import Comb, Tree

@@ -14,7 +14,7 @@ from flowalign.gradient_paths import DirectAlign, DRaFT, DRaFTLV, LeapAlign
 from flowalign.losses import Distance, Margin, Maximise
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.control_words import ControlWords
+from flowalign.rewards.objectives import ControlWords
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import Reference, Request, RewardOutput, plain_requests

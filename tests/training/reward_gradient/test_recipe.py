@@ -9,7 +9,7 @@ import torch
 from flowalign.extra import FlowBPLagrange
 from flowalign.gradient_paths import VADER, AlignProp, DirectAlign, DRaFT, DRaFTLV, ReFL
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.control_words import ControlWords
+from flowalign.rewards.objectives import ControlWords
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.recipe import RunContext
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient

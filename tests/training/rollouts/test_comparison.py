@@ -7,7 +7,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
+from flowalign.data.preference.preference_data import BestWorst, Dominance, Gap
 from flowalign.functional.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds

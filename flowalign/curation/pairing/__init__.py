@@ -1,1 +1,0 @@
-"""Choose training pairs by the scores of samples of the same prompt."""

@@ -1,1 +1,0 @@
-"""Encode media and prompts once, and cache the results on disk."""

@@ -1,0 +1,176 @@
+"""Convert images and frames of videos to RGB in 8 bits as viewers show them, and to thumbnails.
+
+Viewers show them rotated and without transparency. Thumbnails for web pages are small looping
+animations and strips of frames.
+"""
+
+import io
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from flowalign.data.media.media import Media, MediaProblem
+
+
+def to_rgb(image: Image.Image, name: str, background: str = "white") -> UInt8[np.ndarray, "h w 3"]:
+    """Return the pixels of an image as viewers show it, on `background`.
+
+    Raises:
+        MediaProblem: The pixel values have no known range.
+    """
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        values = np.asarray(upright)
+        alpha = np.where(values == upright.info.get("transparency"), 0, 255)
+        grey = (values.astype(np.float32) / 257).round()
+        upright = Image.fromarray(np.stack([grey, alpha], -1).astype(np.uint8))
+    elif upright.mode in ("I", "F"):
+        raise MediaProblem(f"unreadable image: {name} has pixel values of unknown range")
+    return np.array(flatten(upright, background))
+
+
+def flatten(image: Image.Image, background: str = "white") -> Image.Image:
+    """Return an image in RGB, composited on `background` if it has transparency."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    behind = Image.new("RGBA", image.size, background)
+    return Image.alpha_composite(behind, image.convert("RGBA")).convert("RGB")
+
+
+class _Turn(NamedTuple):
+    """Rotation: swap rows and columns if `swapped`, then apply the step (1 or -1) of each axis."""
+
+    swapped: bool = False
+    down: int = 1
+    right: int = 1
+
+
+class Orientation:
+    """Conversion of the frames of one clip to RGB, rotated by the display matrix of the first.
+
+    Two traps: PyAV frees a frame only at garbage collection once its side data was read, so only
+    the first frame's side data is read. Frames must not convert themselves, because after a fork
+    the threads of their converter deadlock.
+    """
+
+    def __init__(self, medium: Media):
+        """Prepare for the clip `medium`; av must be installed."""
+        from av.video.reformatter import VideoReformatter
+
+        self.medium = medium
+        self._converter = VideoReformatter()
+        self._turn: _Turn | None = None
+
+    def show(self, frame: Any) -> np.ndarray:
+        """Return a frame as [height, width, RGB].
+
+        Raises:
+            MediaProblem: The rotation is not a multiple of 90 degrees.
+        """
+        self._turn = self._turn or _read_turn(frame, self.medium.name)
+        transparent = any(one.is_alpha for one in frame.format.components)
+        colours = "rgba" if transparent else "rgb24"
+        pixels = self._converter.reformat(frame, format=colours).to_ndarray()
+        if transparent:
+            pixels = np.asarray(flatten(Image.fromarray(pixels), self.medium.background))
+        pixels = pixels.transpose(1, 0, 2) if self._turn.swapped else pixels
+        return pixels[:: self._turn.down, :: self._turn.right]
+
+
+def _read_turn(frame: Any, name: str) -> _Turn:
+    """Read the rotation from the display matrix of a frame.
+
+    The matrix [[a, b], [c, d]] maps a point (x, y), y down, to (a x + c y, b x + d y).
+    """
+    # PyAV 18 iterates over the side data and PyAV 19 over its types; look-ups work in both.
+    if (matrix := frame.side_data.get("DISPLAYMATRIX")) is None:
+        return _Turn()
+    a, b, c, d = np.sign(np.frombuffer(bytes(matrix), np.int32)[[0, 1, 3, 4]]).tolist()
+    if [abs(value) for value in (a, b, c, d)] not in ([1, 0, 0, 1], [0, 1, 1, 0]):
+        raise MediaProblem(f"rotated by an unsupported angle: {name}")
+    return _Turn(b != 0, b + d, a + c)
+
+
+LONGEST, MOST_FRAMES = 192, 48
+"""Limits of a clip on a web page: pixels of the longer side, and number of frames."""
+UNKNOWN_RATE = 8.0
+"""Frames per second at which a web page plays a clip of unknown rate."""
+THUMBNAIL, THUMBNAIL_FRAMES = 160, 24
+"""Longer side of a thumbnail in pixels, and largest number of its frames."""
+EXACT = 64
+"""Largest length in pixels of the longer side for lossless storage of a clip."""
+
+
+def to_bytes(frames: Float[Tensor, "*f 3 H W"]) -> UInt8[Tensor, "*f 3 H W"]:
+    """Convert RGB in [0, 1] to 8 bits, rounded."""
+    return (frames.float().clamp(0, 1) * 255).round().byte()
+
+
+def to_images(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
+    """Return every frame as an image, resized to `side` pixels on its longer side."""
+    scale = side / max(pixels.shape[-2:])
+    height, width = (max(1, round(n * scale)) for n in pixels.shape[-2:])
+    kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
+    frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in pixels]
+    return frames if scale == 1 else [frame.resize((width, height), kind) for frame in frames]
+
+
+def encode_loop(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None = None) -> bytes:
+    """Return a looping animated WebP with its longer side scaled to `side` pixels.
+
+    Frames of up to `EXACT` pixels are stored losslessly. Repeated frames are stored as one longer
+    frame.
+    """
+    longer = max(pixels.shape[-2:])
+    first, *others = to_images(pixels, side or longer)
+    ends = [round(1000 * i / fps) for i in range(len(pixels) + 1)]
+    lasting = [end - start for start, end in itertools.pairwise(ends)]
+    content = io.BytesIO()
+    first.save(
+        content,
+        "WEBP",
+        save_all=True,
+        append_images=others,
+        duration=lasting,
+        loop=0,
+        lossless=longer <= EXACT,
+        quality=70,
+    )
+    return content.getvalue()
+
+
+def encode_thumbnail(pixels: UInt8[Tensor, "F 3 H W"], fps: float | None) -> bytes:
+    """Return a WebP with its longer side scaled to `THUMBNAIL` pixels, a loop for a video."""
+    if len(pixels) > 1:
+        return encode_loop(pixels, fps or UNKNOWN_RATE, THUMBNAIL)
+    content = io.BytesIO()
+    to_images(pixels, THUMBNAIL)[0].save(content, "WEBP", quality=85)
+    return content.getvalue()
+
+
+def spread_frames(num_frames: int, most: int) -> list[int]:
+    """Return the indices of at most `most` evenly spaced frames, with the first and the last."""
+    if num_frames <= most:
+        return list(range(num_frames))
+    return torch.linspace(0, num_frames - 1, most).round().long().tolist()
+
+
+def thin_frames(num_frames: int, fps: float, most: int) -> tuple[list[int], float]:
+    """Return the indices of every n-th frame, at most `most`, and the frame rate for them."""
+    step = math.ceil(num_frames / most)
+    return list(range(0, num_frames, step)), fps / step
+
+
+def reduce_size(frames: Float[Tensor, "F 3 H W"], longest: int) -> Float[Tensor, "F 3 h w"]:
+    """Downscale frames by area averaging if their longer side exceeds `longest` pixels."""
+    ratio = longest / max(frames.shape[-2:])
+    if ratio >= 1:
+        return frames
+    size = [max(1, round(side * ratio)) for side in frames.shape[-2:]]
+    return torch.nn.functional.interpolate(frames.float(), size, mode="area")

@@ -1,0 +1,237 @@
+"""Read the rows of a JSONL, JSON, CSV, parquet, Arrow or tar file as a stream."""
+
+import csv
+import itertools
+import json
+import lzma
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from flowalign.data.media.media import PICTURES, VIDEOS
+from flowalign.utils.imports import import_optional
+
+_CHARACTERS_AT_ONCE = 1 << 16
+_LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')
+"""Pattern of the beginning of the list in a JSON file of rows."""
+_ROWS_AT_ONCE = 64
+
+
+class RowProblem(ValueError):
+    """Error in one row; the remaining rows can still be used."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Columns of one row, with its location in a file."""
+
+    number: int
+    """Number of the row from 1; in a JSONL file the line number."""
+    file: Path
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    """Reason why the row cannot be read; empty if it can."""
+
+    @property
+    def where(self) -> str:
+        """Return file and row, for messages."""
+        return f"{self.file.name} row {self.number}"
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """Yield one object per line; blank lines are skipped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parse_line(number, path, line)
+
+
+def _parse_line(number: int, path: Path, line: bytes) -> Row:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:  # neither UTF-8 nor JSON
+        return Row(number, path, problem=f"is not JSON ({error})")
+    if not isinstance(fields, dict):
+        return Row(number, path, problem="is not a JSON object")
+    return Row(number, path, fields)
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """Yield the objects of a JSON list without loading the whole list.
+
+    The list may be the first value of an object, as in `{"pairs": [...]}`.
+
+    Raises:
+        ValueError: The file is not a JSON list, or is truncated.
+    """
+    for number, item in enumerate(_iterate_items(path), 1):
+        if isinstance(item, dict):
+            yield Row(number, path, item)
+        else:
+            yield Row(number, path, problem="is not a JSON object")
+
+
+def _iterate_items(path: Path) -> Iterator[Any]:
+    """Yield the items of a JSON list; read more whenever the buffer ends inside an item."""
+    decoder, at_end = json.JSONDecoder(), False
+    with path.open(encoding="utf-8-sig") as file:
+        text = file.read(_CHARACTERS_AT_ONCE)
+        if not (start := _LIST.match(text)):
+            raise ValueError(f"{path} is not a JSON list of rows")
+        text = text[start.end() :]
+        while not (text := text.lstrip().removeprefix(",").lstrip()).startswith("]"):
+            try:
+                item, end = decoder.raw_decode(text)
+            except json.JSONDecodeError as error:
+                if at_end:
+                    raise ValueError(f"{path} is truncated or not JSON: {error}") from error
+                more = file.read(max(_CHARACTERS_AT_ONCE, len(text)))
+                text, at_end = text + more, not more
+            else:
+                yield item
+                text = text[end:]
+
+
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    """Yield one row per line of a CSV file; cells are texts, and empty cells are absent."""
+    csv.field_size_limit(1 << 30)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, restkey="", delimiter=delimiter)
+        for number, cells in enumerate(reader, 1):
+            if "" in cells or None in cells.values():
+                yield Row(number, path, problem="has more or fewer cells than the header")
+            else:
+                yield Row(number, path, {name: cell for name, cell in cells.items() if cell != ""})
+
+
+def read_parquet(path: Path) -> Iterator[Row]:
+    """Yield the rows of a parquet file, with only a few rows in memory at a time."""
+    pyarrow = import_optional("pyarrow", "data")
+    parquet = import_optional("pyarrow.parquet", "data")
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield from _number_rows(path, file.iter_batches(_ROWS_AT_ONCE))
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+
+
+def read_arrow(path: Path) -> Iterator[Row]:
+    """Yield the rows of an Arrow stream, the file format of `datasets.save_to_disk`."""
+    pyarrow = import_optional("pyarrow", "data")
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            slices = (
+                batch.slice(start, _ROWS_AT_ONCE)
+                for batch in stream
+                for start in range(0, len(batch), _ROWS_AT_ONCE)
+            )
+            yield from _number_rows(path, slices)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is truncated or not an Arrow stream: {error}") from error
+
+
+def _number_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
+    rows = (fields for batch in batches for fields in batch.to_pylist())
+    return (Row(number, path, fields) for number, fields in enumerate(rows, 1))
+
+
+def count_rows(path: Path) -> int | None:
+    """Return the approximate number of rows of a file; None if counting would be slow."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.read_metadata(path).num_rows
+    if path.suffix.lower() == ".jsonl":
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return None
+
+
+_BLOCK = 512
+"""Bytes per block of a tar file; the file ends with blocks of zeros."""
+_COLUMNS = {"txt": "prompt", "caption": "prompt"}
+_COLUMNS |= {kind[1:]: "image" for kind in PICTURES} | {kind[1:]: "video" for kind in VIDEOS}
+"""Columns of members by extension; `a.chosen.png` has the column `chosen`."""
+_Member = tuple[str, str, bytes | None]
+
+
+def read_tar(path: Path) -> Iterator[Row]:
+    """Yield a row per sample: adjacent members with equal names up to the first dot.
+
+    An image, video or text member is a column. The entries of a `.json` member are columns unless
+    another member has the same column. Members of other types are skipped.
+
+    Raises:
+        ValueError: The file is not a tar file, or is truncated.
+    """
+    samples = itertools.groupby(_iterate_members(path), lambda member: member[0])
+    for number, (key, members) in enumerate(samples, 1):
+        try:
+            yield Row(number, path, {"id": f"{path.stem}/{key}", **_collect_fields(members)})
+        except RowProblem as problem:
+            yield Row(number, path, problem=f"({key}) {problem}")
+
+
+def _iterate_members(path: Path) -> Iterator[_Member]:
+    """Yield the sample, the extension and the content of every member; a link has no content."""
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file) as archive:
+            for member in archive:
+                vars(archive)["members"].clear()  # tarfile keeps all headers: too many in a shard
+                place = PurePosixPath(member.name)
+                stem, dot, extension = place.name.partition(".")
+                if stem and dot and not member.isdir():
+                    content = archive.extractfile(member) if member.isfile() else None
+                    yield str(place.with_name(stem)), extension, content and content.read()
+            if archive.fileobj is file:  # the decompressor detects a truncated compressed file
+                _check_end(file, archive.offset)
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} is truncated or not a tar file: {error}") from error
+
+
+def _check_end(file: BinaryIO, end: int) -> None:
+    """Raise ReadError for a truncated header, which tarfile accepts as the end of the file."""
+    file.seek(end)
+    if file.read(_BLOCK).strip(b"\0"):
+        raise tarfile.ReadError("unexpected end of data")
+
+
+def _collect_fields(members: Iterable[_Member]) -> dict[str, Any]:
+    fields, entries = dict[str, Any](), dict[str, Any]()
+    for _, extension, content in members:
+        name, _, kind = extension.lower().rpartition(".")
+        if kind == "json" and not name:
+            entries |= _parse_object(_require_content(extension, content))
+        elif kind == "json" or kind in _COLUMNS:
+            column = name or _COLUMNS[kind]
+            if column in fields:
+                raise RowProblem(f"has two files for the column {column}")
+            fields[column] = _parse_value(kind, _require_content(extension, content))
+    return entries | fields
+
+
+def _require_content(extension: str, content: bytes | None) -> bytes:
+    if content is None:
+        raise RowProblem(f"has a link instead of its .{extension} file")
+    return content
+
+
+def _parse_object(content: bytes) -> dict[str, Any]:
+    found = _parse_value("json", content)
+    if not isinstance(found, dict):
+        raise RowProblem("has a .json file that is not a JSON object")
+    return found
+
+
+def _parse_value(kind: str, content: bytes) -> Any:
+    """Return the text of a text file, the value of a JSON file, or the bytes of other files."""
+    try:
+        if kind == "json":
+            return json.loads(content)
+        return content.decode().strip() if _COLUMNS[kind] == "prompt" else content
+    except ValueError as error:
+        raise RowProblem(f"has a .{kind} file that cannot be read ({error})") from error

@@ -1,1 +1,0 @@
-"""Time the stages of a step, and the values of its states."""

@@ -1,0 +1,247 @@
+"""Plan a run on many GPUs: seconds of a step by stage, from counts and the cost of a unit of work.
+
+GPU seconds of a stage = count x seconds of a unit. Every GPU does its share of each stage in turn.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from flowalign.runs.config import Run
+from flowalign.runs.planning import Gpu, parts_of, plan_step
+from flowalign.runs.run_memory import peak, size
+from flowalign.training.recipe_plan import RecipePlan, StepWork
+from flowalign.types import ModelPlan
+
+DECODE_PASSES = 3
+"""Cost of a decode with gradient in decodes: forward, recomputation and backward."""
+REWARD_PASSES = 2
+"""Cost of a reward call with gradient in calls: forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """Seconds of one GPU for one unit of each kind of work."""
+
+    evaluation: float
+    """A network evaluation of one sample in a rollout."""
+    update: float
+    """The same in an update, without its backward pass."""
+    decode: float
+    """Decoding one sample."""
+    reward: float | None
+    """Scoring one sample by one reward model. None: unknown."""
+
+
+def backward_passes(model: ModelPlan) -> int:
+    """Return the cost of an evaluation with backward pass in evaluations without.
+
+    Gradients of activations cost one evaluation, gradients of all weights another. The weight
+    gradients of a LoRA are left out. Recomputed activations cost one more.
+    """
+    return 2 + (model.trainable == model.parameters) + model.recomputes
+
+
+def unit_costs(
+    model: ModelPlan, gpu: Gpu, utilization: float, reward: float | None = None
+) -> UnitCosts:
+    """Return the costs from counted operations at a share `utilization` of the peak rate.
+
+    Raises:
+        ValueError: The operations of the model are unknown.
+    """
+    rate = gpu.flops * utilization
+    if not (evaluation := model.evaluation_flops()):
+        raise ValueError("the operations of this policy are unknown: give measured --costs FILE")
+    one = evaluation / rate
+    return UnitCosts(evaluation=one, update=one, decode=model.decode_flops() / rate, reward=reward)
+
+
+def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int) -> dict[str, float]:
+    """Return the seconds of one GPU for all work of a step, by stage."""
+    decode = DECODE_PASSES if work.differentiates_rewards else 1
+    score = REWARD_PASSES if work.differentiates_rewards else 1
+    return {
+        "sampling": work.sampling * costs.evaluation,
+        "completions": work.completing * costs.evaluation,
+        "decoding": work.decodes * costs.decode * decode,
+        "rewards": work.reward_calls * (costs.reward or 0.0) * score,
+        "update": (work.training * passes + work.frozen) * costs.update,
+    }
+
+
+def exchange_seconds(num_bytes: float, gpu: Gpu, world: int) -> float:
+    """Return the seconds of an all-gather of `num_bytes` in all, or of a reduce-scatter, by a ring.
+
+    An all-reduce takes twice as long. Bandwidth is the peak and latency is left out. Rings between
+    machines use the network links of all GPUs of a machine.
+    """
+    between = min(gpu.link, gpu.network * gpu.per_machine)
+    slowest = gpu.link if world <= gpu.per_machine else between
+    return num_bytes * (world - 1) / world / slowest
+
+
+def communication_seconds(
+    gpu: Gpu, world: int, gradient_bytes: float, updates: int, gathers: Mapping[str, float]
+) -> float:
+    """Return the seconds of a step for gradients, and for gathered weights.
+
+    `gathers` maps a purpose to the bytes of weights that each process gathers for it. Nothing is
+    taken to overlap with computation, so this is an upper bound at the peak bandwidth.
+    """
+    gradients = 2 * updates * exchange_seconds(gradient_bytes, gpu, world)
+    return gradients + sum(exchange_seconds(size, gpu, world) for size in gathers.values())
+
+
+def imbalance(items: int, world: int) -> float:
+    """Return the largest share of `items` among `world` processes, in units of the mean share."""
+    return ceil(items / world) * world / items if items else 1.0
+
+
+UTILIZATION = 0.4
+"""Default share of the peak rate. Source: 38 to 43 % when training Llama 3 in bf16 on up to 16,384
+H100 (arXiv:2407.21783, table 4). Small batches and images reach less."""
+MEASURED = "seconds_per/"
+"""Prefix of unit costs in the results of `flowalign bench`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of a run, and the known costs."""
+
+    count: int
+    """Number of GPUs."""
+    name: str = "GPUs"
+    """Name of their type."""
+    gpu: Gpu | None = None
+    """Type of the GPUs; None with measured costs: communication and memory are not compared."""
+    utilization: float = UTILIZATION
+    """Share of the peak rate that computation reaches."""
+    measured: UnitCosts | None = None
+    """Measured costs, which replace counted operations."""
+    reward: float | None = None
+    """Seconds of a reward call, which replace measured ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Prediction of a step on a cluster."""
+
+    stages: Mapping[str, float]
+    """Seconds of the busiest GPU, by stage."""
+    idle: float
+    """Mean share of the step in which a GPU waits for the busiest one."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return sum(self.stages.values())
+
+
+def read_costs(path: str) -> UnitCosts:
+    """Return the unit costs in a file of `flowalign bench --out`.
+
+    Raises:
+        ValueError: The file has none.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = {name: float(values[MEASURED + name]) for name in UnitCosts.__dataclass_fields__}
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"--costs {path} has no unit costs ({error}): write it with "
+            "flowalign bench CONFIG --out FILE"
+        ) from error
+    return UnitCosts(**found)
+
+
+def find_costs(model: ModelPlan, cluster: Cluster) -> UnitCosts:
+    """Return measured costs if there are any, or else costs from counted operations."""
+    if (costs := cluster.measured) is None:
+        assert cluster.gpu is not None, "the command line requires a GPU or costs"
+        return unit_costs(model, cluster.gpu, cluster.utilization, cluster.reward)
+    reward = costs.reward if cluster.reward is None else cluster.reward
+    return UnitCosts(**{**vars(costs), "reward": reward})
+
+
+def predict(
+    run: Run, model: ModelPlan, step: RecipePlan, costs: UnitCosts, cluster: Cluster
+) -> Capacity:
+    """Return the prediction for a run with these plans on `cluster.count` processes.
+
+    Raises:
+        ValueError: The recipe does not count its work.
+    """
+    if step.work == StepWork():
+        raise ValueError(f"{type(run.recipe).__name__} does not count its work: no capacity plan")
+    whole = gpu_seconds(step.work, costs, backward_passes(model))
+    items = step.prompts_per_step or run.recipe.examples_per_step
+    uneven = imbalance(items, run.sharding.groups(cluster.count))
+    stages = {name: seconds / cluster.count * uneven for name, seconds in whole.items()}
+    if cluster.gpu:
+        stages["communication"] = _communication(run, model, step, cluster, cluster.gpu)
+    computing = sum(whole.values()) / cluster.count
+    busy = computing + stages.get("communication", 0.0)
+    return Capacity(stages=stages, idle=1 - busy / sum(stages.values()))
+
+
+def _communication(
+    run: Run, model: ModelPlan, step: RecipePlan, cluster: Cluster, gpu: Gpu
+) -> float:
+    """Return the seconds for gradients and gathered weights.
+
+    FSDP2 gathers weights once per network call, and again for its backward pass.
+    """
+    gathers, gradient = dict[str, float](), 4.0 * model.trainable
+    if run.sharding.weights == "blocks":
+        weights, work = model.parameters * model.bytes_per_parameter, step.work
+        _, rows = run.recipe.sampler or (0, run.recipe.micro_batch)
+        rollout = ceil((work.sampling + work.completing) / cluster.count / rows)
+        update = ceil((2 * work.training + work.frozen) / cluster.count / run.recipe.micro_batch)
+        gathers = {"rollout": rollout * weights, "update": update * weights}
+    updates = run.recipe.updates
+    return communication_seconds(gpu, cluster.count, gradient, updates, gathers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityPlan:
+    """Prediction of a step, with the plans and the costs behind it."""
+
+    model: ModelPlan
+    step: RecipePlan
+    costs: UnitCosts
+    cluster: Cluster
+    capacity: Capacity
+
+
+def plan_capacity(run: Run, cluster: Cluster) -> CapacityPlan:
+    """Return the prediction for a run; raise ValueError if it does not fit the number of GPUs."""
+    model, step = plan_step(run, cluster.count)
+    costs = find_costs(model, cluster)
+    found = predict(run, model, step, costs, cluster)
+    return CapacityPlan(model=model, step=step, costs=costs, cluster=cluster, capacity=found)
+
+
+def capacity_rows(run: Run, plan: CapacityPlan) -> dict[str, str]:
+    """Return the rows of the capacity table."""
+    found, cluster = plan.capacity, plan.cluster
+    rows = {"seconds per step": f"{found.seconds:,.3g}"}
+    for name, seconds in found.stages.items():
+        rows[f"  {name}"] = f"{seconds:,.3g} ({seconds / found.seconds:.0%})"
+    if plan.costs.reward is None and plan.step.work.reward_calls:
+        rows["  rewards"] = "not counted: give --reward-seconds or --costs"
+    rate = run.recipe.examples_per_step / found.seconds / cluster.count
+    hours = found.seconds * cluster.count / 3600
+    rows |= {
+        "bottleneck": max(found.stages, key=lambda name: found.stages[name]),
+        "idle": f"{found.idle:.0%} of GPU time, from uneven shares of prompts",
+        "samples or pairs per GPU and second": f"{rate:.3g}",
+        "GPU hours": f"{hours:.3g} per step, {hours * run.num_steps:,.3g} in the whole run",
+    }
+    if cluster.gpu:
+        parts, memory = parts_of(run, plan.model, plan.step, cluster.count), cluster.gpu.memory
+        verdict = "enough" if peak(parts) <= memory else "too little"
+        rows["memory per GPU"] = f"{size(peak(parts))} of {size(memory)}: {verdict}"
+    return rows

@@ -1,1 +1,0 @@
-"""List the run files of the package."""

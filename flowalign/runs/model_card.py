@@ -1,0 +1,178 @@
+"""Write the model card of exported weights, in the format of the Hugging Face hub."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowalign.reports.pages import PALETTE, render
+from flowalign.reports.panels import num_smoothed, to_arrays
+from flowalign.reports.records import Lines, Series, collect
+from flowalign.rewards.config import read_weights
+from flowalign.runs.config import Run
+from flowalign.runs.sampling_job import hash_weights
+from flowalign.types import ExportTarget, describe_conditioning
+from flowalign.utils.tracking import read_metrics
+
+SAMPLES, SAMPLES_BEFORE = "samples.png", "samples_before.png"
+"""Names of the grids of samples after and before training."""
+_TASKS = {
+    (False, "none"): "text-to-image",
+    (False, "source"): "image-to-image",
+    (True, "none"): "text-to-video",
+    (True, "first_frame"): "image-to-video",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Results that the card shows."""
+
+    grids: Sequence[str]
+    """Names of the grids of samples next to the card: SAMPLES, SAMPLES_BEFORE."""
+    has_curves: bool
+    """Whether `curves.png` is next to the card."""
+    benchmarks: Sequence[tuple[str, str]]
+    """Titles and Markdown of benchmark results."""
+
+
+def model_card(
+    run: Run,
+    config: Path,
+    summary: Mapping[str, Any],
+    target: ExportTarget,
+    license: str | None,
+    evidence: Evidence,
+) -> str:
+    """Return the card: front matter, use, training settings, measured rewards and benchmarks."""
+    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    base = settings["policy"]["init_args"].get("path", "")
+    task = _TASKS.get((run.policy.fps is not None, run.policy.input_spec.kind), "text-to-image")
+    front: dict[str, Any] = {"base_model": base, "library_name": "diffusers", "pipeline_tag": task}
+    front |= {"license": license} if license else {}
+    front["tags"] = ["flowalign", task, "diffusers", *([] if target == "merged" else ["lora"])]
+    if evidence.grids:
+        front["widget"] = [{"text": "samples", "output": {"url": SAMPLES}}]
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    text = render(
+        "model_card.md.j2",
+        {"quoted": repr},
+        front=yaml.safe_dump(front, sort_keys=False),
+        base=base,
+        target=target,
+        evidence=evidence,
+        words=describe_conditioning(run.conditioning),
+        training=_describe_training(settings, summary),
+        rewards={name: (before[name], after[name]) for name in after if name in before},
+        seed=summary.get("seed"),
+    )
+    return text + "\n"
+
+
+def _describe_training(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe with its components, the rewards, and the costs of the run."""
+    recipe = settings["recipe"]
+    arguments, weights = recipe.get("init_args", {}), read_weights(settings)
+    names = "status", "steps", "seconds", "network_evaluations", "reward_calls"
+    return {
+        "recipe": recipe["class_path"],
+        **{
+            name: value["class_path"]
+            for name, value in arguments.items()
+            if isinstance(value, dict) and "class_path" in value
+        },
+        "rewards": ", ".join(one["class_path"] for one in settings.get("rewards", [])) or "none",
+        "reward weights": ", ".join(f"{k} {v}" for k, v in weights.items()) or "none",
+        "seed": settings.get("seed", 0),
+        **{name.replace("_", " "): summary[name] for name in names if name in summary},
+    }
+
+
+_HELD_OUT = "eval/"
+_STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.alpha": 0.3,
+}
+_MOST = 4
+"""Largest number of held-out values that the figure shows."""
+
+
+def read_benchmarks(folders: Sequence[str], weights: Path) -> list[tuple[str, str]]:
+    """Return title and Markdown of the results that `flowalign eval --benchmark` wrote.
+
+    Raises:
+        ValueError: A folder has no results, or they are of other weights.
+    """
+    digest = f"weights-{hash_weights(weights)}" if folders else ""
+    return [_read_benchmark(Path(folder), digest, weights) for folder in folders]
+
+
+def _read_benchmark(folder: Path, digest: str, weights: Path) -> tuple[str, str]:
+    file = folder / "results.json"
+    if not file.is_file():
+        raise ValueError(
+            f"--benchmark {folder} has no results.json: name the output folder of "
+            "`flowalign eval --benchmark`, after all of its shards"
+        )
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if digest not in content["weights"].values():
+        evaluated = ", ".join(content["weights"])
+        raise ValueError(
+            f"--benchmark {folder} evaluated {evaluated}, not the exported weights: repeat "
+            f"`flowalign eval --benchmark` with --weights {weights}"
+        )
+    return content["title"], (folder / "results.md").read_text(encoding="utf-8").strip()
+
+
+def draw_curves(folder: Path) -> bytes | None:
+    """Return a PNG with the reward of every step and the held-out values; None without metrics."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    lines = collect(read_metrics(folder)) if (folder / "metrics.jsonl").is_file() else {}
+    reward = {"reward": lines["reward_mean"]} if "reward_mean" in lines else {}
+    panels = [("reward of training samples", reward), ("held-out prompts", _held_out(lines))]
+    shown = [(title, some) for title, some in panels if some]
+    if not shown:
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.5 * len(shown), 3.6), layout="constrained", dpi=110)
+        for i, (title, some) in enumerate(shown):
+            axes = figure.add_subplot(1, len(shown), i + 1)
+            for label, colour in zip(some, PALETTE, strict=False):
+                _draw_line(axes, label, some[label], colour)
+            axes.set(title=title, xlabel="training step")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            if len(some) > 1:
+                axes.legend(frameon=False)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+    return drawn.getvalue()
+
+
+def _draw_line(axes: Any, label: str, series: Series, colour: str) -> None:
+    """Draw a series; of the training reward, also its moving average over a tenth of the steps."""
+    steps, values = to_arrays(series)
+    n = num_smoothed(len(steps)) if label == "reward" else 1
+    axes.plot(steps, values, color=colour, alpha=0.3 if n > 1 else 1.0, label=label)
+    if n > 1:
+        means = [values[max(0, k - n) : k].mean() for k in range(1, len(values) + 1)]
+        axes.plot(steps, means, color=colour)
+
+
+def _held_out(lines: Lines) -> Lines:
+    """Return the first held-out means that were measured at least twice."""
+    found = {
+        name.removeprefix(_HELD_OUT): line
+        for name, line in lines.items()
+        if name.startswith(_HELD_OUT) and "/" not in name.removeprefix(_HELD_OUT) and len(line) > 1
+    }
+    return dict(list(found.items())[:_MOST])

@@ -1,0 +1,248 @@
+"""Begin, claim and clear run directories, and check that a run may resume with its settings."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowalign.distributed.processes import Processes
+from flowalign.runs.config import Run
+from flowalign.training import checkpoint
+from flowalign.training.recipe import Recipe
+from flowalign.utils import folders
+from flowalign.utils.files import write_text
+from flowalign.utils.folders import Claim, is_unused
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
+from flowalign.utils.tracking import FILE
+
+ACCEPTED = (
+    "num_steps",
+    "optimizer",
+    "ema",
+    "rewards",
+    "evaluation",
+    "checkpoints",
+    "trackers",
+    "notify",
+    "device",
+    "sharding",
+    "offload",
+    "prompt_cache",
+    "decode_micro_batch",
+    "threads",
+    "output_dir",
+)
+"""Settings that a resumed run may change. Model, recipe and seed must stay, as they determined the
+steps so far."""
+ACCEPTED_ANYWHERE = ("micro_batch", "gradient_checkpointing", "offload_text", "on_failed_reward")
+"""Component settings that a resumed run may change, as they do not change the expected update."""
+_MOST = 3
+"""Largest number of differences that a message lists."""
+_LONGEST = 60
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """Setting that differs between two runs."""
+
+    name: str
+    """Dotted name, as in overrides."""
+    before: Any
+    """Earlier value."""
+    after: Any
+    """Current value."""
+
+    @property
+    def accepted(self) -> bool:
+        """Return whether a resumed run may change it; True if the earlier value is unknown."""
+        parts = self.name.split(".")
+        if self.name == "ema":  # averages would begin or end; their settings may change
+            return False
+        known = self.before is not _NOTHING  # else an earlier version had no such setting
+        return parts[0] in ACCEPTED or parts[-1] in ACCEPTED_ANYWHERE or not known
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_shorten(self.before)} -> {_shorten(self.after)}"
+
+
+def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[SettingChange]:
+    """Return the settings that differ; for a component of another class, only the class."""
+    return list(_iterate_changes("", before, after))
+
+
+def shorten_list(some: Sequence[object], most: int = _MOST) -> list[str]:
+    """Return the first items as lines, and the number of remaining items as the last line."""
+    shown = [str(one) for one in (some if len(some) <= most else some[: most - 1])]
+    more = len(some) - len(shown)
+    return [*shown, *([f"and {more} more"] if more else [])]
+
+
+def check_resumable(
+    before: Mapping[str, Any], after: Mapping[str, Any], where: str
+) -> list[SettingChange]:
+    """Return the differences from the settings of the resumed run.
+
+    Raises:
+        ValueError: A setting differs that a resumed run cannot change.
+    """
+    found = find_changes(before, after)
+    refused = [change for change in found if not change.accepted]
+    if refused:
+        raise ValueError(
+            "\n".join(
+                [
+                    f"{where} cannot resume with other settings (earlier -> now):",
+                    *shorten_list(refused),
+                    f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch.",
+                ]
+            )
+        )
+    return found
+
+
+def _iterate_changes(name: str, before: Any, after: Any) -> Iterable[SettingChange]:
+    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+        if before != after:
+            yield SettingChange(name, before, after)
+        return
+    if before.get("class_path") != after.get("class_path"):
+        yield SettingChange(name, before, after)
+        return
+    for key in dict.fromkeys([*before, *after]):
+        inside = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+        yield from _iterate_changes(inside, before.get(key, _NOTHING), after.get(key, _NOTHING))
+
+
+def _shorten(value: Any) -> str:
+    if value is _NOTHING:
+        return "unknown"
+    if isinstance(value, Mapping) and "class_path" in value:
+        return str(value["class_path"])
+    text = "null" if value is None else str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+CONFIG = "config.yaml"
+"""File of the complete settings, in run directories and in checkpoints."""
+_MOST_CHANGES = 12
+
+
+def is_opening(folder: Path, recipe: Recipe) -> bool:
+    """Return whether a run was killed while its recipe opened; then it needs no --resume."""
+    begun = any((folder / name).exists() for name in recipe.open_files)
+    trained = (folder / FILE).exists() or any((folder / "checkpoints").glob("*"))
+    return begun and not trained
+
+
+def check_start(run: Run, config: str, overwrite: bool) -> None:
+    """Check that a run may begin in its directory.
+
+    Raises:
+        ValueError: The directory holds another run or other files.
+    """
+    folder = Path(run.output_dir)
+    if overwrite:
+        _check_removable(folder)
+    elif is_opening(folder, run.recipe) and (folder / CONFIG).is_file():
+        check_resume(run, config, folder)
+    elif not is_unused(folder):
+        raise ValueError(
+            f"{folder} already holds a run and is not overwritten.\n"
+            "Add --resume to continue it, --overwrite to replace it, "
+            "or choose another output_dir."
+        )
+
+
+def check_resume(run: Run, config: str, resume: Path) -> list[str]:
+    """Check that a run may resume from a checkpoint or a run directory; return the changes.
+
+    Raises:
+        ValueError: A file of the checkpoint is damaged, a setting differs that cannot change, or
+            the checkpoint has more than `num_steps` steps.
+    """
+    if resume != Path(run.output_dir):
+        checkpoint.check_complete(resume)
+    return compare_settings(run, config, resume)
+
+
+def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
+    """Return the settings of a checkpoint, or of a run directory, that a run changes.
+
+    Raises:
+        ValueError: A setting differs that cannot change, or the checkpoint has more than
+            `num_steps` steps.
+    """
+    if resume != Path(run.output_dir):
+        done = checkpoint.read_loop(resume)["step"]
+        if run.num_steps < done:
+            raise ValueError(
+                f"num_steps is {run.num_steps}, but {resume} has {done} steps:\n"
+                f"give num_steps of at least {done}, or an older checkpoint with --resume PATH"
+            )
+    before = read_yaml(resume / CONFIG)
+    found = check_resumable(before, parse_yaml(config), str(resume))
+    return shorten_list(found, _MOST_CHANGES)
+
+
+def claim(
+    folder: Path, processes: Processes, log: Callable[[str], None], check: Callable[[], object]
+) -> Claim | None:
+    """Claim a run directory on the main process, and check it there; return None on other ranks.
+
+    Raises:
+        ValueError: Another process holds the directory, or the check fails. Every rank raises.
+    """
+    claimed, refusal = None, {}
+    if processes.is_main:
+        try:
+            claimed = Claim(folder, log)
+            check()
+        except ValueError as error:
+            refusal = {"refused": str(error)}
+    if refused := processes.merge(refusal):
+        if claimed:
+            claimed.release()
+        raise ValueError(refused["refused"])
+    return claimed
+
+
+@contextmanager
+def begin_directory(folder: Path, config: str) -> Iterator[None]:
+    """Write the settings of a new run; if the body raises ValueError, restore the earlier file."""
+    path = folder / CONFIG
+    earlier = path.read_text() if path.exists() else None
+    write_config(folder, config)
+    try:
+        yield
+    except ValueError:
+        if earlier is None:
+            path.unlink()
+        else:
+            write_text(path, earlier)
+        raise
+
+
+def write_config(folder: Path, config: str) -> None:
+    """Write the settings; an equal file is left as it is, with its comments about origins."""
+    path = folder / CONFIG
+    if not path.is_file() or read_yaml(path) != parse_yaml(config):
+        write_text(path, config)
+
+
+def clear(folder: Path) -> None:
+    """Delete the contents of a run directory, for --overwrite; its lock stays.
+
+    Raises:
+        ValueError: The folder does not look like a run directory.
+    """
+    _check_removable(folder)
+    folders.clear(folder, last=CONFIG)
+
+
+def _check_removable(folder: Path) -> None:
+    if not is_unused(folder) and not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds no config.yaml, so it is no run directory and is not deleted"
+        )

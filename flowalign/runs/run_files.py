@@ -1,0 +1,157 @@
+"""List the run files of the package, and the models among them that a machine can train."""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from flowalign.utils.files import atomic_write, bundled
+from flowalign.utils.strict_yaml import read_mapping
+
+Label = Literal["run on a GPU", "run on CPU", "step tested", "checked only"]
+"""Test of a run file: trained to the end on a GPU or a CPU, trained for one step on a tiny random
+model (`assets/matrix.csv`), or validated and planned only."""
+_NO_RUNS = ("rewards", "benchmarks")
+"""Folders of configs/ that hold no run files."""
+_BEHIND = ("methods", "tasks")
+"""Folders of files that are layered on a model's run file."""
+_FIRST_LINE = re.compile(r"# \[([\w ]+)\] (.+)")
+_PAPER = re.compile(r"arXiv:(\d{4}\.\d{5}(?:v\d+)?)")
+_END = re.compile(r"\. |:? +(?:flowalign|python) (?=[\w-]+ )")
+"""End of the first sentence: a full stop, or a command."""
+
+
+@dataclass(frozen=True)
+class ShippedFile:
+    """Run file of the package."""
+
+    name: str
+    """Path below configs/, without the suffix."""
+    file: Path
+    """Path of the file."""
+    label: Label
+    """Test that the file passed."""
+    about: str
+    """First sentence of the header."""
+    papers: tuple[str, ...]
+    """arXiv identifiers in its header and in the headers of the files that it extends."""
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the file is a complete run, and needs no model's file before it."""
+        return self.name.partition("/")[0] not in _BEHIND
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Run composed of a model's file and a method's file, or of one file for the pair.
+
+    A file for the pair has tuned values, so it is preferred if it exists.
+    """
+
+    parts: tuple[ShippedFile, ...]
+    """Files of the command, in order."""
+
+    @property
+    def name(self) -> str:
+        """Return the names of the files, as in a command."""
+        return " ".join(part.name for part in self.parts)
+
+    @property
+    def label(self) -> Label:
+        """Return the weakest label of the files."""
+        labels: list[Label] = [part.label for part in self.parts]
+        return max(labels, key=get_args(Label).index)
+
+    @property
+    def about(self) -> str:
+        """Return the first sentence of the header of the method, or of the file for the pair."""
+        return self.parts[:2][-1].about
+
+    @property
+    def papers(self) -> tuple[str, ...]:
+        """Return the arXiv identifiers of the headers, the method's first."""
+        return tuple(dict.fromkeys(p for part in reversed(self.parts) for p in part.papers))
+
+
+def recipes() -> list[ShippedFile]:
+    """Return all run files of the package, by name."""
+    root = Path(bundled("configs/shapes.yaml")).parent
+    found = sorted(root.rglob("*.yaml"))
+    names = [file.relative_to(root).with_suffix("").as_posix() for file in found]
+    pairs = zip(names, found, strict=True)
+    return [read_recipe(n, file) for n, file in pairs if n.partition("/")[0] not in _NO_RUNS]
+
+
+def read_recipe(name: str, file: Path) -> ShippedFile:
+    """Read a run file's label, in brackets at the start of its first line, and its header.
+
+    Raises:
+        ValueError: The first line has no label, or an unknown one.
+    """
+    line, header = file.read_text(encoding="utf-8").split("\n", 1)[0], _header(file)
+    first = _FIRST_LINE.match(line)
+    if first is None or first[1] not in get_args(Label):
+        allowed = ", ".join(f"[{label}]" for label in get_args(Label))
+        raise ValueError(f"{file}: the first line must begin with one of {allowed}: {line[:60]}")
+    about = _END.split(header.partition("] ")[2], maxsplit=1)[0].rstrip(".:;")
+    extends = read_mapping(str(file)).get("extends", [])
+    bases = [extends] if isinstance(extends, str) else extends
+    named = [_PAPER.findall(_header(Path(bundled(base)))) for base in reversed(bases)]
+    papers = tuple(dict.fromkeys(sum(named, _PAPER.findall(header))))
+    label: Label = first[1]  # type: ignore[assignment]
+    return ShippedFile(name, file, label, about, papers)
+
+
+def _header(file: Path) -> str:
+    """Return the comment lines of a file, joined."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+def find_recipe(name: str) -> ShippedFile:
+    """Return the run file with this name; raise ValueError with similar names if there is none."""
+    known = {one.name: one for one in recipes()}
+    name = name.removeprefix("configs/").removesuffix(".yaml")
+    if name not in known:
+        ends = [one for one in known if one.rpartition("/")[2] == name]
+        near = ends or difflib.get_close_matches(name, known, 3, cutoff=0.4)
+        meant = f";\ndid you mean {', '.join(near)}?" if near else ""
+        raise ValueError(f"there is no run file {name!r}; see flowalign recipes{meant}")
+    return known[name]
+
+
+def copy_recipe(recipe: ShippedFile, out: Path) -> None:
+    """Copy a run file with its comments; raise ValueError if `out` exists."""
+    if out.exists():
+        raise ValueError(f"{out} exists and is not overwritten; name another file by --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out) as partial:
+        partial.write_bytes(recipe.file.read_bytes())
+
+
+_TABLE = Path(__file__).with_name("trainable.json")
+"""Written by `assets/bench/trainable.py`."""
+
+
+def describe_models(available: int) -> dict[str, str]:
+    """Return a row per published model for a GPU of `available` bytes; 0: without a GPU.
+
+    The rows hold for the image or clip size of the bundled run file, without rewards. They name the
+    largest micro-batch, up to 8, that fits in the precision of the run file and with 4-bit weights.
+    """
+    table = json.loads(_TABLE.read_text(encoding="utf-8"))
+    return {
+        name: "; ".join(f"{kind}: {_describe(plan, available)}" for kind, plan in plans.items())
+        for name, plans in table.items()
+    }
+
+
+def _describe(plan: Mapping[str, int], available: int) -> str:
+    """Return the largest micro-batch that fits, or the bytes that the smallest one needs."""
+    if fitting := [batch for batch, needed in plan.items() if needed <= available]:
+        return f"micro-batch {fitting[-1]} fits ({plan[fitting[-1]] / 1e9:.0f} GB)"
+    return f"needs {plan[min(plan, key=int)] / 1e9:.0f} GB"

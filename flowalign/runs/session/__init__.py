@@ -1,1 +1,0 @@
-"""Start a run in its directory, and train it."""

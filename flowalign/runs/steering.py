@@ -1,0 +1,234 @@
+"""Steer sampling with the rewards of a run file, without training: RewardSDS or a search."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from flowalign.rewards.checked import RewardFailure
+from flowalign.rewards.composite import Rewards
+from flowalign.runs.config import Run
+from flowalign.sampling.reward_sds import RewardSDS, Score, optimise
+from flowalign.sampling.search import Search, search
+from flowalign.training.rollouts.latent_values import check_latent_dims
+from flowalign.types import Cond, LatentReward, Policy, Request
+from flowalign.utils.typed_settings import load_typed
+
+
+@dataclass
+class Steering:
+    """Optimisation of latents, or a search among them, that replaces plain sampling."""
+
+    cfg: RewardSDS | Search
+    """Settings of the optimisation or of the search."""
+    rewards: Rewards
+    """Weighted rewards, which count their calls and the decodes that they need."""
+    settings: Mapping[str, Any]
+    """`cfg` as JSON, for the manifest of an output folder."""
+    rated: int = 0
+    """Number of noisy latents that a latent reward has scored so far."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the steering method, as in a manifest."""
+        return "search" if isinstance(self.cfg, Search) else "reward_sds"
+
+    def check(self) -> None:
+        """Raise ValueError if a latent reward lacks a dimension that has a weight."""
+        if isinstance(self.cfg, Search) and isinstance(self.cfg.value, LatentReward):
+            check_latent_dims(self.rewards, self.cfg.value, "search.value")
+
+    def check_steps(self, num_steps: int) -> None:
+        """Raise ValueError if `num_steps` steps do not reach a step at which the search prunes."""
+        if isinstance(self.cfg, Search):
+            self.cfg.check(num_steps)
+
+    def load(self, policy: Policy) -> None:
+        """Load the rewards and attach them to a policy that has its weights."""
+        self.rewards.load()
+        if isinstance(self.cfg, Search):
+            self.rewards.costs.count(policy.denoiser)
+            if isinstance(self.cfg.value, LatentReward):
+                self.cfg.value.attach(policy)
+
+    def sample(
+        self,
+        policy: Policy,
+        decode: Callable[[Tensor], Tensor],
+        requests: Sequence[Request],
+        num_steps: int,
+        generators: Sequence[torch.Generator],
+        micro_batch: int,
+    ) -> Tensor:
+        """Return one clean latent per request."""
+        score, cfg = self.score(decode, policy.fps), self.cfg
+        asked = num_steps, generators, micro_batch
+        if isinstance(cfg, Search):
+            rate = self.rate if isinstance(cfg.value, LatentReward) else None
+            return search(policy, score, requests, cfg, *asked, rate=rate)
+        return optimise(policy, score, requests, cfg, *asked)
+
+    def score(self, decode: Callable[[Tensor], Tensor], fps: float | None) -> Score:
+        """Return the function that computes the weighted reward of latents."""
+
+        def scored(x: Tensor, requests: Sequence[Request]) -> Tensor:
+            self.rewards.costs.decodes += len(x)
+            return self.total(decode(x), requests, fps)
+
+        return scored
+
+    def total(self, media: Tensor, requests: Sequence[Request], fps: float | None) -> Tensor:
+        """Return the weighted reward of each image or video.
+
+        Raises:
+            RewardFailure: A reward could not be computed.
+        """
+        output = self.rewards.score(self.rewards.batch(media, requests, fps=fps))
+        if not (usable := self.rewards.usable(output.valid)).all():
+            i = int((~usable).nonzero()[0])
+            raise RewardFailure(
+                f"a sample of {requests[i].prompt!r} has no reward, so it cannot be steered: "
+                f"{output.reasons.get(i, 'no reason given')}"
+            )
+        return (output.values.nan_to_num() * self.rewards.weights).sum(1)
+
+    def rate(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """Return the weighted score of noisy latents, each at a share of a network evaluation."""
+        assert isinstance(self.cfg, Search)
+        assert isinstance(self.cfg.value, LatentReward)
+        dims, costs = self.cfg.value.dims, self.rewards.costs
+        with costs.paused():  # else partial evaluations would count as whole ones
+            scores = self.cfg.value.score(x, sigma, cond)
+        self.rated += len(x)
+        wanted = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
+        columns = [scores[:, dims.index(dim)] * weight for dim, weight in wanted if weight]
+        return torch.stack(columns).sum(0)
+
+    def plan(self, policy: Policy, num_steps: int, count: int) -> str:
+        """Return the planned cost of `count` samples; empty for RewardSDS."""
+        if not isinstance(self.cfg, Search):
+            return ""
+        per_velocity = policy.evaluations_per_velocity
+        each = self.cfg.cost(num_steps, per_velocity).samples(num_steps, per_velocity)
+        planned = _describe(self._estimate(self.cfg, policy, num_steps, count))
+        return f"{count} to search: {planned}; each takes the evaluations of {each:.4g} samples"
+
+    def check_spent(self, policy: Policy, num_steps: int, count: int) -> str:
+        """Return the cost that `count` samples have had; empty for RewardSDS.
+
+        Raises:
+            RuntimeError: The cost differs from the planned one.
+        """
+        if not isinstance(self.cfg, Search):
+            return ""
+        planned = self._estimate(self.cfg, policy, num_steps, count)
+        costs = self.rewards.costs
+        spent = SearchSpent(
+            costs.network_evaluations, costs.decodes, costs.reward_calls, self.rated, planned.share
+        )
+        if spent != planned:
+            raise RuntimeError(f"planned: {_describe(planned)}; spent: {_describe(spent)}")
+        return f"; spent as planned: {_describe(spent)}"
+
+    def _estimate(self, cfg: Search, policy: Policy, num_steps: int, count: int) -> "SearchSpent":
+        each = cfg.cost(num_steps, policy.evaluations_per_velocity)
+        calls = count * each.scored * len(self.rewards.models)
+        counts = count * each.evaluations, count * each.scored, calls, count * each.rated
+        return SearchSpent(*counts, each.share)
+
+
+class SearchSpent(NamedTuple):
+    """Cost of searches, in counts and as a share per scored noisy latent."""
+
+    evaluations: int
+    decodes: int
+    reward_calls: int
+    rated: int
+    share: float
+
+
+def _describe(spent: SearchSpent) -> str:
+    words = (
+        f"{spent.evaluations} network evaluations, {spent.decodes} decodes for rewards, "
+        f"{spent.reward_calls} reward calls"
+    )
+    rated = f", {spent.rated} states rated at {spent.share:.0%} of an evaluation each"
+    return words + (rated if spent.rated else "")
+
+
+_SETTING_NAMES = {"latent_rate": "learning_rate"}
+"""Setting of RewardSDS for each option with another name."""
+
+
+def build_steering(
+    run_file: Run,
+    sds_steps: int | None,
+    sds_options: Mapping[str, Any],
+    best_of: int | None,
+    search_file: str | None,
+) -> Steering | None:
+    """Return the optimisation or search that replaces plain sampling, or None.
+
+    Args:
+        run_file: Run that provides the rewards.
+        sds_steps: Optimisation steps of RewardSDS; None: no RewardSDS.
+        sds_options: Given options of RewardSDS (noises, weighting, latent_rate).
+        best_of: Number of candidates per image; the best one is kept. None: no search.
+        search_file: YAML file with settings of a tree search, or None.
+
+    Raises:
+        ValueError: Options exclude each other or the run's guidance, or no reward has a weight.
+    """
+    sds = _read_reward_sds(sds_steps, sds_options)
+    tree, settings = _read_search(best_of, search_file)
+    if sds and tree:
+        raise ValueError("--reward_sds and a search exclude each other: give one of them")
+    cfg = sds or tree
+    if cfg is None:
+        return None
+    _check_guidance(run_file, "--reward_sds" if sds else "a search")
+    rewards = run_file.build_rewards()
+    if isinstance(cfg, Search) or cfg.weighting != "none":
+        rewards.check_weights()
+    rewards.check_policy(run_file.policy, with_sound=False)
+    steering = Steering(cfg, rewards.weighted(), settings or json.loads(json.dumps(asdict(cfg))))
+    steering.check()
+    return steering
+
+
+def _check_guidance(run_file: Run, option: str) -> None:
+    """Raise ValueError if the run file has guidance that the steered sampler would ignore."""
+    if run_file.evaluation and run_file.evaluation.reward_guidance:
+        raise ValueError(
+            f"evaluation.reward_guidance does not reach {option}: drop the option, "
+            "or the guidance with --evaluation.reward_guidance null"
+        )
+    if run_file.conditioning and run_file.conditioning.guidance is not None:
+        raise ValueError(
+            f"the guidance of conditioning {type(run_file.conditioning).__name__} does not reach "
+            f"{option}: drop the option, or the conditioning with --conditioning null"
+        )
+
+
+def _read_reward_sds(steps: int | None, options: Mapping[str, Any]) -> RewardSDS | None:
+    """Return the settings of RewardSDS; raise ValueError for its options without it."""
+    if steps is None:
+        if options:
+            raise ValueError(f"--{next(iter(options))} is an option of --reward_sds: add it")
+        return None
+    named = {_SETTING_NAMES.get(name, name): value for name, value in options.items()}
+    return RewardSDS(steps=steps, **named)
+
+
+def _read_search(best_of: int | None, file: str | None) -> tuple[Search | None, dict[str, Any]]:
+    """Return the search for each image, if there is one, and its settings as JSON values."""
+    if best_of:
+        return Search(width=best_of), {"width": best_of}
+    if file is None:
+        return None, {}
+    tree, text = load_typed(Search, file)
+    return tree, yaml.safe_load(text)

@@ -1,0 +1,233 @@
+"""Train a session: run its steps, evaluate, save, and stop between two steps on a signal."""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowalign.reports.run_report import write_report
+from flowalign.runs.checks import VelocityCheck, get_state, roll_back, watch
+from flowalign.runs.config import Run
+from flowalign.runs.session import Session
+from flowalign.training import checkpoint
+from flowalign.training.held_out_evaluation import EvaluationResult, evaluate, save_grid
+from flowalign.training.learner import TrainingFailure
+from flowalign.types import describe_conditioning
+from flowalign.utils.console import Progress
+from flowalign.utils.costs import Costs
+from flowalign.utils.files import write_text
+from flowalign.utils.interrupts import stop_between_steps
+from flowalign.utils.tracking import Tracker, read_metrics
+
+
+def train(session: Session) -> dict[str, Any]:
+    """Run the remaining steps, and write all files of the run directory."""
+    try:
+        return _train(session)
+    finally:
+        if session.claim:
+            session.claim.release()
+
+
+def _train(session: Session) -> dict[str, Any]:
+    run, first = session.run, session.first_step
+    tracker = Tracker(session.folder, run.trackers, first) if session.processes.is_main else None
+    session.started = time.perf_counter()
+    if not first:
+        session.before = _evaluate(session, tracker, 0)
+    elif session.owes_evaluation and first < run.num_steps:
+        _evaluate(session, tracker, first)
+    session.owes_evaluation = False
+    with stop_between_steps() as stop:
+        done, stopped_by = _steps(session, tracker, stop)
+        seconds = session.seconds
+        if done > first or first == 0:
+            _save(session, done, first_save=True)
+        stopped_by = stopped_by or _read_stop_signal(session, stop)
+        if stopped_by:
+            return _end(session, tracker, _summary(session, done, None, seconds, stopped_by))
+    after = _evaluate(session, tracker, done)
+    if session.monitor and session.monitor.ends_run and (kept := roll_back(session, done)) < done:
+        done = kept
+        _save(session, done, first_save=False)
+        after = _evaluate(session, tracker, done)
+    return _end(session, tracker, _summary(session, done, after, seconds, 0))
+
+
+def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -> tuple[int, int]:
+    """Run the remaining steps; return the number of steps done, and the stop signal or 0.
+
+    A stop signal skips an evaluation that is due; the resumed run makes up for it.
+    """
+    run, done = session.run, session.first_step
+    steps, check = range(done, run.num_steps), VelocityCheck(session)
+    with (
+        Progress(run.num_steps, done, enabled=session.processes.is_main) as progress,
+        session.messages.above(progress),
+    ):
+        for step, metrics in zip(steps, session.loop.run(steps), strict=True):
+            done = step + 1
+            metrics |= check.after_step() | _costs_so_far(session)
+            if tracker:
+                tracker.log(step, metrics)
+                progress.update(step, metrics)
+            session.started += session.loop.draw()
+            if done == run.num_steps:
+                break
+            if stopped_by := _read_stop_signal(session, stop):
+                session.owes_evaluation = _is_due(run, done)
+                return done, stopped_by
+            if _evaluate_if_due(session, tracker, done):
+                break
+            if done % run.checkpoints.every == 0:
+                _save(session, done, first_save=done == run.checkpoints.every)
+            if stopped_by := _read_stop_signal(session, stop):
+                return done, stopped_by
+    return done, 0
+
+
+def _read_stop_signal(session: Session, stop: Callable[[], int]) -> int:
+    """Return the stop signal that any process received, equal on all processes; 0 for none."""
+    return int(session.processes.ungrouped.gather(torch.tensor([stop()])).max())
+
+
+def _evaluate_if_due(session: Session, tracker: Tracker | None, done: int) -> bool:
+    """Evaluate if an evaluation is due; return whether reward hacking ends the run."""
+    if not _is_due(session.run, done):
+        return False
+    _evaluate(session, tracker, done)
+    return session.monitor is not None and session.monitor.ends_run
+
+
+def _is_due(run: Run, done: int) -> bool:
+    """Return whether an evaluation is due after `done` steps, before the last one."""
+    every = run.evaluation.every if run.evaluation else 0
+    return every > 0 and done % every == 0
+
+
+def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> dict[str, Any]:
+    """Write the summary and the report, on the process that has a tracker."""
+    if tracker:
+        tracker.close()
+        bounds = session.run.evaluation and session.run.evaluation.bounds
+        summary["warnings"] = bounds.last_warnings(read_metrics(session.folder)) if bounds else {}
+        write_text(session.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_report(session.folder)
+    session.processes.barrier()  # no process exits while others still work
+    return summary
+
+
+def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+    """Evaluate the EMA weights after `done` steps; the time is not counted as training time."""
+    cfg = session.run.evaluation
+    if cfg is None:
+        return None
+    costs, start = _costs_so_far(session), time.perf_counter()
+    learner = session.learner
+    with session.costs.paused(), learner.averaged("ema") if learner.ema else nullcontext():
+        result: EvaluationResult = evaluate(
+            session.run.policy,
+            session.rewards,
+            cfg,
+            session.processes,
+            session.run.conditioning,
+            learner.reference,
+        )
+        metrics = result.metrics | session.loop.evaluate()
+    if tracker:
+        save_grid(session.folder, done, result)
+    if session.monitor:
+        watch(session, done, result.panel, get_state(session, _spent(session)))
+    if tracker and cfg.bounds:
+        for text in cfg.bounds.warnings(session.before or {}, metrics).values():
+            session.messages(f"warning: {text}")
+    if tracker and not _is_recorded(session.folder, done):
+        tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
+        write_report(session.folder, running=True)
+    session.started += time.perf_counter() - start
+    return metrics
+
+
+def _is_recorded(folder: Path, done: int) -> bool:
+    """Return whether this evaluation was recorded before an earlier process was killed."""
+    return any(row.get("evaluated_after") == done for row in read_metrics(folder))
+
+
+def _save(session: Session, done: int, first_save: bool) -> None:
+    """Write a checkpoint, read it back, compare, and drop old ones."""
+    spent = _spent(session)
+    if not session.processes.is_main and not session.learner.is_sharded:
+        session.processes.barrier()
+        return
+    root, cfg = session.folder / "checkpoints", session.run.checkpoints
+    state = get_state(session, spent)
+    try:
+        folder = checkpoint.save(root, done, session.learner, session.config, state)
+    except OSError as error:
+        raise TrainingFailure(
+            f"could not write checkpoint {done} to {root}: {error.strerror or error}.\n"
+            "Everything saved before is intact; free space and continue with --resume."
+        ) from error
+    if not session.processes.is_main:
+        session.processes.barrier()
+        return
+    if cfg.verify == "always" or (cfg.verify == "first_and_last" and first_save):
+        with session.costs.paused():
+            difference = session.run.policy.verify_weights(str(folder))
+        if difference != 0:
+            raise TrainingFailure(
+                f"{folder} loads back with a difference of {difference:.1e} instead of 0: "
+                "do not use it."
+            )
+    checkpoint.prune(root, cfg.keep)
+    session.processes.barrier()
+
+
+def _summary(
+    session: Session, done: int, after: dict[str, float] | None, seconds: float, stopped_by: int
+) -> dict[str, Any]:
+    def plain(metrics: dict[str, float] | None) -> dict[str, float | None]:
+        items = {k.removeprefix("eval/"): v for k, v in (metrics or {}).items()}
+        return {k: v if math.isfinite(v) else None for k, v in items.items()}
+
+    spent = _spent(session)
+    return {
+        "status": "interrupted" if stopped_by else "finished",
+        "stopped_by": signal.Signals(stopped_by).name if stopped_by else None,
+        "before": plain(session.before),
+        "after": plain(after),
+        "seconds": round(seconds, 2),
+        "steps": done,
+        "network_evaluations": spent.network_evaluations,
+        **asdict(spent),
+        **(
+            {"sampling_asks": asked}
+            if (asked := describe_conditioning(session.run.conditioning))
+            else {}
+        ),
+        "seed": session.run.seed,
+        "processes": session.processes.ranks,
+        "gpus": session.processes.ranks if session.processes.device.type == "cuda" else 0,
+        **({"hacking": session.monitor.summary} if session.monitor else {}),
+    }
+
+
+def _spent(session: Session) -> Costs:
+    """Return the costs summed over all processes."""
+    local = torch.tensor([list(asdict(session.costs).values())])
+    return Costs(*session.processes.gather(local).sum(0).tolist())
+
+
+def _costs_so_far(session: Session) -> dict[str, float]:
+    """Return the training cost over all processes and resumptions; every rank must call it."""
+    seconds, spent = session.seconds, _spent(session)
+    names = ("reward_calls", "decodes", "network_evaluations")
+    counted = {f"cost/{name}": float(getattr(spent, name)) for name in names}
+    return counted | {"cost/seconds": round(seconds, 3)}
