@@ -97,7 +97,8 @@ class EfficientNetLite0(Loadable):
 
     def classify(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1000"]:
         """Compute the logits of the ImageNet-1k classes."""
-        return self.network.classifier(self.embed(frames))
+        features = self.embed(frames)  # loads the network
+        return self.network.classifier(features)
 
 
 class Encoder(ABC):
