@@ -36,7 +36,7 @@ from flowalign.sampling.complete_states import credit_requirements
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from pipelines.families.sd3 import SD3
 from reward_models.verifiers.shapes import ShapesVerifier
 from reward_models.wrappers.trained import TrainedLatentReward

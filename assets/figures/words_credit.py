@@ -43,7 +43,7 @@ from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import CreditEstimator, Request, Trajectory
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.seeds import generator
 from pipelines.families.sd3 import SD3
 from reward_models.detection.ocr import OCR, RapidOCRLine

@@ -11,8 +11,8 @@ import torch
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.functional.advantage import compare_in_groups
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import PositiveInt
+from flowalign.types.trajectory import Completion
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from flowalign.functional.preference_loss import implicit_margin, relative_gap
 from flowalign.functional.resizing import focus_weights
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval
 
 

@@ -19,7 +19,7 @@ from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import Kernel, log_density, transition
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Batch, Fields, PolicyLoss, step_of, steps_of
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat, PositiveInt
 
 

@@ -30,8 +30,8 @@ from flowalign.types import (
     ValueFunction,
     insert_words,
 )
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat, require_ranges
+from flowalign.types.trajectory import Completion
 
 Pareto = Literal["off", "group", "batch"]
 """Samples that compete in Pareto selection. off: no selection. group: the samples of a prompt.

@@ -35,7 +35,7 @@ from flowalign.training.reference import FrozenCopy, Guided
 from flowalign.training.rollouts.collecting import finish_states
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Trajectory
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Stages, is_checking
 from flowalign.utils.seeds import generator
 

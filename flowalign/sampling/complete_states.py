@@ -18,7 +18,7 @@ from flowalign.types import (
     ValueFunction,
     VelocityField,
 )
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import stage
 
 CompletionRequest = tuple[int, Completion]

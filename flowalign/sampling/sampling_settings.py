@@ -15,7 +15,6 @@ from flowalign.sampling.recording import Storage
 from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
 from flowalign.types import Policy, Reduced
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import (
     DenoisingSteps,
     GroupSize,
@@ -24,6 +23,7 @@ from flowalign.types.ranges import (
     Range,
     require_ranges,
 )
+from flowalign.types.trajectory import Completion
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 StepNoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=1000)]

@@ -20,8 +20,8 @@ from flowalign.sampling.complete_states import evaluate_velocity, take_rows
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.sampling_settings import NoiseLevel
 from flowalign.types import Cond, LatentReward, Policy, Request
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import PositiveInt, require_ranges
+from flowalign.types.trajectory import Completion
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
 """Function that returns the weighted reward of clean latents."""

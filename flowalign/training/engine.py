@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowalign.training.learner import Learner
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 
 
 @dataclass(frozen=True)

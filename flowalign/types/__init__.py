@@ -13,15 +13,33 @@ and `sigma` always a time.
 """
 
 from flowalign.types.batch import COLUMNS, Batch
-from flowalign.types.completion import Completion
-from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
-from flowalign.types.decoders import DifferentiableDecoder, Sound, SoundDecoder
-from flowalign.types.gradient_path import GradientPath, Replay, SampleView
-from flowalign.types.input_spec import InputSpec
-from flowalign.types.latent_reward import LatentReward, NoisyBackbone
-from flowalign.types.matching import ALONE, LossContext, MatchingLoss
+from flowalign.types.credit import (
+    CreditEstimator,
+    GradientPath,
+    PastOutcomes,
+    Replay,
+    SampleView,
+    StepCredit,
+    ValueFunction,
+)
+from flowalign.types.losses import (
+    ALONE,
+    Fields,
+    LossContext,
+    MatchingLoss,
+    PolicyLoss,
+    step_of,
+    steps_of,
+)
 from flowalign.types.media_batch import MediaBatch
-from flowalign.types.model_plan import ModelPlan, Saving
+from flowalign.types.model import (
+    DifferentiableDecoder,
+    InputSpec,
+    ModelPlan,
+    Saving,
+    Sound,
+    SoundDecoder,
+)
 from flowalign.types.policy import (
     ExportDtype,
     ExportTarget,
@@ -39,7 +57,6 @@ from flowalign.types.prompt_conditioning import (
     encode_requests,
     insert_words,
 )
-from flowalign.types.quantization import Quantization
 from flowalign.types.ranges import (
     Decay,
     FiniteFloat,
@@ -70,9 +87,23 @@ from flowalign.types.reward import (
     RewardOutput,
     RewardSpec,
 )
-from flowalign.types.reward_heads import Backbone, Fit, Fittable, Head, HeadNetwork, Refreshable
-from flowalign.types.setup import Offload, Setup
-from flowalign.types.sharding import SampleRanks, Sharding
-from flowalign.types.speed import Reduced, Speed
-from flowalign.types.trajectory import Cond, SharedRows, Trajectory
-from flowalign.types.transitions import Fields, PolicyLoss, step_of, steps_of
+from flowalign.types.reward_heads import (
+    Backbone,
+    Fit,
+    Fittable,
+    Head,
+    HeadNetwork,
+    LatentReward,
+    NoisyBackbone,
+    Refreshable,
+)
+from flowalign.types.setup import (
+    Offload,
+    Quantization,
+    Reduced,
+    SampleRanks,
+    Setup,
+    Sharding,
+    Speed,
+)
+from flowalign.types.trajectory import Completion, Cond, SharedRows, Trajectory

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types.decoders import Sound
+from flowalign.types.model import Sound
 
 T = TypeVar("T")
 

@@ -10,12 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flowalign.types.decoders import DifferentiableDecoder, SoundDecoder
-from flowalign.types.input_spec import InputSpec
-from flowalign.types.model_plan import ModelPlan
+from flowalign.types.model import DifferentiableDecoder, InputSpec, ModelPlan, SoundDecoder
 from flowalign.types.request import Request
-from flowalign.types.setup import Setup
-from flowalign.types.speed import Reduced
+from flowalign.types.setup import Reduced, Setup
 from flowalign.types.trajectory import Cond
 
 ExportTarget = Literal["diffusers", "peft", "comfyui", "merged"]

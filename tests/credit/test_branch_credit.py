@@ -18,7 +18,7 @@ from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.training import Given
 

@@ -16,7 +16,7 @@ from flowalign.functional.noise_matching import add_noise, sample_error
 from flowalign.functional.transition import per_row
 from flowalign.losses import AWM, CRD, DGPO, NFT
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.matching import FIELDS
+from flowalign.types.losses import FIELDS
 from tests.fixtures.golden import load, tiny_velocity
 
 

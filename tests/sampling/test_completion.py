@@ -13,7 +13,7 @@ from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.collecting import completion_values, finish_states, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy

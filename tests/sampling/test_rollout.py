@@ -27,7 +27,7 @@ from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import move, new_sd3

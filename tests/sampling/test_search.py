@@ -7,7 +7,7 @@ from torch import Tensor
 from flowalign.sampling.inference import generate
 from flowalign.sampling.search import Search, search
 from flowalign.types import LatentReward, plain_requests
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy

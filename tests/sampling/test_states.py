@@ -18,7 +18,7 @@ from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import plain_requests
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
 

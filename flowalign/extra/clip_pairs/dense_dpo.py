@@ -14,7 +14,7 @@ from flowalign.functional.noise_matching import frame_error, sample_error
 from flowalign.functional.preference_loss import relative_gap, segment_margin, sigmoid_link
 from flowalign.losses.matching.links import pair_stats
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat
 
 

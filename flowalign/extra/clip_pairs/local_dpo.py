@@ -15,7 +15,7 @@ from flowalign.functional.noise_matching import masked_error, sample_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap, sigmoid_link
 from flowalign.losses.matching.links import pair_stats
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 

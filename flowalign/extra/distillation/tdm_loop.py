@@ -43,7 +43,7 @@ from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_c
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.update_checks import WeightChecks
 from flowalign.types import Batch
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.seeds import generator
 
 Key = tuple[int, str, int, int]

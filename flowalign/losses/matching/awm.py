@@ -16,7 +16,7 @@ from flowalign.functional.forward_process import Weighting, negative_elbo
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 

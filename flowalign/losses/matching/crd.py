@@ -21,7 +21,7 @@ from flowalign.functional.forward_process import (
 from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.groups import GROUP_ADVANTAGE, gather_groups
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 

@@ -18,7 +18,7 @@ from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
 from flowalign.losses.matching.groups import gather_groups
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 

@@ -22,7 +22,7 @@ from flowalign.functional.preference_loss import (
 )
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, sample_errors
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat
 
 _TINY = 1e-6

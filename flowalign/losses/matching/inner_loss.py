@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flowalign.functional.preference_loss import scale_row_gradients
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing_extensions import override
 from flowalign.functional.preference_loss import linear_dpo, linear_weight, relative_gap
 from flowalign.losses.matching.links import pair_stats, sample_errors
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat, Range
 
 

@@ -12,7 +12,7 @@ from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import mapo, mapo_margin
 from flowalign.losses.matching.links import error_stats
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat
 
 

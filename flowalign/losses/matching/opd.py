@@ -18,8 +18,7 @@ from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, ppo_c
 from flowalign.functional.transition import Gaussian, Kernel, log_density, per_row
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
-from flowalign.types.matching import STEPS
+from flowalign.types.losses import STEPS, Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from flowalign.functional.forward_process import optimality, self_normalised_error
 from flowalign.functional.transition import per_row
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat
 
 

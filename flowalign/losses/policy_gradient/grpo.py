@@ -19,7 +19,7 @@ from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
 from flowalign.types import Batch, Fields, PolicyLoss
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt
 
 KL = Literal["gaussian", "gaussian_no_dt", "latent_mse"]

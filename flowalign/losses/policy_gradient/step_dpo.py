@@ -18,7 +18,7 @@ from flowalign.functional.preference_loss import step_dpo
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Batch, Fields, PolicyLoss, VelocityField
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import PositiveFloat, Range, require_ranges
 
 

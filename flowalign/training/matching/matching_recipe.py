@@ -19,7 +19,7 @@ from flowalign.training.recipe import Log, Loop, Recipe, RunContext
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
-from flowalign.types.matching import FIELDS, STEPS
+from flowalign.types.losses import FIELDS, STEPS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.rollouts.rollout_settings import SEVERAL
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Batch, ModelPlan, Trajectory, plain_requests
-from flowalign.types.matching import STEPS
+from flowalign.types.losses import STEPS
 from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 

@@ -19,7 +19,7 @@ from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.recipe_plan import MemoryPart
 from flowalign.types import Batch, MatchingLoss, ModelPlan
-from flowalign.types.loss import Loss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 

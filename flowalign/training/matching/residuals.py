@@ -12,7 +12,7 @@ from flowalign.training.learner import Learner
 from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.reference import conditional
 from flowalign.types import Batch, Policy, VelocityField
-from flowalign.types.matching import FIELDS
+from flowalign.types.losses import FIELDS
 
 
 def select_fields(cfg: MatchingSettings, learner: Learner) -> dict[str, VelocityField]:

@@ -26,8 +26,8 @@ from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, ModelPlan
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
+from flowalign.types.trajectory import Completion
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from flowalign.types import (
     ValueFunction,
     plain_requests,
 )
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 
 _DRY_STEPS = 100
 """Number of denoising steps in the trial of a credit method before data are read."""

@@ -31,7 +31,7 @@ from flowalign.training.reward_gradient.frame_choice import chosen_frames
 from flowalign.training.reward_gradient.reward_gradient_settings import RewardGradientSettings
 from flowalign.training.update_checks import WeightChecks
 from flowalign.types import MediaBatch, RewardOutput, SampleView, Trajectory
-from flowalign.types.gradient_path import MatchedLosses
+from flowalign.types.credit import MatchedLosses
 from flowalign.utils.seeds import generator
 
 

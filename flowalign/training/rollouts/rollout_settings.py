@@ -17,8 +17,8 @@ from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import CreditEstimator, Trajectory, plain_requests
-from flowalign.types.completion import Completion
 from flowalign.types.ranges import PositiveInt
+from flowalign.types.trajectory import Completion
 
 SEVERAL = 10**6
 """Index of a late training step; its window is checked in addition to the first one."""

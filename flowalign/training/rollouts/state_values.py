@@ -20,7 +20,7 @@ from flowalign.types import (
     Trajectory,
     ValueFunction,
 )
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import stage
 
 

@@ -31,7 +31,7 @@ from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.times import SamplerGrid, Uniform
 from flowalign.training.recipe import RunContext
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness

@@ -20,7 +20,7 @@ from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.step_pairs import count_pairs, pair_steps, weigh_gaps
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.rollouts.credited import compute_credit
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import recipe
 from tests.fixtures.training import PROMPTS, new_learner, new_rewards

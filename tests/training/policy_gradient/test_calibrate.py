@@ -23,7 +23,7 @@ from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import Fixed, Random
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.policy_gradient.calibrate import draws
-from flowalign.types.completion import Completion
+from flowalign.types.trajectory import Completion
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
 

@@ -13,7 +13,7 @@ from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
-from flowalign.types.transitions import first_of_each
+from flowalign.types.losses import first_of_each
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards

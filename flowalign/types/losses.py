@@ -1,18 +1,25 @@
-"""Define the fields of transitions, and the interface of losses on batches of transitions."""
+"""Define the fields that losses evaluate, and the interfaces of losses on a batch.
+
+A policy loss reads transitions of rollouts. A matching loss reads residuals of predictions; for
+pairs, the winners come first, then the losers in the same order.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.transition import Gaussian, Kernel, transition
+from flowalign.functional.transition import FlowSDE, Gaussian, Kernel, transition
 from flowalign.types.batch import Batch
-from flowalign.types.loss import Loss
 from flowalign.types.policy import VelocityField
+from flowalign.types.ranges import require_ranges
+
+Loss: TypeAlias = tuple[Tensor, dict[str, Tensor]]
+"""Mean loss of a minibatch, and detached scalars for the log."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +124,75 @@ class PolicyLoss(ABC):
     @abstractmethod
     def loss(self, fields: Fields, batch: Batch) -> Loss:
         """Return the mean loss over the rows, and detached scalars for the log."""
+
+
+FIELDS = "reference", "old", "anchor"
+"""Columns with residuals of other weights than the policy's. They are filled if a loss needs them,
+at one more network evaluation per row."""
+STEPS = frozenset({"travelled", "slope", "std", "dt", "logp_old"})
+"""Columns of the stochastic steps that the policy took from visited states."""
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """Inputs of a loss that are equal for all rows of its batch."""
+
+    typical_margin: float = 0.0
+    """Running mean of |(l_w - r_w) - (l_l - r_l)|; 0 before the first update."""
+    gather: Callable[[Tensor], Tensor] = torch.Tensor.detach
+    """Function that concatenates a tensor over processes, without gradient."""
+    kernel: Kernel = field(default_factory=FlowSDE)
+    """Transition family of the steps from visited states."""
+    modality_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Number of elements of each part of a flat latent, in order; empty: latents have no parts."""
+
+
+ALONE = LossContext()
+"""Context of a single process before its first update."""
+
+
+class MatchingLoss(ABC):
+    """Loss on the residuals of a batch. Implementations: `flowalign/losses/`.
+
+    Every batch has the columns `latents`, `weight`, `sigma`, `target` and `policy`.
+    """
+
+    paired: ClassVar[bool] = True
+    """Whether rows must be pairs; if False, the rows of pairs are used as samples."""
+    velocity: ClassVar[bool] = False
+    """Whether errors are only meaningful in the space `velocity`."""
+    shared_noise: ClassVar[bool] = False
+    """Whether the rows of a group must also have the same noise."""
+    uses_places: ClassVar[bool] = False
+    """Whether the loss uses the column `places` if there is one."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside the ranges of their types, if the loss is a dataclass."""
+        require_ranges(self, type(self).__name__)
+
+    @property
+    def needs(self) -> Set[str]:
+        """Return the columns that the loss reads in addition to those of every batch.
+
+        A loss that needs `group` gets all rows of a group in one micro-batch. It gathers once per
+        micro-batch, so a group may span processes with equal numbers of micro-batches. Samples
+        without a needed label are dropped. Default: `reference`.
+        """
+        return {"reference"}
+
+    @property
+    def whole_batch(self) -> bool:
+        """Return whether a micro-batch must be the whole batch of a process (default: False)."""
+        return False
+
+    @property
+    def at_start(self) -> float | None:
+        """Return the loss while policy and reference are equal and all weights are 1.
+
+        None, the default: it depends on the data.
+        """
+        return None
+
+    @abstractmethod
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        """Return the mean loss over pairs, or over rows if unpaired, and scalars for the log."""
