@@ -122,7 +122,7 @@ def export(
     return (
         None
         if target == "comfyui"
-        else _difference(network, VerificationSamples(policy), out, target)
+        else _difference(network, VerificationSamples(policy, len(network.names)), out, target)
     )
 
 

@@ -16,18 +16,20 @@ from pipelines.network.weights import load_pipeline
 
 
 class VerificationSamples:
-    """Two fixed samples, at a high and a low noise level, on which any denoiser is evaluated.
+    """Fixed samples, half at a high and half at a low noise level, to evaluate any denoiser on.
 
-    Two levels are needed because low noise may use another network.
+    Two levels are needed because low noise may use another network. Each network gets two rows: the
+    product of a single row rounds by the alignment of the weights on some CPUs, and weights that
+    are mapped from a file have any alignment.
     """
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, num_networks: int):
         assert policy.text_encoder, "a pipeline of diffusers encodes prompts"
-        requests: Sequence[Request] = policy.text_encoder.probe_requests()
+        requests: Sequence[Request] = [*policy.text_encoder.probe_requests()] * num_networks
         self.policy, self.cond = policy, encode_requests(policy, requests)
-        self.x = policy.noise(2, torch.Generator().manual_seed(0))
+        self.x = policy.noise(2 * num_networks, torch.Generator().manual_seed(0))
         early = policy.schedule(4)[1]
-        self.sigma = torch.stack([early, early / 20])
+        self.sigma = torch.stack([early, early / 20]).repeat(num_networks)
 
     @torch.no_grad()
     def velocity(self, denoiser: Any) -> Tensor:
@@ -46,7 +48,7 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
 
     Networks are loaded one at a time, and each is freed before the next one is loaded.
     """
-    probe = VerificationSamples(policy)
+    probe = VerificationSamples(policy, len(network.names))
     trained = {name: network.components[name] for name in network.trained}
     with undivide([network.components[n] for n in network.names]), fold_alpha(trained.values()):
         expected = probe.velocity(policy.denoiser)
