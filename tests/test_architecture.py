@@ -1,9 +1,12 @@
 """Budgets that keep the code base readable. Raise one only in a commit that says why."""
 
 import ast
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.fixtures import zygote
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("flowalign", "pipelines", "reward_models")
@@ -91,3 +94,10 @@ def test_test_modules_share_only_fixtures():
         )
         shared = {a or b for a, b in found} - {"tests.test_architecture"}
         assert shared == set(), path
+
+
+def test_the_servers_of_the_tests_import_modules_that_exist():
+    """A module that is gone would end every process that a test starts."""
+    own = [name for name in zygote._MODULES if name.split(".")[0] in (*PACKAGES, "tests")]
+    assert own
+    assert [name for name in own if importlib.util.find_spec(name) is None] == []
