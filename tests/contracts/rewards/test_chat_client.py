@@ -420,7 +420,7 @@ def test_without_httpx_the_extra_is_named(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", broken)
-    monkeypatch.setattr("importlib.import_module", broken)
+    monkeypatch.setattr("flowalign.utils.imports.import_module", broken)
     with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[judge\]'"):
         ChatClient(Server("http://127.0.0.1:1/v1", MODEL))
 
