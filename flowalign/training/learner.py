@@ -231,10 +231,6 @@ class Learner:
                 "Lower optimizer.learning_rate, or compute in fp32; the last checkpoint is intact."
             )
 
-    def snapshot(self) -> Iterator[tuple[str, Tensor]]:
-        """Return copies of this process's part of every trained parameter, by name."""
-        return ((name, local_part(p.detach()).clone()) for name, p in self.named.items())
-
     @property
     def is_sharded(self) -> bool:
         """Return whether trained parameters are sharded."""
