@@ -22,11 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.credit.branch import Branch
-from flowalign.credit.control_variate import ControlVariate
-from flowalign.credit.gain import Gain, NextValue
-from flowalign.credit.outcome import Outcome
-from flowalign.credit.tree import LeafAdvantage
+from flowalign.credit.branch import Branch, LeafAdvantage
+from flowalign.credit.chain import ControlVariate, Gain, NextValue, Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes

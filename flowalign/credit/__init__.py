@@ -1,4 +1,4 @@
-"""Step-level credit assignment for denoising trajectories, one file per method.
+"""Step-level credit assignment for denoising trajectories.
 
 A method receives a trajectory and a function that values its states.
 """

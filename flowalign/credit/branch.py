@@ -1,8 +1,4 @@
-"""Credit a transition with the outcomes of its descendants, compared with other branches.
-
-Sources: TempFlow-GRPO, arXiv:2508.04324 (combs, siblings are compared); BranchGRPO,
-arXiv:2509.06040v5 (trees, nodes of equal depth are compared, pruning).
-"""
+"""Credit a transition with the outcomes of its descendants, or compared with its siblings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
-from flowalign.functional.advantage import group_mean
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.functional.advantage import compare_in_groups, group_mean
+from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -69,6 +65,9 @@ class Branch(CreditEstimator):
 
     In a comb this value is the outcome of the single sample that branched off at this step. Credit
     by branches needs `sampling.branching: Comb` or `Tree`.
+
+    Sources: TempFlow-GRPO, arXiv:2508.04324 (combs, siblings are compared); BranchGRPO,
+    arXiv:2509.06040v5 (trees, nodes of equal depth are compared, pruning).
     """
 
     compare: Literal["siblings", "depth"] = "siblings"
@@ -110,3 +109,63 @@ class Branch(CreditEstimator):
 
 def _branches(group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> bool:
     return len(group[mask].unique()) < int(mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafAdvantage(CreditEstimator):
+    """Each transition earns the mean advantage of the leaves below it.
+
+    Advantages compare the leaves of a prompt; `Branch` compares transitions of equal depth instead.
+    The method needs `sampling.branching: Tree` and advantages.scale: given.
+
+    Sources: TreeGRPO, arXiv:2512.08153 (children weighted by their log-probability);
+    Dynamic-TreeRPO, arXiv:2509.23352v3 (plain mean, our reconstruction because its equations are
+    not public).
+    """
+
+    beta: PositiveFloat | None = None
+    """Inverse temperature: children are weighted by softmax(beta * logp). TreeGRPO: 1. Null: all
+    leaves have equal weight."""
+
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Fuse the advantages of the leaves; raise ValueError if no samples share transitions."""
+        if not bool((trajectory.shared & trajectory.trained.any(0)).any()):
+            raise ValueError(
+                "credit by trees needs samples that share transitions: set "
+                "recipe.sampling.branching to flowalign.sampling.Tree"
+            )
+        outcome, prompt = values([trajectory.num_steps])[:, 0], prompt_step_ids(trajectory)
+        advantage = compare_in_groups(outcome, prompt[:, -1])
+        value = fuse_branches(
+            advantage, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta
+        )
+        return StepCredit(value, prompt, trajectory.trained, normalised=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextLatent(CreditEstimator):
+    """Each transition earns the latent reward of its next state, without completion or decoding.
+
+    It needs `sampling.branching: Comb` or `Tree`. The outcome is only logged.
+
+    Source: the Step-wise GRPO of DRM, arXiv:2605.25661, from its page. Siblings are drawn from the
+    same state, and advantages are local to the step. The released code has no such loop; the
+    candidate that continues is not known. Here, the branching of the rollout decides it.
+    """
+
+    reward: LatentReward
+    """Reward model of noisy latents; it must return the weighted reward dimensions."""
+
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Score the state after each trained step; raise ValueError if no samples are siblings."""
+        group, mask = sibling_ids(trajectory), trajectory.trained
+        if len(group[mask].unique()) == int(mask.sum()):
+            raise ValueError(
+                "NextLatent compares samples that were drawn from the same state: set "
+                "recipe.sampling.branching to flowalign.sampling.Comb or Tree"
+            )
+        steps = mask.any(0).nonzero()[:, 0].tolist()
+        reached = values.scored([k + 1 for k in steps], self.reward)
+        value = reached.new_zeros(len(reached), trajectory.num_steps, reached.shape[-1])
+        value[:, steps] = reached
+        return StepCredit(value, group, mask)

@@ -1,4 +1,4 @@
-"""Paths on which the gradient of a reward reaches the policy. One file per method."""
+"""Paths on which the gradient of a reward reaches the policy."""
 
 import lazy_loader
 

@@ -1,16 +1,26 @@
-"""DRaFT-K: backpropagation through the last K steps of the sampler."""
+"""Backpropagate through steps of the sampler: chains of steps, single steps and predictions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.path_gradient import straight_through
-from flowalign.gradient_paths.steps import require_steps
-from flowalign.types import GradientPath, PositiveInt, Replay, SampleView
+from flowalign.functional.noise_matching import add_noise
+from flowalign.functional.path_gradient import euler_sum, predict_clean, straight_through
+from flowalign.gradient_paths.steps import draw_evenly_spaced, draw_int, require_steps
+from flowalign.types import (
+    GradientPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Replay,
+    SampleView,
+    UnitInterval,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +53,132 @@ def chain_steps(replay: Replay, start: int) -> Float[Tensor, "n *latent"]:
         step = x + (sigmas[k + 1] - sigmas[k]) * replay.velocity(k, x)
         x = straight_through(replay.state(k + 1), step)
     return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignProp(GradientPath):
+    """Backpropagation through the sampler from a random step to the end.
+
+    The step is given as a share of the rollout, because the published values refer to 50 steps.
+
+    Source: AlignProp, arXiv:2310.03739.
+    """
+
+    truncation: Literal["normal", "uniform"] = "normal"
+    """Distribution of the first step that the gradient reaches."""
+    mean: UnitInterval = 0.84
+    """Mean of `normal`, as a share of the steps. Default: 42 of 50."""
+    std: PositiveFloat = 0.1
+    """Standard deviation of `normal`, as a share of the steps. Default: 5 of 50."""
+
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the sample with the gradient of a chain of random length."""
+        num_steps = replay.num_steps
+        if self.truncation == "uniform":
+            start = draw_int(0, num_steps - 1, generator)
+        else:
+            share = self.mean + self.std * float(torch.randn((), generator=generator))
+            start = min(max(round(share * num_steps), 0), num_steps - 1)
+        yield SampleView(chain_steps(replay, start))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRaFTLV(GradientPath):
+    """Backpropagation through the last step, for the sample and for re-noised copies of it.
+
+    Several gradients per rollout lower the variance.
+
+    Source: DRaFT-LV, arXiv:2309.17400.
+    """
+
+    noised_copies: NonNegativeInt = 2
+    """Number of copies of each sample that are noised to the last noise level and denoised."""
+
+    @override
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the sample, then its copies."""
+        k = replay.num_steps - 1
+        sigma = replay.sigmas[k]
+        first = predict_clean(replay.state(k), replay.velocity(k), sigma)
+        yield SampleView(first)
+        sample = first.detach()
+        for i in range(self.noised_copies):
+            x = add_noise(sample, replay.noise(i), sigma.expand(len(sample)))
+            yield SampleView(predict_clean(x, replay.velocity_at(x, sigma), sigma))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRTune(GradientPath):
+    """Gradient of evenly spaced steps, through the clean latents that a late step predicts.
+
+    The inputs of the network are detached, so no gradient flows from one step through another.
+
+    Source: DRTune, arXiv:2405.00760; defaults of FlowBP's comparison, arXiv:2606.11075.
+    """
+
+    train_steps: PositiveInt = 3
+    """Number of steps that the gradient reaches; fewer if the drawn end leaves fewer steps."""
+    early_stop: UnitInterval = 0.4
+    """Share of the last steps from which the predicting step is drawn. 0: the last step."""
+
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the clean latents that the last used step predicts."""
+        num_steps, sigmas = replay.num_steps, replay.sigmas
+        require_steps(f"DRTune.train_steps {self.train_steps}", self.train_steps, num_steps)
+        stops = round(num_steps * self.early_stop)
+        end = num_steps - (draw_int(1, stops, generator) if stops else 1)
+        active = draw_evenly_spaced(end + 1, self.train_steps, generator)
+        velocities = {k: replay.velocity(k) for k in active}
+        before = {k: v for k, v in velocities.items() if k < end}
+        x, v = replay.state(end), velocities.get(end)
+        if before:
+            x = straight_through(x, euler_sum(before, sigmas))
+        yield SampleView(
+            predict_clean(x, replay.cached_velocity(end) if v is None else v, sigmas[end])
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReFL(GradientPath):
+    """Gradient of the one-step prediction x_k - sigma_k v(x_k) at one late step k.
+
+    Source: ImageReward, arXiv:2304.05977, which draws k from the last 10 of 40 steps. The default
+    follows FlowBP's comparison, arXiv:2606.11075, with 25 steps.
+    """
+
+    last_steps: PositiveInt = 11
+    """Number of last steps from which k is drawn uniformly."""
+
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the clean latents that one step predicts."""
+        require_steps(f"ReFL.last_steps {self.last_steps}", self.last_steps, replay.num_steps)
+        k = replay.num_steps - draw_int(1, self.last_steps, generator)
+        yield SampleView(predict_clean(replay.state(k), replay.velocity(k), replay.sigmas[k]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VADER(GradientPath):
+    """Gradient of one sampler step, which later steps pass through unchanged.
+
+    `recipe.frames` chooses the decoded frames; VADER decodes a random one. The paper samples with
+    stochastic DDIM, but rollouts here are deterministic.
+
+    Source: VADER, arXiv:2407.08737.
+    """
+
+    step: Literal["last", "random"] | NonNegativeInt = "last"
+    """Step that the gradient reaches: the last, a random one, or a step index."""
+
+    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
+        """Yield the sample with the gradient of one step."""
+        last = replay.num_steps - 1
+        k = last if self.step == "last" else self.step
+        if isinstance(k, str):
+            k = draw_int(0, last, generator)
+        if k > last:
+            raise ValueError(
+                f"recipe.gradient_path VADER.step is {k}, but rollouts have {last + 1} steps: give "
+                f"at most {last}, or raise recipe.start.num_steps"
+            )
+        path = euler_sum({k: replay.velocity(k)}, replay.sigmas)
+        yield SampleView(straight_through(replay.state(last + 1), path))

@@ -1,7 +1,7 @@
 from .branching import Chain as Chain, Comb as Comb, Tree as Tree
 from .calibration import Calibration as Calibration
 from .complete_states import complete as complete
-from .frame_windows import FrameWindow as FrameWindow
+from .sde_windows import FrameWindow as FrameWindow
 from .inference import generate as generate
 from .recording import Storage as Storage
 from .reward_guidance import Euphonium as Euphonium, FlowNRG as FlowNRG

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, BranchLayout, Chain, arrange_samples
-from flowalign.sampling.frame_windows import FrameWindow
 from flowalign.sampling.recording import Storage
 from flowalign.sampling.reward_guidance import RewardGuidance
-from flowalign.sampling.sde_windows import AllButLast, SDEWindow
+from flowalign.sampling.sde_windows import AllButLast, FrameWindow, SDEWindow
 from flowalign.types import Policy, Reduced
 from flowalign.types.ranges import (
     DenoisingSteps,

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from flowalign.sampling.prompt_guidance import without_guidance
+from flowalign.sampling.inference import without_guidance
 from flowalign.training.ema import EMA
 from flowalign.training.trained_weights import TrainedWeights
 from flowalign.types import Cond, Policy, Request, VelocityField, encode_requests

@@ -19,8 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.image_signals import dark_share, grid_power, variance_of_laplacian
-from flowalign.functional.sequential import lower_bound, lower_p, spend_level
+from flowalign.functional.degradation import (
+    dark_share,
+    grid_power,
+    lower_bound,
+    lower_p,
+    spend_level,
+    variance_of_laplacian,
+)
 from flowalign.types import Request
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
 from flowalign.utils.files import write_json

@@ -36,9 +36,16 @@ from flowalign.types.model import (
     DifferentiableDecoder,
     InputSpec,
     ModelPlan,
+    Offload,
+    Quantization,
+    Reduced,
+    SampleRanks,
     Saving,
+    Setup,
+    Sharding,
     Sound,
     SoundDecoder,
+    Speed,
 )
 from flowalign.types.policy import (
     ExportDtype,
@@ -96,14 +103,5 @@ from flowalign.types.reward_heads import (
     LatentReward,
     NoisyBackbone,
     Refreshable,
-)
-from flowalign.types.setup import (
-    Offload,
-    Quantization,
-    Reduced,
-    SampleRanks,
-    Setup,
-    Sharding,
-    Speed,
 )
 from flowalign.types.trajectory import Completion, Cond, SharedRows, Trajectory

@@ -10,9 +10,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flowalign.types.model import DifferentiableDecoder, InputSpec, ModelPlan, SoundDecoder
+from flowalign.types.model import (
+    DifferentiableDecoder,
+    InputSpec,
+    ModelPlan,
+    Reduced,
+    Setup,
+    SoundDecoder,
+)
 from flowalign.types.request import Request
-from flowalign.types.setup import Reduced, Setup
 from flowalign.types.trajectory import Cond
 
 ExportTarget = Literal["diffusers", "peft", "comfyui", "merged"]

@@ -16,8 +16,7 @@ from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.extra.clip_pairs import clip_pairs_job
-from flowalign.extra.clip_pairs.dense_pairs import DensePairs
-from flowalign.extra.clip_pairs.local_pairs import LocalPairs
+from flowalign.extra.clip_pairs.generators import DensePairs, LocalPairs
 from flowalign.extra.clip_pairs.run_file import ClipPairs, load
 from flowalign.runs.config.loading import compose
 from flowalign.types import InputSpec

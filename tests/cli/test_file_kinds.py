@@ -6,7 +6,7 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.extra.clip_pairs.run_file import ClipPairs
-from flowalign.extra.users.user_embeddings import UserEmbeddings
+from flowalign.extra.users import UserEmbeddings
 from flowalign.reward_training.reward_run import RewardRun
 from flowalign.rewards.config import RewardFile
 from flowalign.runs.config import Run

@@ -5,11 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flowalign.credit.branch import Branch, fuse_branches, mask_extremes
+from flowalign.credit.branch import Branch, LeafAdvantage, fuse_branches, mask_extremes
+from flowalign.credit.chain import ControlVariate, Granular, estimate_slope
 from flowalign.credit.contrast import Contrast, contrast
-from flowalign.credit.control_variate import ControlVariate, estimate_slope
-from flowalign.credit.granular import Granular
-from flowalign.credit.tree import LeafAdvantage
 from flowalign.functional.advantage import group_center
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling.branching import Chain, Comb, Tree

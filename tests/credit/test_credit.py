@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.credit.gain import gains
-from flowalign.credit.lambda_return import lambda_returns
+from flowalign.credit.chain import gains, lambda_returns
 from flowalign.credit.turning_point import (
     TurningPoint,
     balance_turning_points,

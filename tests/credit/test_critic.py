@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit.control_variate import ControlVariate
+from flowalign.credit.chain import ControlVariate, LambdaReturn, Outcome, lambda_returns
 from flowalign.credit.critic import Critic, explained_variance
-from flowalign.credit.lambda_return import LambdaReturn, lambda_returns
-from flowalign.credit.outcome import Outcome
 from flowalign.data.requests import Requests
 from flowalign.runs.planning import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed

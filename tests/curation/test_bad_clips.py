@@ -18,7 +18,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.distributed.processes import ALONE
 from flowalign.extra.clip_pairs.clip_pairs_job import finish as pairs_made
 from flowalign.extra.clip_pairs.clip_pairs_job import run as make_pairs
-from flowalign.extra.clip_pairs.local_pairs import LocalPairs
+from flowalign.extra.clip_pairs.generators import LocalPairs
 from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.rewards.composite import Rewards
 from flowalign.training.held_out_evaluation import Evaluation, evaluate

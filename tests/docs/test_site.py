@@ -11,7 +11,7 @@ from tests.fixtures.doc_pages import DOCS
 
 pytestmark = pytest.mark.slow
 CONFIG = DOCS / "site" / "properdocs.yml"
-GAIN = 'id="flowalign.credit.gain.Gain"'
+GAIN = 'id="flowalign.credit.chain.Gain"'
 PAGE = "# Title\n\n[other](other.md)\n"
 
 
@@ -34,7 +34,7 @@ def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
     pages = {page.stem: page.read_text() for page in (site / "reference" / "api").glob("*.html")}
     assert [name for name, page in pages.items() if "api-summary" not in page] == ["index"]
     credit = pages["credit"]
-    assert 0 < credit.find('<a href="#flowalign.credit.gain.Gain">') < credit.find(GAIN)
+    assert 0 < credit.find('<a href="#flowalign.credit.chain.Gain">') < credit.find(GAIN)
     assert 'src="data:image/png;base64,' in (site / "tutorials" / "step_credit.html").read_text()
     assert "zero_grad" in (site / "examples" / "index.html").read_text()
     assert 'data-md-component="source"' not in (site / "index.html").read_text()

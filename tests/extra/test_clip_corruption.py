@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.extra.clip_pairs.corruption import (
+from flowalign.extra.clip_pairs.denoiser import (
     moving_mask,
     restore_unmasked,
     step_at_level,

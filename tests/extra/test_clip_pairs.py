@@ -6,9 +6,7 @@ from torch import Tensor, nn, tensor
 from torch.testing import assert_close
 
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
-from flowalign.extra.clip_pairs.dense_pairs import DensePairs
-from flowalign.extra.clip_pairs.local_pairs import LocalPairs
-from flowalign.extra.clip_pairs.method import ClipPair, SkippedClip
+from flowalign.extra.clip_pairs.generators import ClipPair, DensePairs, LocalPairs, SkippedClip
 from flowalign.functional.noise_matching import add_noise
 from flowalign.rewards.composite import Rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests

@@ -4,7 +4,7 @@ import pytest
 from torch import nan, tensor
 from torch.testing import assert_close
 
-from flowalign.extra.clip_pairs.corruption import (
+from flowalign.extra.clip_pairs.denoiser import (
     compare_with_margin,
     find_frames,
     split_spans,

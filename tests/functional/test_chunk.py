@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.span import (
+from flowalign.functional.surrogate import (
     chunk_log_ratio,
     chunks_of_change,
     chunks_of_sizes,
     latent_change,
+    log_hinge,
+    ppo_clip,
 )
-from flowalign.functional.surrogate import log_hinge, ppo_clip
 
 
 def test_the_ratio_of_a_chunk_by_hand():

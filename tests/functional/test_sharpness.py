@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.functional.image_signals import variance_of_laplacian
+from flowalign.functional.degradation import variance_of_laplacian
 
 
 def grey(rows):

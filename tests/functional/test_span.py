@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowalign.functional.span import find_spans
+from flowalign.functional.surrogate import find_spans
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowalign.extra import DirichletLeaps, FlowBPBridge, FlowBPLagrange
-from flowalign.extra.flowbp_bridge import divide_steps
+from flowalign.extra.flowbp import divide_steps
 from flowalign.gradient_paths import (
     VADER,
     AlignProp,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowalign.extra import DirichletLeaps, FlowBPBridge, FlowBPLagrange
-from flowalign.extra.flowbp_lagrange import lagrange_weights, support_points
+from flowalign.extra.flowbp import lagrange_weights, support_points
 from flowalign.gradient_paths import (
     DRaFTLV,
     DRTune,

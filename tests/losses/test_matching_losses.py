@@ -7,9 +7,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.extra.clip_pairs.dense_dpo import DenseDPO
-from flowalign.extra.clip_pairs.local_dpo import LocalDPO
-from flowalign.extra.focus_dpo import FocusDPO
+from flowalign.extra.regional_dpo import DenseDPO, FocusDPO, LocalDPO
 from flowalign.functional.noise_matching import sample_error
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.gradient_balance import GradientBalance

@@ -11,9 +11,7 @@ import torch
 from PIL import Image
 
 from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain, NextValue
-from flowalign.credit.granular import Granular
-from flowalign.credit.outcome import Outcome
+from flowalign.credit.chain import Gain, Granular, NextValue, Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import Requests
 from flowalign.reports.credit_view import Scale, make_tables, read_credit

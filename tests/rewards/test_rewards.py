@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.data.requests import read_requests
 from flowalign.functional.combine import Multipliers
 from flowalign.rewards.checked import RewardError

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.sampling.sde_windows import Fixed

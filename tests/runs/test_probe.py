@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from flowalign.credit.chain import LambdaReturn
 from flowalign.credit.critic import Critic
-from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.functional.signal import moments
 from flowalign.runs.session import open_run

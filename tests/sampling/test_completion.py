@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.complete_states import complete, take_rows
 from flowalign.sampling.rollout import sample

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from flowalign.credit.chain import LambdaReturn
 from flowalign.credit.critic import Critic
-from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.features import FeatureRecorder, average_places, last_layers
 from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling.stepping import FeatureRecorder, average_places, last_layers
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator

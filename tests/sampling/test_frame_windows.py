@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.frame_windows import (
+from flowalign.sampling.sde_windows import (
+    Fixed,
     FrameWindow,
     draw_frame_windows,
     share_outside_windows,
 )
-from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import rollout

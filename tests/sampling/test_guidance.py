@@ -6,7 +6,6 @@ from torch.testing import assert_close
 
 from flowalign.functional.transition import DanceSDE, FlowSDE, log_density, transition
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.frame_windows import FrameWindow
 from flowalign.sampling.inference import generate
 from flowalign.sampling.reward_guidance import (
     Euphonium,
@@ -16,7 +15,7 @@ from flowalign.sampling.reward_guidance import (
 )
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling.sde_windows import Fixed, FrameWindow
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.latent import LatentRedness

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm

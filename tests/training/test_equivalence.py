@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flowalign.credit.chain import LambdaReturn
 from flowalign.credit.critic import Critic
-from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.distributed.processes import Processes
 from flowalign.gradient_paths import DRaFTLV, LeapAlign

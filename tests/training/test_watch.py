@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.functional.image_signals import dark_share, grid_power
+from flowalign.functional.degradation import dark_share, grid_power
 from flowalign.rewards.config import WeightedReward
 from flowalign.training.divergence import measure_divergence
 from flowalign.training.held_out_evaluation import Evaluation

@@ -28,7 +28,7 @@ from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Dataset
 from flowalign.data.tensor_store import save_latent
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
-from flowalign.extra.clip_pairs.method import ClipPair
+from flowalign.extra.clip_pairs.generators import ClipPair
 from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.types import Request
 from flowalign.utils.files import atomic_write, write_text

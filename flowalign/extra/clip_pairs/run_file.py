@@ -9,7 +9,7 @@ import yaml
 
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator
-from flowalign.extra.clip_pairs.method import PairGenerator
+from flowalign.extra.clip_pairs.generators import PairGenerator
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward, join_weights
 from flowalign.types import Policy

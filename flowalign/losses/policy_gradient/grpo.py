@@ -13,8 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.advantage import place_log_ratio, split_places
-from flowalign.functional.span import chunk_log_ratio
-from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, latent_mse
+from flowalign.functional.surrogate import (
+    chunk_log_ratio,
+    gaussian_kl,
+    gaussian_kl_no_dt,
+    latent_mse,
+)
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.low_rank import merge_factors
 from flowalign.training.learner import Learner
 
 ColdStart = Literal["policy", "average", "merge"]
@@ -50,3 +50,28 @@ def _merge_adapters(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
         pairs = [one[name] for one in taught], [one[other] for one in taught]
         found[name], found[other] = merge_factors(*pairs)
     return found
+
+
+def merge_factors(
+    down: Sequence[Float[Tensor, "r i"]], up: Sequence[Float[Tensor, "o r"]]
+) -> tuple[Float[Tensor, "r i"], Float[Tensor, "o r"]]:
+    """Return factors of rank r with the product nearest to the mean of the products up @ down.
+
+    Averaging the factors would be wrong, because it multiplies the `up` of one update with the
+    `down` of another. The singular values are divided evenly between both factors.
+    """
+    rank = len(down[0])
+    wide = torch.cat(list(down)).double()
+    tall = torch.cat(list(up), dim=1).double() / len(up)
+    # The product is as large as the weight; its SVD follows from that of a small matrix.
+    inner, mix = torch.linalg.qr(tall)
+    u, s, v = torch.linalg.svd(mix @ wide, full_matrices=False)
+    root = s[:rank].sqrt()
+    return _padded(root[:, None] * v[:rank], down[0]), _padded((inner @ u[:, :rank]) * root, up[0])
+
+
+def _padded(part: Tensor, like: Tensor) -> Tensor:
+    """Return a factor padded with zeros to the shape and dtype of `like`."""
+    out = torch.zeros_like(like)
+    out[: part.shape[0], : part.shape[1]] = part
+    return out

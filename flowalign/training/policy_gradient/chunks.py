@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.distributed.processes import Processes
-from flowalign.functional.span import chunks_of_change, chunks_of_sizes, latent_change
+from flowalign.functional.surrogate import chunks_of_change, chunks_of_sizes, latent_change
 from flowalign.functional.transition import log_density
 from flowalign.training.policy_gradient.batches import (
     RolloutBatch,

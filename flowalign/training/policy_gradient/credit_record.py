@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.credit.outcome import Outcome
+from flowalign.credit.chain import Outcome
 from flowalign.data.media.encode import arrange_grid, write_picture
 from flowalign.data.media.pixels import reduce_size, spread_frames
 from flowalign.reports.pages import PALETTE

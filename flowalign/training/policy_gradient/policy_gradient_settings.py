@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowalign.credit.outcome import Outcome
+from flowalign.credit.chain import Outcome
 from flowalign.functional.surrogate import StepWeight
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.rewards.checked import OnFailure

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from flowalign.distributed.processes import Processes
-from flowalign.functional.span import find_spans
+from flowalign.functional.surrogate import find_spans
 from flowalign.training.policy_gradient.batches import RolloutBatch
 
 

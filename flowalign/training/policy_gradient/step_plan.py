@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from flowalign.credit.branch import mask_extremes
-from flowalign.functional.span import find_spans
+from flowalign.functional.surrogate import find_spans
 from flowalign.sampling.complete_states import credit_requirements
 from flowalign.training.plan_rows import evaluations_row
 from flowalign.training.policy_gradient.batches import alternatives

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
-from flowalign.sampling.frame_windows import draw_frame_windows
 from flowalign.sampling.recording import DTYPES
+from flowalign.sampling.sde_windows import draw_frame_windows
 from flowalign.training.plan_rows import (
     check_prompts_per_step,
     evaluations_row,

@@ -6,8 +6,8 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from flowalign.credit.chain import Outcome
 from flowalign.credit.critic import Critic
-from flowalign.credit.outcome import Outcome
 from flowalign.sampling.complete_states import (
     CompletionRequest,
     CreditRequirements,

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
-from flowalign.extra.clip_pairs.dense_pairs import DensePairs
-from flowalign.extra.clip_pairs.local_pairs import LocalPairs
-from flowalign.extra.clip_pairs.method import ClipPair
+from flowalign.extra.clip_pairs.generators import ClipPair, DensePairs, LocalPairs
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.types import plain_requests

@@ -15,7 +15,7 @@ from flowalign import runs
 from flowalign.data.tensor_store import StoredPrompts
 from flowalign.runs import run_memory
 from flowalign.runs.config import Run, load
-from flowalign.sampling.prompt_guidance import without_guidance
+from flowalign.sampling.inference import without_guidance
 from flowalign.types import ModelPlan, Request, encode_requests
 from flowalign.utils.errors import ConfigError
 from pipelines.families.ltx import LTX

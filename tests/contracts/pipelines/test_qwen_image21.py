@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.sampling.features import FeatureRecorder
+from flowalign.sampling.stepping import FeatureRecorder
 from flowalign.types import plain_requests
 from pipelines.any_pipeline.any_flow import Call
 from pipelines.families.qwen_image import QwenImage21

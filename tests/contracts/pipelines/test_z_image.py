@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from flowalign.sampling.features import last_layers
+from flowalign.sampling.stepping import last_layers
 from flowalign.types import plain_requests
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flowalign.extra import TDM, RewardWords
-from flowalign.extra.distillation import tdm_loop as module
+from flowalign.extra import tdm_loop as module
 from flowalign.training.recipe import RunContext
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_learner, new_rewards

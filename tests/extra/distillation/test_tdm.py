@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from flowalign.data.requests import Requests
 from flowalign.extra import TDM
-from flowalign.extra.distillation.roles import open_roles
-from flowalign.extra.distillation.tdm_loop import TDMLoop
-from flowalign.extra.distillation.tdm_settings import Fake, RewardSurrogate
+from flowalign.extra.tdm_loop import TDMLoop
+from flowalign.extra.tdm_parts import Fake, RewardSurrogate, open_roles
 from flowalign.losses.matching.dgpo import DGPO
 from flowalign.rewards.composite import Rewards
 from flowalign.training import checkpoint

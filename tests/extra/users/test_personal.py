@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flowalign.extra.users.personal import PersonalSD15, PersonalSDXL
+from flowalign.extra.personal import PersonalSD15, PersonalSDXL
 from flowalign.training.reference import FrozenCopy, conditional, reference_for
 from tests.fixtures.embedded import move
 from tests.fixtures.families import noise, requests_for

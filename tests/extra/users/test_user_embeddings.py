@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from flowalign.cli.main import main
 from flowalign.data.preference.dataset import PreferenceDataset
-from flowalign.extra.users.user_embeddings import UserEmbeddings, choice_tokens
+from flowalign.extra.users import UserEmbeddings, choice_tokens
 from flowalign.functional.rating import Features
 from flowalign.types import Backbone
 

@@ -8,7 +8,7 @@ import torch
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields
 from flowalign.data.preference.preference_data import Pair, Sample
-from flowalign.extra.clip_pairs.local_dpo import LocalDPO
+from flowalign.extra.regional_dpo import LocalDPO
 from flowalign.losses.matching.dpo import DPO
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from flowalign.credit.branch import Branch
+from flowalign.credit.chain import Gain, LambdaReturn, NextValue, Outcome
 from flowalign.credit.critic import Critic
-from flowalign.credit.gain import Gain, NextValue
-from flowalign.credit.lambda_return import LambdaReturn
-from flowalign.credit.outcome import Outcome
 from flowalign.distributed.processes import Processes
 from flowalign.functional.noise_matching import step_at
 from flowalign.functional.solver import second_order_step

@@ -12,7 +12,7 @@ from torch import tensor
 from torch.nn.functional import adaptive_avg_pool2d
 from torch.testing import assert_close
 
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import BatchFields, Collator, read_map

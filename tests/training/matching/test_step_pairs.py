@@ -8,7 +8,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.data.preference.preference_data import BestWorst, Dominance, Gap
 from flowalign.functional.noise_matching import step_at
 from flowalign.sampling.branching import Comb

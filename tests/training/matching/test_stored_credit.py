@@ -9,8 +9,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain, NextValue
-from flowalign.credit.lambda_return import LambdaReturn
+from flowalign.credit.chain import Gain, LambdaReturn, NextValue
 from flowalign.functional.noise_matching import step_at
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.stored import StoredDataset

@@ -11,7 +11,7 @@ import torch
 from flowalign import runs
 from flowalign.cli import train
 from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain
+from flowalign.credit.chain import Gain
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import CPS, DanceSDE
 from flowalign.rewards.config import WeightedReward

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from flowalign.credit.chain import Gain, Outcome
 from flowalign.credit.contrast import Contrast
-from flowalign.credit.gain import Gain
-from flowalign.credit.outcome import Outcome
 from flowalign.data.requests import Requests
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip

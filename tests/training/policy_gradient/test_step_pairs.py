@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain
-from flowalign.credit.outcome import Outcome
+from flowalign.credit.chain import Gain, Outcome
 from flowalign.functional.preference_loss import step_dpo
 from flowalign.functional.transition import CPS, log_density
 from flowalign.losses.policy_gradient.step_dpo import StepDPO

@@ -1,10 +1,15 @@
-"""Generate DenseDPO pairs: a video noised and denoised twice, labelled segment by segment.
+"""Generate pairs from real videos: each video gives a pair or a reason.
 
-Both copies keep the motion of the original and differ in details. So labels can differ between
-segments, and a static video has no advantage.
-Source: DenseDPO, arXiv:2506.03517.
+Local-DPO, arXiv:2601.04068: a real video wins against itself, regenerated in a moving mask. It
+needs no annotation. Its code restores the real video outside the mask before every step. Here it is
+also restored after the last step, so the latents of a pair differ only inside the mask.
+
+DenseDPO, arXiv:2506.03517: a video is noised and denoised twice, labelled segment by segment. Both
+copies keep the motion of the original and differ in details. So labels can differ between segments,
+and a static video has no advantage.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,24 +19,128 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.extra.clip_pairs.corruption import (
+from flowalign.extra.clip_pairs.denoiser import (
+    ClipRegenerator,
+    Clips,
+    ClipScores,
     Span,
     compare_with_margin,
     find_frames,
+    moving_mask,
     split_spans,
     step_at_level,
+    step_at_share,
     temporal_stride,
 )
-from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips, ClipScores
-from flowalign.extra.clip_pairs.method import ClipPair, PairGenerator, Results, Side, SkippedClip
 from flowalign.rewards.composite import Rewards
 from flowalign.types.ranges import (
     Decay,
     NonNegativeFloat,
     PositiveFloat,
+    PositiveInt,
     UnitInterval,
     require_ranges,
 )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two videos of a pair."""
+
+    latent: Float[Tensor, "C F H W"]
+    media: Float[Tensor, "T 3 h w"]
+
+
+@dataclass(frozen=True)
+class ClipPair:
+    """Generated pair; the names of its sides appear in its files and columns."""
+
+    sides: Mapping[str, Side]
+    row: Mapping[str, Any]
+    """Additional columns of its row, in the format of the method's data reader."""
+    mask: Float[Tensor, "F H W"] | None = None
+    """Latent positions where the sides differ: 1 inside, 0 outside."""
+
+
+@dataclass(frozen=True)
+class SkippedClip:
+    """Reason why a video gives no pair."""
+
+    problem: str
+    """Kind of problem, a colon, and the details."""
+    expected: bool = False
+    """Whether the method drops the video by design; otherwise it is an error."""
+
+
+Results = list[ClipPair | SkippedClip]
+
+
+class PairGenerator(ABC):
+    """Generator of pairs from real videos."""
+
+    @abstractmethod
+    def check(self, rewards: Rewards) -> None:
+        """Raise ValueError if the method cannot work with these rewards."""
+
+    @abstractmethod
+    def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
+        """Return a pair, or the reason why there is none, for each video."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPairs(PairGenerator):
+    """Generator with the real video as winner; the loser's latents differ only inside a mask."""
+
+    strengths: Sequence[UnitInterval] = (0.75, 0.8, 0.85)
+    """Shares of the sampler's steps that denoise the loser, in (0.6, 1]; each video draws one.
+    Training weighs larger ones more, see `readers.local_dpo.emphasis`."""
+    share: tuple[UnitInterval, UnitInterval] = (0.1, 0.5)
+    """Range of the share of latent positions that the mask covers, in (0, 1), drawn per video. The
+    default is our choice."""
+    max_shapes: PositiveInt = 5
+    """Largest number of boxes and ellipses in a mask; at least one is drawn."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for masks that change nothing, or strengths that training rejects."""
+        require_ranges(self, "method")
+        if not self.strengths or not all(0.6 < s <= 1 for s in self.strengths):
+            raise ValueError(f"method.strengths are {[*self.strengths]}; each must be in (0.6, 1]")
+        low, high = self.share
+        if not 0 < low <= high < 1:
+            raise ValueError(f"method.share is {self.share}; it must increase within (0, 1)")
+
+    @override
+    def check(self, rewards: Rewards) -> None:
+        if rewards.models:
+            raise ValueError("method LocalPairs needs no reward: remove rewards from the run file")
+
+    @override
+    def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
+        _, _, frames, height, width = clips.latents.shape
+        strengths, masks = [], []
+        for draw in regenerator.make_generators("mask", clips):
+            which = int(torch.randint(len(self.strengths), (), generator=draw))
+            shapes = 1 + int(torch.randint(self.max_shapes, (), generator=draw))
+            low, high = self.share
+            share = low + (high - low) * float(torch.rand((), generator=draw))
+            strengths.append(self.strengths[which])
+            masks.append(moving_mask((frames, height, width), share, shapes, draw))
+        starts = torch.tensor([step_at_share(regenerator.num_steps, s) for s in strengths])
+        mask = torch.stack(masks)[:, None].to(clips.latents)
+        noise = regenerator.draw_noise("noise", clips)
+        losers = regenerator.regenerate(clips, noise, starts, mask)
+        media = regenerator.decode(torch.cat([clips.latents, losers])).chunk(2)
+        return [
+            ClipPair(
+                {
+                    "positive": Side(clips.latents[i], media[0][i]),
+                    "negative": Side(losers[i], media[1][i]),
+                },
+                {"strength": strengths[i]},
+                masks[i],
+            )
+            for i in range(len(clips.numbers))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

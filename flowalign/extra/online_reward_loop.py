@@ -6,6 +6,7 @@ step of the inner loop -> a few of its rollouts -> trusted scores -> pairs -> he
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,16 +14,98 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.extra.online_reward.online_reward_settings import OnlineRewardSettings
-from flowalign.extra.online_reward.recorder import Recorder
 from flowalign.functional.agreement import list_pairs
 from flowalign.functional.rating import Features
 from flowalign.functional.reward_loss import bradley_terry
+from flowalign.rewards.checked import OnFailure, check_spec
 from flowalign.rewards.composite import Rewards
-from flowalign.training.learner import Learner
-from flowalign.training.recipe import Loop
+from flowalign.training.learner import Learner, Optimizer
+from flowalign.training.recipe import Loop, Recipe
 from flowalign.training.trained_weights import TrainedSet
-from flowalign.types import MediaBatch, Refreshable, RewardModel
+from flowalign.types import MediaBatch, Refreshable, RewardModel, RewardOutput
+from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineRewardSettings:
+    """Settings of the inner recipe, and of refreshing the head of its learned reward."""
+
+    inner: Recipe
+    """Recipe that trains the policy; it must sample groups per prompt."""
+    trusted: RewardModel
+    """Trusted but slow reward model, such as a verifier or a judge, which scores few rollouts."""
+    dims: Mapping[str, str]
+    """Map from each refreshed dimension of the learned reward to the dimension of `trusted` that it
+    is trained on. All refreshed dimensions must belong to one reward model with a trainable
+    head."""
+    every: PositiveInt = 1
+    """Number of training steps between two refreshes."""
+    groups: PositiveInt = 4
+    """Number of groups per step that `trusted` scores, over all processes; at least one per
+    process."""
+    head_updates: PositiveInt = 4
+    """Number of updates of the head per refresh, each on all pairs."""
+    min_gap: NonNegativeFloat = 0.0
+    """Difference of trusted scores above which two samples form a pair."""
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
+    """AdamW of the head."""
+    micro_batch: int = field(init=False)
+    """Micro-batch of the inner recipe."""
+    on_failed_reward: OnFailure = field(init=False)
+    """Action after a failed reward, from the inner recipe; it also applies to `trusted`."""
+
+    def __post_init__(self) -> None:
+        """Reject invalid settings before any model is loaded."""
+        require_ranges(self, "recipe")
+        object.__setattr__(self, "micro_batch", self.inner.micro_batch)
+        object.__setattr__(self, "on_failed_reward", self.inner.on_failed_reward)
+        check_spec(self.trusted)
+        known = self.trusted.spec.dims
+        if missing := [dim for dim in self.dims.values() if dim not in known]:
+            raise ValueError(
+                f"recipe.dims names {missing[0]}, which recipe.trusted does not score: it has "
+                f"{', '.join(known)}"
+            )
+
+
+class Recorder(RewardModel):
+    """Reward model that wraps another one and records the samples of the first groups."""
+
+    def __init__(self, model: RewardModel, num_groups: PositiveInt):
+        self.model, self.spec, self.num_groups = model, model.spec, num_groups
+        self.kept: list[MediaBatch] = []
+        self.groups: dict[int, int] = {}
+        """Position of each recorded group, by its id."""
+
+    @override
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Return the scores, and record the samples of the first groups.
+
+        Raises:
+            ValueError: The samples have no groups.
+        """
+        if not batch.groups:
+            raise ValueError(
+                "recipe.inner compares no samples of the same prompt, so there are no pairs: use "
+                "PolicyGradient, ScoredGroups or TDM with a surrogate"
+            )
+        for group in batch.groups:
+            if len(self.groups) < self.num_groups:
+                self.groups.setdefault(group, len(self.groups))
+        rows = [i for i, group in enumerate(batch.groups) if group in self.groups]
+        if rows:
+            some = batch.take(rows)
+            self.kept.append(replace(some, media=some.media.detach().cpu().clone()))
+        return self.model.score(batch)
+
+    def taken(self) -> MediaBatch | None:
+        """Return and clear the recorded samples, with consecutive group ids; None if empty."""
+        kept, self.kept = self.kept, []
+        places, self.groups = self.groups, {}
+        if not kept:
+            return None
+        whole = MediaBatch.concat(kept)
+        return replace(whole, groups=[places[group] for group in whole.groups])
 
 
 class RewardHead(TrainedSet):

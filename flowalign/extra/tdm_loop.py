@@ -21,9 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
-from flowalign.extra.distillation.boundaries import Boundaries
-from flowalign.extra.distillation.roles import Roles
-from flowalign.extra.distillation.tdm_settings import RewardSurrogate, TDMSettings
+from flowalign.extra.tdm_parts import Boundaries, RewardSurrogate, Roles, TDMSettings
 from flowalign.functional.distribution_matching import (
     boundary,
     importance,

@@ -1,4 +1,4 @@
-"""Embed users from a few of their choices, for a policy that is conditioned on them (PPD).
+"""Condition a personalised policy on a user, and embed users from a few of their choices (PPD).
 
 Source: PPD, arXiv:2501.06655, known from secondary sources. There a vision-language model sees four
 choices of a user, and its hidden state is the embedding. Our reconstruction uses a token per
@@ -6,20 +6,81 @@ choice: the difference between the features of the chosen and the rejected sampl
 backbone.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
+from typing_extensions import override
 
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.preference_data import Pair
 from flowalign.reward_training.embeddings import RewardSample, embed_samples
 from flowalign.reward_training.training import frames_for
-from flowalign.types import Backbone
+from flowalign.types import (
+    Backbone,
+    ConditionedPrompt,
+    Policy,
+    PromptConditioning,
+    PromptGuidance,
+    Request,
+)
 from flowalign.types.ranges import PositiveInt, require_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class Users(PromptConditioning):
+    """Conditioning on the user that a request names, for policies with `user_conditioning`.
+
+    It does not affect stored preferences. Training uses the user that is stored with them.
+
+    Source: PPD, arXiv:2501.06655.
+    """
+
+    user: str = ""
+    """Identifier of the user for requests that name none. Empty: no user."""
+    column: str = "user_id"
+    """Column of the requests with the user's identifier."""
+    guidance: PromptGuidance | None = None
+    """Must be null, because users do not change the prompt."""
+
+    def __post_init__(self) -> None:
+        """Reject guidance, because users do not change the prompt."""
+        if self.guidance is not None:
+            raise ValueError(
+                "conditioning.guidance is set, but Users does not change prompts: set it to null"
+            )
+
+    @property
+    @override
+    def dims(self) -> tuple[()]:
+        return ()
+
+    @override
+    def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
+        if policy.user_conditioning is None:
+            raise ValueError(
+                f"conditioning Users needs a personalised policy; {type(policy).__name__} has no "
+                "user conditioning: use flowalign.extra.PersonalSD15 or PersonalSDXL, or leave it "
+                "out"
+            )
+        if self.user:
+            policy.user_conditioning.check_user(self.user)
+
+    @override
+    def for_inference(self, request: Request) -> Request:
+        user = str(request.metadata.get(self.column, self.user))
+        return replace(request, conditioned=ConditionedPrompt(request.policy_prompt, user))
+
+    @override
+    def for_rollout(self, request: Request, position: int) -> Request:
+        return self.for_inference(request)
+
+    @override
+    def for_training(self, request: Request, scores: Mapping[str, float]) -> Request:
+        return request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_requests
-from flowalign.extra.distillation.roles import open_roles
-from flowalign.extra.distillation.tdm_loop import TDMLoop
-from flowalign.extra.distillation.tdm_settings import TDMSettings
+from flowalign.extra.tdm_loop import TDMLoop
+from flowalign.extra.tdm_parts import TDMSettings, open_roles
 from flowalign.rewards.checked import OnFailure
 from flowalign.training.checkpoint_paths import check_start
 from flowalign.training.learner import Learner

@@ -6,9 +6,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from flowalign.extra.online_reward.online_reward_loop import OnlineRewardLoop, RewardHead
-from flowalign.extra.online_reward.online_reward_settings import OnlineRewardSettings
-from flowalign.extra.online_reward.recorder import Recorder
+from flowalign.extra.online_reward_loop import (
+    OnlineRewardLoop,
+    OnlineRewardSettings,
+    Recorder,
+    RewardHead,
+)
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop, Recipe, RunContext

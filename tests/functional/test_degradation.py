@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowalign.functional import sequential
+from flowalign.functional import degradation
 
 
 @pytest.mark.parametrize(
@@ -20,50 +20,50 @@ from flowalign.functional import sequential
     ],
 )
 def test_tails_of_student(dof, t, tail):
-    upper, lower = sequential.student_tail(torch.tensor([t, -t]), dof).tolist()
+    upper, lower = degradation.student_tail(torch.tensor([t, -t]), dof).tolist()
     assert upper == pytest.approx(tail, rel=1e-3)
     assert upper + lower == pytest.approx(1)
-    assert sequential.student_quantile(tail, dof) == pytest.approx(t, rel=1e-3)
+    assert degradation.student_quantile(tail, dof) == pytest.approx(t, rel=1e-3)
 
 
 def test_small_tails_are_accurate():
     exact = 0.5 * math.erfc(5.0 / 2**0.5)  # the normal limit
-    far = float(sequential.student_tail(torch.tensor(5.0), 100_000))
+    far = float(degradation.student_tail(torch.tensor(5.0), 100_000))
     assert far == pytest.approx(exact, rel=2e-2)
 
 
 def test_levels_of_a_run_add_up_to_the_false_alarm_rate():
-    total = sum(4 * sequential.spend_level(0.05, e, 4) for e in range(1, 20_000))
+    total = sum(4 * degradation.spend_level(0.05, e, 4) for e in range(1, 20_000))
     assert total == pytest.approx(0.05, rel=1e-3)
-    assert sequential.spend_level(0.05, 1, 4) == pytest.approx(0.0076, abs=1e-4)
-    assert sequential.spend_level(0.05, 10, 4) == pytest.approx(7.6e-5, abs=1e-6)
+    assert degradation.spend_level(0.05, 1, 4) == pytest.approx(0.0076, abs=1e-4)
+    assert degradation.spend_level(0.05, 10, 4) == pytest.approx(7.6e-5, abs=1e-6)
 
 
 def test_p_values_by_hand():
     d = torch.tensor([-3.0, -1.0])  # mean -2, standard error 1: t = -2 with one degree of freedom
-    assert sequential.lower_p(d) == pytest.approx(0.5 - math.atan(2) / math.pi)
-    assert sequential.lower_p(d, tolerance=2.0) == pytest.approx(0.5)
-    assert sequential.lower_p(torch.tensor([-1.0, -1.0])) == 0
-    assert sequential.lower_p(torch.tensor([0.0, 0.0])) == 1
-    assert sequential.lower_p(torch.tensor([-1.0])) == 1
-    assert sequential.lower_bound(d, 0.25) == pytest.approx(-3.0)
+    assert degradation.lower_p(d) == pytest.approx(0.5 - math.atan(2) / math.pi)
+    assert degradation.lower_p(d, tolerance=2.0) == pytest.approx(0.5)
+    assert degradation.lower_p(torch.tensor([-1.0, -1.0])) == 0
+    assert degradation.lower_p(torch.tensor([0.0, 0.0])) == 1
+    assert degradation.lower_p(torch.tensor([-1.0])) == 1
+    assert degradation.lower_bound(d, 0.25) == pytest.approx(-3.0)
 
 
 def test_skewness_is_corrected_by_hand_and_only_against_alarms():
     """Mean 1, second and third central moments 3 and 6: t = 1, a = 6 / 3^1.5 / 2 = 1 / sqrt(3)."""
     d, a = torch.tensor([4.0, 0.0, 0.0, 0.0]), 3**-0.5
-    assert float(sequential.corrected_t(d)) == pytest.approx(1 + a / 3 + a**2 / 27 + a / 6)
-    assert float(sequential.corrected_t(-d)) == pytest.approx(-1)  # Hall: -1 - a / 3 - ... is less
+    assert float(degradation.corrected_t(d)) == pytest.approx(1 + a / 3 + a**2 / 27 + a / 6)
+    assert float(degradation.corrected_t(-d)) == pytest.approx(-1)  # Hall: -1 - a / 3 - ... is less
 
 
 def test_skewed_differences_give_few_false_alarms():
     g = torch.Generator().manual_seed(0)
     skewed = torch.empty(40_000, 48).exponential_(generator=g) - 1
     limit, plain = (
-        -sequential.student_quantile(0.0015, 47),
+        -degradation.student_quantile(0.0015, 47),
         skewed.mean(1) / skewed.std(1) * 48**0.5,
     )
-    rates = [float((t < limit).float().mean()) for t in (plain, sequential.corrected_t(skewed))]
+    rates = [float((t < limit).float().mean()) for t in (plain, degradation.corrected_t(skewed))]
     assert rates[0] > 6 * 0.0015
     assert rates[1] < 2.5 * 0.0015
 
@@ -75,9 +75,9 @@ def test_a_whole_run_has_few_false_alarms_and_sees_a_fall():
     prompt = torch.randn(runs, 1, 1, prompts, generator=g)
     shared = 0.8 * torch.randn(runs, 1, metrics, prompts, generator=g) + 0.6 * prompt
     own = torch.randn(runs, evaluations, metrics, prompts, generator=g)
-    t = sequential.corrected_t(0.9 * shared + 0.44 * own)
-    levels = [sequential.spend_level(0.05, e, metrics) for e in range(1, evaluations + 1)]
-    limits = torch.tensor([sequential.student_quantile(level, prompts - 1) for level in levels])
+    t = degradation.corrected_t(0.9 * shared + 0.44 * own)
+    levels = [degradation.spend_level(0.05, e, metrics) for e in range(1, evaluations + 1)]
+    limits = torch.tensor([degradation.student_quantile(level, prompts - 1) for level in levels])
     alarms = (t < -limits[None, :, None]).any(2)
     assert float(alarms.any(1).float().mean()) <= 0.05
     fall = t - torch.arange(evaluations)[None, :, None] * 0.2 * prompts**0.5  # 0.2 std per step

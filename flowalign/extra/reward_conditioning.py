@@ -1,10 +1,4 @@
-"""Condition prompts on reward levels: label samples in training, request the best in inference.
-
-Source: Multi-Reward as Condition, arXiv:2411.04713. We implemented this from the abstract only:
-training is conditioned on scores from 0 to 5, and inference requests the highest. The paper feeds
-the scores to the network as embeddings. We put them in the caption, which works with any text
-encoder.
-"""
+"""Condition prompts on reward levels, or on reward words (Parrot)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,8 +21,10 @@ class RewardLevels(PromptConditioning):
     are not compared: use a loss that fits all of them, such as `SFT` with `on: all`. The policy
     learns the appearance of each level, and the requested level selects it.
 
-    Source: Multi-Reward as Condition, arXiv:2411.04713; putting levels in the caption is our
-    choice.
+    Source: Multi-Reward as Condition, arXiv:2411.04713. We implemented this from the abstract only:
+    training is conditioned on scores from 0 to 5, and inference requests the highest. The paper
+    feeds the scores to the network as embeddings. We put them in the caption, which works with any
+    text encoder.
     """
 
     thresholds: Mapping[str, list[FiniteFloat]]
@@ -120,3 +116,63 @@ class RewardLevels(PromptConditioning):
         if dim in self.words:
             return self.words[dim][level]
         return f"{dim} {level}/{len(self.thresholds[dim])}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardWords(PromptConditioning):
+    """Prompt conditioning on one reward token per training prompt, cycling through the rewards.
+
+    Only the reward of its token contributes to the advantages of a prompt. Set
+    `recipe.advantages.pareto` to `group` to train only samples that no other sample of the prompt
+    dominates. Inference uses all tokens, with separate guidance for the plain and the conditioned
+    prompt.
+
+    Source: Parrot, arXiv:2401.05675, without its prompt expansion network.
+    """
+
+    words: Mapping[str, str]
+    """Token of each trained reward dimension."""
+    form: str = "{words} {prompt}"
+    """Template of the caption, with the fields words and prompt."""
+    guidance: PromptGuidance | None = field(default_factory=PromptGuidance)
+    """Guidance in inference, which combines the plain and the conditioned prompt. Null: only the
+    conditioned prompt is used."""
+
+    def __post_init__(self) -> None:
+        """Reject reward dimensions without a token, and repeated tokens."""
+        if not self.words or not all(word.strip() for word in self.words.values()):
+            raise ValueError(
+                f"conditioning.words is {dict(self.words)}; give each reward dimension a word"
+            )
+        check_caption(self.form, [*self.words.values()])
+
+    @property
+    @override
+    def dims(self) -> list[str]:
+        return [*self.words]
+
+    @override
+    def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
+        for dim in self.words:
+            if not weights.get(dim):
+                weighted = [name for name, weight in weights.items() if weight]
+                raise ValueError(
+                    f"conditioning.words names {dim}, which no reward with a weight gives; there "
+                    f"are {', '.join(weighted) or 'no scores'}"
+                )
+
+    @override
+    def for_inference(self, request: Request) -> Request:
+        return self._condition(request, self.dims)
+
+    @override
+    def for_rollout(self, request: Request, position: int) -> Request:
+        return self._condition(request, [self.dims[position % len(self.dims)]])
+
+    @override
+    def for_training(self, request: Request, scores: Mapping[str, float]) -> Request:
+        """Return the request of a rollout unchanged, and that of a stored sample with all words."""
+        return self.for_inference(request) if request.conditioned is None else request
+
+    def _condition(self, request: Request, dims: list[str]) -> Request:
+        return add_words(request, self.form, [self.words[dim] for dim in dims], dims=dims)

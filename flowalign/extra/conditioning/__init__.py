@@ -1,1 +1,0 @@
-"""Condition prompts on reward levels or reward words."""
