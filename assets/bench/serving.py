@@ -33,9 +33,10 @@ SERVE = """
 import sys, uvicorn
 sys.path.insert(0, {folder!r})
 from serving import Nothing
-from flowalign.rewards.batching import Limits
+from flowalign.rewards.batching import Batcher, Limits
 from flowalign.rewards.reward_server import Service, application
-app = application(Service([Nothing()], Limits(max_wait_ms={wait})))
+limits = Limits(max_wait_ms={wait})
+app = application(Service([Batcher(Nothing(), limits)], limits))
 uvicorn.run(app, port={port}, log_level="error")
 """
 

@@ -15,7 +15,7 @@ from flowalign.utils.hosts import is_loopback
 from flowalign.utils.imports import import_optional
 
 if TYPE_CHECKING:
-    from flowalign.rewards.batching import Batcher
+    from flowalign.rewards.batching import Queue
 
 HELP = "Serve reward models to other processes and machines."
 
@@ -65,25 +65,43 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.rewards.batching import Limits
     from flowalign.rewards.config import load_rewards
 
+    token = read_token(args)
+    limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
+    import_optional("fastapi", "serve")
+    # The server imports FastAPI, which only the extra `serve` installs.
+    from flowalign.rewards.reward_server import (
+        Service,
+        application,
+        build_server,
+        listen,
+        start_queues,
+    )
+
+    with _adopt_socket(args.socket) or listen(args.host, args.port) as listening:
+        service = Service(start_queues(load_rewards(args.rewards)[0], limits), limits, token)
+        url = format_url(listening)
+        say(f"rewards on {url}: /health /spec /score. In a run file:")
+        say(format_snippet(service.queues, url))
+        app = application(service, args.host)
+        build_server(app, limits.read_timeout).run(sockets=[listening])
+    return 0
+
+
+def read_token(args: argparse.Namespace) -> str | None:
+    """Return the token that clients must send; raise ConfigError if a public server has none."""
     token = os.environ.get(args.token_env)
     if not token and not is_loopback(args.host):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines, so clients need a token:\n"
             f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
         )
-    limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
-    import_optional("fastapi", "serve")
-    # The server imports FastAPI, which only the extra `serve` installs.
-    from flowalign.rewards.reward_server import Service, build_server, listen
+    return token
 
-    with _adopt_socket(args.socket) or listen(args.host, args.port) as listening:
-        service = Service(load_rewards(args.rewards)[0], limits, token)
-        host, port = listening.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        say(f"rewards on {url}: /health /spec /score. In a run file:")
-        say(format_snippet(service.batchers, url))
-        build_server(service, args.host).run(sockets=[listening])
-    return 0
+
+def format_url(listening: socket.socket) -> str:
+    """Return the URL of a socket that listens."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _adopt_socket(descriptor: int | None) -> socket.socket | None:
@@ -94,11 +112,11 @@ def _adopt_socket(descriptor: int | None) -> socket.socket | None:
         raise ValueError(f"--socket {descriptor} is no socket: {error.strerror}") from error
 
 
-def format_snippet(batchers: "Mapping[str, Batcher]", url: str) -> str:
+def format_snippet(queues: "Mapping[str, Queue]", url: str) -> str:
     """Return the lines of a run file that use a server's models."""
     lines = ["rewards:"]
-    for name, batcher in batchers.items():
-        lines += format_entries(name, batcher.model.spec.dims, url)
+    for name, queue in queues.items():
+        lines += format_entries(name, queue.spec.dims, url)
     return "\n".join(lines)
 
 

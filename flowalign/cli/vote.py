@@ -1,23 +1,25 @@
 """Collect votes on samples in a browser: `flowalign vote`."""
 
 import argparse
-import os
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.options import number, whole
+from flowalign.cli.serve import format_entries, format_url, read_token
 from flowalign.utils.console import get_log, say
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.folders import Claim
 from flowalign.utils.hosts import is_loopback
+from flowalign.utils.imports import import_optional
 
 if TYPE_CHECKING:
     from flowalign.curation.votes.poll import Poll
     from flowalign.curation.votes.questions import Question
-    from flowalign.curation.votes.vote_server import VoteServer
+    from flowalign.curation.votes.vote_reward import VoteReward
 
 HELP = "Collect votes on samples in a browser, also as the reward of a training run."
 _WEEK_S = 604800
@@ -64,15 +66,9 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.curation.votes.poll import Poll, PollSettings
     from flowalign.curation.votes.questions import VOTES, VoteTable
     from flowalign.curation.votes.vote_reward import VoteReward
-    from flowalign.curation.votes.vote_server import VoteServer
 
-    source = Path(args.samples)
-    local, token = is_loopback(args.host), os.environ.get(args.token_env)
-    if not local and not token:
-        raise ConfigError(
-            f"--host {args.host} can be reached from other machines, so votes need a token:\n"
-            f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
-        )
+    source, token = Path(args.samples), read_token(args)
+    import_optional("fastapi", "serve")
     if not args.online and not source.exists():
         raise ConfigError(f"{source} does not exist; --online waits for samples of a training run")
     settings = PollSettings(
@@ -91,29 +87,29 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{table.path} has other votes than {settings.column}: choose --out")
         poll = Poll(settings, table, [] if args.online else _find_questions(args, source, out))
         reward = VoteReward(poll, out / "samples", args.candidates)
-        with _refuse_address(args.host, args.port):
-            server = VoteServer(
-                poll, reward, args.host, args.port, source, None if local else token
-            )
-        _announce(args, server)
-        with server, suppress(KeyboardInterrupt):
-            server.serve_forever()
+        _serve(args, poll, reward, None if is_loopback(args.host) else token)
         _summarize(poll)
     finally:
         claim.release()
     return 0
 
 
-@contextmanager
-def _refuse_address(host: str, port: int) -> Iterator[None]:
-    """Convert an OSError of a server that opens its address to a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve on --host {host} --port {port}: {error.strerror or error}; "
-            "choose another, or --port 0 for any free port"
-        ) from error
+def _serve(args: argparse.Namespace, poll: "Poll", reward: "VoteReward", token: str | None) -> None:
+    """Serve the poll until interrupted."""
+    from flowalign.curation.votes.vote_server import HEADERS, vote_application
+    from flowalign.rewards.batching import Limits
+    from flowalign.rewards.reward_server import Service, build_server, listen
+
+    service = Service([reward], Limits(deadline=float(_WEEK_S)), token)
+    app = vote_application(poll, service, args.host, Path(args.samples))
+    with listen(args.host, args.port) as listening:
+        _announce(args, poll, format_url(listening), token)
+        server = build_server(app, service.limits.read_timeout, HEADERS)
+        # Not the main thread, so that an interrupt does not wait for requests that wait for votes.
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        with suppress(KeyboardInterrupt):
+            thread.join()
 
 
 def _find_questions(args: argparse.Namespace, source: Path, out: Path) -> "Sequence[Question]":
@@ -133,13 +129,11 @@ def _find_questions(args: argparse.Namespace, source: Path, out: Path) -> "Seque
     return questions
 
 
-def _announce(args: argparse.Namespace, server: "VoteServer") -> None:
-    from flowalign.cli.serve import format_entries
+def _announce(args: argparse.Namespace, poll: "Poll", url: str, token: str | None) -> None:
     from flowalign.curation.votes.vote_reward import NAME
 
-    url = f"http://{args.host}:{server.server_port}"
-    table, key = server.poll.table, f"/?key={server.token}" if server.token else ""
-    say(f"{len(server.poll.questions):,} questions, {len(table.rows):,} votes in {table.path}")
+    table, key = poll.table, f"/?key={token}" if token else ""
+    say(f"{len(poll.questions):,} questions, {len(table.rows):,} votes in {table.path}")
     say(f"vote on {url}{key}  (Ctrl-C ends it; the next start continues)")
     if args.online:
         say("reward in a run file:\nrewards:")

@@ -8,10 +8,11 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from flowalign.rewards.checked import CheckedReward, RewardError, load
 from flowalign.rewards.protocol import CONTENT_TYPE
-from flowalign.types import MediaBatch, RewardModel, RewardOutput
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 MIB = 2**20
@@ -149,11 +150,37 @@ class _Job:
             self.result.set_exception(error)
 
 
+@runtime_checkable
+class Queue(Protocol):
+    """Source of scores of one reward that a server offers."""
+
+    @property
+    def spec(self) -> RewardSpec:
+        """Return the declaration of the reward."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """Return `loading`, `ready` or `failed`."""
+        ...
+
+    failure: str
+    """Reason of the state `failed`, or empty."""
+    late: str
+    """Begin of the message about a deadline that has passed."""
+
+    def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
+        """Queue a batch; return a future of its scores, which may be cancelled."""
+        ...
+
+
 class Batcher:
     """Thread that runs one model on batches, the earliest deadline first.
 
     An error of the model becomes the answer of the request that caused it; the thread continues.
     """
+
+    late = "not scored"
 
     def __init__(self, model: RewardModel, limits: Limits):
         self.model, self.limits = model, limits
@@ -162,6 +189,11 @@ class Batcher:
         self._changed = threading.Condition()
         # A daemon thread, so that the process can exit while the model scores.
         threading.Thread(target=self._work, name=f"reward-{model.spec.name}", daemon=True).start()
+
+    @property
+    def spec(self) -> RewardSpec:
+        """Return the declaration of the model, which loading may complete."""
+        return self.model.spec
 
     @property
     def state(self) -> str:

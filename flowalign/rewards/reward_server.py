@@ -7,7 +7,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,15 @@ from PIL import Image
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from flowalign.rewards.batching import MIB, Batcher, Limits, Refusal, Room, check_content_type
+from flowalign.rewards.batching import (
+    MIB,
+    Batcher,
+    Limits,
+    Queue,
+    Refusal,
+    Room,
+    check_content_type,
+)
 from flowalign.rewards.protocol import VERSION, output_to_json, read_request, spec_to_json
 from flowalign.types import MediaBatch, RewardModel
 from flowalign.utils.console import say
@@ -32,32 +40,24 @@ REMEMBERED = 256
 
 
 class Service:
-    """Reward models of a server, with their queues and a cache of answers."""
+    """Rewards of a server, with their queues and a cache of answers."""
 
-    def __init__(self, models: Sequence[RewardModel], limits: Limits, token: str | None = None):
-        names = [model.spec.name for model in models]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two models are both named {max(names, key=names.count)!r}")
-        if deaf := [model.spec.name for model in models if "sound" in model.spec.needs]:
-            raise ValueError(
-                f"reward {deaf[0]!r} scores sound, which requests cannot hold: use it in the run, "
-                "without a server"
-            )
-        self.batchers = {model.spec.name: Batcher(model, limits) for model in models}
+    def __init__(self, queues: Sequence[Queue], limits: Limits, token: str | None = None):
+        self.queues = {queue.spec.name: queue for queue in queues}
         self.limits, self.token, self.room = limits, token, Room(limits)
         self.answers: dict[str, asyncio.Task[bytes]] = {}
 
     def health(self) -> dict[str, Any]:
         """Return the state of each model (`ready`, `loading` or `failed`) and the worst state."""
-        models = {name: batcher.state for name, batcher in self.batchers.items()}
-        reasons = {name: shorten_paths(b.failure) for name, b in self.batchers.items() if b.failure}
+        models = {name: queue.state for name, queue in self.queues.items()}
+        reasons = {name: shorten_paths(q.failure) for name, q in self.queues.items() if q.failure}
         worst = max(models.values(), key=("ready", "loading", "failed").index)
         return {"status": worst, "models": models, "reasons": reasons}
 
     def specs(self) -> dict[str, Any]:
         """Return the protocol version, and the spec and fingerprint of each model."""
-        specs = [batcher.model.spec for batcher in self.batchers.values()]
-        return {"version": VERSION, "models": [spec_to_json(spec) for spec in specs]}
+        models = [spec_to_json(queue.spec) for queue in self.queues.values()]
+        return {"version": VERSION, "models": models}
 
     def check_token(self, header: str) -> None:
         """Raise Refusal unless the header carries the token."""
@@ -97,19 +97,18 @@ class Service:
     async def _answer(
         self, model: str | None, batch: MediaBatch, start: float, seconds: float
     ) -> bytes:
-        if model is None and len(self.batchers) == 1:
-            (model,) = self.batchers
-        if model not in self.batchers:
-            raise Refusal(404, f"no model {model!r}; there are {', '.join(self.batchers)}")
-        spec, frames = self.batchers[model].model.spec, batch.media.shape[1]
-        if spec.modality == "image" and frames > 1:
+        if model is None and len(self.queues) == 1:
+            (model,) = self.queues
+        if model not in self.queues:
+            raise Refusal(404, f"no model {model!r}; there are {', '.join(self.queues)}")
+        queue, frames = self.queues[model], batch.media.shape[1]
+        if queue.spec.modality == "image" and frames > 1:
             raise Refusal(422, f"{model} scores images, got videos of {frames} frames")
         try:
             async with asyncio.timeout(start + seconds - time.monotonic()):
-                result = self.batchers[model].submit(batch, start + seconds)
-                output = await asyncio.wrap_future(result)
+                output = await asyncio.wrap_future(queue.submit(batch, start + seconds))
         except TimeoutError as error:
-            raise Refusal(504, f"not scored within {seconds:g} seconds") from error
+            raise Refusal(504, f"{queue.late} within {seconds:g} seconds") from error
         except RuntimeError as error:
             mistake = error.__cause__
             if isinstance(mistake, ValueError):
@@ -127,21 +126,23 @@ def shorten_paths(text: str) -> str:
     return _PATH.sub(r"\1", text)
 
 
-async def receive(request: Request, limits: Limits, hold: Callable[[int], None]) -> bytes:
+async def receive(
+    request: Request, most: int, seconds: float, hold: Callable[[int], None] = lambda _: None
+) -> bytes:
     """Return the body of a request; raise Refusal if it is large, slow or incomplete."""
-    most, body = int(limits.max_request_mb * MIB), bytearray()
-    too_large = Refusal(413, f"a request may have {limits.max_request_mb:g} MB")
+    body = bytearray()
+    too_large = Refusal(413, f"a request may have {most / MIB:g} MB")
     if int(request.headers.get("content-length", "0")) > most:
         raise too_large
     try:
-        async with asyncio.timeout(limits.read_timeout):
+        async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 if len(body) + len(chunk) > most:
                     raise too_large
                 hold(len(chunk))
                 body += chunk
     except TimeoutError as error:
-        raise Refusal(408, f"not received within {limits.read_timeout:g} seconds") from error
+        raise Refusal(408, f"not received within {seconds:g} seconds") from error
     except ClientDisconnect as error:
         raise Refusal(400, "the client left") from error
     return bytes(body)
@@ -177,10 +178,11 @@ def application(service: Service, host: str = "127.0.0.1") -> FastAPI:
     @app.post("/score")
     async def score(request: Request) -> Response:
         service.check_token(request.headers.get("authorization", ""))
-        kind = request.headers.get("content-type", "")
+        kind, limits = request.headers.get("content-type", ""), service.limits
         check_content_type(kind)
         with service.room.admit() as hold:
-            body = await receive(request, service.limits, hold)
+            most = int(limits.max_request_mb * MIB)
+            body = await receive(request, most, limits.read_timeout, hold)
             answer = await service.score(body, kind, hold)
         return Response(answer, media_type="application/json")
 
@@ -211,22 +213,43 @@ class HeadTimeout(HttpToolsProtocol):
             self.loop.call_later(self._seconds, self._check, self.cycle)
 
 
+def start_queues(models: Sequence[RewardModel], limits: Limits) -> list[Queue]:
+    """Start a queue for each model; raise ValueError for models that cannot be served."""
+    names = [model.spec.name for model in models]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two models are both named {max(names, key=names.count)!r}")
+    if deaf := [model.spec.name for model in models if "sound" in model.spec.needs]:
+        raise ValueError(
+            f"reward {deaf[0]!r} scores sound, which requests cannot hold: use it in the run, "
+            "without a server"
+        )
+    return [Batcher(model, limits) for model in models]
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address; raise ValueError if it is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"cannot serve on host {host!r}, port {port}: {error}") from error
+        raise ValueError(
+            f"cannot serve on host {host!r}, port {port}: {error}; "
+            "choose another --host, or --port 0 for any free port"
+        ) from error
 
 
-def build_server(service: Service, host: str = "127.0.0.1") -> uvicorn.Server:
-    """Build the uvicorn server of a service, for sockets at the address `host`."""
-    seconds = service.limits.read_timeout
+def build_server(
+    app: FastAPI, read_timeout: float, headers: Mapping[str, str] | None = None
+) -> uvicorn.Server:
+    """Build the uvicorn server of an application, which waits `read_timeout` s for requests.
+
+    `headers` are added to every answer.
+    """
     config = uvicorn.Config(
-        application(service, host),
-        http=partial(HeadTimeout, seconds=seconds),  # type: ignore[arg-type]
-        timeout_keep_alive=math.ceil(seconds),
+        app,
+        http=partial(HeadTimeout, seconds=read_timeout),  # type: ignore[arg-type]
+        timeout_keep_alive=math.ceil(read_timeout),
+        headers=list((headers or {}).items()),
         log_level="warning",
         access_log=False,
     )

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -24,15 +25,18 @@ from flowalign.curation.votes.poll import Poll, PollSettings
 from flowalign.curation.votes.questions import Question, VoteTable
 from flowalign.curation.votes.vote_reward import VoteReward
 from flowalign.data.media.media import Media
+from flowalign.rewards.batching import Limits
+from flowalign.rewards.reward_server import Service
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.tracking import read_metrics
 from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.browser import needs_browser, read_in_browser
+from tests.fixtures.running import RunningApp
 from tests.fixtures.small_run import go, new_run
 
 
-class Served:
+class Served(RunningApp):
     """A vote server in a thread, with `count` questions about three images each."""
 
     def __init__(self, folder, count=2, token=None, **settings):
@@ -44,20 +48,10 @@ class Served:
             media = [Media(str(file)) for file in files]
             questions.append(Question(f"q{number}", f"prompt <{number}>", media, media[:1]))
         self.poll = Poll(PollSettings(**settings), VoteTable(folder / "votes.jsonl"), questions)
-        reward = VoteReward(self.poll, folder / "samples", 4)
-        self.server = serving.VoteServer(self.poll, reward, "127.0.0.1", 0, folder, token)
-        self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+        self.reward = VoteReward(self.poll, folder / "samples", 4)
+        service = Service([self.reward], Limits(), token)
+        app = serving.vote_application(self.poll, service, "127.0.0.1", folder)
+        super().__init__(app, headers=serving.HEADERS)
 
     def ask(self, path, content=None, **headers):
         return ask(self.port, path, content, **headers)
@@ -89,7 +83,8 @@ def test_a_voter_over_http_answers_all_questions(tmp_path):
             assert sorted(one["index"] for one in question["candidates"]) == [0, 1, 2]
             for one in (*question["candidates"], *question["sources"]):
                 assert served.ask(one["address"])[1][1:4] == b"PNG"
-            assert served.vote(question["id"], [2, 1, 2]) == (200, b'{"saved": true}')
+            status, saved = served.vote(question["id"], [2, 1, 2])
+            assert (status, json.loads(saved)) == (200, {"saved": True})
         state = json.loads(served.ask("/next?annotator=anna")[1])
         assert (state["question"], state["done"], state["left"]) == (None, 2, 0)
         served.ask("/undo", {"annotator": "anna"})
@@ -128,6 +123,13 @@ def test_other_requests_are_refused(tmp_path, path, content, headers, status):
     with Served(tmp_path) as served:
         assert served.ask(path, content, **headers)[0] == status
         assert not served.poll.table.rows
+
+
+def test_pages_may_load_from_their_server_alone(tmp_path):
+    with Served(tmp_path) as served:
+        headers = httpx.get(served.url).headers
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
 
 
 def test_only_samples_are_sent_and_no_link_that_leads_out(tmp_path):
@@ -181,7 +183,7 @@ def test_a_public_server_needs_its_token(tmp_path, monkeypatch):
         assert served.ask("/next?annotator=a&key=secret")[0] == 200
         assert served.ask("/spec", Authorization="Bearer secret")[0] == 200
     monkeypatch.delenv("FLOWALIGN_REWARD_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="votes need a token"):
+    with pytest.raises(ConfigError, match="clients need a token"):
         run_verb_of(["vote", str(tmp_path), "--host", "0.0.0.0"])
 
 
@@ -263,12 +265,13 @@ def test_ratings_are_averaged_over_annotators(tmp_path):
     with Served(tmp_path, 0, kind="rate", dimensions=("x", "y"), annotators=2) as served:
         poll, media = served.poll, torch.rand(2, 1, 3, 8, 8)
         batch = MediaBatch(media, ["a", "a"])
+        waiting = served.reward.submit(batch, 0.0)
         with pytest.raises(TimeoutError):
-            served.server.reward.score(batch, 0.0)
+            waiting.result(0.1)
         (question,) = poll.questions
         poll.vote("anna", question, {"x": [1, 2], "y": [5, 5]}, 0.0)
         poll.vote("ben", question, {"x": [2, 4], "y": [5, 4]}, 0.0)
-        values = served.server.reward.score(batch, 0.0).values
+        values = waiting.result(10).values
         assert sorted(values.tolist()) == [[1.5, 5.0], [3.0, 4.5]]
 
 
@@ -369,8 +372,6 @@ def test_killing_the_server_loses_no_vote(tmp_path, monkeypatch):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     counts = []
-    monkeypatch.setattr(
-        serving.VoteServer, "serve_forever", lambda server: counts.append(server.poll.count("anna"))
-    )
+    monkeypatch.setattr(vote, "_serve", lambda args, poll, *_: counts.append(poll.count("anna")))
     assert run_verb(parse(command[3:])) == 0
     assert counts == [(3, 1)]

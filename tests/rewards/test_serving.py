@@ -149,7 +149,7 @@ def test_requests_of_many_clients_share_batches_and_shapes_are_kept_apart():
             time.sleep(0.01)
         for thread in threads[1:]:
             thread.start()
-        batcher = there.service.batchers["mean"]
+        batcher = there.service.queues["mean"]
         while len(batcher.waiting) < 4:
             time.sleep(0.01)
         gate.set()
@@ -225,7 +225,7 @@ def test_batches_of_groupwise_models_are_not_mixed():
         threads = [threading.Thread(target=run_one) for _ in range(3)]
         for thread in threads:
             thread.start()
-        batcher = there.service.batchers["mean"]
+        batcher = there.service.queues["mean"]
         while not (model.calls and len(batcher.waiting) >= 2):
             time.sleep(0.01)
         gate.set()
@@ -441,7 +441,7 @@ def test_the_snippet_is_a_run_files_reward_list(tmp_path):
 
     with Running(Mean(), Mean("other")) as there:
         file = tmp_path / "rewards.yaml"
-        file.write_text(format_snippet(there.service.batchers, there.url))
+        file.write_text(format_snippet(there.service.queues, there.url))
         models, _ = load_rewards(str(file))
     assert [m.model for m in models] == ["mean", "other"]
     assert models[1].spec.dims == ("level", "length")

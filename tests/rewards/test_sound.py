@@ -14,7 +14,7 @@ from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.batching import Limits
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.reward_server import Service
+from flowalign.rewards.reward_server import start_queues
 from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.types import (
     MediaBatch,
@@ -95,7 +95,7 @@ def test_rewards_of_sound_are_refused_where_there_is_none():
     with pytest.raises(ValueError, match="'loudness' scores sound; only frames are scored here"):
         rewards.check_policy(Humming(), with_sound=False)
     with pytest.raises(ValueError, match="'loudness' scores sound, which requests cannot hold"):
-        Service([Loudness()], Limits())
+        start_queues([Loudness()], Limits())
 
 
 def test_sound_is_read_from_scored_files(tmp_path):

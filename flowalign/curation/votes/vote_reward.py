@@ -1,7 +1,9 @@
 """Ask annotators about the samples of a training run, and return their votes as a reward."""
 
 import hashlib
-import time
+import threading
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,14 @@ NAME = "votes"
 class VoteReward:
     """Reward that writes samples to a folder, adds questions about them, and waits for the votes.
 
+    Each request waits in a separate thread, so that annotators see the questions of all of them.
+
     The score of a sample in a ranking is the share of the other candidates that it beats; ties
     count half. Ratings are averaged. Files and questions are named by content, so samples that a
     resumed run makes again get the earlier votes.
     """
+
+    state, failure, late = "ready", "", "not enough votes"
 
     def __init__(self, poll: Poll, folder: Path, most: int):
         self.poll, self.folder, self.most = poll, folder, most
@@ -41,22 +47,26 @@ class VoteReward:
             version=f"{settings.kind} {most}",
         )
 
-    def score(self, batch: MediaBatch, seconds: float) -> RewardOutput:
-        """Return the scores of samples, once annotators have answered.
+    def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":  # noqa: ARG002
+        """Ask about samples; return a future of their scores, which ends the wait if cancelled."""
+        result: Future[RewardOutput] = Future()
+        # Daemon threads, so that the process can exit while requests wait for votes.
+        threading.Thread(target=self._work, args=(batch, result), daemon=True).start()
+        return result
 
-        Raises:
-            TimeoutError: There are not enough votes after `seconds`.
-            ValueError: The samples cannot be scored.
-        """
-        until = time.monotonic() + seconds
+    def _work(self, batch: MediaBatch, result: "Future[RewardOutput]") -> None:
         failed = self.spec.screen(batch)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        asked = self._ask(batch, failed)
-        for question, rows in asked:
-            scores = self._wait(question, until)
-            for files, score in zip(rows, scores, strict=True):
-                values[files] = score
-        return RewardOutput.build(self.spec, values, failed)
+        with suppress(InvalidStateError):  # the request was cancelled
+            try:
+                for question, rows in self._ask(batch, failed):
+                    for files, score in zip(rows, self._wait(question, result), strict=True):
+                        values[files] = score
+            except (ValueError, OSError) as error:
+                failure = RuntimeError(str(error))
+                failure.__cause__ = error
+                return result.set_exception(failure)
+            result.set_result(RewardOutput.build(self.spec, values, failed))
 
     def _ask(
         self, batch: MediaBatch, failed: dict[int, str]
@@ -98,13 +108,17 @@ class VoteReward:
                 write_picture(path, frames[0], alone=True)
         return path.name
 
-    def _wait(self, question: Question, until: float) -> Tensor:
-        """Return the mean scores [candidates, dimensions] of a question."""
+    def _wait(self, question: Question, result: "Future[RewardOutput]") -> Tensor:
+        """Return the mean scores [candidates, dimensions] of a question.
+
+        Raises:
+            InvalidStateError: `result` was cancelled.
+        """
         with self.poll.changed:
             while not self.poll.is_answered(question.id):
-                left = until - time.monotonic()
-                if left <= 0 or not self.poll.changed.wait(min(left, 1e6)):
-                    raise TimeoutError("there are not enough votes yet")
+                if result.cancelled():
+                    raise InvalidStateError
+                self.poll.changed.wait(1.0)
             votes = self.poll.answers(question.id)
         by_dimension = [[vote[dim] for vote in votes] for dim in self.spec.dims]
         if self.poll.settings.kind == "rate":
