@@ -29,7 +29,7 @@ LIBRARIES = (
     "scipy",
     "fastapi",
     "uvicorn",
-    "httpx",
+    "httpx2",
     "rapidocr-onnxruntime",
     "onnx",
     "ddddocr",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import httpx2
 import torch
 
 from flowalign.rewards.protocol import (
@@ -20,7 +21,6 @@ from flowalign.rewards.protocol import (
     pack_batch,
 )
 from flowalign.types import MAY_PASS, Column, MediaBatch, RewardOutput, RewardSpec
-from flowalign.utils.imports import import_optional
 
 _LONGEST_WAIT_S = 30.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
@@ -47,8 +47,7 @@ class RewardClient:
 
     def __init__(self, url: str, model: str | None, timeout: float, token: str | None):
         self.url, self.model, self.timeout = url, model, timeout
-        self._httpx = import_optional("httpx", "serve")
-        self._server = self._httpx.Client(
+        self._server = httpx2.Client(
             base_url=url,
             # Longer than the server's deadline, so that its timeout message arrives.
             timeout=timeout + 2,
@@ -68,7 +67,7 @@ class RewardClient:
         while True:
             try:
                 state = self._server.get("/health").json()
-            except (self._httpx.TransportError, ValueError) as error:
+            except (httpx2.TransportError, ValueError) as error:
                 raise ValueError(
                     f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
                 ) from error
@@ -112,9 +111,10 @@ class RewardClient:
         size = sum(map(len, message))
         headers = {"content-type": CONTENT_TYPE, "content-length": str(size)}
         try:
-            reply = self._server.post("/score", content=_split(message), headers=headers)
-        except self._httpx.TransportError as error:
-            broken = not isinstance(error, self._httpx.TimeoutException)
+            content: Iterator[Any] = _split(message)
+            reply = self._server.post("/score", content=content, headers=headers)
+        except httpx2.TransportError as error:
+            broken = not isinstance(error, httpx2.TimeoutException)
             return NoAnswer(f"{type(error).__name__} {error}", disconnected=broken)
         why = f"status {reply.status_code}: {reply.text[:200]}"
         if reply.status_code in _TRANSIENT:

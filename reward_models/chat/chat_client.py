@@ -10,9 +10,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import httpx2
+
 from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
-from flowalign.utils.imports import import_optional
 from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 
 T = TypeVar("T")
@@ -103,7 +104,6 @@ class ChatClient(Loadable):
     """Sends requests to one server from a thread with a separate event loop; cheap to construct."""
 
     def __init__(self, server: Server):
-        self._httpx = import_optional("httpx", "judge")
         self.server = server
         folder = None if server.cache == "memory" else server.cache
         self._cache = None if server.cache is None else AnswerCache(folder)
@@ -179,7 +179,7 @@ class ChatClient(Loadable):
         return key
 
     async def _connect(self, headers: Mapping[str, str]) -> "_Session":
-        session = _Session(self._httpx, self.server, headers)
+        session = _Session(self.server, headers)
         try:
             await session.check()
         except ValueError:
@@ -191,16 +191,16 @@ class ChatClient(Loadable):
 class _Session:
     """Objects bound to one event loop: connections, request limit, circuit breaker."""
 
-    def __init__(self, httpx: Any, server: Server, headers: Mapping[str, str]):
-        limits = httpx.Limits(max_connections=server.concurrency)
-        self.http = httpx.AsyncClient(
+    def __init__(self, server: Server, headers: Mapping[str, str]):
+        limits = httpx2.Limits(max_connections=server.concurrency)
+        self.http = httpx2.AsyncClient(
             base_url=server.url.rstrip("/") + "/",
             headers=headers,
             timeout=None,
             limits=limits,
             verify=server.url.startswith("https://"),  # reading certificates takes 0.2 s
         )
-        self.httpx, self.server = httpx, server
+        self.server = server
         self.gate = asyncio.Semaphore(server.concurrency)
         self.circuit_breaker = CircuitBreaker(server.max_failures, server.rest)
         self.random = random.Random(0)
@@ -211,7 +211,7 @@ class _Session:
         try:
             async with asyncio.timeout(self.server.timeout):
                 response = await self.http.get("models")
-        except (self.httpx.RequestError, TimeoutError) as error:
+        except (httpx2.RequestError, TimeoutError) as error:
             raise ValueError(
                 f"no chat server answers at {url} ({type(error).__name__}); start one, such as "
                 f"`vllm serve {model}`, or correct the url"
@@ -256,7 +256,7 @@ class _Session:
                 )
         except TimeoutError as error:
             raise ServerDown(f"no answer within {self.server.timeout:g} s") from error
-        except self.httpx.RequestError as error:
+        except httpx2.RequestError as error:
             raise ServerDown(f"{type(error).__name__} {error}".strip()) from error
         status = response.status_code
         if status == 429 or status >= 500:

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_other_requests_are_refused(tmp_path, path, content, headers, status):
 
 def test_pages_may_load_from_their_server_alone(tmp_path):
     with Served(tmp_path) as served:
-        headers = httpx.get(served.url).headers
+        headers = httpx2.get(served.url).headers
     assert "default-src 'none'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
 

@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -302,7 +302,7 @@ def test_a_defect_of_the_model_is_the_answer_and_the_model_goes_on():
 def test_the_same_request_id_is_scored_once():
     model = Mean()
     message = b"".join(pack_batch(batch_of(), "float32", {"request_id": "one", "model": "mean"}))
-    with Running(model) as there, httpx.Client(base_url=there.url) as http:
+    with Running(model) as there, httpx2.Client(base_url=there.url) as http:
         headers = {"content-type": CONTENT_TYPE}
         first, second = (
             http.post("/score", content=message, headers=headers).json() for _ in range(2)
@@ -319,7 +319,7 @@ def test_png_over_json_is_understood_and_jpeg_is_not():
         picture.save(buffer, kind)
         return base64.b64encode(buffer.getvalue()).decode()
 
-    with Running(Mean()) as there, httpx.Client(base_url=there.url) as http:
+    with Running(Mean()) as there, httpx2.Client(base_url=there.url) as http:
         answer = http.post("/score", json={"prompts": ["ab"], "images": [encoded("PNG")]})
         refused = http.post("/score", json={"prompts": ["ab"], "images": [encoded("JPEG")]})
         broken = http.post("/score", json={"prompts": ["ab"], "images": ["iVBORw0KGgo="]})
@@ -347,7 +347,7 @@ def test_pictures_over_json_are_decoded_as_files_are():
     "body", [b"", b"garbage", b"\x02" + b"\0" * 7 + b"{}", b"\xff" * 20, b"\x80\x04\x95pickle"]
 )
 def test_garbage_is_refused_whatever_it_claims_to_be(body):
-    with Running(Mean()) as there, httpx.Client(base_url=there.url) as http:
+    with Running(Mean()) as there, httpx2.Client(base_url=there.url) as http:
         for kind in (CONTENT_TYPE, "application/json"):
             assert (
                 http.post("/score", content=body, headers={"content-type": kind}).status_code == 400
@@ -364,7 +364,7 @@ def test_a_request_that_is_too_large_is_refused():
 
 def test_health_says_loading_then_ready_and_failed_with_the_reason():
     gate = threading.Event()
-    with Running(Mean(load=lambda: gate.wait(20))) as there, httpx.Client(base_url=there.url) as h:
+    with Running(Mean(load=lambda: gate.wait(20))) as there, httpx2.Client(base_url=there.url) as h:
         assert (h.get("/health").status_code, h.get("/health").json()["status"]) == (503, "loading")
         gate.set()
         client(there.url).load()

@@ -1,7 +1,6 @@
 """The client of chat servers, against a real one on loopback that misbehaves in every known way."""
 
 import asyncio
-import builtins
 import json
 import threading
 import time
@@ -409,20 +408,6 @@ def test_a_failed_load_leaves_no_thread(serve):
     with pytest.raises(ValueError, match="no chat server"):
         client_of(chat).load()
     assert loops() == before
-
-
-def test_without_httpx_the_extra_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def broken(name, *args, **kwargs):
-        if name == "httpx":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", broken)
-    monkeypatch.setattr("flowalign.utils.imports.import_module", broken)
-    with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[judge\]'"):
-        ChatClient(Server("http://127.0.0.1:1/v1", MODEL))
 
 
 WRONG = {
