@@ -1,25 +1,28 @@
 """Read requests, and order them by a pure function of the seed.
 
-A request file is a text file with one prompt per line, JSONL with a field `prompt`, or a table with
-a column `prompt`. A row may name an image or clip as `image`, several as `images` or `references`,
-and a `mask`. Paths are relative to the file. The remaining fields are metadata for rewards.
+Requests are a text file with one prompt per line, JSONL or a table with a column `prompt`, a
+dataset, or a list in Python. A row may have an image or clip as `image`, several as `images` or
+`references`, and a `mask`. Paths are relative to the file. The remaining fields are metadata for
+rewards.
 """
 
 import contextlib
 import hashlib
 import json
+import os
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.media.media import Media, MediaProblem
+from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import read_reference
-from flowalign.data.readers.find_files import FORMATS
+from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.schema import REQUEST_MASK, Fields
+from flowalign.data.readers.sources import Columns, FileRows, RowSource, Source, open_rows
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
 
@@ -58,22 +61,50 @@ def _shuffle(seed: int, epoch: int, num_requests: int) -> list[int]:
     return order
 
 
-def read_requests(path: str) -> list[Request]:
-    """Read requests from a text file (one prompt per line), JSONL or a table; skip blank lines.
+def read_requests(source: Source, columns: Columns | None = None) -> list[Request]:
+    """Read requests from a file, a dataset, or a list of prompts, dictionaries or requests.
+
+    A file is text with one prompt per line, JSONL or a table; blank lines are skipped. `columns`
+    gives flowalign's names to columns, such as `{"prompt": "caption"}`.
 
     Raises:
-        ValueError: The file is missing or empty or of another kind, or a line has no prompt or
+        ValueError: The source is missing or empty or of another kind, or a row has no prompt or
             names missing files.
     """
-    return [request for _, request in read_located_requests(path)]
+    return [request for _, request in read_located_requests(source, columns)]
 
 
-def read_located_requests(path: str) -> list[tuple[str, Request]]:
+def read_located_requests(
+    source: Source, columns: Columns | None = None
+) -> list[tuple[str, Request]]:
     """Read requests like `read_requests`, each with its file and line for messages.
 
     Raises:
         ValueError: For the same reasons as `read_requests`.
     """
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if path is not None and not columns and not path.startswith("hub:"):
+        return _read_file(path)
+    if path is None and not columns and isinstance(source, Sequence):
+        prompts = [_read_prompt(i, entry) for i, entry in enumerate(source)]
+        if prompts and None not in prompts:
+            return [entry for entry in prompts if entry is not None]
+    return _read_rows(open_rows(source, columns))
+
+
+def _read_prompt(index: int, entry: Any) -> tuple[str, Request] | None:
+    """Return the request of an entry of a list; None for a row with columns."""
+    where = f"prompts[{index}]"
+    if isinstance(entry, Request):
+        return where, entry
+    if not isinstance(entry, str):
+        return None
+    if not entry.strip():
+        raise ValueError(f"{where} is {entry!r}; expected a prompt")
+    return where, Request(entry)
+
+
+def _read_file(path: str) -> list[tuple[str, Request]]:
     file = Path(bundled(path))
     if file.is_fifo():
         raise ValueError(f"prompts file {path!r} is a pipe, which can be read once only")
@@ -81,7 +112,7 @@ def read_located_requests(path: str) -> list[tuple[str, Request]]:
         raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
     kind = file.suffix.lower()
     if kind in _TABLES:
-        return _read_table(file, path)
+        return _read_rows(FileRows([file], path))
     if kind not in (*_LINES, *_TEXTS):
         tables = ", ".join((*_LINES, *_TABLES))
         raise ValueError(
@@ -132,20 +163,20 @@ def _decode_text(content: bytes, path: str) -> str:
         raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
 
 
-def _read_table(file: Path, path: str) -> list[tuple[str, Request]]:
-    """Read the rows of a table; null and empty cells count as absent."""
+def _read_rows(rows: RowSource) -> list[tuple[str, Request]]:
+    """Read the rows of a table or dataset; null and empty cells count as absent."""
     found = []
     try:
-        for row in FORMATS[file.suffix.lower()](file):
-            where, fields = f"{path} row {row.number}", Fields(row, file.parent)
+        for row in rows:
+            where, fields = f"{rows.name} row {row.number}", Fields(row, rows.root)
             if row.problem:
                 raise ValueError(f"{where} {row.problem}")
-            paths = {name: row.fields[name] for name in (*_REFERENCES, *_MASKS) if name in fields}
-            found.append((where, _parse_request(fields.rest() | paths, file.parent, where)))
+            media = {name: row.fields[name] for name in (*_REFERENCES, *_MASKS) if name in fields}
+            found.append((where, _parse_request(fields.rest() | media, rows.root, where)))
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
+        raise ValueError(f"prompts file {rows.name!r} is not text in UTF-8: {error}") from error
     if not found:
-        raise ValueError(f"prompts file {path!r} holds no prompt")
+        raise ValueError(f"{rows.name!r} holds no prompt")
     return found
 
 
@@ -174,38 +205,32 @@ def _parse_requests(
 def _parse_request(row: Any, folder: Path, where: str) -> Request:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
-        given = json.dumps(row, default=str)[:60]
-        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {given}")
+        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {row!s:.60}")
     named = [name for name in _REFERENCES if name in row]
     if len(named) > 1:
         raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")
-    references = _parse_paths(row[named[0]], named[0], where) if named else []
+    references = _open_references(row, named[0], folder, where) if named else []
     masked = [name for name in _MASKS if name in row]
-    masks = _parse_paths(row[masked[0]], masked[0], where) if masked else []
+    masks = _open_references(row, masked[0], folder, where, "black") if masked else []
     if len(masks) > 1 or len(masked) > 1:
         raise ValueError(f"{where}: mask must be one path, got {max(len(masks), len(masked))}")
-    found = [_open_reference(folder / path, where) for path in references]
-    mask = [_open_reference(folder / path, where, "black") for path in masks]
     return Request(
         prompt,
-        tuple(found),
-        mask[0] if mask else None,
+        tuple(references),
+        masks[0] if masks else None,
         {name: value for name, value in row.items() if name not in ("prompt", *masked, *named)},
     )
 
 
-def _parse_paths(value: object, name: str, where: str) -> list[str]:
-    paths: list[Any] = value if isinstance(value, list) else [value]
-    if not paths or not all(isinstance(path, str) and path for path in paths):
-        given = json.dumps(value, default=str)[:60]
-        raise ValueError(f"{where}: {name} must be a path, or a list of paths, got {given}")
-    return paths
-
-
-def _open_reference(path: Path, where: str, background: str = "white") -> Reference:
+def _open_references(
+    row: Mapping[str, Any], name: str, folder: Path, where: str, background: str = "white"
+) -> list[Reference]:
+    """Open the files or images of a column, which holds one or a list of them."""
+    fields, value = Fields(Row(0, Path(), row), folder), row[name]
     try:
-        return read_reference(Media(str(path), background=background))
-    except (MediaProblem, OSError) as problem:
+        media = fields.media(name) if isinstance(value, list) else [fields.medium(name)]
+        return [read_reference(replace(medium, background=background)) for medium in media]
+    except (RowProblem, MediaProblem, OSError) as problem:
         raise ValueError(f"{where}: {problem}") from problem
 
 

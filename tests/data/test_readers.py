@@ -385,7 +385,7 @@ def test_parquet_rows_are_read_some_at_a_time(tmp_path, monkeypatch):
                 yield batch
 
     monkeypatch.setattr(parquet, "ParquetFile", Watched)
-    monkeypatch.setattr(row_files, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(row_files, "ROWS_AT_ONCE", 2)
     stream = row_files.read_parquet(Path(path))
     assert [next(stream).number for _ in range(3)] == [1, 2, 3]
     assert sum(asked) == 4

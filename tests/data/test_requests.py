@@ -142,11 +142,11 @@ def test_a_row_of_a_table_that_cannot_be_read_is_named(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=why):
             read_requests(str(path))
-    stored = {"prompt": "a", "image": {"bytes": b"x", "path": None}, "made": datetime(2026, 1, 1)}
-    table(tmp_path / "p.parquet", [stored])
-    with pytest.raises(ValueError, match=r"p\.parquet row 1: image must be a path"):
+    made = {"prompt": "a", "made": datetime(2026, 1, 1)}
+    table(tmp_path / "p.parquet", [made | {"image": 3}])
+    with pytest.raises(ValueError, match=r"p\.parquet row 1: image must be a path, bytes or a PIL"):
         read_requests(str(tmp_path / "p.parquet"))
-    table(tmp_path / "p.parquet", [stored | {"image": None}])
+    table(tmp_path / "p.parquet", [made | {"image": None}])
     assert read_requests(str(tmp_path / "p.parquet")) == [Request("a")]
 
 

@@ -88,7 +88,7 @@ WRONG = {
     ),
     "no source to score": (PixelPolicy, {}, "reward 'own' needs a source"),
     "both fields": (SourcePolicy, {"image": "a.png", "images": ["a.png"]}, "image and images"),
-    "no path": (SourcePolicy, {"image": 3}, "image must be a path, or a list of paths, got 3"),
+    "no path": (SourcePolicy, {"image": 3}, "image must be a path, bytes or a PIL image, got 3"),
 }
 
 

@@ -292,4 +292,4 @@ def _check_dimensions(dataset: Dataset, requested: Sequence[str], known: Set[str
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{dataset.path} has no dimension {name!r}{hint}\nthere are {there}")
+            raise ValueError(f"{dataset.name} has no dimension {name!r}{hint}\nthere are {there}")

@@ -1,16 +1,17 @@
 """Describe stored preference data and read it as examples of one kind."""
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.preference.convert import drop_misfits, drop_short, read_pairs, read_samples
 from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair, Sample
 from flowalign.data.preference.validate import DropReport
-from flowalign.data.readers import Dataset, open_dataset
+from flowalign.data.readers import Columns, Dataset, Source, open_dataset
 from flowalign.types import ConditionedPrompt, InputSpec, Policy, PromptConditioning, insert_words
 
 _NAMES = ("positive", "negative")
@@ -70,19 +71,12 @@ _CHECKED = 50
 _LONGEST = 200
 
 
-class _FirstRows(Dataset):
-    """Dataset of the first rows of another one."""
-
-    def iter_located(self) -> Iterator[tuple[str, Record]]:
-        return itertools.islice(super().iter_located(), _CHECKED)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PreferenceDataset:
     """Stored preference data, with the settings that turn its rows into examples."""
 
-    path: str
-    """File, folder, or glob pattern of files."""
+    path: Source
+    """File, folder or pattern of files; or a dataset or list in Python, see `open_dataset`."""
     kind: Kind = "pairs"
     """Kind of the examples."""
     schema: str = "auto"
@@ -95,10 +89,17 @@ class PreferenceDataset:
     """Whether to use pairs of media that differ in size or number of frames."""
     skip_choices: int = 0
     """Number of first pairs of each user to leave out. Pairs without a user are kept."""
+    columns: Columns | None = None
+    """Columns of the dataset by their names in flowalign. None: as they are."""
+
+    @property
+    def name(self) -> str:
+        """Return the path, or a word for a dataset in Python, for messages."""
+        return os.fspath(self.path) if isinstance(self.path, str | os.PathLike) else "the dataset"
 
     def open(self) -> Dataset:
         """Open the rows; raise ValueError if there are none or no schema fits them."""
-        return open_dataset(self.path, self.schema, self.root)
+        return open_dataset(self.path, self.schema, self.root, self.columns)
 
     def read(
         self, labelled: bool = False, keep: Keep = lambda medium: medium
@@ -122,8 +123,8 @@ class PreferenceDataset:
         one of the policy, whose references the rows must have. Clips shorter than `num_frames`
         cannot be used.
         """
-        rows, report = self.open(), DropReport()
-        first = _FirstRows(rows.files, rows.root, rows.schema, rows.path)
+        rows = self.open()
+        first, report = replace(rows, limit=_CHECKED), DropReport()
         examples = self._read(first, False, lambda medium: medium, report)
         fitting = drop_misfits(examples, input_spec, report)
         usable = drop_short(fitting, num_frames, report) if num_frames else fitting
@@ -132,7 +133,7 @@ class PreferenceDataset:
             raise ValueError(
                 "\n".join(
                     [
-                        f"recipe.data: none of the first {_CHECKED} rows of {self.path!r} can be "
+                        f"recipe.data: none of the first {_CHECKED} rows of {rows.name!r} can be "
                         f"used as {self.kind}:",
                         *(reasons or ["they give no examples"]),
                     ]

@@ -2,25 +2,24 @@
 
 import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowalign.data.media_record import Record
-from flowalign.data.readers.find_files import (
-    FORMATS,
-    find_ending,
-    find_files,
-    is_medium,
-    list_files,
-    read_folder,
-)
-from flowalign.data.readers.formats import Row, RowProblem, count_rows
+from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.published import PUBLISHED
 from flowalign.data.readers.published_edits import PUBLISHED_EDITS
 from flowalign.data.readers.schema import Fields, Schema
-from flowalign.data.readers.training_rows import CHOSEN_REJECTED, DENSE_DPO, GENERIC, KTO, LOCAL_DPO
+from flowalign.data.readers.sources import Columns, RowSource, Source, open_rows
+from flowalign.data.readers.training_rows import (
+    CHOSEN_REJECTED,
+    DENSE_DPO,
+    GENERIC,
+    KTO,
+    LOCAL_DPO,
+    NAMES,
+)
 
 SCHEMAS = {
     schema.name: schema
@@ -34,22 +33,26 @@ SCHEMAS = {
         KTO,
     )
 }
-_ROWS_LOOKED_AT = 20
-_IDENTIFYING_BYTES = 1 << 20
+_TRAINING = (GENERIC, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO, KTO)
+"""Schemas with flowalign's own column names."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Files of a dataset and the schema of its rows; each iteration reads the files again."""
+    """Rows of a dataset and their schema; each iteration reads the rows again."""
 
-    files: Sequence[Path]
-    """One or more files of the same format, or one folder of media."""
+    rows: RowSource
     root: Path
     """Base folder of relative media paths."""
     schema: Schema
     """Schema of the rows."""
-    path: str = ""
-    """Path or pattern given by the user, for messages."""
+    limit: int | None = None
+    """Number of records to read, from the first one. None: all."""
+
+    @property
+    def name(self) -> str:
+        """Return the path or name given by the user, for messages."""
+        return self.rows.name
 
     def __iter__(self) -> Iterator[Record]:
         """Yield all records in order; an unusable row gives a record with a problem."""
@@ -58,7 +61,8 @@ class Dataset:
     def iter_located(self) -> Iterator[tuple[str, Record]]:
         """Yield all records in order, each with its file and (first) row, for messages."""
         seen: set[bytes] = set()
-        for index, rows in enumerate(_group_rows(_read_rows(self.files), self.schema)):
+        groups = itertools.islice(_group_rows(iter(self.rows), self.schema), self.limit)
+        for index, rows in enumerate(groups):
             record = _make_record(self.schema, rows, self.root, index)
             digest = hashlib.blake2b(record.id.encode(), digest_size=16).digest()
             if digest in seen and not record.problem:
@@ -69,58 +73,47 @@ class Dataset:
 
     def size(self) -> int | None:
         """Return the approximate number of records; None if counting would be slow."""
-        if self.schema.group or self.files[0].is_dir():
-            return None
-        counts = [count_rows(file) for file in self.files]
-        return None if None in counts else sum(found or 0 for found in counts)
+        return None if self.schema.group else self.rows.size()
 
     def identity(self) -> str:
         """Return a hash of the names of a folder's media, or the sizes and ends of other files.
 
         Changes inside the media, their prompts or middle rows are in `Record.stamp`.
         """
-        found = hashlib.sha256()
-        for file in self.files:
-            for path in filter(is_medium, list_files(file)) if file.is_dir() else [file]:
-                found.update(f"{path.relative_to(file.parent).as_posix()}\n".encode())
-            if file.is_file():
-                found.update(_read_ends(file))
-        return found.hexdigest()[:16]
+        return self.rows.identity()
 
 
-def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Dataset:
-    """Open a folder of media, a dataset saved by `datasets`, tables, or tar shards.
+def open_dataset(
+    source: Source, schema: str = "auto", root: str | None = None, columns: Columns | None = None
+) -> Dataset:
+    """Open a dataset: files, a dataset of the Hub, a `datasets` object, or a list of dictionaries.
 
-    `path` may be a pattern of files of one format, such as `shards/{000..012}.tar`.
+    A path is a folder of media, a folder saved by `datasets`, a table, a tar shard, or a pattern of
+    files of one format, such as `shards/{000..012}.tar`. `columns` gives flowalign's names to
+    columns: `{"chosen": "winner", "rejected": "loser"}`, or `{"images": ["left", "right"]}`.
+
     `schema="auto"` detects the schema from the columns. Relative paths start at `root`, or at the
     folder of the file if `root` is None.
 
     Raises:
-        ValueError: The path holds no data, its schema is unknown, or several schemas fit.
+        ValueError: The dataset does not exist or has no row, it lacks a column, its schema is
+            unknown, or several schemas fit.
     """
     if schema != "auto" and schema not in SCHEMAS:
         raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
     if root is not None and not Path(root).is_dir():
         raise ValueError(f"the folder of the media, {root!r}, does not exist")
-    files = find_files(path)
-    beside = files[0] if files[0].is_dir() else files[0].parent
-    first = list(itertools.islice(_read_rows(files), _ROWS_LOOKED_AT))
-    columns = frozenset(name for row in first for name in row.fields)
-    if not columns:
-        problem = f": {first[0].where} {first[0].problem}" if first else ""
-        raise ValueError(f"{path} holds no row{problem}")
-    chosen = _detect(path, columns) if schema == "auto" else SCHEMAS[schema]
-    if not chosen.fits(columns):
+    own = {name for names in SCHEMAS[schema].columns for name in names} if schema != "auto" else ()
+    rows = open_rows(source, columns, NAMES.union(own))
+    there = rows.columns()
+    schemas = _TRAINING if columns else tuple(SCHEMAS.values())
+    chosen = _detect(rows.name, there, schemas) if schema == "auto" else SCHEMAS[schema]
+    if not chosen.fits(there):
         raise ValueError(
             f"schema {chosen.name} needs the columns {chosen.needs()};\n"
-            f"{path} has {', '.join(sorted(columns))}"
+            f"{rows.name} has {', '.join(sorted(there))}"
         )
-    return Dataset(files, Path(root) if root else beside, chosen, path)
-
-
-def _read_rows(files: Sequence[Path]) -> Iterator[Row]:
-    for file in files:
-        yield from read_folder(file) if file.is_dir() else FORMATS[find_ending(file) or ""](file)
+    return Dataset(rows, Path(root) if root else rows.root, chosen)
 
 
 def _group_rows(rows: Iterator[Row], schema: Schema) -> Iterator[list[Row]]:
@@ -143,28 +136,20 @@ def _make_record(schema: Schema, rows: Sequence[Row], root: Path, index: int) ->
         return Record(default_id, "", (), problem=f"invalid row: {rows[0].where}: {problem}")
 
 
-def _detect(path: str, columns: frozenset[str]) -> Schema:
+def _detect(name: str, columns: frozenset[str], schemas: Sequence[Schema]) -> Schema:
     """Return the only published schema that fits the columns, else the generic schema.
 
     A schema that needs all columns of another schema, and more, takes precedence over it.
     """
-    found = [schema for schema in SCHEMAS.values() if schema.fits(columns)]
+    found = [schema for schema in schemas if schema.fits(columns)]
     narrower = [s for s in found if any(set(s.columns) < set(other.columns) for other in found)]
     published = [s for s in found if s is not GENERIC and s not in narrower]
     if len(published) > 1:
         names = ", ".join(schema.name for schema in published)
-        raise ValueError(f"{path} fits several schemas: {names}; choose one with --schema")
+        raise ValueError(f"{name} fits several schemas: {names}; choose one with --schema")
     if not found:
-        needs = "; ".join(f"{schema.name}: {schema.needs()}" for schema in SCHEMAS.values())
+        needs = "; ".join(f"{schema.name}: {schema.needs()}" for schema in schemas)
         raise ValueError(
-            f"no schema fits the columns {', '.join(sorted(columns))} of {path};\n{needs}"
+            f"no schema fits the columns {', '.join(sorted(columns))} of {name};\n{needs}"
         )
     return (published or found)[0]
-
-
-def _read_ends(path: Path) -> bytes:
-    """Return the size of a file, and its first and last MiB."""
-    with path.open("rb") as file:
-        start, size = file.read(_IDENTIFYING_BYTES), file.seek(0, os.SEEK_END)
-        file.seek(max(size - _IDENTIFYING_BYTES, 0))
-        return b"%d " % size + start + file.read()

@@ -18,7 +18,8 @@ from flowalign.utils.imports import import_optional
 _CHARACTERS_AT_ONCE = 1 << 16
 _LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')
 """Pattern of the beginning of the list in a JSON file of rows."""
-_ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 64
+"""Number of rows that are in memory at a time."""
 
 
 class RowProblem(ValueError):
@@ -114,7 +115,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
     parquet = import_optional("pyarrow.parquet", "data")
     try:
         with parquet.ParquetFile(path) as file:
-            yield from _number_rows(path, file.iter_batches(_ROWS_AT_ONCE))
+            yield from number_rows(path, file.iter_batches(ROWS_AT_ONCE))
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
 
@@ -125,16 +126,17 @@ def read_arrow(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
             slices = (
-                batch.slice(start, _ROWS_AT_ONCE)
+                batch.slice(start, ROWS_AT_ONCE)
                 for batch in stream
-                for start in range(0, len(batch), _ROWS_AT_ONCE)
+                for start in range(0, len(batch), ROWS_AT_ONCE)
             )
-            yield from _number_rows(path, slices)
+            yield from number_rows(path, slices)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is truncated or not an Arrow stream: {error}") from error
 
 
-def _number_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
+def number_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
+    """Yield the rows of Arrow batches."""
     rows = (fields for batch in batches for fields in batch.to_pylist())
     return (Row(number, path, fields) for number, fields in enumerate(rows, 1))
 

@@ -1,10 +1,16 @@
 """Define `Schema`: the columns that identify a format, and the conversion of rows to records."""
 
+import io
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from PIL import Image, ImageOps
+from PIL.GifImagePlugin import GifImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
@@ -13,6 +19,7 @@ from flowalign.data.readers.formats import Row, RowProblem
 REQUEST_MASK = "request_mask"
 """Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a
 safetensors file that marks the differing region of two clips."""
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 _PLAIN = str | int | float | bool | None
 
 
@@ -46,13 +53,13 @@ class Fields:
         return None if value is None else parse_numbers(value, name, count)
 
     def medium(self, name: str, fps: float | None = None) -> Media:
-        """Return an image or video from a path, bytes, or a struct with `bytes` or `path`."""
+        """Return an image or video: a path, bytes, a struct of both, or a PIL image."""
         return self._medium(self.row.fields.get(name), name, fps)
 
     def media(self, name: str) -> list[Media]:
         """Return a list of at least one image or video."""
         value = self.row.fields.get(name)
-        if not isinstance(value, list) or not value:
+        if not isinstance(value, list | tuple) or not value:
             raise RowProblem(f"{name} is not a list of media")
         return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
 
@@ -77,13 +84,31 @@ class Fields:
     def _medium(self, value: Any, name: str, fps: float | None) -> Media:
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
+        if isinstance(value, Image.Image):
+            return Media(data=_encode(value, name), fps=fps)
         if isinstance(value, bytes) and value:
             return Media(data=value, fps=fps)
-        if not isinstance(value, str) or not value:
+        if value is None or (isinstance(value, str | bytes) and not value):
             raise RowProblem(f"{name} is missing")
+        if not isinstance(value, str | os.PathLike):
+            raise RowProblem(f"{name} must be a path, bytes or a PIL image, got {value!r:.60}")
+        value = os.fspath(value)
         if "://" in value:
             raise RowProblem(f"{name} is a URL; download it first")
         return Media(path=str(self.root / value), fps=fps)
+
+
+def _encode(image: Image.Image, name: str) -> bytes:
+    """Return a PNG file of an image, with its transparency and as viewers rotate it."""
+    if isinstance(image, GifImageFile | WebPImageFile) and image.n_frames > 1:
+        raise RowProblem(f"{name} is an animated PIL image; give its path or bytes")
+    if image.mode in ("I", "F"):
+        raise RowProblem(f"{name} has pixel values of unknown range; convert it to RGB")
+    image, content = ImageOps.exif_transpose(image), io.BytesIO()
+    if image.mode not in _PNG_MODES:
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    image.save(content, "PNG", compress_level=1)
+    return content.getvalue()
 
 
 def parse_number(value: Any, name: str) -> float:

@@ -279,3 +279,10 @@ KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), _kto)
 CHOSEN_REJECTED = Schema("chosen_rejected", (_CHOSEN, _REJECTED, _PROMPT), _chosen_rejected)
 LOCAL_DPO = Schema("local_dpo", (_POSITIVE, _NEGATIVE, ("mask",), _CAPTION), _local_dpo)
 DENSE_DPO = Schema("dense_dpo", (*_SIDES.values(), ("segments",), _PROMPT), _dense_dpo)
+
+_MAPS = "weight_map mask mask_rejected weight_map_chosen weight_map_rejected request_mask"
+_OF_ROWS = "label user_id dimension gap weight stage segments values_chosen values_rejected"
+_NAMED = (_USED, _MEDIUM, _CHOSEN, _REJECTED, *_SCORE, _SCORES, _CAPTION, _POSITIVE, _NEGATIVE)
+_NAMED += (_STRENGTH, *_SIDES.values(), _SCORE_OF.values(), _SCORES_OF.values())
+NAMES = frozenset((*_MAPS.split(), *_OF_ROWS.split(), *(name for part in _NAMED for name in part)))
+"""Columns that these schemas read."""

@@ -217,7 +217,7 @@ class StoredStream(BatchStream):
         for example in examples:
             why = [queue.failed[m] for m in media_of(example) if m in queue.failed]
             dropped.add(why[0]) if why else kept.append(example)
-        self._report_dropped(f"{dataset.kind} of {dataset.path}", len(kept), dropped)
+        self._report_dropped(f"{dataset.kind} of {dataset.name}", len(kept), dropped)
         return kept
 
     def _report_dropped(self, what: str, kept: int, dropped: DropReport) -> None:

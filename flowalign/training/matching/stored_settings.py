@@ -28,6 +28,9 @@ class StoredSettings:
     """Name of the dataset reader. auto: detected from the columns."""
     root: str | None = None
     """Base folder of relative paths. Null: the folder of the dataset."""
+    columns: dict[str, str | list[str]] | None = None
+    """Columns of the dataset by their names in flowalign, such as `chosen: winner`; a list of
+    columns becomes one list. Null: as they are."""
     dimensions: Sequence[str] = ()
     """Preference dimensions to use. Empty: all."""
     batch_size: PositiveInt = 64
@@ -91,6 +94,7 @@ class StoredSettings:
             dimensions=self.dimensions,
             mixed_shapes=self.mixed_shapes,
             skip_choices=self.skip_choices,
+            columns=self.columns,
         )
 
     @property
