@@ -14,7 +14,7 @@ import typing
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from typing import Annotated, Any, Literal, NewType, TypeAlias
 
@@ -95,6 +95,37 @@ def require_ranges(settings: object, name: str = "") -> None:
         raise ValueError(f"{name}.{key} is {what}".removeprefix("."))
 
 
+class Component:
+    """Base of classes whose constructors check numbers and choices by their annotations."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _check_arguments(cls.__init__)
+
+
+def _check_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that raises ValueError for an argument that its annotation excludes."""
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
+        known = {k: one for k, one in get_annotations(init).items() if _is_restricted(one)}
+        for key, what in _wrong_in({k: given[k] for k in known if k in given}, known, ""):
+            raise ValueError(f"{key} of {type(self).__name__} is {what}")
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _is_restricted(annotation: Any) -> bool:
+    """Return whether an annotation has a range of numbers, or names the allowed texts."""
+    if isinstance(annotation, Range) or typing.get_origin(annotation) is Literal:
+        return True
+    parts = (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ()))
+    return any(map(_is_restricted, parts))
+
+
 @cache
 def get_annotations(kind: Callable[..., object]) -> Mapping[str, Any]:
     """Return the annotation of each setting of a class or function, by its name."""
@@ -167,6 +198,9 @@ def _misfit(value: object, annotation: Any) -> str:
     if dataclasses.is_dataclass(annotation) and isinstance(value, _NO_GROUP | None):
         names = ", ".join(field.name for field in dataclasses.fields(annotation))
         return f"{_shown(value)}; it must be a mapping of settings: {names}"
+    choices = _choices(annotation)
+    if isinstance(value, str) and choices and value not in choices:
+        return f"{value!r}; it must be one of {', '.join(choices)}"
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         return ""
     if value is None:
@@ -218,6 +252,15 @@ def _alternatives(annotation: Any) -> Iterator[object]:
         yield _KINDS.get(origin or annotation, (origin or annotation).__name__)
     else:
         yield None
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the texts that an annotation allows; empty if it allows any text or a component."""
+    members = [one for one in _members(annotation) if one not in (int, float, types.NoneType)]
+    if any(typing.get_origin(one) not in (Literal, Annotated) for one in members):
+        return []
+    found = [one for member in members for one in typing.get_args(member)]
+    return [one for one in found if isinstance(one, str)]
 
 
 _KINDS = {

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.types.media_batch import MediaBatch
+from flowalign.types.ranges import Component
 from flowalign.types.request import Request
 
 Need = Literal["prompt", "fps", "references", "groups", "sound"]
@@ -223,7 +224,7 @@ def _join_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
     return {name: torch.cat([of(o, name, like) for o in outputs]) for name, like in known.items()}
 
 
-class RewardModel(ABC):
+class RewardModel(Component, ABC):
     """Model that scores media in [0, 1] against prompts. Implementations: `reward_models/`."""
 
     spec: RewardSpec
@@ -261,7 +262,7 @@ def _without_source(batch: MediaBatch) -> dict[int, str]:
     return failed
 
 
-class Loadable(ABC):
+class Loadable(Component, ABC):
     """Component that must be downloaded, read or connected to once before a run begins."""
 
     @abstractmethod

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flowalign.functional.rating import Features
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.policy import Policy
+from flowalign.types.ranges import Component
 from flowalign.types.reward import Loadable
 from flowalign.types.trajectory import Cond
 
@@ -101,7 +102,7 @@ class HeadNetwork(nn.Module, ABC):
         """
 
 
-class Head(ABC):
+class Head(Component, ABC):
     """Settings of the network between features and scores, which is built once sizes are known."""
 
     @abstractmethod

@@ -53,11 +53,8 @@ class PooledFrames(Backbone):
         lora: Lora | None = None,
     ):
         self.reads_prompts, self.reads_references = encoder.reads_prompts, "source" in joint
-        if not joint or not over_frames or num_frames < 1 or at_once < 1:
-            raise ValueError(
-                f"joint {list(joint)}, over_frames {list(over_frames)}, num_frames {num_frames}, "
-                f"at_once {at_once}: none may be empty or below 1"
-            )
+        if not joint or not over_frames:
+            raise ValueError(f"joint {[*joint]}, over_frames {[*over_frames]}: none may be empty")
         if not self.reads_prompts and not set(joint) <= {"image", "source"}:
             raise ValueError(
                 f"{type(encoder).__name__} reads no prompts; its joint must be [image], "

@@ -2,17 +2,20 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.types import Loadable, UnitInterval
+from flowalign.types import Loadable, Range
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.reward_bases import choose_device, require_device
+
+Threshold = Annotated[float, Range(least=0, below=1)]
+"""Score that a detection must exceed."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,7 @@ class TransformersDetector(Detector):
 
     names_colours = False
 
-    def __init__(self, model: str, device: str = "cpu", least: UnitInterval = 0.05):
-        if not 0 <= least < 1:
-            raise ValueError(f"least of TransformersDetector is {least}; it must be in [0, 1)")
+    def __init__(self, model: str, device: str = "cpu", least: Threshold = 0.05):
         self.model, self.device, self.least = model, choose_device(device), least
         self.version = f"{fingerprint_of(model)}; score > {least}"
         self._network: Any = None

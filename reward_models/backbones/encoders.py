@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import Loadable, PositiveInt, RewardSpec
+from flowalign.types.ranges import Component
 from reward_models.backbones.checkpoints import (
     Renames,
     find_file,
@@ -101,7 +102,7 @@ class EfficientNetLite0(Loadable):
         return self.network.classifier(features)
 
 
-class Encoder(ABC):
+class Encoder(Component, ABC):
     """Encoder of single images and optionally prompts; subclass it for another network."""
 
     module: nn.Module

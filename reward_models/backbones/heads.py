@@ -57,7 +57,6 @@ class MLP(Head):
         dropout: Decay = 0.0,
         uncertainty: bool = False,
     ):
-        _check_layers(hidden, dropout)
         if not hidden:
             raise ValueError("hidden is empty; use the head Linear instead")
         self.hidden, self.dropout, self.uncertainty = hidden, dropout, uncertainty
@@ -99,13 +98,10 @@ class PromptGated(Head):
         dropout: Decay = 0.0,
         temperature: PositiveFloat = 1.0,
     ):
-        _check_layers(hidden, dropout)
         if not groups or any(len(set(g)) != len(g) or len(g) < 2 for g in groups.values()):
             raise ValueError(
                 f"groups are {dict(groups)}; a total must weight at least two dimensions"
             )
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}; it must be above 0")
         self.groups, self.hidden = groups, hidden
         self.dropout, self.temperature = dropout, temperature
 
@@ -169,10 +165,3 @@ def _layers(size: int, hidden: Sequence[int], dropout: float) -> nn.Module:
             for a, b in pairwise(widths)
         ]
     )
-
-
-def _check_layers(hidden: Sequence[int], dropout: float) -> None:
-    if any(width < 1 for width in hidden):
-        raise ValueError(f"hidden is {list(hidden)}; widths must be at least 1")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; it must be in [0, 1)")

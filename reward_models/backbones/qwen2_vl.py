@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -156,16 +156,6 @@ def build_network(
     }
     load_exactly(network, cast, source, unused=[r"lm_head\.weight"])
     return network
-
-
-def check_options(position_mode: str, dtype: str) -> None:
-    """Raise ValueError for an unknown value of an option."""
-    for name, value, allowed in (
-        ("position_mode", position_mode, get_args(PositionMode)),
-        ("dtype", dtype, get_args(Dtype)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 def collect_chats(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], dict[int, str]]:

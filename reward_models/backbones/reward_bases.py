@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
+from typing_extensions import override
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
 
@@ -49,7 +50,40 @@ class BatchScores:
     """Value of every position of each sample; None if the model returns no maps."""
 
 
-class NetworkReward(RewardModel, Loadable):
+class ScreenedReward(RewardModel):
+    """Reward of which a subclass rates only the samples that passed the screen of its spec."""
+
+    spec: RewardSpec
+
+    @abstractmethod
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | BatchScores:
+        """Score samples that passed the screen."""
+
+    def rate_all(self, batch: MediaBatch) -> BatchScores:
+        """Score any number of samples that passed the screen."""
+        rated = self.rate(batch)
+        return rated if isinstance(rated, BatchScores) else BatchScores(rated)
+
+    @final
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the samples that can be scored; failed rows have no gradient."""
+        failed = self.spec.screen(batch)
+        good = [i for i in range(len(batch)) if i not in failed]
+        if not good:
+            nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+            return RewardOutput.build(self.spec, nothing, failed)
+        with torch.set_grad_enabled(batch.media.requires_grad):
+            rated = self.rate_all(batch.take(good))
+            values, stds, maps = (
+                None if part is None else place_rows(part, good, len(batch))
+                for part in (rated.values, rated.uncertainty, rated.places)
+            )
+        assert values is not None
+        failed |= {good[i]: reason for i, reason in rated.failed.items()}
+        return RewardOutput.build(self.spec, values, failed, stds, places=maps)
+
+
+class NetworkReward(ScreenedReward, Loadable):
     """Reward with a network that a subclass loads in `read` and applies in `rate`.
 
     The constructor is cheap; weights are read by `load`, or by the first `score`. `device` is a
@@ -67,8 +101,6 @@ class NetworkReward(RewardModel, Loadable):
         batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
-        if batch_size < 1:
-            raise ValueError(f"batch_size of {spec.name} is {batch_size}; it must be at least 1")
         self.spec, self.batch_size, self.offload = spec, batch_size, offload
         self.device = choose_device(device)
         self._loaded = False
@@ -82,6 +114,7 @@ class NetworkReward(RewardModel, Loadable):
         """
 
     @abstractmethod
+    @override
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | BatchScores:
         """Score samples that passed the screen; `self.network` is on `self.device`."""
 
@@ -97,27 +130,16 @@ class NetworkReward(RewardModel, Loadable):
         self._loaded = True
 
     @final
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score the samples that can be scored, `batch_size` at a time."""
-        failed = self.spec.screen(batch)
+    @override
+    def rate_all(self, batch: MediaBatch) -> BatchScores:
+        """Score samples that passed the screen, `batch_size` at a time."""
         self.load()
-        good = [i for i in range(len(batch)) if i not in failed]
-        if not good:
-            nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-            return RewardOutput.build(self.spec, nothing, failed)
         if self.offload:
             self.network.to(self.device)
-        with torch.set_grad_enabled(batch.media.requires_grad):
-            parts = [self.rate(part) for part in batch.take(good).chunks(self.batch_size)]
-            rated = _concat([r if isinstance(r, BatchScores) else BatchScores(r) for r in parts])
-            values = place_rows(rated.values, good, len(batch))
-            stds = rated.uncertainty
-            uncertainty = None if stds is None else place_rows(stds, good, len(batch))
-            maps = None if rated.places is None else place_rows(rated.places, good, len(batch))
-        if self.offload and not values.requires_grad:  # backward needs the weights on the device
+        rated = _concat([*map(super().rate_all, batch.chunks(self.batch_size))])
+        if self.offload and not rated.values.requires_grad:  # backward needs weights on the device
             self.network.to("cpu")
-        failed |= {good[i]: reason for i, reason in rated.failed.items()}
-        return RewardOutput.build(self.spec, values, failed, uncertainty, places=maps)
+        return rated
 
 
 def _concat(parts: Sequence[BatchScores]) -> BatchScores:

@@ -4,14 +4,14 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
-from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
+from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt, Range
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_vision_language
@@ -74,17 +74,11 @@ class QwenYesNo(YesNoJudge):
         device: str = "auto",
         dtype: Dtype = "bfloat16",
         batch_size: PositiveInt = 4,
-        max_pixels: PositiveInt = 768 * 28 * 28,
+        max_pixels: Annotated[int, Range(least=_MIN_PIXELS)] = 768 * 28 * 28,
         fps: PositiveFloat | Literal["seconds"] = 1.0,
-        max_frames: PositiveInt = 24,
+        max_frames: Annotated[int, Range(least=2)] = 24,
         canonical: bool = True,
     ):
-        still = fps != "seconds" and fps <= 0
-        if batch_size < 1 or max_frames < 2 or still or max_pixels < _MIN_PIXELS:
-            raise ValueError(
-                f"batch_size {batch_size}, max_frames {max_frames}, fps {fps}, max_pixels "
-                f"{max_pixels}: they must be at least 1, 2, above 0 and at least {_MIN_PIXELS}"
-            )
         self.source, self.batch_size, self.max_pixels = source, batch_size, max_pixels
         self.fps: float | Literal["seconds"] = fps
         self.max_frames, self.canonical = max_frames, canonical

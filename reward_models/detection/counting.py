@@ -9,14 +9,15 @@ Source: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting loss on 
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
+from flowalign.types import Loadable, MediaBatch, PositiveInt, Range, RewardSpec
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
-from reward_models.backbones.detection import Detector
+from reward_models.backbones.detection import Detector, Threshold
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 from reward_models.backbones.reward_bases import (
@@ -30,7 +31,6 @@ from reward_models.backbones.reward_bases import (
 from reward_models.detection.geneval import (
     Clause,
     check_ability,
-    check_settings,
     parse_clauses,
     select_detections,
 )
@@ -47,9 +47,8 @@ class Counting(RuleReward, Loadable):
     """
 
     def __init__(
-        self, detector: Detector, threshold: UnitInterval = 0.9, max_objects: PositiveInt = 100
+        self, detector: Detector, threshold: Threshold = 0.9, max_objects: PositiveInt = 100
     ):
-        check_settings("Counting", (threshold,), max_objects)
         self.detector, self.threshold, self.max_objects = detector, threshold, max_objects
         self.spec = RewardSpec(
             name="counting",
@@ -105,14 +104,12 @@ class SoftCounting(NetworkReward):
     def __init__(
         self,
         model: str = "IDEA-Research/grounding-dino-tiny",
-        threshold: UnitInterval = 0.1,
+        threshold: Annotated[float, Range(above=0, below=1)] = 0.1,
         side: PositiveInt = 800,
         device: str = "auto",
         batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
-        if not 0 < threshold < 1:
-            raise ValueError(f"threshold of SoftCounting is {threshold}; it must be in (0, 1)")
         self.model, self.threshold, self.side = model, threshold, side
         spec = RewardSpec(
             name="soft_counting",

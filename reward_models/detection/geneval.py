@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
-from reward_models.backbones.detection import Detection, Detector
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.detection import Detection, Detector, Threshold
 from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict, metadata_of
 
 Found = Mapping[str, Sequence[Detection]]
@@ -52,11 +52,10 @@ class GenEval(RuleReward, Loadable):
     def __init__(
         self,
         detector: Detector,
-        threshold: UnitInterval = 0.3,
-        counting_threshold: UnitInterval = 0.9,
+        threshold: Threshold = 0.3,
+        counting_threshold: Threshold = 0.9,
         max_objects: PositiveInt = 16,
     ):
-        check_settings("GenEval", (threshold, counting_threshold), max_objects)
         self.detector, self.max_objects = detector, max_objects
         self.threshold, self.counting_threshold = threshold, counting_threshold
         self.spec = RewardSpec(
@@ -88,15 +87,6 @@ class GenEval(RuleReward, Loadable):
         exact_match, dense = grade(include, exclude, found)
         scores = (exact_match, float(is_correct(include, exclude, found)), dense)
         return scores, {"found": {label: len(objects) for label, objects in found.items()}}
-
-
-def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> None:
-    """Raise ValueError for settings with which no object would ever be found."""
-    if not all(0 <= threshold < 1 for threshold in thresholds) or max_objects < 1:
-        raise ValueError(
-            f"thresholds {list(thresholds)} of {name} must be in [0, 1), "
-            f"max_objects {max_objects} at least 1"
-        )
 
 
 def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:

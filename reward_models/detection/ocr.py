@@ -55,8 +55,6 @@ class RapidOCR(TextReader):
     """
 
     def __init__(self, confidence: UnitInterval = 0.5, threads: NonNegativeInt = 0):
-        if not 0 <= confidence <= 1:
-            raise ValueError(f"confidence of RapidOCR is {confidence}; it must be in [0, 1]")
         self.confidence, self.threads = confidence, threads
         self.version = f"rapidocr-onnxruntime 1.x PP-OCRv4, confidence {confidence}"
         self._engine: Any = None
@@ -125,8 +123,6 @@ class OCR(RuleReward, Loadable):
         over: Over = "mean",
         num_frames: PositiveInt = 8,
     ):
-        if num_frames < 1:
-            raise ValueError(f"num_frames of OCR is {num_frames}; it must be at least 1")
         self.reader = RapidOCR() if reader is None else reader
         self.rule, self.over, self.num_frames = RULES[mode], OVER[over], num_frames
         self.spec = RewardSpec(

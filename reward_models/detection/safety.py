@@ -8,28 +8,13 @@ from flowalign.utils.imports import import_optional
 from reward_models.backbones.pixels import evenly
 from reward_models.backbones.reward_bases import RuleReward, Verdict, to_uint8
 
-UNSAFE = (
-    "ANUS_EXPOSED",
-    "BUTTOCKS_EXPOSED",
-    "FEMALE_BREAST_EXPOSED",
-    "FEMALE_GENITALIA_EXPOSED",
-    "MALE_GENITALIA_EXPOSED",
-)
+_PRIVATE = ("ANUS", "BUTTOCKS", "FEMALE_BREAST", "FEMALE_GENITALIA")
+UNSAFE = (*(f"{part}_EXPOSED" for part in _PRIVATE), "MALE_GENITALIA_EXPOSED")
 CLASSES = (
     *UNSAFE,
-    "ANUS_COVERED",
-    "ARMPITS_COVERED",
-    "ARMPITS_EXPOSED",
-    "BELLY_COVERED",
-    "BELLY_EXPOSED",
-    "BUTTOCKS_COVERED",
-    "FACE_FEMALE",
-    "FACE_MALE",
-    "FEET_COVERED",
-    "FEET_EXPOSED",
-    "FEMALE_BREAST_COVERED",
-    "FEMALE_GENITALIA_COVERED",
-    "MALE_BREAST_EXPOSED",
+    *(f"{part}_COVERED" for part in (*_PRIVATE, "ARMPITS", "BELLY", "FEET")),
+    *(f"{part}_EXPOSED" for part in ("ARMPITS", "BELLY", "FEET", "MALE_BREAST")),
+    *("FACE_FEMALE", "FACE_MALE"),
 )
 """Classes that NudeNet 3 detects."""
 
@@ -47,8 +32,6 @@ class NudeNet(RuleReward, Loadable):
             raise ValueError(
                 f"unsafe classes of NudeNet are {list(unsafe)}; allowed: {', '.join(CLASSES)}"
             )
-        if num_frames < 1:
-            raise ValueError(f"num_frames of NudeNet is {num_frames}; it must be at least 1")
         self.unsafe, self.num_frames = frozenset(unsafe), num_frames
         self.spec = RewardSpec(
             name="nudenet",

@@ -15,9 +15,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import Loadable, MediaBatch, RewardSpec
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.reward_bases import Unscorable, metadata_of
+from reward_models.backbones.reward_bases import (
+    BatchScores,
+    ScreenedReward,
+    Unscorable,
+    metadata_of,
+    place_rows,
+)
 from reward_models.detection.ocr import find_target
 
 
@@ -165,7 +171,7 @@ _LEAST = 1e-30
 """Smallest probability, so that logarithms are finite."""
 
 
-class TextLikelihood(RewardModel, Loadable):
+class TextLikelihood(ScreenedReward, Loadable):
     """Scores the CTC log-likelihood of the requested text in nats per character, at most 0.
 
     It reads an image as one line of text, like `RapidOCRLine`, and is differentiable in the pixels.
@@ -194,23 +200,20 @@ class TextLikelihood(RewardModel, Loadable):
             known = [*self._network.metadata["character"].splitlines(), " "]
             self._characters = {character: i for i, character in enumerate(known, start=1)}
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score all samples at once; a failed row has no gradient."""
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Score all samples at once."""
         self.load()
-        failed = self.spec.screen(batch)
-        targets: dict[int, list[int]] = {}
+        failed, targets = dict[int, str](), dict[int, list[int]]()
         for i in range(len(batch)):
-            if i not in failed:
-                try:
-                    targets[i] = self._encode(batch.take([i]))
-                except Unscorable as reason:
-                    failed[i] = str(reason)
-        values = torch.full((len(batch), 1), torch.nan)
+            try:
+                targets[i] = self._encode(batch.take([i]))
+            except Unscorable as reason:
+                failed[i] = str(reason)
+        scores = torch.zeros(0)
         if targets:
             images = batch.media[list(targets), 0].float().cpu()
             scores = self._compare(images, list(targets.values()))
-            values = values.index_put((torch.tensor(list(targets)),), scores[:, None])
-        return RewardOutput.build(self.spec, values, failed)
+        return BatchScores(place_rows(scores[:, None], [*targets], len(batch)), failed=failed)
 
     def _encode(self, sample: MediaBatch) -> list[int]:
         target = find_target(sample.prompts[0], metadata_of(sample))

@@ -54,8 +54,6 @@ class AnimeReward(NetworkReward):
         offload: bool = False,
     ):
         check_dims(dims)
-        if frames < 1:
-            raise ValueError(f"frames of AnimeReward is {frames}; it must be at least 1")
         self.model, self.frames = model, frames
         spec = RewardSpec(
             name="anime_reward",

@@ -101,8 +101,6 @@ class PickScore(NetworkReward):
         batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
-        if normalisation not in DIVISORS:
-            raise ValueError(f"normalisation {normalisation!r}; expected one of {list(DIVISORS)}")
         self.divisor = DIVISORS[normalisation]
         spec = RewardSpec(
             name="pickscore",
@@ -150,8 +148,6 @@ class HPSv2(NetworkReward):
         batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
-        if version not in FILES:
-            raise ValueError(f"HPS version {version!r}; expected one of {list(FILES)}")
         name = f"hps{version}".replace(".", "_")
         spec = RewardSpec(
             name=name,

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -95,9 +95,6 @@ class EditReward(NetworkReward):
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        qwen2_vl.check_options("sequential", dtype)
-        if fusion not in get_args(Fusion):
-            raise ValueError(f"fusion is {fusion!r}; it must be one of mean, min, sum")
         self.checkpoint, self.base, self.system = checkpoint, base, instructions.system
         self.fusion: Fusion = fusion
         self.instructions = instructions.read()

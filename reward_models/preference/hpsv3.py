@@ -11,15 +11,15 @@ whole model.
 Source: HPSv3++, arXiv:2606.14657.
 """
 
-import sys
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
+from flowalign.types.ranges import LARGEST_INT
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -56,7 +56,6 @@ class HPSv3(NetworkReward):
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        qwen2_vl.check_options(position_mode, dtype)
         self.checkpoint, self.base = checkpoint, base
         self.position_mode: qwen2_vl.PositionMode = position_mode
         self.dtype: qwen2_vl.Dtype = dtype
@@ -206,12 +205,6 @@ class HPSv3PlusPlus(NetworkReward):
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        qwen2_vl.check_options("mrope", dtype)
-        if capability not in get_args(Grouping) or not 0 <= iteration <= 1:
-            raise ValueError(
-                f"capability is {capability!r} and iteration {iteration:g}; they must be image or "
-                "group, and from 0 to 1"
-            )
         self.checkpoint, self.base, self.at_once = checkpoint, base, batch_size
         self.capability: Grouping = capability
         self.iteration = iteration
@@ -228,9 +221,7 @@ class HPSv3PlusPlus(NetworkReward):
             version=", ".join([*weights, f"{capability} at {iteration:g}", dtype]),
         )
         # `rate` divides the work by `at_once` itself, so that groups stay whole
-        super().__init__(spec, device, sys.maxsize, offload)
-        if batch_size < 1:
-            raise ValueError(f"batch_size of hpsv3_plus_plus is {batch_size}; it must be above 0")
+        super().__init__(spec, device, LARGEST_INT, offload)
 
     def read(self) -> nn.Module:
         """Read backbone and head from one file."""

@@ -176,8 +176,6 @@ class MJVideo(NetworkReward):
         batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}; it must be above 0")
         self.reader, self.checkpoint = reader, checkpoint
         self.gate_width, self.temperature, self.criteria = gate_width, temperature, criteria
         single = [f"{aspect}_{name}" for aspect, names in CRITERIA.items() for name in names]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -90,12 +90,6 @@ class VideoReward(NetworkReward):
         batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
-        qwen2_vl.check_options(position_mode, dtype)
-        if normalisation not in get_args(Normalisation):
-            raise ValueError(
-                f"normalisation is {normalisation!r}; it must be one of "
-                f"{', '.join(get_args(Normalisation))}"
-            )
         self.checkpoint, self.base, self.normalisation = checkpoint, base, normalisation
         self.position_mode: qwen2_vl.PositionMode = position_mode
         self.dtype: qwen2_vl.Dtype = dtype

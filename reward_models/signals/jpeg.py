@@ -25,8 +25,6 @@ class JpegSize(RuleReward):
     def __init__(
         self, dim: Dim = "compressibility", quality: Annotated[int, Range(least=1, most=100)] = 95
     ):
-        if not 1 <= quality <= 100:
-            raise ValueError(f"quality of JpegSize is {quality}; it must be in [1, 100]")
         self.sign, self.quality = SIGN[dim], quality
         self.spec = RewardSpec(
             name="jpeg",

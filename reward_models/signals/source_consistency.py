@@ -8,9 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.encoders import Encoder, EncoderReward
 from reward_models.backbones.pixels import resize
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
 
 
 def compare_pixels(
@@ -26,7 +27,7 @@ def compare_pixels(
     return 1 - ((edit - source).abs().mean(0) * weight[0]).sum() / weight.sum()
 
 
-class UnchangedPixels(RewardModel):
+class UnchangedPixels(ScreenedReward):
     """Scores in [0, 1] how little an edit changed its source; 1 means no change.
 
     If a sample has a mask, only pixels outside the mask count. Source and mask are resized to the
@@ -44,15 +45,13 @@ class UnchangedPixels(RewardModel):
             needs=("references",),
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Compare every edit with its own source."""
-        failed = self.spec.screen(batch)
-        values = [torch.tensor(torch.nan)] * len(batch)
-        for i in (i for i in range(len(batch)) if i not in failed):
-            values[i] = _compare_to_source(batch.take([i]))
-            if not values[i].isfinite():
-                failed[i] = "its mask covers the whole image"
-        return RewardOutput.build(self.spec, torch.stack(values)[:, None], failed)
+        values = torch.stack([_compare_to_source(batch.take([i])) for i in range(len(batch))])
+        covered = (~values.isfinite()).nonzero()[:, 0].tolist()
+        return BatchScores(
+            values[:, None], failed=dict.fromkeys(covered, "its mask covers the whole image")
+        )
 
 
 def _compare_to_source(sample: MediaBatch) -> Float[Tensor, ""]:

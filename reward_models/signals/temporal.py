@@ -19,11 +19,17 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.imports import import_optional
 from reward_models.backbones.encoders import Encoder, EncoderReward
 from reward_models.backbones.pixels import check_frame_rate
-from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict, to_uint8
+from reward_models.backbones.reward_bases import (
+    RuleReward,
+    ScreenedReward,
+    Unscorable,
+    Verdict,
+    to_uint8,
+)
 
 _AT_ONCE = 64
 """Number of frames that are encoded together."""
@@ -47,7 +53,7 @@ def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
     return ((before + start) / 2).mean(1)
 
 
-class TemporalFlicker(RewardModel):
+class TemporalFlicker(ScreenedReward):
     """Scores flicker in [0, 1], 1 for a video without any change; intended for static scenes."""
 
     def __init__(self) -> None:
@@ -60,15 +66,9 @@ class TemporalFlicker(RewardModel):
             differentiable=True,
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score all samples at once; a failed row has no gradient."""
-        failed = self.spec.screen(batch)
-        values = torch.full((len(batch), 1), torch.nan)
-        good = [i for i in range(len(batch)) if i not in failed]
-        if good:
-            scores = flicker(batch.take(good).media)
-            values = values.index_put((torch.tensor(good),), scores[:, None].cpu())
-        return RewardOutput.build(self.spec, values, failed)
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Score all samples at once."""
+        return flicker(batch.media)[:, None]
 
 
 class SubjectConsistency(EncoderReward):

@@ -9,8 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.verifiers.shapes import BACKGROUND, COLOURS, SHAPES, Objects, find_objects
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
+from reward_models.verifiers.shapes import (
+    BACKGROUND,
+    COLOURS,
+    SHAPES,
+    Objects,
+    count_common,
+    find_objects,
+)
 
 MOTIONS = {
     "moves left": (-1.0, 0.0, 0.0),
@@ -130,7 +138,7 @@ class Track:
         )
 
 
-class MovingShapesVerifier(RewardModel):
+class MovingShapesVerifier(ScreenedReward):
     """Compares a clip of moving Shapes with its prompt by rules, each dimension in [0, 1].
 
     objects: share of the requested objects in the frames, counting missing and surplus ones.
@@ -158,20 +166,17 @@ class MovingShapesVerifier(RewardModel):
             licence="Apache-2.0",
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every clip over all of its frames."""
-        failed = self.spec.screen(batch)
-        if batch.media.shape[1] < 3:
-            failed |= dict.fromkeys(range(len(batch)), "smoothness needs at least three frames")
-        media = batch.media.detach().float().cpu().nan_to_num()
-        objects, frames = find_objects(media.flatten(0, 1)), media.shape[1]
-        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        for i in (i for i in range(len(batch)) if i not in failed):
-            clip = _Frames(objects, i * frames, frames)
-            values[i] = torch.tensor(
-                _compare(parse_prompt(batch.prompts[i]), clip, _stillness(media[i]))
-            )
-        return RewardOutput.build(self.spec, values, failed=failed)
+        media, frames = batch.media.float().cpu(), batch.media.shape[1]
+        if frames < 3:
+            nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+            why = "smoothness needs at least three frames"
+            return BatchScores(nothing, failed=dict.fromkeys(range(len(batch)), why))
+        objects = find_objects(media.flatten(0, 1))
+        clips = [_Frames(objects, i * frames, frames) for i in range(len(batch))]
+        scores = map(_compare, map(parse_prompt, batch.prompts), clips, map(_stillness, media))
+        return BatchScores(torch.tensor([*scores]))
 
 
 @dataclass(frozen=True)
@@ -225,11 +230,6 @@ def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[fl
         still,
         float(exact_match),
     )
-
-
-def count_common(found: Sequence[tuple[int, int]], asked: Sequence[tuple[int, int]]) -> int:
-    """Return the size of the multiset intersection."""
-    return sum(min(found.count(kind), asked.count(kind)) for kind in set(asked))
 
 
 def _tracks(

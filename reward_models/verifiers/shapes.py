@@ -5,6 +5,7 @@ background. Prompts are, for example, "a red circle", "two blue squares" or "a g
 of a white square".
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,8 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardSpec
 from reward_models.backbones.detection import find_centroids, label_components, match_shapes
+from reward_models.backbones.reward_bases import ScreenedReward
 
 COLOURS = {
     "red": (220, 50, 47),
@@ -188,7 +190,7 @@ def _describe_colour(
     return colour, most / inner.sum((1, 2)).clamp(min=1)
 
 
-class ShapesVerifier(RewardModel):
+class ShapesVerifier(ScreenedReward):
     """Compares an image of Shapes with its prompt by rules, each dimension in [0, 1].
 
     colour, shape: share of the objects with a requested colour (shape), counting missing and
@@ -207,17 +209,11 @@ class ShapesVerifier(RewardModel):
             licence="Apache-2.0",
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score the first frame of every sample."""
-        media = batch.media[:, 0].detach().float().cpu()
-        finite = media.flatten(1).isfinite().all(1)
-        objects = find_objects(media.nan_to_num())
-        values = torch.tensor(
-            [_compare(parse_prompt(p), objects, i) for i, p in enumerate(batch.prompts)]
-        )
-        return RewardOutput.build(
-            self.spec, values, failed={int(i): "non-finite pixels" for i in (~finite).nonzero()}
-        )
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 6"]:
+        """Score every image."""
+        objects = find_objects(batch.media[:, 0].float().cpu())
+        scenes = map(parse_prompt, batch.prompts)
+        return torch.tensor([_compare(scene, objects, i) for i, scene in enumerate(scenes)])
 
 
 def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
@@ -237,7 +233,7 @@ def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
 
 def count_common(found: list, asked: list) -> int:
     """Return the size of the multiset intersection."""
-    return sum(min(found.count(x), asked.count(x)) for x in set(asked))
+    return (Counter(found) & Counter(asked)).total()
 
 
 def score_position(

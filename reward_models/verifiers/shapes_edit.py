@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.reward_bases import Unscorable
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, Unscorable
 from reward_models.verifiers.shapes import (
     BACKGROUND,
     COLOURS,
@@ -128,7 +128,7 @@ def _read_object(row: Any, key: str) -> ShapeObject:
     return ShapeObject(colour, shape, x, y, radius)
 
 
-class ShapesEditVerifier(RewardModel):
+class ShapesEditVerifier(ScreenedReward):
     """Compares an edited image with its source and the target scene, each dimension in [0, 1].
 
     edit: 1 if the edit was done; .5 if the new object has the wrong shape or the wrong position,
@@ -149,27 +149,23 @@ class ShapesEditVerifier(RewardModel):
             needs=("references",),
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every sample with one source and metadata that describe an edit."""
-        failed = self.spec.screen(batch)
+        failed = dict[int, str]()
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        rows = [i for i in range(len(batch)) if i not in failed]
-        if not rows:
-            return RewardOutput.build(self.spec, values, failed)
-        media = batch.media[rows, 0].detach().float().cpu()
+        media = batch.media[:, 0].float().cpu()
         objects = find_objects(media)
-        for k, i in enumerate(rows):
+        for i, picture in enumerate(media):
             try:
                 change = EditChange.read(batch.metadata[i] if batch.metadata else {})
-                source = _source(batch.references[i], media[k])
+                pixels = _Pixels(_source(batch.references[i], picture), picture)
             except Unscorable as reason:
                 failed[i] = str(reason)
                 continue
-            pixels = _Pixels(source, media[k])
-            edit, kept, same, complete = _compare(change, _describe_objects(objects, k), pixels)
-            exact_match = complete and same >= _LEAST_SAME and objects.well_formed(k)
-            values[i] = torch.tensor([edit, kept, same, objects.clean(k), float(exact_match)])
-        return RewardOutput.build(self.spec, values, failed)
+            edit, kept, same, complete = _compare(change, _describe_objects(objects, i), pixels)
+            exact_match = complete and same >= _LEAST_SAME and objects.well_formed(i)
+            values[i] = torch.tensor([edit, kept, same, objects.clean(i), float(exact_match)])
+        return BatchScores(values, failed=failed)
 
 
 def _source(

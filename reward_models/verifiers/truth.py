@@ -15,8 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.resizing import paint_boxes
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardSpec
 from reward_models.backbones.detection import Detection, Detector
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
 from reward_models.verifiers import shapes, words
 from reward_models.verifiers.shapes import COLOURS, SHAPES, find_objects
 
@@ -59,7 +60,7 @@ ELSEWHERE = 0.5
 """Value of places without an object or letter."""
 
 
-class _TruthMap(RewardModel):
+class _TruthMap(ScreenedReward):
     """Map of right and wrong places, and the share of right ones among objects or letters."""
 
     name: ClassVar[str]
@@ -74,20 +75,13 @@ class _TruthMap(RewardModel):
             maps=True,
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score and map the first frame of every sample."""
-        media = batch.media[:, 0].detach().float().cpu()
-        finite = media.flatten(1).isfinite().all(1)
-        found = self.find(media.nan_to_num(), batch.prompts)
-        height, width = media.shape[2:]
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Score and map every image."""
+        media = batch.media[:, 0].float().cpu()
+        found, (height, width) = self.find(media, batch.prompts), media.shape[2:]
         places = [paint_boxes(boxes, values, height, width, ELSEWHERE) for boxes, values in found]
         right = [values.mean() if len(values) else torch.tensor(0.0) for _, values in found]
-        return RewardOutput.build(
-            self.spec,
-            torch.stack(right)[:, None],
-            failed={int(i): "non-finite pixels" for i in (~finite).nonzero()},
-            places=torch.stack(places),
-        )
+        return BatchScores(torch.stack(right)[:, None], places=torch.stack(places))
 
     @abstractmethod
     def find(

@@ -20,7 +20,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.backbones.reward_bases import ScreenedReward
 from reward_models.detection.ocr import character_accuracy, normalise_text
 
 HEIGHT, WIDTH = 32, 64
@@ -189,7 +190,7 @@ def _trace(path: list[int], widths: list[int]) -> list[Placed]:
     return found[::-1]
 
 
-class WordsVerifier(RewardModel):
+class WordsVerifier(ScreenedReward):
     """Compares an image of Words with its prompt by the glyphs of its fonts, each in [0, 1].
 
     letters: 1 minus the character error rate of the glyph matcher, at least 0. colour: half for
@@ -206,16 +207,10 @@ class WordsVerifier(RewardModel):
             licence="Apache-2.0",
         )
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 5"]:
         """Score the first frame of every sample. Without a letter, ink and font are wrong."""
-        failed = self.spec.screen(batch)
-        rows = [i for i in range(len(batch)) if i not in failed]
-        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        if rows:
-            labels = read_labels(batch.media[rows, 0].detach().float().cpu())
-            asked = [parse_prompt(batch.prompts[i]) for i in rows]
-            values[rows] = torch.tensor(list(map(_compare, asked, labels)))
-        return RewardOutput.build(self.spec, values, failed=failed)
+        labels = read_labels(batch.media[:, 0].float().cpu())
+        return torch.tensor([*map(_compare, map(parse_prompt, batch.prompts), labels)])
 
 
 def read_labels(images: Float[Tensor, "n 3 32 64"]) -> list[Label]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Annotated, get_args
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -18,13 +18,13 @@ from flowalign.types import (
     PositiveInt,
     Range,
     RewardModel,
-    RewardOutput,
     RewardSpec,
 )
 from reward_models.backbones.pixels import evenly
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, place_rows
 
 
-class PerFrame(RewardModel, Loadable):
+class PerFrame(ScreenedReward, Loadable):
     """Scores a video by the mean, minimum or soft minimum of an image reward over its frames.
 
     `frames` evenly spaced frames are scored, first and last included (null: all), at most `at_once`
@@ -42,10 +42,6 @@ class PerFrame(RewardModel, Loadable):
         at_once: PositiveInt = 64,
     ):
         _check(reward.spec, over, temperature)
-        if (frames is not None and frames < 1) or at_once < 1:
-            raise ValueError(
-                f"frames of PerFrame is {frames}, at_once {at_once}: both must be at least 1"
-            )
         self.reward, self.temperature = reward, temperature
         self.over: Pool = over
         self.frames, self.at_once = frames, at_once
@@ -64,34 +60,22 @@ class PerFrame(RewardModel, Loadable):
         if isinstance(self.reward, Loadable):
             self.reward.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Score frames as images, and pool the scores."""
-        failed = self.spec.screen(batch)
-        places = [
-            (i, k)
-            for i in range(len(batch))
-            if i not in failed
-            for k in self._looked_at(batch.media.shape[1])
-        ]
-        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        scores = self._scores(batch, places, failed)
-        good = torch.tensor([i for i in range(len(batch)) if i not in failed], dtype=torch.long)
-        if len(good):
-            # Pool complete videos only: a NaN score must not enter the gradient.
-            owner = torch.tensor([i for i, _ in places])
-            whole = scores[torch.isin(owner, good)].unflatten(0, (len(good), -1))
-            pool = pool_frames(whole, self.over, self.temperature)
-            values = values.index_put((good,), pool)
-        return RewardOutput.build(self.spec, values, failed)
-
-    def _looked_at(self, num_frames: int) -> list[int]:
-        return evenly(num_frames, min(self.frames or num_frames, num_frames))
+        num_frames, failed = batch.media.shape[1], dict[int, str]()
+        chosen = evenly(num_frames, min(self.frames or num_frames, num_frames))
+        places = [(i, k) for i in range(len(batch)) for k in chosen]
+        scores = self._scores(batch, places, failed).unflatten(0, (len(batch), -1))
+        # Pool complete videos only: a NaN score must not enter the gradient.
+        whole = [i for i in range(len(batch)) if i not in failed]
+        pooled = pool_frames(scores[whole], self.over, self.temperature)
+        return BatchScores(place_rows(pooled, whole, len(batch)), failed=failed)
 
     def _scores(
         self, batch: MediaBatch, places: Sequence[tuple[int, int]], failed: dict[int, str]
     ) -> Float[Tensor, "m R"]:
         """Score frame k of sample i, for every (i, k); add reasons for failures to `failed`."""
-        parts = [torch.zeros(0, len(self.spec.dims))]
+        parts = []
         for start in range(0, len(places), self.at_once):
             some = places[start : start + self.at_once]
             rows, frames = zip(*some, strict=True)
@@ -116,19 +100,14 @@ def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
         raise ValueError(f"PerFrame needs a reward that scores images; {inner.name} does not")
     if "groups" in inner.needs:
         raise ValueError(f"PerFrame scores frames one by one; {inner.name} compares samples")
-    if over not in get_args(Pool):
-        raise ValueError(
-            f"over of PerFrame is {over!r}; it must be one of {', '.join(get_args(Pool))}"
-        )
-    given = temperature is not None
-    if given != (over == "soft_min") or (given and not 0 < temperature < torch.inf):
+    if (temperature is None) == (over == "soft_min"):
         raise ValueError(
             f"temperature of PerFrame is {temperature}; it must be above 0 for soft_min, "
             "and null for mean and min"
         )
 
 
-class Gated(RewardModel, Loadable):
+class Gated(ScreenedReward, Loadable):
     """Scores the dimensions of `gate`, and those of `reward` if the gate's `dim` >= `floor`.
 
     A sample below the floor gets `below` in every dimension of `reward` (null: the lower end of its
@@ -149,10 +128,10 @@ class Gated(RewardModel, Loadable):
                 f"dim of Gated is {dim!r}; {gate.spec.name} has {', '.join(gate.spec.dims)}"
             )
         lowest = reward.spec.scale[0] if below is None else below
-        if not isfinite(lowest) or not isfinite(floor):
+        if not isfinite(lowest):
             raise ValueError(
-                f"floor of Gated is {floor:g} and below {lowest:g}; both must be finite. "
-                f"Set `below` if {reward.spec.name} has no lowest score"
+                f"below of Gated is {lowest:g}; it must be finite: set it, as {reward.spec.name} "
+                "has no lowest score"
             )
         self.reward, self.gate, self.floor, self.below = reward, gate, floor, lowest
         self.column = gate.spec.dims.index(dim)
@@ -164,24 +143,18 @@ class Gated(RewardModel, Loadable):
             if isinstance(model, Loadable):
                 model.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every sample with the gate, and samples at or above the floor with the reward."""
-        failed = self.spec.screen(batch)
-        asked = [i for i in range(len(batch)) if i not in failed]
-        gate, reward = (
-            torch.full((len(batch), len(m.spec.dims)), torch.nan) for m in (self.gate, self.reward)
-        )
-        if asked:
-            output = self.gate.score(batch.take(asked))
-            gate[asked] = output.values
-            failed |= {asked[i]: why for i, why in output.reasons.items()}
-        reward[gate[:, self.column] < self.floor] = self.below
-        passed = [i for i in asked if gate[i, self.column] >= self.floor and i not in failed]
+        gate = self.gate.score(batch)
+        failed, decided = dict(gate.reasons), gate.values[:, self.column]
+        reward = torch.full((len(batch), len(self.reward.spec.dims)), torch.nan)
+        reward[decided < self.floor] = self.below
+        passed = [i for i in range(len(batch)) if decided[i] >= self.floor and i not in failed]
         if passed:
             output = self.reward.score(batch.take(passed))
             reward[passed] = output.values
             failed |= {passed[i]: why for i, why in output.reasons.items()}
-        return RewardOutput.build(self.spec, torch.cat([gate, reward], 1), failed)
+        return BatchScores(torch.cat([gate.values, reward], 1), failed=failed)
 
 
 def _gated_spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -> RewardSpec:
@@ -204,7 +177,7 @@ def _gated_spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -
     )
 
 
-class Drift(RewardModel, Loadable):
+class Drift(ScreenedReward, Loadable):
     """Scores the negative change of every dimension of `image` from a video's start to its end.
 
     The change is the absolute difference between the mean scores of the first and the last `share`
@@ -219,8 +192,6 @@ class Drift(RewardModel, Loadable):
         inner = image.spec
         if inner.modality == "video":
             raise ValueError(f"Drift needs a reward that scores images; {inner.name} does not")
-        if not 0 < share <= 0.5:
-            raise ValueError(f"share of Drift is {share}; it must be in (0, 0.5]")
         self.image, self.share = image, share
         low, high = inner.scale
         self.spec = RewardSpec(
@@ -240,23 +211,15 @@ class Drift(RewardModel, Loadable):
         if isinstance(self.image, Loadable):
             self.image.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Score the frames of both ends as images."""
-        failed = self.spec.screen(batch)
-        good = [i for i in range(len(batch)) if i not in failed]
-        if not good:
-            return RewardOutput.build(
-                self.spec, torch.full((len(batch), len(self.spec.dims)), torch.nan), failed
-            )
-        frames = batch.media.shape[1]
+        frames, failed = batch.media.shape[1], dict[int, str]()
         width = max(1, int(self.share * frames))
         ends = [*range(width), *range(frames - width, frames)]
-        rows = [i for i in good for _ in ends]
-        pictures = batch.media[good][:, ends].flatten(0, 1)[:, None]
+        rows = [i for i in range(len(batch)) for _ in ends]
+        pictures = batch.media[:, ends].flatten(0, 1)[:, None]
         output = self.image.score(replace(batch.take(rows), media=pictures))
         for place, reason in output.reasons.items():
             failed.setdefault(rows[place], f"a frame: {reason}")
-        scores = output.values.unflatten(0, (len(good), 2, width)).mean(2)
-        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        drift = -(scores[:, 0] - scores[:, 1]).abs()
-        return RewardOutput.build(self.spec, values.index_put((torch.tensor(good),), drift), failed)
+        scores = output.values.unflatten(0, (len(batch), 2, width)).mean(2)
+        return BatchScores(-(scores[:, 0] - scores[:, 1]).abs(), failed=failed)

@@ -5,11 +5,12 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
 from flowalign.types.ranges import (
+    Component,
     Decay,
     FiniteFloat,
     NonNegativeInt,
@@ -196,3 +197,34 @@ def test_a_number_within_its_range_gives_an_object_or_a_reason_why_not():
                 with contextlib.suppress(ValueError):
                     cls(**{name: value})
     assert made > 150
+
+
+class _Dial(Component):
+    def __init__(
+        self,
+        level: UnitInterval,
+        mode: Literal["slow", "fast"] = "slow",
+        steps: Sequence[PositiveInt] = (1,),
+        free: float = 0.0,
+    ):
+        self.made = level, mode, steps, free
+
+
+class _Louder(_Dial):
+    def __init__(self, level: float = 2.0):
+        super().__init__(level / 4)
+
+
+def test_a_constructor_checks_numbers_and_choices_by_their_annotations():
+    for given, message in (
+        ((1.5,), "level of _Dial is 1.5; it must be at least 0 and at most 1"),
+        ((0.5, "fats"), "mode of _Dial is 'fats'; it must be one of slow, fast"),
+        ((0.5, "fast", (2, 0)), "steps.1 of _Dial is 0; it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _Dial(*given)
+    with pytest.raises(ValueError, match=r"level of _Louder is 2\.0; it must be at least 0"):
+        _Louder(8.0)
+    assert _Dial(0.5, free=math.inf).made == (0.5, "slow", (1,), math.inf)
+    assert _Louder().made[0] == 0.5
+    assert [*inspect.signature(_Dial).parameters] == ["level", "mode", "steps", "free"]

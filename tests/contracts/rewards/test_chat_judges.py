@@ -589,8 +589,8 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
 
 
 WRONG = {
-    "rate": (lambda s: VideoScore2(s, rate=0.0), "rate is 0.0"),
-    "frames": (lambda s: YesNo(s, frames=0), "frames is 0"),
+    "rate": (lambda s: VideoScore2(s, rate=0.0), "rate of VideoScore2 is 0.0"),
+    "frames": (lambda s: YesNo(s, frames=0), "frames of YesNo is 0"),
     "no questions": (lambda s: YesNo(s, {}), "questions is empty"),
     "no tasks": (lambda s: OneReward(s, tasks={}), "tasks is empty"),
     "no criteria": (lambda s: OneReward(s, criteria={}), "criteria is empty"),

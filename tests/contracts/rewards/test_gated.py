@@ -97,7 +97,7 @@ def test_what_it_cannot_use_is_refused():
     with pytest.raises(ValueError, match="'blue'; green has green, green_twice"):
         Gated(RED, GREEN, "blue", 0.5)
     endless = Channel("endless", 0, scale=(-math.inf, math.inf))
-    with pytest.raises(ValueError, match="below -inf; both must be finite"):
+    with pytest.raises(ValueError, match="below of Gated is -inf; it must be finite"):
         Gated(endless, GREEN, "green", 0.5)
     assert Gated(endless, GREEN, "green", 0.5, below=-3.0).spec.scale == (-math.inf, math.inf)
     with pytest.raises(ValueError, match="floor of Gated is nan"):

@@ -166,8 +166,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path, change, mess
 
 def test_settings_are_checked_and_enter_the_fingerprint():
     for settings, message in (
-        ({"iteration": 1.5}, "iteration 1.5"),
-        ({"batch_size": 0}, "batch_size of hpsv3_plus_plus is 0"),
+        ({"iteration": 1.5}, "iteration of HPSv3PlusPlus is 1.5"),
+        ({"batch_size": 0}, "batch_size of HPSv3PlusPlus is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny(**settings)

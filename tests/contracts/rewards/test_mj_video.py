@@ -176,7 +176,7 @@ def test_a_head_that_does_not_fit_is_refused_by_key(tmp_path):
 
 
 def test_settings_are_checked_and_enter_the_fingerprint(checkpoint):
-    with pytest.raises(ValueError, match="temperature is 0"):
+    with pytest.raises(ValueError, match="temperature of MJVideo is 0"):
         tiny(checkpoint, temperature=0.0)
     check_fingerprints(
         [tiny(checkpoint), tiny(checkpoint, temperature=2.0), tiny(checkpoint, criteria=True)]

@@ -152,7 +152,7 @@ def test_loading_loads_the_reward():
         (lambda: PerFrame(Tone(), "min", 0.5), "temperature of PerFrame is 0.5"),
         (lambda: PerFrame(Tone(), "mean", -0.5), "temperature of PerFrame is -0.5"),
         (lambda: PerFrame(Tone(), frames=0), "frames of PerFrame is 0"),
-        (lambda: PerFrame(Tone(), at_once=0), "at_once 0"),
+        (lambda: PerFrame(Tone(), at_once=0), "at_once of PerFrame is 0"),
     ],
 )
 def test_what_it_cannot_use_is_refused(make, message):

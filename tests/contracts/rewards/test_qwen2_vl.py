@@ -8,8 +8,8 @@ from transformers import Qwen2VLVideoProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from reward_models import HPSv3
 from reward_models.backbones.qwen2_vl import (
-    check_options,
     count_tokens,
     cut_patches,
     fill_instruction,
@@ -97,6 +97,6 @@ def test_a_base_of_another_kind_or_without_a_tokenizer_is_refused(tmp_path):
 
 def test_wrong_options_are_refused_by_name():
     with pytest.raises(ValueError, match="'mRoPE'; it must be one of sequential, mrope"):
-        check_options("mRoPE", "float32")
+        HPSv3(position_mode="mRoPE")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'half'; it must be one of float32, bfloat16"):
-        check_options("mrope", "half")
+        HPSv3(dtype="half")  # pyright: ignore[reportArgumentType]

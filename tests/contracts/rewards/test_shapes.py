@@ -260,7 +260,7 @@ def test_pixels_that_are_no_numbers_are_failures_with_a_reason_and_no_zeros(bad)
     output = score(pictures, prompts)
     assert output.values[1].isnan().all()
     assert output.valid.tolist() == [[True] * 6, [False] * 6, [True] * 6]
-    assert output.reasons == {1: "non-finite pixels"}
+    assert output.reasons == {1: "its pixels are not finite"}
     assert output.values[[0, 2], -1].tolist() == [1, 1]
 
 
