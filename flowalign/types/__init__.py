@@ -65,6 +65,8 @@ from flowalign.types.prompt_conditioning import (
     insert_words,
 )
 from flowalign.types.ranges import (
+    LARGEST_INT,
+    Component,
     Decay,
     FiniteFloat,
     Guidance,

@@ -18,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.types import Loadable, PositiveInt, RewardSpec
-from flowalign.types.ranges import Component
+from flowalign.types import Component, Loadable, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import (
     Renames,
     find_file,

@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
-from flowalign.types.ranges import LARGEST_INT
+from flowalign.types import LARGEST_INT, MediaBatch, PositiveInt, Range, RewardSpec
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_file,
