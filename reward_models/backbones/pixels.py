@@ -168,3 +168,15 @@ def starts(num_frames: int, n: int) -> list[int]:
 def parts(num_frames: int, n: int) -> list[int]:
     """Return the first frames of n equal parts of the whole video (UnifiedReward)."""
     return [i * num_frames // n for i in range(n)]
+
+
+def pad_to_square(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
+    """Pad to a square around the centre with CLIP's mean colour."""
+    h, w = frames.shape[-2:]
+    size = max(h, w)
+    levels = [int(255 * mean) / 255 for mean in CLIP_MEAN]
+    colour = torch.tensor(levels).to(frames)[None, :, None, None]
+    square = colour.repeat(len(frames), 1, size, size)
+    top, left = (size - h) // 2, (size - w) // 2
+    square[..., top : top + h, left : left + w] = frames
+    return square

@@ -5,47 +5,19 @@ import hashlib
 import json
 import os
 import random
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import httpx2
+from anyio.from_thread import start_blocking_portal
 
 from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 
 T = TypeVar("T")
-
-
-class LoopThread:
-    """Thread with one event loop that lives as long as its client.
-
-    Semaphores and connections are bound to one loop. Calling `asyncio.run` for every batch would
-    leave them bound to a closed loop.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="flowalign-chat", daemon=True
-        )
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for it; an interrupt cancels the coroutine."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Stop the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -107,8 +79,7 @@ class ChatClient(Loadable):
         self.server = server
         folder = None if server.cache == "memory" else server.cache
         self._cache = None if server.cache is None else AnswerCache(folder)
-        self._thread: LoopThread | None = None
-        self._session: Any = None
+        self._session: _Session | None = None
 
     def load(self) -> None:
         """Connect, and check that the server offers the model.
@@ -119,19 +90,26 @@ class ChatClient(Loadable):
         if self._session is not None:
             return
         headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
-        self._thread = LoopThread()
-        try:
-            session = self._thread.run(self._connect(headers))
-        except ValueError:
-            self.close()
-            raise
+        with ExitStack() as stack:
+            # One loop for all batches, because semaphores and connections are bound to a loop.
+            self._portal = stack.enter_context(start_blocking_portal(name="flowalign-chat"))
+            session = _Session(self.server, headers)
+            stack.callback(self._portal.call, session.http.aclose)
+            self._portal.call(session.check)
+            self._closing = stack.pop_all()
         self._session = session
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that awaits `ask`, and wait for it in a thread without an event loop."""
+        """Run a coroutine that awaits `ask`, and wait for it in a thread without an event loop.
+
+        An interrupt cancels the coroutine.
+        """
         self.load()
-        assert self._thread is not None
-        return self._thread.run(work)
+        future = self._portal.start_task_soon(lambda: work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
     async def ask(self, messages: Messages, parameters: Mapping[str, Any]) -> ChatAnswer:
         """Return the answer to a conversation, from the cache if it holds the same request.
@@ -143,6 +121,7 @@ class ChatClient(Loadable):
         if self._cache is not None and (kept := self._cache.get(key)) is not None:
             tokens = [(text, likeliest) for text, likeliest in kept["tokens"]]  # JSON has lists
             return ChatAnswer(kept["text"], kept["finish"], tokens)
+        assert self._session is not None
         answer = await self._session.ask(body)
         if self._cache is not None:
             self._cache.put(key, asdict(answer))
@@ -155,12 +134,9 @@ class ChatClient(Loadable):
 
     def close(self) -> None:
         """Close connections and thread; the next `load` opens them again."""
-        if self._thread is None:
-            return
         if self._session is not None:
-            self._thread.run(self._session.http.aclose())
-        self._thread.close()
-        self._thread = self._session = None
+            self._session = None
+            self._closing.close()
 
     def _request(self, messages: Messages, parameters: Mapping[str, Any]) -> tuple[bytes, str]:
         """Return the body of a request and its key in the cache."""
@@ -177,15 +153,6 @@ class ChatClient(Loadable):
                 f"the API key is missing: set the environment variable {self.server.key_variable}"
             )
         return key
-
-    async def _connect(self, headers: Mapping[str, str]) -> "_Session":
-        session = _Session(self.server, headers)
-        try:
-            await session.check()
-        except ValueError:
-            await session.http.aclose()
-            raise
-        return session
 
 
 class _Session:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known
 from reward_models.chat.parsers import parse_scores
 from reward_models.chat.template import describe, encode_frames, encode_source, read_template
 

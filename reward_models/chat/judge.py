@@ -1,8 +1,11 @@
-"""Implements a reward from a chat model that sees one sample at a time."""
+"""Asks chat models about samples: judges of one sample, and ensembles of passes that they share."""
 
+import asyncio
+import hashlib
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -10,12 +13,157 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    MAY_PASS,
+    JudgeCalls,
+    Loadable,
+    MediaBatch,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+    Seed,
+    require_ranges,
+)
 from reward_models.backbones.reward_bases import Unscorable
-from reward_models.chat.chat_client import ChatAnswer, Messages
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
+from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
+from reward_models.chat.guards import ChatError, ServerDown
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.template import find_templates, warn_of_wording
+
+Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of the sampling of answers."""
+
+    passes: PositiveInt = 1
+    """Number of independent answers per sample; the score is their mean."""
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: PositiveInt = 1024
+    seed: Seed = 42
+    """Seed of the first pass; the following passes count up from it."""
+    retries: NonNegativeInt = 2
+    """Maximum number of new answers, each with a new seed, after an answer that cannot be parsed.
+    """
+
+    def __post_init__(self) -> None:
+        require_ranges(self, "sampling")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Values and texts for one sample or one comparison."""
+
+    values: Float[Tensor, "k m"]
+    """Values with one row per readable pass."""
+    missing: Sequence[str]
+    """Reasons of the passes that could not be read, those that may pass first."""
+    texts: Sequence[str]
+    """Texts of the judge's answers, in order."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    values: Sequence[float] | None
+    texts: Sequence[str]
+    reason: str = ""
+
+
+class JudgeEnsemble:
+    """Several independent passes of one served judge over the same questions.
+
+    A judge either reads text, and then an answer that was cut off counts as unreadable, or the
+    probabilities of the `first_token`, which are complete wherever the answer ends.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        sampling: Sampling,
+        parameters: Mapping[str, Any] | None = None,
+        first_token: bool = False,
+    ):
+        self.client, self.sampling, self.first_token = ChatClient(server), sampling, first_token
+        self.parameters = {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            **({"logprobs": True, "top_logprobs": 20} if first_token else {}),
+            **(parameters or {}),
+        }
+
+    def version(self, **settings: Any) -> str:
+        """Return a hash of the model, the sampling, and the settings of a judge."""
+        decisive = [self.client.server.model, asdict(self.sampling), self.parameters, settings]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    def calls(self, conversations: int) -> JudgeCalls:
+        """Return what this number of conversations costs in all passes."""
+        answers = conversations * self.sampling.passes
+        return JudgeCalls(answers, answers * self.sampling.max_tokens)
+
+    def collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
+        """Return one verdict per entry; the conversations of an entry are read together.
+
+        All requests are sent concurrently, up to the server's `concurrency`.
+        """
+        return self.client.run(self._collect(questions, read))
+
+    async def _collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
+        return list(await asyncio.gather(*(self._verdict(asked, read) for asked in questions)))
+
+    async def _verdict(self, asked: Sequence[Messages], read: Read) -> Verdict:
+        number = range(self.sampling.passes)
+        passes = await asyncio.gather(*(self._pass(asked, read, k) for k in number))
+        rows = [p.values for p in passes if p.values is not None] or torch.empty(0, 0)
+        missing = [p.reason for p in passes if p.values is None]
+        return Verdict(
+            torch.as_tensor(rows, dtype=torch.float64),
+            sorted(missing, key=lambda reason: MAY_PASS not in reason),
+            [text for p in passes for text in p.texts],
+        )
+
+    async def _pass(self, asked: Sequence[Messages], read: Read, number: int) -> _Pass:
+        texts: Sequence[str] = ()
+        reason = ""
+        for retry in range(self.sampling.retries + 1):
+            seed = self.sampling.seed + number + retry * self.sampling.passes
+            parameters = {**self.parameters, "seed": seed}
+            try:
+                answers = await asyncio.gather(*(self.client.ask(m, parameters) for m in asked))
+            except ChatError as error:
+                passing = f" {MAY_PASS}" if isinstance(error, ServerDown) else ""
+                return _Pass(None, texts, f"{error}{passing}")
+            texts = [answer.text for answer in answers]
+            try:
+                return _Pass(self._read(answers, read), texts)
+            except Unparsable as error:
+                reason = str(error)
+                for messages in asked:
+                    self.client.forget(messages, parameters)
+        return _Pass(None, texts, reason)
+
+    def _read(self, answers: Sequence[ChatAnswer], read: Read) -> Sequence[float]:
+        if not self.first_token and any(answer.finish == "length" for answer in answers):
+            raise Unparsable(f"cut off at {self.parameters['max_tokens']} tokens")
+        return read(answers)
+
+
+def check_positive(**settings: int | float | None) -> None:
+    """Raise ValueError if a setting is not above 0; the message names it. None is not checked."""
+    for name, value in settings.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+def check_known(name: str, value: str, known: Collection[str]) -> None:
+    """Raise ValueError if a setting is not one of the known values; the message names it."""
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
 
 Combine = Callable[[Tensor], Tensor]
 """Maps the values read in k passes [k, m] to one score per dimension [R]."""

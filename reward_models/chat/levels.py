@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flowalign.types import FiniteFloat, MediaBatch, PositiveInt, RewardSpec
+from reward_models.backbones.pixels import pad_to_square
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import word_probabilities
-from reward_models.chat.template import describe, encode_frames, pad_to_square, read_template
+from reward_models.chat.template import describe, encode_frames, read_template
 
 LEVELS = {"excellent": 1.0, "good": 0.75, "fair": 0.5, "poor": 0.25, "bad": 0.0}
 DEQA_LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}

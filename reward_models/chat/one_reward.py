@@ -12,9 +12,9 @@ from typing_extensions import override
 from flowalign.types import Column, MediaBatch, RewardSpec
 from reward_models.backbones.reward_bases import metadata_of
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling
+from reward_models.chat.judge import JudgeEnsemble, Sampling
 from reward_models.chat.pair_judges import PairJudge
-from reward_models.chat.parsers import word_probabilities
+from reward_models.chat.parsers import yes_probabilities
 from reward_models.chat.template import describe, encode_frames, encode_references, read_template
 
 TASKS = {
@@ -97,4 +97,4 @@ class OneReward(PairJudge):
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return P(yes) / (P(yes) + P(no)) of every answer."""
-        return [word_probabilities(answer, 0, ("yes", "no"))[0] for answer in answers]
+        return yes_probabilities(answers)

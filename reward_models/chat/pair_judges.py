@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.chat.chat_client import ChatAnswer, Messages
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict, check_known
+from reward_models.chat.judge import JudgeEnsemble, Verdict, check_known
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.template import find_templates, warn_of_wording
 

@@ -112,6 +112,11 @@ def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> 
     return [mass[word] / total for word in words]
 
 
+def yes_probabilities(answers: Sequence[ChatAnswer]) -> list[float]:
+    """Return P(yes) / (P(yes) + P(no)) of the first token of each answer."""
+    return [word_probabilities(answer, 0, ("yes", "no"))[0] for answer in answers]
+
+
 def _find_json_scores(text: str) -> list[Any] | None:
     start, end = text.find("{"), text.rfind("}")
     try:

@@ -11,8 +11,7 @@ from typing import Literal
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, strip_thoughts
 from reward_models.chat.template import describe, encode_frames, encode_source, read_template

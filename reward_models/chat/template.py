@@ -10,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch
 from flowalign.utils.files import bundled
 from flowalign.utils.hub import file_of
-from reward_models.backbones.pixels import CLIP_MEAN, evenly, resize
+from reward_models.backbones.pixels import evenly, resize
 from reward_models.backbones.reward_bases import to_uint8
 
 _FOLDER = Path(__file__).parent / "prompts"
@@ -205,15 +204,3 @@ def _png(bits: bytes, width: int, height: int) -> str:
     file = io.BytesIO()
     Image.frombytes("RGB", (width, height), bits).save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def pad_to_square(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
-    """Pad to a square around the centre with CLIP's mean colour."""
-    h, w = frames.shape[-2:]
-    size = max(h, w)
-    levels = [int(255 * mean) / 255 for mean in CLIP_MEAN]
-    colour = torch.tensor(levels).to(frames)[None, :, None, None]
-    square = colour.repeat(len(frames), 1, size, size)
-    top, left = (size - h) // 2, (size - w) // 2
-    square[..., top : top + h, left : left + w] = frames
-    return square

@@ -17,8 +17,7 @@ from typing import Literal
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import evenly, parts
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known, check_positive
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts
 from reward_models.chat.template import (

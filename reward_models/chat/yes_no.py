@@ -13,9 +13,8 @@ from flowalign.types import MAY_PASS, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge
-from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
-from reward_models.chat.parsers import word_probabilities
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_positive
+from reward_models.chat.parsers import yes_probabilities
 from reward_models.chat.template import describe, encode_frames, read_template
 
 QUESTIONS = {"alignment": 'Does this show "{prompt}"?'}
@@ -70,7 +69,7 @@ class YesNo(ChatJudge):
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the probability of yes for every question."""
-        return [word_probabilities(answer, 0, ("yes", "no"))[0] for answer in answers]
+        return yes_probabilities(answers)
 
 
 class ServedYesNo(YesNoJudge):
@@ -112,14 +111,10 @@ class ServedYesNo(YesNoJudge):
             for j, question in enumerate(some):
                 places.append((i, j))
                 asked.append([self.template.render(question=question, media=pictures)])
-        verdicts = self.ensemble.collect(asked, _read)
+        verdicts = self.ensemble.collect(asked, yes_probabilities)
         missing = (why for verdict in verdicts for why in verdict.missing)
         self.silence = next((why for why in missing if MAY_PASS in why), YesNoJudge.silence)
         for place, verdict in zip(places, verdicts, strict=True):
             if len(verdict.values):
                 answers[place] = float(verdict.values.mean())
         return answers
-
-
-def _read(answers: Sequence[ChatAnswer]) -> Sequence[float]:
-    return word_probabilities(answers[0], 0, ("yes", "no"))[:1]

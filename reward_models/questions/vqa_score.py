@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
@@ -27,7 +26,7 @@ from reward_models.backbones.checkpoints import (
     rename_tensors,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.pixels import CLIP_MEAN, normalise, resize
+from reward_models.backbones.pixels import normalise, pad_to_square, resize
 from reward_models.backbones.reward_bases import NetworkReward, place_rows
 from reward_models.backbones.yes_no_judges import Dtype, QwenYesNo, YesNoJudge
 
@@ -221,14 +220,7 @@ class _ClipT5(nn.Module):
 
 def padded_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
     """Pad to a square with the 8-bit mean colour, resize with PIL's arithmetic, and normalise."""
-    height, width = frames.shape[-2:]
-    side = max(height, width)
-    top, left = (side - height) // 2, (side - width) // 2
-    colour = torch.tensor([int(255 * c) / 255 for c in CLIP_MEAN], device=frames.device)
-    inside = F.pad(frames, (left, side - width - left, top, side - height - top))
-    ones = F.pad(torch.ones_like(frames), (left, side - width - left, top, side - height - top))
-    square = inside + (1 - ones) * colour[:, None, None]
-    return normalise(resize(square, size, size, quantised=True))
+    return normalise(resize(pad_to_square(frames), size, size, quantised=True))
 
 
 QUESTIONS = {

@@ -30,7 +30,7 @@ from flowalign.rewards.checked import RewardError
 from flowalign.types import MAY_PASS, RewardModel, RewardOutput
 from flowalign.utils.folders import record_settings
 from reward_models.chat.chat_client import Server
-from reward_models.chat.judge_ensemble import Sampling
+from reward_models.chat.judge import Sampling
 from reward_models.chat.unified_reward import AXES, UnifiedRewardPoint
 from reward_models.signals.source_consistency import UnchangedPixels
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply

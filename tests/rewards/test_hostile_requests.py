@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from http.client import HTTPConnection
 
 import pytest
@@ -281,13 +282,6 @@ def test_a_busy_server_is_no_failure_of_a_client_without_retries(monkeypatch):
         assert reward.score(MediaBatch(torch.rand(1, 1, 3, 2, 2), ["a"])).valid.all()
 
 
-@pytest.mark.parametrize("port", [-1, 65536, 99999999])
-def test_a_port_that_does_not_exist_is_refused_at_once(capsys, port):
-    with pytest.raises(SystemExit, match="2"):
-        arguments(f"--port={port}")
-    assert f"--port is {port}; it must be in [0, 65535]" in capsys.readouterr().err
-
-
 def test_a_port_in_use_is_said_in_one_line():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -304,25 +298,11 @@ def test_a_host_that_is_not_here_is_refused(monkeypatch):
         run(arguments("--host", "no such host", "--port", "0"))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("max_batch", "0"),
-        ("max_wait_ms", "-1"),
-        ("deadline", "nan"),
-        ("deadline", "0"),
-        ("read_timeout", "inf"),
-        ("max_request_mb", "-3"),
-        ("max_image_mp", "0"),
-        ("max_request_mp", "nan"),
-        ("max_held_mb", "0"),
-        ("max_requests", "0"),
-    ],
-)
-def test_a_limit_that_lets_nothing_through_is_named(capsys, option, value):
+@pytest.mark.parametrize("option", [f.name for f in fields(Limits) if f.name != "max_wait_ms"])
+def test_a_limit_that_lets_nothing_through_is_named(capsys, option):
     with pytest.raises(SystemExit, match="2"):
-        arguments(f"--{option}={value}")
-    assert f"--{option} is {value}; it must be " in capsys.readouterr().err
+        arguments(f"--{option}=0")
+    assert f"--{option} is 0; it must be " in capsys.readouterr().err
 
 
 def test_room_for_less_than_the_largest_request_is_refused():

@@ -62,7 +62,7 @@ class VoteReward:
                 for question, rows in self._ask(batch, failed):
                     for files, score in zip(rows, self._wait(question, result), strict=True):
                         values[files] = score
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, RuntimeError) as error:
                 failure = RuntimeError(str(error))
                 failure.__cause__ = error
                 return result.set_exception(failure)

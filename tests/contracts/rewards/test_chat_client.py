@@ -408,20 +408,3 @@ def test_a_failed_load_leaves_no_thread(serve):
     with pytest.raises(ValueError, match="no chat server"):
         client_of(chat).load()
     assert loops() == before
-
-
-WRONG = {
-    "url": ({"url": "localhost:8000"}, "localhost:8000"),
-    "model": ({"model": ""}, "model is empty"),
-    "concurrency": ({"concurrency": 0}, "concurrency is 0"),
-    "attempts": ({"attempts": 0}, "attempts is 0"),
-    "max_failures": ({"max_failures": -1}, "max_failures is -1"),
-    "timeout": ({"timeout": 0.0}, "timeout is 0.0"),
-    "rest": ({"rest": -1.0}, "rest is -1.0"),
-}
-
-
-@pytest.mark.parametrize(("settings", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_settings_are_refused_by_name(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Server(**{"url": "http://127.0.0.1:1/v1", "model": MODEL, **settings})

@@ -9,28 +9,13 @@ import torch
 from flowalign.types import MediaBatch
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.judge_ensemble import Sampling
+from reward_models.chat.judge import Sampling
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.rational_rewards import RationalPair
 from reward_models.chat.unified_reward import UnifiedRewardPair
-from tests.fixtures.chat_server import MODEL, ChatServer, Reply
+from tests.fixtures.chat_server import MODEL, Reply
 from tests.fixtures.reward_contract import check_gradient, check_spec, example_batch
-
-
-@pytest.fixture
-def serve():
-    """Start servers that are gone after the test."""
-    running = []
-
-    def start(answer):
-        running.append(ChatServer(answer).__enter__())
-        return Server(running[-1].url, MODEL, backoff=0.01, cache=None)
-
-    start.running = running
-    yield start
-    for chat in running:
-        chat.die()
 
 
 def group_of(*levels, groups=None, prompts=None):

@@ -11,20 +11,16 @@ from flowalign.training.compatibility import check_requests
 from flowalign.types import Column, MediaBatch, Reference, Request, RewardSpec
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.judge_ensemble import Sampling
+from reward_models.chat.judge import Sampling
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.rational_rewards import RationalPair, RationalRewards
 from reward_models.signals.source_consistency import UnchangedPixels
-from tests.fixtures.chat_server import MODEL, ChatServer, Reply
+from tests.fixtures.chat_server import MODEL, Reply
 from tests.fixtures.pixel import PixelPolicy
 
 SECTIONS = ("Text Faithfulness", "Image Faithfulness", "Physical and Visual Quality")
 ONCE = Sampling(temperature=0.0)
-
-
-def server_of(chat):
-    return Server(chat.url, MODEL, backoff=0.01, cache=None, concurrency=5)
 
 
 def picture(level, height=4, width=4):
@@ -73,23 +69,21 @@ def rational(request):
         (lambda s: RationalRewards(s, "edit"), rational, "overall", 1.0),
     ],
 )
-def test_every_sample_is_asked_with_its_own_source(make, answer, dim, best):
+def test_every_sample_is_asked_with_its_own_source(serve, make, answer, dim, best):
     """In chunks, in another order, and all at once, like the loops ask."""
-    with ChatServer(answer) as chat:
-        model = make(server_of(chat))
-        rewards = Rewards([model], {dim: 1.0})
-        scoring = rewards.scoring()
-        shuffled = edits().take([4, 0, 5, 2, 1, 3])
-        for part in (*shuffled.chunks(4), MediaBatch.concat(shuffled.chunks(5))):
-            scoring.add(part)
-        values = scoring.result().values[:, model.spec.dims.index(dim)]
-        assert values.tolist() == [best] * 12
-        mixed = replace(edits(), references=edits().references[::-1])
-        assert (model.score(mixed).values[:, model.spec.dims.index(dim)] < best).all()
-        model.close()
+    model = make(serve(answer))
+    rewards = Rewards([model], {dim: 1.0})
+    scoring = rewards.scoring()
+    shuffled = edits().take([4, 0, 5, 2, 1, 3])
+    for part in (*shuffled.chunks(4), MediaBatch.concat(shuffled.chunks(5))):
+        scoring.add(part)
+    values = scoring.result().values[:, model.spec.dims.index(dim)]
+    assert values.tolist() == [best] * 12
+    mixed = replace(edits(), references=edits().references[::-1])
+    assert (model.score(mixed).values[:, model.spec.dims.index(dim)] < best).all()
 
 
-def test_win_rates_show_the_source_that_a_group_shares():
+def test_win_rates_show_the_source_that_a_group_shares(serve):
     """Samples 0 to 5 answer two requests; the brighter result of a request wins."""
     media = torch.stack([picture(level)[None] for level in (11, 12, 13, 51, 52, 53)])
     batch = MediaBatch(
@@ -105,62 +99,54 @@ def test_win_rates_show_the_source_that_a_group_shares():
         p = 0.9 if first > second else 0.1
         return Reply("Yes", [("Yes", {"Yes": math.log(p), "No": math.log(1 - p)})])
 
-    with ChatServer(answer) as chat:
-        reward = WinRate(OneReward(server_of(chat), "edits", {"a": "b"}))
-        values = reward.score(batch).values.flatten().tolist()
-        assert values == [pytest.approx(x) for x in (0.1, 0.5, 0.9, 0.1, 0.5, 0.9)]
-        with pytest.raises(ValueError, match="group 0 has samples of different references"):
-            reward.score(replace(batch, prompts=["a"] * 6, groups=[0] * 6))
-        reward.close()
+    reward = WinRate(OneReward(serve(answer), "edits", {"a": "b"}))
+    values = reward.score(batch).values.flatten().tolist()
+    assert values == [pytest.approx(x) for x in (0.1, 0.5, 0.9, 0.1, 0.5, 0.9)]
+    with pytest.raises(ValueError, match="group 0 has samples of different references"):
+        reward.score(replace(batch, prompts=["a"] * 6, groups=[0] * 6))
 
 
-def test_a_pair_without_a_source_fails_and_is_not_asked_about():
+def test_a_pair_without_a_source_fails_and_is_not_asked_about(serve):
     def answer(request):
         return "\n".join(f"{k}. {n}:\nScore A: 3\nScore B: 2" for k, n in enumerate(SECTIONS, 1))
 
     batch = edits(3).take([0, 0, 1, 1, 2, 2])
     batch = replace(batch, references=[*batch.references[:2], [], [], *batch.references[4:]])
-    with ChatServer(answer) as chat:
-        reward = WinRate(RationalPair(server_of(chat), "edit", sampling=replace(ONCE, retries=0)))
-        reasons = reward.score(batch).reasons
-        assert [reasons[i] for i in (2, 3)] == ["its source image is missing"] * 2
-        assert {levels(r)[0] for r in chat.requests} == {10, 50}
-        reward.close()
+    reward = WinRate(RationalPair(serve(answer), "edit", sampling=replace(ONCE, retries=0)))
+    reasons = reward.score(batch).reasons
+    assert [reasons[i] for i in (2, 3)] == ["its source image is missing"] * 2
+    assert {levels(r)[0] for r in serve.running[0].requests} == {10, 50}
 
 
-def one_reward(chat, **settings):
-    return WinRate(OneReward(server_of(chat), criteria={"a": "b"}, **settings), "one")
+def one_reward(server, **settings):
+    return WinRate(OneReward(server, criteria={"a": "b"}, **settings), "one")
 
 
 def say_yes(request):
     return Reply("Yes", [("Yes", {"Yes": -0.1, "No": -2.4})])
 
 
-def test_one_run_may_have_several_tasks():
+def test_one_run_may_have_several_tasks(serve):
     batch = edits(2).take([0, 0, 1, 1])
     batch = replace(batch, metadata=[{"task": t} for t in ("image_fill",) * 2 + ("edit",) * 2])
-    with ChatServer(say_yes) as chat:
-        reward = one_reward(chat, tasks={"image_fill": "filling a hole", "edit": "editing"})
-        assert reward.score(batch).valid.all()
-        asked = {r.text.partition(" The request is: ")[::2] for r in chat.requests}
-        assert {(task, said.split()[1]) for task, said in asked} == {
-            ("The task is filling a hole.", "10"),
-            ("The task is editing.", "30"),
-        }
-        reward.close()
+    reward = one_reward(serve(say_yes), tasks={"image_fill": "filling a hole", "edit": "editing"})
+    assert reward.score(batch).valid.all()
+    asked = {r.text.partition(" The request is: ")[::2] for r in serve.running[0].requests}
+    assert {(task, said.split()[1]) for task, said in asked} == {
+        ("The task is filling a hole.", "10"),
+        ("The task is editing.", "30"),
+    }
 
 
-def test_a_task_that_is_unknown_or_missing_fails_its_own_samples():
+def test_a_task_that_is_unknown_or_missing_fails_its_own_samples(serve):
     batch = edits(3).take([0, 0, 1, 1, 2, 2])
     rows = [{"task": "image_fill"}] * 2 + [{"task": "fly"}] * 2 + [{}] * 2
-    with ChatServer(say_yes) as chat:
-        reward = one_reward(chat, tasks={"image_fill": "filling", "edit": "editing"})
-        output = reward.score(replace(batch, metadata=rows))
-        assert output.valid[:, 0].tolist() == [True] * 2 + [False] * 4
-        assert output.reasons[2] == "its metadata has the task 'fly'; there are image_fill, edit"
-        assert output.reasons[4] == "its metadata has no task; there are image_fill, edit"
-        assert set(reward.score(batch).reasons) == set(range(6))
-        reward.close()
+    reward = one_reward(serve(say_yes), tasks={"image_fill": "filling", "edit": "editing"})
+    output = reward.score(replace(batch, metadata=rows))
+    assert output.valid[:, 0].tolist() == [True] * 2 + [False] * 4
+    assert output.reasons[2] == "its metadata has the task 'fly'; there are image_fill, edit"
+    assert output.reasons[4] == "its metadata has no task; there are image_fill, edit"
+    assert set(reward.score(batch).reasons) == set(range(6))
 
 
 def test_what_a_request_lacks_is_known_without_pixels():
@@ -185,18 +171,16 @@ def test_what_a_request_lacks_is_known_without_pixels():
     assert WinRate(OneReward(server, "editing")).spec.lacks(Request("a")) == ""
 
 
-def test_a_mask_is_shown_after_the_source():
+def test_a_mask_is_shown_after_the_source(serve):
     hole = torch.zeros(1, 4, 4)
     hole[:, 1:3] = 1.0
     batch = replace(edits(1).take([0, 0]), masks=[hole, hole])
-    with ChatServer(say_yes) as chat:
-        reward = one_reward(chat, task="filling")
-        reward.score(batch)
-        source, mask, *results = chat.requests[0].pictures
-        assert (source == 10).all()
-        assert mask[:, 0].tolist() == [[0] * 3, [255] * 3, [255] * 3, [0] * 3]
-        assert all((result == 11).all() for result in results)
-        reward.close()
+    reward = one_reward(serve(say_yes), task="filling")
+    reward.score(batch)
+    source, mask, *results = serve.running[0].requests[0].pictures
+    assert (source == 10).all()
+    assert mask[:, 0].tolist() == [[0] * 3, [255] * 3, [255] * 3, [0] * 3]
+    assert all((result == 11).all() for result in results)
 
 
 def test_masks_stay_with_their_samples():

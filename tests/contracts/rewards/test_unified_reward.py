@@ -8,8 +8,7 @@ import torch
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.pixels import parts
-from reward_models.chat.chat_client import Server
-from reward_models.chat.judge_ensemble import Sampling
+from reward_models.chat.judge import Sampling
 from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.unified_answers import (
@@ -23,7 +22,6 @@ from reward_models.chat.unified_reward import (
     UnifiedRewardPair,
     UnifiedRewardPoint,
 )
-from tests.fixtures.chat_server import MODEL, ChatServer
 
 AXES = ("alignment", "coherence", "style")
 NAMES = ("semantic", "aesthetics", "authenticity")
@@ -71,20 +69,6 @@ def report(winner="Image 2", **changes):
 
 def _dim(first, second):
     return {"name": "x", "reason_1": "{", "reason_2": "}", "score_1": first, "score_2": second}
-
-
-@pytest.fixture
-def serve():
-    running = []
-
-    def start(answer):
-        running.append(ChatServer(answer).__enter__())
-        return Server(running[-1].url, MODEL, backoff=0.01, cache=None)
-
-    start.running = running
-    yield start
-    for chat in running:
-        chat.die()
 
 
 def test_thoughts_are_compared_per_dimension_by_hand():
