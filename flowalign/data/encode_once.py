@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from flowalign.data.media.decode import MediaProblem, decode, digest_media
-from flowalign.data.media.media import Media
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media, MediaProblem, digest_media
 from flowalign.data.prefetch import prefetch
 from flowalign.data.tensor_store import Key, Keys, TensorCache, is_latent, read_latent
 from flowalign.distributed.processes import ALONE, Processes

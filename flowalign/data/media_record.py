@@ -10,8 +10,14 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.media.decode import Clip, MediaProblem, decode, digest_media
-from flowalign.data.media.media import Media, describe_missing, stamp_media
+from flowalign.data.media.decode import Clip, decode
+from flowalign.data.media.media import (
+    Media,
+    MediaProblem,
+    describe_missing,
+    digest_media,
+    stamp_media,
+)
 from flowalign.functional.resizing import hole_within
 from flowalign.types import Reference, Request
 

@@ -9,7 +9,6 @@ import base64
 import io
 import json
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from flowalign.data.media.pixels import to_rgb
+from flowalign.data.media.media import MediaProblem
+from flowalign.data.media.pixels import count_frames, explain_damage, to_rgb
 from flowalign.rewards.request_pixels import (
     Pixels,
     check_range,
@@ -40,9 +40,6 @@ _ADDRESS = ("request_id", "model", "deadline_s")
 _JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
 _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
-# Pillow raises any of these errors for broken files, depending on the format.
-_BROKEN_IMAGE = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError)
-_BROKEN_IMAGE += (TypeError, AttributeError, RuntimeError, struct.error)
 
 
 def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> Pieces:
@@ -170,19 +167,22 @@ def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
 def _open_image(file: bytes) -> Image.Image:
     """Read the header of an image file, which declares its size, without decoding pixels."""
     try:
-        image = Image.open(io.BytesIO(file), formats=(*_FORMATS, "JPEG"))
-    except _BROKEN_IMAGE as error:
-        raise ValueError(f"an image cannot be read: {error}") from error
+        with explain_damage("an image"):
+            image = Image.open(io.BytesIO(file), formats=(*_FORMATS, "JPEG"))
+            frames = count_frames(image)
+    except MediaProblem as problem:
+        if isinstance(problem.__cause__, Image.DecompressionBombError):
+            raise problem.__cause__ from None
+        raise
     if image.format not in _FORMATS:
         raise ValueError(f"an image is {image.format}; send PNG or lossless WebP")
+    if frames > 1:
+        raise ValueError(f"an image is an animation of {frames} frames; send one frame")
     return image
 
 
 def _decode_images(images: Sequence[Image.Image], header: Mapping[str, Any]) -> MediaBatch:
-    try:
-        pixels = [to_rgb(image, "it") for image in images]
-    except _BROKEN_IMAGE as error:
-        raise ValueError(f"an image cannot be read: {error}") from error
+    pixels = [to_rgb(image, "an image") for image in images]
     if len({image.shape for image in pixels}) != 1:
         raise ValueError("images of one request have one size")
     media = unpack_pixels(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from flowalign.data.media.decode import MediaProblem
+from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import has_hole, shape_of
 from flowalign.types import InputSpec, Policy, Request, RewardModel, RewardSpec
 

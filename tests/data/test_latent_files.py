@@ -5,9 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from flowalign.data.encode_once import LatentCache
-from flowalign.data.media.decode import MediaProblem
 from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.tensor_store import is_latent, latent_shape, read_latent, save_latent
 from tests.fixtures.video_pixel import GRID, VideoPixel, clip

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from flowalign.data.media.decode import MediaProblem, decode
-from flowalign.data.media.media import Media
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.readers import open_dataset
 from tests.fixtures.scoring_rewards import picture
 

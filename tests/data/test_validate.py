@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import Inspection
 from tests.fixtures.preference import stored
 from tests.fixtures.stored_pairs import read_pairs

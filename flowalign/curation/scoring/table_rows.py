@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.curation.scoring.part_files import REFERENCES
-from flowalign.data.media.decode import Clip, MediaProblem, decode, is_video
+from flowalign.data.media.decode import Clip, decode, is_video
 from flowalign.data.media.encode import read_sound
-from flowalign.data.media.media import Media
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media_record import Record
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.resizing import average_on_grid

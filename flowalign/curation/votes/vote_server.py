@@ -20,8 +20,8 @@ from starlette.concurrency import run_in_threadpool
 
 from flowalign.curation.votes.poll import Poll, Task, measure_agreement
 from flowalign.curation.votes.questions import Question
-from flowalign.data.media.decode import MediaProblem, decode
-from flowalign.data.media.media import Media
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media.pixels import EXACT, MOST_FRAMES, UNKNOWN_RATE, encode_loop
 from flowalign.data.preference.validate import Inspection
 from flowalign.reports.pages import render

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageSequence, UnidentifiedImageError
-from PIL.WebPImagePlugin import WebPImageFile
+from PIL import ImageSequence
 from torch import Tensor
 
 from flowalign.data.media.media import (
@@ -21,25 +20,19 @@ from flowalign.data.media.media import (
     MediaProblem,
     TimedFrame,
     describe_missing,
-    digest_media,
     estimate_rate,
     is_cut,
     list_frame_files,
 )
-from flowalign.data.media.pixels import Orientation, to_rgb
+from flowalign.data.media.pixels import (
+    Orientation,
+    count_frames,
+    explain_damage,
+    open_picture,
+    to_rgb,
+)
 from flowalign.utils.imports import import_optional
 
-__all__ = [
-    "FrameSelection",
-    "Clip",
-    "MediaProblem",
-    "decode",
-    "digest_media",
-    "list_frame_files",
-    "is_video",
-    "open_video",
-    "count_frames",
-]
 _ROUNDING = 2e-3
 """Tolerance in seconds, because video headers round to milliseconds."""
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
@@ -131,10 +124,10 @@ def _stack_frames(
 
 def _decode_picture(medium: Media, choice: FrameSelection) -> Clip:
     """Decode an image, or all frames of an animated WebP."""
-    with _open_picture(medium.source, medium.name) as image:
-        frames = ImageSequence.all_frames(image) if count_frames(image) > 1 else [image]
-        lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
-        starts = np.cumsum([0.0, *lasting])
+    with open_picture(medium.source, medium.name) as image:
+        with explain_damage(medium.name):
+            frames = ImageSequence.all_frames(image) if count_frames(image) > 1 else [image]
+        starts = np.cumsum([0.0] + [frame.info.get("duration", 0) / 1000 for frame in frames])
         known = starts[-1] > 0
         shown = [
             TimedFrame(float(starts[i]) if known else np.nan, frame)
@@ -151,32 +144,16 @@ def _decode_picture(medium: Media, choice: FrameSelection) -> Clip:
         )
 
 
-def count_frames(image: Image.Image) -> int:
-    """Return the number of frames of an opened image; 1 for formats other than WebP."""
-    return image.n_frames if isinstance(image, WebPImageFile) else 1
-
-
 def _decode_folder(folder: Path, medium: Media, choice: FrameSelection) -> Clip:
     """Decode a folder with one file per frame; one broken file makes the whole clip unusable."""
     paths, fps = list_frame_files(folder), medium.fps
     shown = (TimedFrame(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
 
     def pixels(path: Path) -> np.ndarray:
-        with _open_picture(path, str(path)) as image:
+        with open_picture(path, str(path)) as image:
             return to_rgb(image, str(path), medium.background)
 
     return _stack_frames(str(folder), shown, len(paths), choice, pixels, fps)
-
-
-@contextmanager
-def _open_picture(source: Any, name: str) -> Iterator[Image.Image]:
-    try:
-        with Image.open(source) as image:
-            yield image
-    except UnidentifiedImageError as error:
-        raise MediaProblem(f"unreadable image: {name} has an unknown format") from error
-    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise MediaProblem(f"truncated or damaged image: {name} ({error})") from error
 
 
 # Videos -------------------------------------------------------------------------------------------

@@ -7,32 +7,102 @@ animations and strips of frames.
 import io
 import itertools
 import math
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageOps
+from PIL import Image, UnidentifiedImageError
+from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
 from flowalign.data.media.media import Media, MediaProblem
+
+# Pillow raises any of these errors for broken files, depending on the format.
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError, TypeError)
+_BROKEN += (AttributeError, RuntimeError, struct.error)
+_ORIENTATION = 0x0112
+"""EXIF tag of the orientation of an image."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Transposition of an image by its EXIF orientation; 5 to 8 swap its sides."""
+
+
+@contextmanager
+def explain_damage(name: str) -> Iterator[None]:
+    """Raise MediaProblem for any error of Pillow in the block."""
+    try:
+        yield
+    except MediaProblem:
+        raise
+    except UnidentifiedImageError as error:
+        raise MediaProblem(f"unreadable image: {name} has an unknown format") from error
+    except Image.DecompressionBombError as error:
+        raise MediaProblem(f"too large image: {name} ({error})") from error
+    except _BROKEN as error:
+        raise MediaProblem(f"truncated or damaged image: {name} ({error})") from error
+
+
+@contextmanager
+def open_picture(
+    source: Any, name: str, formats: tuple[str, ...] | None = None
+) -> Iterator[Image.Image]:
+    """Open an image, of any format if `formats` is None; its pixels are decoded later.
+
+    Raises:
+        MediaProblem: The file is damaged, too large or of another format.
+    """
+    with explain_damage(name):
+        image = Image.open(source, formats=formats)
+    with image:
+        yield image
+
+
+def count_frames(image: Image.Image) -> int:
+    """Return the number of frames of an opened image; 1 for formats other than WebP."""
+    return image.n_frames if isinstance(image, WebPImageFile) else 1
+
+
+def read_upright_size(image: Image.Image, name: str) -> tuple[int, int]:
+    """Return the width and height that `to_rgb` gives, without decoding the pixels."""
+    with explain_damage(name):
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    width, height = image.size
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def turn_upright(image: Image.Image) -> Image.Image:
+    """Rotate an image by its EXIF orientation; other EXIF data are not read, as they may be bad."""
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def to_rgb(image: Image.Image, name: str, background: str = "white") -> UInt8[np.ndarray, "h w 3"]:
     """Return the pixels of an image as viewers show it, on `background`.
 
     Raises:
-        MediaProblem: The pixel values have no known range.
+        MediaProblem: The image is damaged, or its pixel values have no known range.
     """
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I;16"):
-        values = np.asarray(upright)
-        alpha = np.where(values == upright.info.get("transparency"), 0, 255)
-        grey = (values.astype(np.float32) / 257).round()
-        upright = Image.fromarray(np.stack([grey, alpha], -1).astype(np.uint8))
-    elif upright.mode in ("I", "F"):
-        raise MediaProblem(f"unreadable image: {name} has pixel values of unknown range")
-    return np.array(flatten(upright, background))
+    with explain_damage(name):
+        upright = turn_upright(image)
+        if upright.mode.startswith("I;16"):
+            values = np.asarray(upright)
+            alpha = np.where(values == upright.info.get("transparency"), 0, 255)
+            grey = (values.astype(np.float32) / 257).round()
+            upright = Image.fromarray(np.stack([grey, alpha], -1).astype(np.uint8))
+        elif upright.mode in ("I", "F"):
+            raise MediaProblem(f"unreadable image: {name} has pixel values of unknown range")
+        return np.array(flatten(upright, background))
 
 
 def flatten(image: Image.Image, background: str = "white") -> Image.Image:

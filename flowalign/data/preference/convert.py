@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from flowalign.data.media.decode import MediaProblem
+from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import Record
 from flowalign.data.preference.preference_data import (
     Example,

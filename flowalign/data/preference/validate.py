@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
-
-from flowalign.data.media.decode import (
+from flowalign.data.media.decode import is_video, open_video
+from flowalign.data.media.media import (
+    Media,
     MediaProblem,
-    count_frames,
+    describe_missing,
     digest_media,
-    is_video,
     list_frame_files,
-    open_video,
 )
-from flowalign.data.media.media import Media, describe_missing
-from flowalign.data.media.pixels import Orientation
+from flowalign.data.media.pixels import Orientation, count_frames, open_picture, read_upright_size
 from flowalign.data.preference.preference_data import Pair, Sample
 from flowalign.data.tensor_store import is_latent, latent_shape
 
@@ -76,10 +73,6 @@ class DropReport:
         }
 
 
-_ORIENTATION = 0x0112
-"""EXIF tag of the orientation of an image."""
-_SIDEWAYS = (5, 6, 7, 8)
-"""Orientations that rotate an image by 90 degrees."""
 Shape = tuple[int, int, int]
 """Width, height and number of frames."""
 
@@ -205,17 +198,9 @@ def _shape(medium: Media) -> Shape:
 
 
 def _picture(medium: Media) -> Shape:
-    """Return the shape of an image after its EXIF rotation, as in `decode`."""
-    try:
-        with Image.open(medium.source) as image:
-            (width, height), frames = image.size, count_frames(image)
-            if image.format in ("JPEG", "MPO") and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
-                return height, width, frames
-            return width, height, frames
-    except UnidentifiedImageError as error:
-        raise MediaProblem(f"unreadable image: {medium.name} has an unknown format") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaProblem(f"unreadable image: {medium.name} ({error})") from error
+    """Return the shape of an image as `decode` rotates it."""
+    with open_picture(medium.source, medium.name) as image:
+        return *read_upright_size(image, medium.name), count_frames(image)
 
 
 def _video(medium: Media) -> Shape:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.GifImagePlugin import GifImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from flowalign.data.media.media import Media
+from flowalign.data.media.pixels import turn_upright
 from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import Row, RowProblem
 
@@ -104,7 +105,7 @@ def _encode(image: Image.Image, name: str) -> bytes:
         raise RowProblem(f"{name} is an animated PIL image; give its path or bytes")
     if image.mode in ("I", "F"):
         raise RowProblem(f"{name} has pixel values of unknown range; convert it to RGB")
-    image, content = ImageOps.exif_transpose(image), io.BytesIO()
+    image, content = turn_upright(image), io.BytesIO()
     if image.mode not in _PNG_MODES:
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     image.save(content, "PNG", compress_level=1)

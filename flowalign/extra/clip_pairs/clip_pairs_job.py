@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from flowalign.data.media.decode import MediaProblem, decode
+from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Dataset
 from flowalign.data.tensor_store import save_latent

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.media.decode import MediaProblem, decode
-from flowalign.data.media.media import Media
+from flowalign.data.media.decode import decode
+from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media.pixels import _read_turn
 from tests.fixtures.scoring_rewards import picture, video
 
