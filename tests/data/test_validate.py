@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
@@ -58,6 +58,49 @@ def test_the_shape_of_a_medium_is_that_of_its_decoded_frames(tmp_path, name):
     found = decode(medium).pixels
     assert len(found) == FILES.get(name, 7)
     assert Inspection().shape(medium) == (found.shape[3], found.shape[2], len(found))
+
+
+def turned(path: Path, mode: str = "RGB") -> Media:
+    """Return an image of 5 x 9 that is shown as 9 x 5."""
+    image = Image.new(mode, (5, 9), 40000 if mode == "I;16" else 90)
+    image.putpixel((0, 0), 0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(path, exif=exif, **({"lossless": True} if path.suffix == ".webp" else {}))
+    return Media(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(f"a.{kind}", "RGB") for kind in ("jpg", "png", "webp", "tiff", "avif")] + [("a.png", "I;16")],
+)
+def test_images_of_any_format_are_turned_by_their_exif_data(tmp_path, name, mode):
+    medium = turned(tmp_path / name, mode)
+    pixels = decode(medium).pixels
+    assert Inspection().shape(medium) == (9, 5, 1)
+    assert pixels.shape == (1, 3, 5, 9)
+    assert pixels[0, 0, 0, 8] < pixels[0, 0, 4, 0]
+
+
+def test_bad_exif_data_do_not_hide_the_orientation(tmp_path):
+    content = Path(turned(tmp_path / "a.jpg").path).read_bytes()
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x02\x01\x12\0\x03\0\0\0\x01\0\x06\0\0"
+    exif += b"\x01\x1a\0\x0a\0\0\0\x01\0\0\0\x26\0\0\0\0\xff\xff\xff\xff\0\0\0\0"
+    start = content.index(b"\xff\xe1")
+    end = start + 2 + int.from_bytes(content[start + 2 : start + 4])
+    block = b"\xff\xe1" + (len(exif) + 2).to_bytes(2) + exif
+    data = Media(data=content[:start] + block + content[end:])
+    assert decode(data).pixels.shape == (1, 3, 5, 9)
+    assert Inspection().shape(data) == (9, 5, 1)
+
+
+def test_a_large_text_in_an_image_is_a_problem_of_the_image(tmp_path):
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("workflow", "x" * (2 * PngImagePlugin.MAX_TEXT_CHUNK), zip=True)
+    Image.new("RGB", (5, 9)).save(tmp_path / "a.png", pnginfo=notes)
+    for read in (decode, Inspection().shape):
+        with pytest.raises(MediaProblem, match=r"damaged image: .*a\.png \(Decompressed data"):
+            read(Media(str(tmp_path / "a.png")))
 
 
 @pytest.mark.parametrize("name", FILES)

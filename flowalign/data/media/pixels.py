@@ -75,15 +75,19 @@ def count_frames(image: Image.Image) -> int:
 
 def read_upright_size(image: Image.Image, name: str) -> tuple[int, int]:
     """Return the width and height that `to_rgb` gives, without decoding the pixels."""
-    with explain_damage(name):
-        orientation = image.getexif().get(_ORIENTATION, 1)
     width, height = image.size
+    if image.format == "TIFF":  # Pillow rotates it when it loads the pixels, and states that size
+        return width, height
+    with explain_damage(name):
+        # The method of PNG files would decode the pixels, to find EXIF data behind them.
+        orientation = Image.Image.getexif(image).get(_ORIENTATION)
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
     """Rotate an image by its EXIF orientation; other EXIF data are not read, as they may be bad."""
-    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    image.load()  # removes the orientation of a TIFF file, which it applies
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION))
     return image if turn is None else image.transpose(turn)
 
 
