@@ -87,7 +87,7 @@ def read_upright_size(image: Image.Image, name: str) -> tuple[int, int]:
 def turn_upright(image: Image.Image) -> Image.Image:
     """Rotate an image by its EXIF orientation; other EXIF data are not read, as they may be bad."""
     image.load()  # removes the orientation of a TIFF file, which it applies
-    turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     return image if turn is None else image.transpose(turn)
 
 
