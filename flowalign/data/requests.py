@@ -25,6 +25,7 @@ from flowalign.data.readers.schema import REQUEST_MASK, Fields
 from flowalign.data.readers.sources import Columns, FileRows, RowSource, Source, open_rows
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
+from flowalign.utils.live_objects import find_object
 
 _REFERENCES = ("image", "images", "references")
 """Alternative fields for the images or clips of a row."""
@@ -105,6 +106,8 @@ def _read_prompt(index: int, entry: Any) -> tuple[str, Request] | None:
 
 
 def _read_file(path: str) -> list[tuple[str, Request]]:
+    if (known := find_object(path)) is not None:
+        return known
     file = Path(bundled(path))
     if file.is_fifo():
         raise ValueError(f"prompts file {path!r} is a pipe, which can be read once only")

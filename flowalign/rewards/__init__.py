@@ -2,7 +2,7 @@
 
 from flowalign.rewards.checked import CheckedReward, RewardError, RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.config import FunctionReward
+from flowalign.rewards.function_reward import FunctionReward
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, TransformedValues
 
 __all__ = [

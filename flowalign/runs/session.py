@@ -1,8 +1,9 @@
 """Run a run file: build, train, evaluate, save, resume."""
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ from flowalign.utils.console import Messages
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
 from flowalign.utils.tracking import check_trackers
+
+
+class Callback:
+    """Observer of a run; override what you need. Only the main process calls it."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Receive the metrics of a step; steps count from 1."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Receive the metrics of an evaluation after `step` steps."""
+
+    def on_samples(self, step: int, images: Sequence[Any], prompts: Sequence[str]) -> None:
+        """Receive held-out samples: PIL images, or a list of frames per video, and the prompts."""
 
 
 @dataclass
@@ -80,6 +94,10 @@ class Session:
     """Monitor of watched metrics; None if the run watches none."""
     claim: Claim | None = None
     """Claim of the run directory, held by the main process during training; None on other ranks."""
+    callbacks: Sequence[Callback] = ()
+    """Observers of steps and evaluations."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Content of summary.json, once the run has ended."""
 
     @property
     def seconds(self) -> float:

@@ -4,7 +4,8 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flowalign.data.media.pixels import to_bytes, to_images
 from flowalign.reports.run_report import write_report
 from flowalign.runs.checks import VelocityCheck, get_state, roll_back, watch
 from flowalign.runs.config import Run
@@ -19,7 +21,7 @@ from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.held_out_evaluation import EvaluationResult, evaluate, save_grid
 from flowalign.training.learner import TrainingFailure
-from flowalign.types import describe_conditioning
+from flowalign.types import describe_conditioning, prompts_of
 from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
@@ -28,15 +30,21 @@ from flowalign.utils.tracking import Tracker, read_metrics
 
 
 def train(session: Session) -> dict[str, Any]:
-    """Run the remaining steps, and write all files of the run directory."""
+    """Run the remaining steps, and write all files of the run directory; return the summary."""
+    deque(iterate(session), maxlen=0)
+    return session.summary
+
+
+def iterate(session: Session) -> Iterator[dict[str, float]]:
+    """Yield the metrics of each remaining step; the summary is in the session at the end."""
     try:
-        return _train(session)
+        yield from _train(session)
     finally:
         if session.claim:
             session.claim.release()
 
 
-def _train(session: Session) -> dict[str, Any]:
+def _train(session: Session) -> Iterator[dict[str, float]]:
     run, first = session.run, session.first_step
     tracker = Tracker(session.folder, run.trackers, first) if session.processes.is_main else None
     session.started = time.perf_counter()
@@ -46,22 +54,25 @@ def _train(session: Session) -> dict[str, Any]:
         _evaluate(session, tracker, first)
     session.owes_evaluation = False
     with stop_between_steps() as stop:
-        done, stopped_by = _steps(session, tracker, stop)
+        done, stopped_by = yield from _steps(session, tracker, stop)
         seconds = session.seconds
         if done > first or first == 0:
             _save(session, done, first_save=True)
         stopped_by = stopped_by or _read_stop_signal(session, stop)
         if stopped_by:
-            return _end(session, tracker, _summary(session, done, None, seconds, stopped_by))
+            _end(session, tracker, _summary(session, done, None, seconds, stopped_by))
+            return
     after = _evaluate(session, tracker, done)
     if session.monitor and session.monitor.ends_run and (kept := roll_back(session, done)) < done:
         done = kept
         _save(session, done, first_save=False)
         after = _evaluate(session, tracker, done)
-    return _end(session, tracker, _summary(session, done, after, seconds, 0))
+    _end(session, tracker, _summary(session, done, after, seconds, 0))
 
 
-def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -> tuple[int, int]:
+def _steps(
+    session: Session, tracker: Tracker | None, stop: Callable[[], int]
+) -> Generator[dict[str, float], None, tuple[int, int]]:
     """Run the remaining steps; return the number of steps done, and the stop signal or 0.
 
     A stop signal skips an evaluation that is due; the resumed run makes up for it.
@@ -75,10 +86,9 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
         for step, metrics in zip(steps, session.loop.run(steps), strict=True):
             done = step + 1
             metrics |= check.after_step() | _costs_so_far(session)
-            if tracker:
-                tracker.log(step, metrics)
-                progress.update(step, metrics)
+            _report_step(session, tracker, progress, step, metrics)
             session.started += session.loop.draw()
+            yield metrics
             if done == run.num_steps:
                 break
             if stopped_by := _read_stop_signal(session, stop):
@@ -91,6 +101,21 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
             if stopped_by := _read_stop_signal(session, stop):
                 return done, stopped_by
     return done, 0
+
+
+def _report_step(
+    session: Session,
+    tracker: Tracker | None,
+    progress: Progress,
+    step: int,
+    metrics: dict[str, float],
+) -> None:
+    """Write the metrics of a step, and show them."""
+    if tracker:
+        tracker.log(step, metrics)
+        progress.update(step, metrics)
+        for callback in session.callbacks:
+            callback.on_step(step + 1, metrics)
 
 
 def _read_stop_signal(session: Session, stop: Callable[[], int]) -> int:
@@ -112,7 +137,7 @@ def _is_due(run: Run, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> dict[str, Any]:
+def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> None:
     """Write the summary and the report, on the process that has a tracker."""
     if tracker:
         tracker.close()
@@ -120,8 +145,8 @@ def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> 
         summary["warnings"] = bounds.last_warnings(read_metrics(session.folder)) if bounds else {}
         write_text(session.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_report(session.folder)
+    session.summary = summary
     session.processes.barrier()  # no process exits while others still work
-    return summary
 
 
 def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
@@ -151,8 +176,20 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     if tracker and not _is_recorded(session.folder, done):
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
         write_report(session.folder, running=True)
+        _show(session, done, metrics, result)
     session.started += time.perf_counter() - start
     return metrics
+
+
+def _show(session: Session, done: int, metrics: dict[str, float], result: EvaluationResult) -> None:
+    """Give an evaluation and its samples to the callbacks."""
+    if not session.callbacks:
+        return
+    clips = [to_images(to_bytes(clip.cpu())) for clip in result.grid]
+    images = clips if result.fps else [clip[0] for clip in clips]
+    for callback in session.callbacks:
+        callback.on_evaluation(done, metrics)
+        callback.on_samples(done, images, prompts_of(result.grid_requests))
 
 
 def _is_recorded(folder: Path, done: int) -> bool:

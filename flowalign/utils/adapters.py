@@ -1,4 +1,4 @@
-"""Disable the LoRA adapters of a network temporarily."""
+"""Disable the trained LoRA adapter of a network temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,18 +6,36 @@ from typing import Any
 
 from torch import nn
 
+TRAINED = "default"
+"""Name of the adapter that is trained."""
+
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Run the base model of a peft-adapted module inside the context."""
-    adapters = adapters_of(module)
-    for layer in adapters:
-        layer.enable_adapters(False)
+    """Run a peft-adapted module without its trained adapter inside the context.
+
+    Other adapters, which a script may have loaded, keep acting.
+    """
+    layers = [(one, [*one.active_adapters]) for one in adapters_of(module)]
+    for layer, active in layers:
+        others = [name for name in active if name != TRAINED]
+        if others:
+            layer._active_adapter = others  # set_adapter would make them trainable
+        else:
+            layer.enable_adapters(False)
     try:
         yield
     finally:
-        for layer in adapters:
-            layer.enable_adapters(True)
+        for layer, active in layers:
+            if active == [TRAINED]:
+                layer.enable_adapters(True)
+            else:
+                layer._active_adapter = active
+
+
+def active_adapters(module: nn.Module) -> list[str]:
+    """Return the names of the adapters that act on a network."""
+    return sorted({name for layer in adapters_of(module) for name in layer.active_adapters})
 
 
 def adapters_of(module: nn.Module) -> list[Any]:

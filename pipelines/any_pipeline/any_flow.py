@@ -117,7 +117,7 @@ class AnyFlow(DiffusersPolicy):
         if self.folder.kind != AnyFlow.pipeline_class:
             return  # already found
         name, size = self.denoiser_name, (self.height, self.width)
-        names = find_classes(self.path, name, self.call.pictures)
+        names = find_classes(self.folder, name, self.call.pictures)
         self.folder.kind, self.network.kind = names
         cls = self.folder.pipeline
         check_arguments(cls, self.call.arguments)

@@ -58,7 +58,7 @@ def build_on_meta(folder: Folder, denoiser: str) -> Any:
             components[name] = build_scheduler(folder.config(name))
         elif name in _WITHOUT_WEIGHTS:
             known = getattr(importlib.import_module(library), class_name)
-            components[name] = known.from_pretrained(folder.path, subfolder=name)
+            components[name] = known.from_pretrained(folder.root, subfolder=name)
     settings = {p.name: folder.setting(p.name) for p in parameters}
     plain = {n: s for n, s in settings.items() if s is not None and not isinstance(s, list)}
     pipe = kind(**components | plain)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _TOLERANCE = 1e-3
 """Largest relative difference of a replayed velocity; GPU kernels may sum in another order."""
 
 
-def find_classes(path: str, name: str, pictures: int) -> tuple[str, str]:
+def find_classes(unknown: Folder, name: str, pictures: int) -> tuple[str, str]:
     """Return the class names of a pipeline and of its network, the component `name`.
 
     `pictures` is the number of images per prompt.
@@ -29,10 +30,11 @@ def find_classes(path: str, name: str, pictures: int) -> tuple[str, str]:
     Raises:
         ValueError: The pipeline cannot be wrapped. The message names an alternative.
     """
-    kind = Folder("DiffusionPipeline", path).setting("_class_name")
+    path, kind = unknown.path, unknown.setting("_class_name")
     if kind not in dir(diffusers):
         raise ValueError(f"{path}: diffusers {diffusers.__version__} has no class {kind}")
-    folder = Folder(kind, path)
+    folder = copy(unknown)
+    folder.kind = kind
     components = folder.components()
     if reason := _misfit(folder, name, components) or _refuse_images(folder.pipeline, pictures):
         raise ValueError(f"{path} ({kind}) cannot be replayed: {reason}; {WAY_OUT}")

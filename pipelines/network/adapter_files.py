@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowalign.utils.adapters import TRAINED
 from flowalign.utils.files import read_object
 from pipelines.parts.libraries import diffusers, peft
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
@@ -70,7 +71,7 @@ def save_for_diffusers(
     """Save the adapter with alpha / rank folded into lora_B, under keys that diffusers reads."""
     name, where = adapter_place(part, folder)
     where.mkdir(parents=True, exist_ok=True)
-    config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
+    config, trained = denoiser.peft_config[TRAINED], adapter_tensors(denoiser)
     keys = adapter_keys(name, denoiser, trained)
     strength = config.lora_alpha / config.r
     acting = {keys[n]: t * strength if ".lora_B." in n else t for n, t in trained.items()}
@@ -85,7 +86,7 @@ def save_for_peft(
     """Save the adapter as it was trained, with the alpha of every layer and the PEFT config."""
     _, where = adapter_place(part, folder)
     where.mkdir(parents=True, exist_ok=True)
-    config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
+    config, trained = denoiser.peft_config[TRAINED], adapter_tensors(denoiser)
     cast = {n: t.to(dtype) for n, t in trained.items()}
     copies = {_PEFT_PREFIX + n: t for n, t in (cast | alphas(config, trained)).items()}
     save_file(copies, where / PEFT_FILE, {"format": "pt"})
@@ -118,7 +119,7 @@ def load_adapter(part: str, denoiser: Any, folder: str) -> None:
         file = require_file(where / LORA_FILE)
         state, trained = _read_diffusers(name, denoiser, file)
     require_same_shapes(state, adapter_tensors(denoiser), file)
-    alpha = denoiser.peft_config["default"].lora_alpha
+    alpha = denoiser.peft_config[TRAINED].lora_alpha
     if trained != alpha:
         raise ValueError(
             f"{file} was trained with lora.alpha {trained}, not {alpha}: "
@@ -127,14 +128,15 @@ def load_adapter(part: str, denoiser: Any, folder: str) -> None:
     peft.set_peft_model_state_dict(denoiser, state)
 
 
-def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
-    """Load a saved adapter as a user of plain diffusers does."""
-    name, where = adapter_place(part, folder)
+def load_into_pipeline(pipe: Any, part: str, folder: str, name: str | None = None) -> None:
+    """Load a saved adapter as a user of plain diffusers does; `name` is its name there."""
+    prefix, where = adapter_place(part, folder)
+    more = {} if name is None else {"adapter_name": name}
     if "load_lora_weights" not in dir(pipe):  # its network has a loader
-        pipe.components[part].load_lora_adapter(where, prefix=name, weight_name=LORA_FILE)
+        pipe.components[part].load_lora_adapter(where, prefix=prefix, weight_name=LORA_FILE, **more)
         return
-    second = {} if name == part else {f"load_into_{part}": True}
-    pipe.load_lora_weights(where, **second)
+    second = {} if prefix == part else {f"load_into_{part}": True}
+    pipe.load_lora_weights(where, **second, **more)
 
 
 def difference_of_copy(part: str, denoiser: Any, folder: str) -> float:
@@ -152,19 +154,19 @@ def fold_alpha(denoisers: Iterable[Any]) -> Iterator[None]:
     Velocities change by rounding only, and not at all if alpha / rank is a power of two.
     """
     layers: list[tuple[Any, Any, float]] = [
-        (layer, layer.lora_B["default"].weight, layer.scaling["default"])
+        (layer, layer.lora_B[TRAINED].weight, layer.scaling[TRAINED])
         for denoiser in denoisers
         for layer in denoiser.modules()
-        if isinstance(layer, peft.tuners.lora.LoraLayer)
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and TRAINED in layer.lora_B
     ]
     kept = [weight.data for _, weight, _ in layers]
     for layer, weight, strength in layers:
-        weight.data, layer.scaling["default"] = weight.data * strength, 1.0
+        weight.data, layer.scaling[TRAINED] = weight.data * strength, 1.0
     try:
         yield
     finally:
         for (layer, weight, strength), data in zip(layers, kept, strict=True):
-            weight.data, layer.scaling["default"] = data, strength
+            weight.data, layer.scaling[TRAINED] = data, strength
 
 
 def adapter_keys(part: str, denoiser: Any, names: Iterable[str]) -> dict[str, str]:
@@ -227,4 +229,4 @@ def _read_diffusers(part: str, denoiser: Any, file: Path) -> tuple[dict[str, Ten
     state = {names.get(k) or _peft_name(k.removeprefix(f"{part}.")): v for k, v in found.items()}
     with safe_open(file, "pt") as opened:
         about = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
-    return state, about.get(f"{part}.lora_alpha", denoiser.peft_config["default"].r)
+    return state, about.get(f"{part}.lora_alpha", denoiser.peft_config[TRAINED].r)

@@ -33,16 +33,16 @@ def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
         ValueError: The component `denoiser` is not of class `kind`, or a component is missing or
             belongs to another family.
     """
-    is_local = Path(folder.path).exists()
+    is_local = Path(folder.root).exists()
     if not is_local and not folder.published:
         return
     components = folder.components()
     if reason := _describe_mismatch(folder, denoiser, kind):
         raise ValueError(f"{folder.path} belongs to another family than {folder.kind}: " + reason)
     for name in components.keys() - set(folder.skipped) if is_local else ():
-        if not (Path(folder.path) / name).is_dir():
+        if not (Path(folder.root) / name).is_dir():
             raise ValueError(folder.refuse(f"{name}/ is missing"))
-        _check_configurations(Path(folder.path) / name, *components[name])
+        _check_configurations(Path(folder.root) / name, *components[name])
 
 
 def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:

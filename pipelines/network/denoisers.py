@@ -40,6 +40,15 @@ def keep_dtype(network: nn.Module) -> None:
         norm.register_forward_hook(_cast_output)
 
 
+def release(network: nn.Module) -> None:
+    """Remove the hooks and the compiled blocks of a network that was prepared for training."""
+    for norm in _norms(network):
+        for key in [key for key, hook in norm._forward_hooks.items() if hook is _cast_output]:
+            del norm._forward_hooks[key]
+    for module in network.modules():
+        module._compiled_call_impl = None
+
+
 def _norms(network: nn.Module) -> Iterator[nn.Module]:
     for module in network.modules():
         for name in _NAMES:

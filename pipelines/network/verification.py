@@ -1,6 +1,7 @@
 """Compares a policy with networks loaded as a user of plain diffusers would load them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -8,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.types import Policy, Request, encode_requests
+from flowalign.utils.adapters import TRAINED, active_adapters
 from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
 from pipelines.network.context import undivide
 from pipelines.network.denoisers import Denoisers, keep_dtype, place
 from pipelines.network.speed import speed_up
 from pipelines.network.weights import load_pipeline
+
+_SAVED = "saved"
+"""Name of an adapter that is loaded next to the trained one."""
 
 
 class VerificationSamples:
@@ -46,7 +51,8 @@ class VerificationSamples:
 def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
     """Return the largest difference of a policy from networks loaded from `folder`.
 
-    Networks are loaded one at a time, and each is freed before the next one is loaded.
+    Networks are loaded one at a time, and each is freed before the next one is loaded. Into the
+    pipeline of a script only the adapter is loaded, under another name.
     """
     probe = VerificationSamples(policy, len(network.names))
     trained = {name: network.components[name] for name in network.trained}
@@ -64,11 +70,35 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
 def _velocity_of_saved(
     network: Denoisers, probe: VerificationSamples, name: str, folder: str
 ) -> Tensor:
+    if network.folder.loaded and network.lora:
+        with _load_next_to_trained(network, name, folder):
+            return probe.velocity(network.join({}))
     saved = _load_saved(network, name, folder, probe.x.device)
     keep_dtype(saved)
     place(saved, probe.x.device, network.setup.offload)
     speed_up(saved, network.setup.speed)
     return probe.velocity(network.join({name: saved}))
+
+
+@contextmanager
+def _load_next_to_trained(network: Denoisers, name: str, folder: str) -> Iterator[None]:
+    """Let the saved adapter act instead of the trained one inside the context."""
+    denoiser = network.components[name]
+    trains = [p for p in denoiser.parameters() if p.requires_grad]
+    active = active_adapters(denoiser)
+    load_into_pipeline(network.pipe, name, folder, _SAVED)
+    for parameter_name, parameter in denoiser.named_parameters():
+        if f".{_SAVED}." in parameter_name:
+            parameter.data = parameter.data.float()
+    denoiser.set_adapter([_SAVED if one == TRAINED else one for one in active])
+    try:
+        yield
+    finally:
+        denoiser.delete_adapters(_SAVED)
+        denoiser.set_adapter(active)
+        denoiser.requires_grad_(False)
+        for parameter in trains:
+            parameter.requires_grad_(True)
 
 
 def _load_saved(network: Denoisers, name: str, folder: str, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.types import PositiveInt
+from flowalign.utils.adapters import TRAINED, active_adapters
 from pipelines.network.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.network.checkpoint_checks import check_complete, loading_context
 from pipelines.network.speed import blocks_of
@@ -118,6 +119,8 @@ def load_pipeline(
         ValueError: The hub has no such model or cannot be reached, or a component cannot be loaded.
             The message names it.
     """
+    if folder.loaded:
+        return _lend(folder.loaded.pipe, dtype)
     settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
     if quantizers:
         config = diffusers.PipelineQuantizationConfig(quant_mapping=dict(quantizers))
@@ -138,6 +141,16 @@ def load_pipeline(
             if name not in (quantizers or ()) and not _keeps_float32(part, dtype):
                 torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
             part.eval().requires_grad_(False)
+    return pipe
+
+
+def _lend(pipe: Any, dtype: torch.dtype) -> Any:
+    """Return the pipeline of a script with frozen weights."""
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval().requires_grad_(False)
+            if isinstance(part, diffusers.ModelMixin) and "vae" not in type(part).__name__.lower():
+                assert part.dtype == dtype, "the precision is that of the pipeline"
     return pipe
 
 
@@ -180,7 +193,12 @@ def prepare_training(denoiser: Any, lora: Lora | None) -> None:
     )
     with torch.random.fork_rng(devices=[]):  # every rank and every run starts from the same adapter
         torch.random.default_generator.manual_seed(0)
-        denoiser.add_adapter(config)
+        others = active_adapters(denoiser)
+        denoiser.add_adapter(config, TRAINED)
+    if others:  # adapters of a script keep acting, and are not trained
+        denoiser.set_adapter([*others, TRAINED])
+        for name, parameter in denoiser.named_parameters():
+            parameter.requires_grad_(f".{TRAINED}." in name)
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

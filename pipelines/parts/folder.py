@@ -11,6 +11,7 @@ import torch
 
 from flowalign.utils.files import read_object
 from flowalign.utils.hub import cached_file, file_of
+from flowalign.utils.live_objects import find_object
 from pipelines.parts.libraries import diffusers, find_class
 from pipelines.parts.published import PublishedModel, find
 
@@ -21,11 +22,22 @@ _FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}
 """Names of configuration files that are not `config.json`."""
 
 
+@dataclass(frozen=True)
+class LoadedPipe:
+    """Pipeline that a script has loaded."""
+
+    pipe: Any
+    """Pipeline of diffusers."""
+    configs: str
+    """Folder with its configuration files, without weights."""
+
+
 @dataclass
 class Folder:
     """Location of a diffusers pipeline: its class, and its folder or its id on the hub.
 
-    The configs of published models come from the package, so that plans contact no hub.
+    The configs of published models come from the package, so that plans contact no hub. A loaded
+    pipeline that a script shares under the name `path` is used instead of files.
     """
 
     kind: str
@@ -33,6 +45,17 @@ class Folder:
     path: str
     skipped: Mapping[str, Any] = field(default_factory=dict)
     """Arguments to `from_pretrained` that skip components which are not needed."""
+    loaded: LoadedPipe | None = field(init=False, repr=False)
+    """Pipeline of a script; None if it is read from files."""
+
+    def __post_init__(self) -> None:
+        """Find the pipeline of a script."""
+        self.loaded = find_object(self.path)
+
+    @property
+    def root(self) -> str:
+        """Return the folder of the configuration files, or the id on the hub."""
+        return self.loaded.configs if self.loaded else self.path
 
     @property
     def pipeline(self) -> Any:
@@ -46,17 +69,17 @@ class Folder:
             ValueError: The path is neither a folder with this file nor the id of a model on the
                 hub.
         """
-        file = Path(self.path, component or "", name)
+        file = Path(self.root, component or "", name)
         if file.is_file():
             return file
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path):
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.root):
             raise ValueError(f"policy.path {self.path!r} is neither a folder nor the id of a model")
         return file_of(self.path, name, component)
 
     @property
     def published(self) -> PublishedModel | None:
         """Return the packaged values of a model on the hub; None for folders and other models."""
-        return None if Path(self.path).exists() else find(self.path)
+        return None if Path(self.root).exists() else find(self.root)
 
     def config(self, component: str) -> dict[str, Any]:
         """Return the config of one component.
@@ -69,7 +92,7 @@ class Folder:
         if self.published and (config := self.published.config(component)):
             self._compare(component, name)
             return config
-        if Path(self.path).exists() and not Path(self.path, component, name).is_file():
+        if Path(self.root).exists() and not Path(self.root, component, name).is_file():
             raise ValueError(self.refuse(f"{component}/{name} is missing"))
         return read_object(self.file(name, component))
 
@@ -78,7 +101,7 @@ class Folder:
         if self.published:
             self._compare(None, INDEX)
             return dict(self.published.index)
-        if Path(self.path).exists() and not Path(self.path, INDEX).is_file():
+        if Path(self.root).exists() and not Path(self.root, INDEX).is_file():
             raise ValueError(self.refuse(f"{INDEX} is missing"))
         return read_object(self.file(INDEX))
 
@@ -106,10 +129,10 @@ class Folder:
         """Return the names and texts of the files that a plan reads, as values for JSON."""
         if self.published:
             return [self.published.index, self.published.components]
-        folders = sorted(one for one in Path(self.path).glob("*/") if one.is_dir())
-        files = [Path(self.path, INDEX), *(file for one in folders for file in one.glob("*.json"))]
+        folders = sorted(one for one in Path(self.root).glob("*/") if one.is_dir())
+        files = [Path(self.root, INDEX), *(file for one in folders for file in one.glob("*.json"))]
         texts = {
-            str(file.relative_to(self.path)): file.read_text(encoding="utf-8", errors="replace")
+            str(file.relative_to(self.root)): file.read_text(encoding="utf-8", errors="replace")
             for file in sorted(files)
             if file.is_file() and file.name.endswith(("config.json", INDEX))
         }
@@ -137,7 +160,7 @@ class Folder:
         """Load one component to main memory."""
         library, kind = self.components()[component]
         cls = getattr(importlib.import_module(library), kind)
-        return cls.from_pretrained(self.path, subfolder=component, **settings)
+        return cls.from_pretrained(self.root, subfolder=component, **settings)
 
     def vae_on_meta(self) -> Any:
         """Build the VAE on the meta device, without weights."""

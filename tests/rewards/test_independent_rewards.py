@@ -7,7 +7,7 @@ import torch
 
 from flowalign.rewards.checked import RewardError, RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.config import FunctionReward
+from flowalign.rewards.function_reward import FunctionReward
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from tests.fixtures.embedded import new_sd3
@@ -21,14 +21,14 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-def normalise(images, prompts, metadata):
+def normalise(images: torch.Tensor, prompts, metadata):
     images.mul_(255)
     return [
         float(one.mean()) + meta.pop("bonus") for one, meta in zip(images, metadata, strict=True)
     ]
 
 
-def mean(images, prompts, metadata):
+def mean(images: torch.Tensor, prompts, metadata):
     return [float(one.mean()) + meta["bonus"] for one, meta in zip(images, metadata, strict=True)]
 
 

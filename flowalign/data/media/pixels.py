@@ -186,9 +186,9 @@ def to_bytes(frames: Float[Tensor, "*f 3 H W"]) -> UInt8[Tensor, "*f 3 H W"]:
     return (frames.float().clamp(0, 1) * 255).round().byte()
 
 
-def to_images(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
-    """Return every frame as an image, resized to `side` pixels on its longer side."""
-    scale = side / max(pixels.shape[-2:])
+def to_images(pixels: UInt8[Tensor, "F 3 H W"], side: int | None = None) -> list[Image.Image]:
+    """Return every frame as an image; with `side` its longer side becomes `side` pixels."""
+    scale = side / max(pixels.shape[-2:]) if side else 1
     height, width = (max(1, round(n * scale)) for n in pixels.shape[-2:])
     kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
     frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in pixels]

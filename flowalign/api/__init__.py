@@ -1,0 +1,1 @@
+"""Use flowalign from Python: hand over a pipeline, reward functions and prompts."""

@@ -1,0 +1,198 @@
+"""Train a pipeline that a script has loaded, on its reward functions and prompts."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Unpack
+
+from flowalign.api.data import find_requests, write_requests
+from flowalign.api.objects import name_objects, share_rewards
+from flowalign.api.options import (
+    HELD_OUT,
+    PROMPTS,
+    Options,
+    Prompts,
+    check_names,
+    compose_options,
+)
+from flowalign.runs.config.loading import LoadedRun, load_with_origins
+from flowalign.runs.planning import plan
+from flowalign.runs.session import Session, start
+from flowalign.runs.train_session import iterate
+from flowalign.training import checkpoint
+from flowalign.types import RewardModel
+from flowalign.utils.console import get_log, table
+from flowalign.utils.live_objects import share_objects
+from flowalign.utils.tracking import read_metrics
+from pipelines import loaded_pipe
+
+Rewards = (
+    Callable[..., Any]
+    | RewardModel
+    | Sequence[Callable[..., Any] | RewardModel]
+    | Mapping[str, Callable[..., Any] | RewardModel | type[RewardModel]]
+)
+"""Reward functions and models: one, a list, or a mapping by name."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a training run."""
+
+    pipe: Any
+    """Pipeline that was given, with the trained adapter, or with trained weights."""
+    history: dict[str, list[float | None]]
+    """Metrics by name, one entry per step, as a table; None where a step has no such metric."""
+    summary: dict[str, Any]
+    """Rewards before and after training, costs and seconds: content of summary.json."""
+    output_dir: Path
+    """Run directory, with checkpoints and report.html."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write the adapter as `load_lora_weights` reads it, or the whole pipeline."""
+        loaded_pipe.save_trained(self.pipe, str(folder))
+
+
+class Trainer:
+    """Training of a loaded pipeline; see `align` for the arguments.
+
+    The constructor checks all settings and changes nothing. `train` runs to the end. Iterating over
+    the trainer runs one step at a time and yields its metrics. Afterwards the pipeline is as it
+    was, with the trained adapter; after an error, or if the iteration is left early, without it.
+
+    Raises:
+        ValueError: An argument is invalid; the message says what to change.
+        TypeError: An argument is unknown.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        rewards: Rewards | None = None,
+        prompts: Prompts | None = None,
+        **options: Unpack[Options],
+    ):
+        check_names(options)
+        loaded_pipe.check_pipe(pipe, options.get("device"))
+        self.pipe, self.options = pipe, options
+        self._session: Session | None = None
+        self._folder = TemporaryDirectory()
+        models = share_rewards({} if rewards is None else rewards)
+        dims = {name: model.spec.dims for name, model in models.items()}
+        given = {PROMPTS: prompts, HELD_OUT: options.get("eval_prompts")}
+        requests = {name: find_requests(one) for name, one in given.items() if one is not None}
+        counts = {name: len(some) for name, some in requests.items()}
+        self._composed = compose_options(pipe, dims, options, counts)
+        lent = loaded_pipe.lend(pipe, Path(self._folder.name))
+        folder = self._composed.output_dir
+        self._requests = {str(folder / name): some for name, some in requests.items()}
+        self._loaded = self._load({**models, loaded_pipe.name_of(pipe): lent})
+
+    def train(self) -> Result:
+        """Train to the last step.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C stopped the run after a checkpoint; `resume=True` continues.
+        """
+        for _ in self:
+            pass
+        return self.result
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        """Run the remaining steps, and yield the metrics of each."""
+        log, run = get_log(), self._loaded.run
+        world, main = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
+        with ExitStack() as stack:
+            stack.enter_context(share_objects(self._requests))
+            if main:
+                table(f"plan of {run.output_dir}", plan(run, world))
+            keep = stack.enter_context(loaded_pipe.borrow(self.pipe))
+            resume = self._checkpoint() if self.options.get("resume") else None
+            settings = name_objects(self._loaded)
+            overwrite = self.options.get("overwrite", False)
+            session = start(run, settings, log, resume, overwrite)
+            session.callbacks = self.options.get("callbacks", ())
+            self._session = session
+            if session.processes.is_main:
+                for file, requests in self._requests.items():
+                    write_requests(Path(file), requests)
+            yield from iterate(session)
+            if session.summary["status"] == "interrupted":
+                log("interrupted; continue with resume=True")
+                raise KeyboardInterrupt
+            if session.learner.ema:
+                session.learner.ema.write()
+            keep()
+            log(f"report: {session.folder / 'report.html'}")
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the last evaluation; empty before the first one."""
+        rows = read_metrics(self.output_dir) if self._session else []
+        found = [row for row in rows if "evaluated_after" in row]
+        return (
+            {name: value for name, value in found[-1].items() if name.startswith("eval/")}
+            if found
+            else {}
+        )
+
+    @property
+    def output_dir(self) -> Path:
+        """Return the run directory."""
+        return self._composed.output_dir
+
+    @property
+    def state(self) -> Path | None:
+        """Return the newest checkpoint, from which `resume=True` continues; None without one."""
+        return checkpoint.latest(self.output_dir / "checkpoints")
+
+    @property
+    def result(self) -> Result:
+        """Return the outcome of a finished run."""
+        if self._session is None or not self._session.summary:
+            raise ValueError("the run has not ended: call train() first")
+        return Result(
+            self.pipe,
+            _columns(read_metrics(self.output_dir)),
+            self._session.summary,
+            self.output_dir,
+        )
+
+    def _load(self, objects: Mapping[str, Any]) -> LoadedRun:
+        with share_objects({**objects, **self._requests}):
+            return load_with_origins(self._composed.files, self._composed.overrides())
+
+    def _checkpoint(self) -> Path | None:
+        return self.state or (self.output_dir if self.output_dir.is_dir() else None)
+
+
+def align(
+    pipe: Any,
+    rewards: Rewards | None = None,
+    prompts: Prompts | None = None,
+    **options: Unpack[Options],
+) -> Result:
+    """Train a pipeline on rewards of its samples, or on preference data, and return the outcome.
+
+    Args:
+        pipe: Loaded diffusers pipeline. It is trained in place; a LoRA is added by default.
+        rewards: Functions `(images, prompts) -> list[float]` and reward models, by name.
+        prompts: Texts, rows with a column `prompt`, a file, or a dataset.
+        **options: See `Options`.
+
+    Raises:
+        ValueError: An argument is invalid. The pipeline is unchanged.
+    """
+    return Trainer(pipe, rewards, prompts, **options).train()
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Return the metrics of the steps as columns."""
+    steps = [row for row in rows if "evaluated_after" not in row]
+    names = dict.fromkeys(name for row in steps for name in row)
+    return {
+        name: [None if row.get(name) is None else float(row[name]) for row in steps]
+        for name in names
+    }

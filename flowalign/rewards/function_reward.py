@@ -1,0 +1,189 @@
+"""Use a plain Python function, or any other callable, as a reward model."""
+
+import copy
+import hashlib
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.data.media.pixels import to_bytes, to_images
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types.ranges import ImportPath
+from flowalign.utils.live_objects import find_object
+
+_VIDEOS = ("videos", "video", "clips")
+"""Names of a first parameter that takes videos; any other name takes images."""
+_MISSING = object()
+
+
+class CallableReward(RewardModel):
+    """Reward model that calls `def reward(images, prompts) -> list[float]`.
+
+    The first parameter gets a list of PIL images, or RGB tensors [n, 3, H, W] in [0, 1] if it is
+    annotated as `Tensor`. If it is called `videos`, it gets a list of frames per video, or tensors
+    [n, F, 3, H, W]. A parameter called `prompts` gets the prompts, `metadata` a mapping per sample,
+    and any other parameter the column of this name; `**columns` gets all columns. All are copies.
+    The function returns a score per sample, higher is better; None and NaN count as failed. There
+    is no gradient.
+
+    Args:
+        function: Function, bound method, module or other callable.
+        name: Name of the reward dimension. None: the name of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None):
+        self.function = function
+        name = name or str(getattr(function, "__name__", type(function).__name__))
+        parameters = [*_signature(function, name).values()]
+        if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+            raise ValueError(
+                f"reward {name} takes ({', '.join(p.name for p in parameters)}); its first "
+                "parameter must take the images, or the videos"
+            )
+        first, *others = parameters
+        self._takes_videos = first.name in _VIDEOS
+        self._takes_tensors = _is_tensor(first, function)
+        self._columns = [p for p in others if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        self._takes_all = len(self._columns) < len(others)
+        self.spec = RewardSpec(
+            name=name,
+            dims=(name,),
+            modality="any" if self._takes_videos else "image",
+            scale=(-math.inf, math.inf),
+            licence="unknown",
+            version=_digest_source(function),
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score all samples in one call.
+
+        Raises:
+            ValueError: The function returned a wrong number of scores, or no numbers.
+        """
+        failed = self.spec.screen(batch)
+        good = [i for i in range(len(batch)) if i not in failed]
+        values = torch.full((len(batch), 1), torch.nan, dtype=torch.float32)
+        if good:
+            some = batch.take(good)
+            # Copies, because functions change what they get, and other rewards score the batch.
+            scores = self.function(self._media(some), **self._inputs(some))
+            for i, score in zip(good, self._list_scores(scores, some), strict=True):
+                values[i] = score
+        return RewardOutput.build(self.spec, values, failed)
+
+    def _media(self, batch: MediaBatch) -> Any:
+        media = batch.media.detach().to(torch.float32, copy=True)
+        if self._takes_tensors:
+            return media if self._takes_videos else media[:, 0]
+        frames = [to_images(clip) for clip in to_bytes(media.cpu())]
+        return frames if self._takes_videos else [clip[0] for clip in frames]
+
+    def _inputs(self, batch: MediaBatch) -> dict[str, Any]:
+        metadata = [copy.deepcopy(dict(one)) for one in batch.metadata] or [
+            {} for _ in batch.prompts
+        ]
+        known = {"prompts": list(batch.prompts), "metadata": metadata}
+        columns = {name: [one.get(name) for one in metadata] for one in metadata for name in one}
+        inputs = columns | {"prompts": known["prompts"]} if self._takes_all else {}
+        for parameter in self._columns:
+            value = known.get(parameter.name, columns.get(parameter.name, _MISSING))
+            if value is not _MISSING:
+                inputs[parameter.name] = value
+            elif parameter.default is parameter.empty:
+                raise ValueError(
+                    f"reward {self.spec.name} takes {parameter.name}, which is no column of the "
+                    f"prompts; there are {', '.join(['prompts', 'metadata', *columns])}"
+                )
+        return inputs
+
+    def _list_scores(self, scores: Any, batch: MediaBatch) -> list[float]:
+        """Return the scores of a function as numbers; a failed score is NaN."""
+        found = scores.tolist() if hasattr(scores, "tolist") else scores
+        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(batch):
+            shown = f"{len(found)} scores" if isinstance(found, Sequence) else repr(found)[:60]
+            raise ValueError(
+                f"reward {self.spec.name} returned {shown} for {len(batch)} samples; it must "
+                "return a list with a number, or None, per sample"
+            )
+        return [self._read_score(one, i, batch) for i, one in enumerate(found)]
+
+    def _read_score(self, score: Any, i: int, batch: MediaBatch) -> float:
+        one: Any = score
+        if isinstance(score, list) and len(score) == 1:
+            one = score[0]  # of a tensor with one column
+        try:
+            return math.nan if one is None else float(one)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"reward {self.spec.name} returned {score!r:.60} for sample {i} "
+                f"(prompt {batch.prompts[i]!r:.60}); it must be a number, or None"
+            ) from error
+
+
+class FunctionReward(CallableReward):
+    """Plain function of a run file, named as `class_path: my_reward.py:reward`.
+
+    See `CallableReward` for its parameters.
+
+    Args:
+        function: Dotted path of the function.
+        name: Name of the reward dimension. Null: the name of the function.
+    """
+
+    def __init__(self, function: ImportPath, name: str | None = None):
+        super().__init__(_import_function(function), name)
+
+
+def find_reward(name: str) -> RewardModel:
+    """Return the reward model that a script shares under a name; see `share_objects`.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = find_object(name)
+    if not isinstance(found, RewardModel):
+        raise ValueError(f"{name} is no reward model of a script that is running")
+    return found
+
+
+def _signature(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward {name} has no signature that can be read: {error}") from error
+    return {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL}
+
+
+def _is_tensor(parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
+    """Return whether a parameter is annotated as a tensor; modules without annotation take one."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return isinstance(function, nn.Module)
+    kind = getattr(annotation, "array_type", annotation)  # of jaxtyping
+    return kind is Tensor or (isinstance(kind, str) and "Tensor" in kind)
+
+
+def _import_function(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"function {path!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise ValueError(f"function {path!r} is no function")
+    return function
+
+
+def _digest_source(function: Callable[..., Any]) -> str:
+    """Return a hash of the source, so that scores of different versions are not mixed."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        source = getattr(function, "__qualname__", type(function).__qualname__)
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
