@@ -110,6 +110,12 @@ def default_size(pipe: Any) -> int | None:
     return side * scale if isinstance(side, int) else None
 
 
+def class_path_of(policy: type[Policy]) -> str:
+    """Return the name of a policy class in run files."""
+    exported = getattr(pipelines, policy.__name__, None) is policy
+    return f"{'pipelines' if exported else policy.__module__}.{policy.__qualname__}"
+
+
 def accepts(policy: type[Policy], name: str) -> bool:
     """Return whether the constructor of a policy class has an argument."""
     return name in inspect.signature(policy.__init__).parameters

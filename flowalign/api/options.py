@@ -12,6 +12,7 @@ from flowalign.runs.config.loading import compose
 from flowalign.runs.run_files import find_recipe, recipes
 from flowalign.runs.session import Callback
 from flowalign.types import Policy
+from flowalign.utils.files import bundled
 from flowalign.utils.live_objects import PREFIX
 from flowalign.utils.strict_yaml import read_mapping
 from pipelines import loaded_pipe
@@ -119,7 +120,7 @@ def compose_options(
     policy = _find_policy(pipe, model.pop("class_path", None))
     method = find_method(options.get("method", "flow_grpo"))
     complete = "policy" in read_mapping(method)
-    files = [method] if complete else [find_model_file(policy), method]
+    files = [method] if complete else [find_model_file(policy, loaded_pipe.name_of(pipe)), method]
     base = compose(files).values
     folder = Path(options.get("output_dir", f"runs/{Path(method).stem}"))
     evaluation = None
@@ -162,12 +163,15 @@ def find_method(name: str) -> str:
     return str(find_recipe(f"methods/{name}" if f"methods/{name}" in known else name).file)
 
 
-def find_model_file(policy: type[Policy]) -> str:
-    """Return the bundled run file of a model of this class, or of a similar model."""
+def find_model_file(policy: type[Policy], path: str) -> str:
+    """Return the bundled run file of a model at this path or hub id, of its class, or similar."""
     files = [str(one.file) for one in recipes() if one.name.startswith("models/")]
-    own = f"pipelines.{policy.__name__}"
-    for file in files:
-        if (compose([file]).values.get("policy") or {}).get("class_path") == own:
+    models = {file: compose([file]).values.get("policy") or {} for file in files}
+    for file, model in models.items():
+        if bundled(_arguments(model).get("path") or "") == path:
+            return file
+    for file, model in models.items():
+        if model.get("class_path") == f"pipelines.{policy.__name__}":
             return file
     similar = "wan21_1_3b" if loaded_pipe.accepts(policy, "video") else "sd35_medium"
     similar = "sd15" if loaded_pipe.accepts(policy, "prediction") else similar
@@ -187,7 +191,7 @@ def _policy(
     """Return the component of the policy: the model's file, the pipeline, then the arguments."""
     given = dict(options.get("model", {}))
     given.pop("class_path", None)
-    class_path = f"{policy.__module__}.{policy.__qualname__}"
+    class_path = loaded_pipe.class_path_of(policy)
     same = base.get("class_path", "").rpartition(".")[2] == policy.__name__
     values = dict(base.get("init_args") or {}) if same else {}
     precision = loaded_pipe.find_precision(pipe)
@@ -256,6 +260,9 @@ def _recipe(
     sampling = "recipe.sampling" if "sampling" in known else f"{inside}.sampling"
     if "sampling" not in known and "sampling" not in data:
         sampling = "recipe.start" if "start" in known else ""
+    if ("path" in data) == (prompts is not None):
+        needs = "data, and no prompts" if "path" in data else "prompts"
+        raise ValueError(f"the method {Path(method).stem} needs {needs}")
     places: dict[str, list[str]] = {
         "samples_per_prompt": [f"{sampling}.samples_per_prompt"] * sampling.endswith("sampling"),
         "num_inference_steps": [f"{sampling}.num_steps"] * bool(sampling),
@@ -267,9 +274,6 @@ def _recipe(
         if name in options and not keys:
             raise ValueError(f"{name} does not apply to the method {Path(method).stem}")
         values |= dict.fromkeys(keys, options[name]) if name in options else {}
-    if ("path" in data) == (prompts is not None):
-        needs = "data, and no prompts" if "path" in data else "prompts"
-        raise ValueError(f"the method {Path(method).stem} needs {needs}")
     return values | ({f"{inside}.prompts": prompts} if prompts else {})
 
 

@@ -5,6 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -237,6 +238,20 @@ class RewardModel(Component, ABC):
         If the media require a gradient, the values have one; a model that is not differentiable
         rejects such a batch.
         """
+
+    def __call__(
+        self, media: Any, prompts: Sequence[str] | str = "", **columns: Sequence[Any]
+    ) -> list[float] | dict[str, list[float]]:
+        """Load the model if necessary, and return a score per image or video.
+
+        `media` are PIL images, paths or tensors in [0, 1]; `columns` are further metadata. The
+        result is a list, or a list by name for models with several dimensions. A failed score is
+        NaN, with a warning that has the reason.
+        """
+        # Types are below rewards, which decode media, so this must not be an import of the module.
+        return import_module("flowalign.rewards.direct").score_directly(
+            self, media, prompts, **columns
+        )
 
     @property
     def caveat(self) -> str:

@@ -34,8 +34,8 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def active_adapters(module: nn.Module) -> list[str]:
-    """Return the names of the adapters that act on a network."""
-    return sorted({name for layer in adapters_of(module) for name in layer.active_adapters})
+    """Return the names of the adapters that act on a network, in the order of their sum."""
+    return list(dict.fromkeys(n for layer in adapters_of(module) for n in layer.active_adapters))
 
 
 def adapters_of(module: nn.Module) -> list[Any]:

@@ -65,6 +65,7 @@ def check_setup(
             settings exclude each other.
     """
     _check_exclusions(setup)
+    _check_loaded(network, setup)
     _check_quantization(network, setup.quantization)
     with torch.device("meta"):
         check_attention(setup.speed.attention, network.on_meta)
@@ -77,6 +78,20 @@ def check_setup(
             f"prompt_cache: {network.owner} needs the encoders while it loads, to record "
             "the calls of its pipeline; use the policy of the family, or leave it out"
         )
+
+
+def _check_loaded(network: Denoisers, setup: Setup) -> None:
+    """Raise ValueError for settings of reading weights, if a script has read them."""
+    changed = [name for name in ("quantization", "prompt_cache") if _differs(setup, name)]
+    if network.folder.loaded and changed:
+        raise ValueError(
+            f"{changed[0]} applies while weights are read, but the pipeline is already loaded: "
+            "leave it out, or train the folder of the pipeline with a run file"
+        )
+
+
+def _differs(setup: Setup, name: str) -> bool:
+    return getattr(setup, name) != getattr(Setup(), name)
 
 
 def _check_exclusions(setup: Setup) -> None:

@@ -1,5 +1,6 @@
 """Compares a policy with networks loaded as a user of plain diffusers would load them."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -15,6 +16,7 @@ from pipelines.network.context import undivide
 from pipelines.network.denoisers import Denoisers, keep_dtype, place
 from pipelines.network.speed import speed_up
 from pipelines.network.weights import load_pipeline
+from pipelines.parts.libraries import diffusers
 
 _SAVED = "saved"
 """Name of an adapter that is loaded next to the trained one."""
@@ -81,12 +83,25 @@ def _velocity_of_saved(
 
 
 @contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hide that peft gets a second adapter, and that the text encoders have none."""
+    level = diffusers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        diffusers.utils.logging.set_verbosity(level)
+
+
+@contextmanager
 def _load_next_to_trained(network: Denoisers, name: str, folder: str) -> Iterator[None]:
     """Let the saved adapter act instead of the trained one inside the context."""
     denoiser = network.components[name]
     trains = [p for p in denoiser.parameters() if p.requires_grad]
     active = active_adapters(denoiser)
-    load_into_pipeline(network.pipe, name, folder, _SAVED)
+    with _without_warnings():
+        load_into_pipeline(network.pipe, name, folder, _SAVED)
     for parameter_name, parameter in denoiser.named_parameters():
         if f".{_SAVED}." in parameter_name:
             parameter.data = parameter.data.float()
@@ -94,7 +109,8 @@ def _load_next_to_trained(network: Denoisers, name: str, folder: str) -> Iterato
     try:
         yield
     finally:
-        denoiser.delete_adapters(_SAVED)
+        with _without_warnings():
+            denoiser.delete_adapters(_SAVED)
         denoiser.set_adapter(active)
         denoiser.requires_grad_(False)
         for parameter in trains:

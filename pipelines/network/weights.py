@@ -113,18 +113,19 @@ def load_pipeline(
     Layers that a model keeps in float32 stay in float32. Examples are Wan's time embedding and
     norms in diffusers, and T5's last projections in transformers if the rest is in float16. Given
     `components` are left unchanged, and components that the folder skips are not read. Components
-    with a config in `quantizers` are quantized while they are read.
+    with a config in `quantizers` are quantized. The pipeline of a script is only frozen.
 
     Raises:
-        ValueError: The hub has no such model or cannot be reached, or a component cannot be loaded.
-            The message names it.
+        ValueError: The hub cannot be reached, or a component cannot be loaded.
     """
     if folder.loaded:
-        return _lend(folder.loaded.pipe, dtype)
+        return _freeze(folder.loaded.pipe)
     settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
     if quantizers:
-        config = diffusers.PipelineQuantizationConfig(quant_mapping=dict(quantizers))
-        settings["quantization_config"] = config
+        mapping = dict(quantizers)
+        settings["quantization_config"] = diffusers.PipelineQuantizationConfig(
+            quant_mapping=mapping
+        )
     if not Path(folder.path).exists():
         folder.file(INDEX)
     diffusers.utils.logging.disable_progress_bar()
@@ -135,22 +136,22 @@ def load_pipeline(
             settings |= {name: folder.read(name, dtype=dtype) for name in names}
             settings["device_map"] = device.type
         pipe = folder.pipeline.from_pretrained(folder.path, **settings)  # some draw random weights
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module) and name not in components:
-            check_complete(folder.path, name, part)
-            if name not in (quantizers or ()) and not _keeps_float32(part, dtype):
-                torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
-            part.eval().requires_grad_(False)
-    return pipe
+    for name, part in _modules(pipe, components):
+        check_complete(folder.path, name, part)
+        if name not in (quantizers or ()) and not _keeps_float32(part, dtype):
+            torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
+    return _freeze(pipe, components)
 
 
-def _lend(pipe: Any, dtype: torch.dtype) -> Any:
-    """Return the pipeline of a script with frozen weights."""
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.eval().requires_grad_(False)
-            if isinstance(part, diffusers.ModelMixin) and "vae" not in type(part).__name__.lower():
-                assert part.dtype == dtype, "the precision is that of the pipeline"
+def _modules(pipe: Any, without: Collection[str] = ()) -> list[tuple[str, torch.nn.Module]]:
+    parts = [(name, part) for name, part in pipe.components.items() if name not in without]
+    return [(name, part) for name, part in parts if isinstance(part, torch.nn.Module)]
+
+
+def _freeze(pipe: Any, without: Collection[str] = ()) -> Any:
+    """Freeze the components of a pipeline, except those named in `without`."""
+    for _, part in _modules(pipe, without):
+        part.eval().requires_grad_(False)
     return pipe
 
 

@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
 
@@ -12,25 +11,14 @@ from flowalign import runs
 from flowalign.runs.config import load
 from flowalign.utils.strict_yaml import read_yaml
 from tests.fixtures.matrix import golden
+from tests.fixtures.pixel import SmoothRedness
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
 from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl
 from tests.fixtures.tiny_video import build_wan
 
-PROMPTS = ["a red fox", "two cats"]
-SMALL = {
-    "num_steps": 2,
-    "samples_per_prompt": 2,
-    "prompts_per_step": 2,
-    "num_inference_steps": 3,
-    "micro_batch": 4,
-    "learning_rate": 3e-3,
-    "settings": {"ema": None, "threads": 1},
-}
-ANY_FLOW = {"class_path": "pipelines.AnyFlow", "call": {"arguments": {"guidance_scale": 1.0}}}
-
-
-def redness(images, prompts):
-    return [sum(image.resize((1, 1)).getpixel((0, 0))[:1]) / 255 for image in images]
+CLIP = {"height": 32, "width": 64, "num_frames": 5, "model": {"memory": {}}}
+CALL = {"arguments": {"guidance_scale": 1.0}}
 
 
 def video_redness(videos: torch.Tensor):
@@ -38,34 +26,17 @@ def video_redness(videos: torch.Tensor):
 
 
 CASES = {
-    "sd15": (build_sd15, redness, {"height": 32, "width": 32}),
-    "sdxl": (build_sdxl, redness, {"height": 32, "width": 32}),
-    "sd3": (golden, redness, {"height": 32, "width": 32}),
-    "flux": (
-        partial(build_flux),
+    "sd15": (build_sd15, redness, SIZE),
+    "sdxl": (build_sdxl, redness, SIZE),
+    "sd3": (golden, redness, SIZE),
+    "flux": (partial(build_flux), redness, SIZE | {"model": {"max_sequence_length": 24}}),
+    "wan": (build_wan, video_redness, CLIP),
+    "any_flow": (
+        golden,
         redness,
-        {"height": 32, "width": 32, "model": {"max_sequence_length": 24}},
+        SIZE | {"model": {"class_path": "pipelines.AnyFlow", "call": CALL}},
     ),
-    "wan": (
-        build_wan,
-        video_redness,
-        {"height": 32, "width": 64, "num_frames": 5, "model": {"memory": {}}},
-    ),
-    "any_flow": (golden, redness, {"height": 32, "width": 32, "model": ANY_FLOW}),
 }
-
-
-def open_pipe(folder: str):
-    """Return a pipeline that does not know its folder, as if it was built in memory."""
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
-    pipe.register_to_config(_name_or_path="")
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def adapter(pipe) -> dict[str, torch.Tensor]:
-    network = pipe.components.get("transformer") or pipe.unet
-    return {n: p.detach().clone() for n, p in network.named_parameters() if ".lora_" in n}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,3 +58,67 @@ def test_a_pipeline_in_memory_trains_like_its_run_file(name, tmp_path, monkeypat
     again = adapter(run.policy.pipe)
     for key, tensor in adapter(pipe).items():
         assert torch.equal(tensor, again[key]), key
+
+
+class Recorder(flowalign.Callback):
+    def __init__(self):
+        self.steps, self.evaluations, self.samples = [], [], []
+
+    def on_step(self, step, metrics):
+        self.steps.append((step, metrics["reward/red"]))
+
+    def on_evaluation(self, step, metrics):
+        self.evaluations.append((step, metrics["eval/red"]))
+
+    def on_samples(self, step, images, prompts):
+        self.samples.append((step, images[0].size, prompts[0]))
+
+
+def test_callbacks_see_steps_evaluations_and_images(tmp_path):
+    seen = Recorder()
+    settings = SMALL["settings"] | {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
+    result = flowalign.align(
+        open_sd3(tmp_path),
+        {"red": redness},
+        PROMPTS,
+        eval_prompts=["a red fox"],
+        callbacks=[seen],
+        output_dir=str(tmp_path / "run"),
+        **SMALL | {"settings": settings},
+        **SIZE,
+    )
+    assert seen.steps == [
+        (1, result.history["reward/red"][0]),
+        (2, result.history["reward/red"][1]),
+    ]
+    assert [step for step, _ in seen.evaluations] == [0, 2]
+    assert seen.samples == [(0, (32, 32), "a red fox"), (2, (32, 32), "a red fox")]
+    assert result.summary["after"]["red"] == pytest.approx(seen.evaluations[-1][1])
+
+
+@pytest.mark.parametrize("method", ["crd", "draft_lv", "dense_grpo", "nft"])
+def test_methods_of_each_kind_of_training_take_the_same_arguments(method, tmp_path):
+    size = SIZE | {"model": {"guidance": 2.0 if method == "crd" else 1.0}}
+    small = {k: v for k, v in SMALL.items() if k != "samples_per_prompt" or method != "draft_lv"}
+    small["settings"] = {"threads": 1}
+    reward = SmoothRedness() if method == "draft_lv" else redness
+    output = {"output_dir": str(tmp_path / "run")}
+    result = flowalign.align(
+        open_sd3(tmp_path), {"red": reward}, PROMPTS, method=method, **small, **size, **output
+    )
+    assert result.summary["steps"] == 2
+
+
+def test_a_saved_adapter_loads_in_diffusers(tmp_path):
+    result = flowalign.align(
+        open_sd3(tmp_path), redness, PROMPTS, output_dir=str(tmp_path / "run"), **SMALL, **SIZE
+    )
+    result.save(tmp_path / "fox-lora")
+    fresh = open_pipe(str(tmp_path / "model"))
+    fresh.load_lora_weights(tmp_path / "fox-lora")
+    call = SIZE | {"num_inference_steps": 2, "output_type": "pt", "max_sequence_length": 128}
+    images = [
+        pipe("a fox", generator=torch.Generator().manual_seed(0), **call).images[0]
+        for pipe in (result.pipe, fresh)
+    ]
+    assert torch.allclose(*images, atol=1e-5)

@@ -1,0 +1,1 @@
+"""The pipeline of a script is trained in place, and given back as it was."""

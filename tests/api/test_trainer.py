@@ -1,0 +1,152 @@
+"""The pipeline of a script is trained in place, and given back as it was."""
+
+import os
+import signal
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import flowalign
+from flowalign.api.objects import share_rewards
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_sd3, redness
+
+
+def describe(pipe):
+    """Everything that training may change, except the values of weights."""
+    found = {"scheduler": id(pipe.scheduler)}
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            found |= {
+                f"{name}.{n}": (p.dtype, p.requires_grad, float(p.detach().float().sum()))
+                for n, p in part.named_parameters()
+            }
+            modules = [(m.training, len(m._forward_hooks)) for m in part.modules()]
+            found[name] = modules, [getattr(m, "gradient_checkpointing", 0) for m in part.modules()]
+    return found
+
+
+def new_trainer(pipe, folder, rewards=redness, **changes):
+    output = {"output_dir": str(folder / "run")}
+    return flowalign.Trainer(pipe, rewards, PROMPTS, **SMALL | SIZE | output | changes)
+
+
+def encode_once(pipe):
+    """Let transformers install its own hooks, which are no part of training."""
+    pipe.encode_prompt("a", None, None)
+    return pipe
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_failure_leaves_the_pipeline_as_it_was(dtype, tmp_path):
+    pipe = encode_once(open_sd3(tmp_path, torch_dtype=dtype))
+    before = describe(pipe)
+
+    def fails(images, prompts):
+        raise RuntimeError("out of paint")
+
+    with pytest.raises(RuntimeError, match=r"reward 'fails'.*out of paint"):
+        new_trainer(pipe, tmp_path, fails).train()
+    assert describe(pipe) == before
+
+
+def test_success_adds_an_adapter_and_changes_nothing_else(tmp_path):
+    pipe = encode_once(open_sd3(tmp_path))
+    before = describe(pipe)
+    new_trainer(pipe, tmp_path).train()
+    assert adapter(pipe)
+    pipe.transformer.unload_lora()
+    assert describe(pipe) == before
+
+
+def test_ctrl_c_saves_a_checkpoint_and_a_later_call_continues_it(tmp_path):
+    pipe = encode_once(open_sd3(tmp_path))
+    before = describe(pipe)
+
+    class Stops(flowalign.Callback):
+        def on_step(self, step, metrics):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(pipe, tmp_path, callbacks=[Stops()], num_steps=3).train()
+    assert describe(pipe) == before
+    resumed = new_trainer(pipe, tmp_path, num_steps=3, resume=True).train()
+    whole = new_trainer(open_sd3(tmp_path / "other"), tmp_path / "other", num_steps=3).train()
+    for name, tensor in adapter(whole.pipe).items():
+        assert torch.equal(tensor, adapter(resumed.pipe)[name]), name
+
+
+def test_steps_can_be_iterated_and_left(tmp_path):
+    pipe = encode_once(open_sd3(tmp_path))
+    before = describe(pipe)
+    trainer = new_trainer(pipe, tmp_path)
+    steps = iter(trainer)
+    assert "reward/redness" in next(steps)
+    steps.close()
+    assert describe(pipe) == before
+
+
+def test_an_adapter_of_the_script_keeps_acting_and_is_not_trained(tmp_path):
+    pipe = open_sd3(tmp_path)
+    torch.manual_seed(0)
+    style = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    pipe.transformer.add_adapter(style, "style")
+    before = adapter(pipe)
+    new_trainer(pipe, tmp_path).train()
+    after = adapter(pipe)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert any(".default." in name for name in after)
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    assert sorted(layer.active_adapters) == ["default", "style"]
+
+
+WRONG = {
+    "no prompts": ({"prompts": []}, "prompts is empty"),
+    "row without prompt": ({"prompts": [{"text": "a"}]}, "got text"),
+    "method": ({"method": "dense_grop"}, "did you mean"),
+    "gradient": ({"method": "draft_lv", "samples_per_prompt": None}, "gradient"),
+    "device": ({"device": "cuda"}, "is on cpu, not on cuda"),
+    "precision": ({"model": {"precision": "bf16"}}, "has fp32"),
+    "weights": ({"reward_weights": {"blue": 1.0}}, "names blue"),
+    "data": ({"method": "diffusion_dpo", "samples_per_prompt": None}, "needs data"),
+    "frames": ({"num_frames": 5}, "makes images"),
+    "quantized": ({"settings": {"quantization.denoiser": "int8"}}, "already loaded"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_before_the_pipeline_changes(name, tmp_path):
+    changes, message = WRONG[name]
+    pipe = encode_once(open_sd3(tmp_path))
+    before = describe(pipe)
+    given = SMALL | SIZE | {"output_dir": str(tmp_path / "run")} | changes
+    given = {key: value for key, value in given.items() if value is not None}
+    rewards, prompts = given.pop("rewards", redness), given.pop("prompts", PROMPTS)
+    with pytest.raises(ValueError, match=message) as error:
+        flowalign.Trainer(pipe, rewards, prompts, **given)
+    assert len(str(error.value).splitlines()) <= 5
+    assert describe(pipe) == before
+
+
+def test_a_reward_that_cannot_be_called_is_refused():
+    with pytest.raises(ValueError, match="reward x is int"):
+        share_rewards({"x": 3})
+
+
+def test_an_unknown_argument_names_a_similar_one(tmp_path):
+    with pytest.raises(TypeError, match="did you mean learning_rate"):
+        flowalign.Trainer(None, redness, PROMPTS, learing_rate=1.0)
+
+
+def test_two_adapters_with_one_name_are_refused(tmp_path):
+    pipe = open_sd3(tmp_path)
+    new_trainer(pipe, tmp_path).train()
+    with pytest.raises(ValueError, match="already has an adapter called 'default'"):
+        new_trainer(pipe, tmp_path, overwrite=True)
+
+
+def test_a_pipeline_without_a_policy_names_any_flow(tmp_path):
+    pipe = open_sd3(tmp_path)
+    pipe.__class__ = type("NewPipeline", (type(pipe),), {})
+    with pytest.raises(ValueError, match="AnyFlow"):
+        new_trainer(pipe, tmp_path)
