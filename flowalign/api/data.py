@@ -1,50 +1,34 @@
-"""Read prompts that a script hands over, and write them into the run directory."""
+"""Write prompts that a script hands over into the run directory."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.requests import read_located_requests
-from flowalign.types import Request
+from flowalign.data.media.encode import write_picture
+from flowalign.types import Reference, Request
 from flowalign.utils.files import write_text
 
-Located = list[tuple[str, Request]]
-"""Requests with their place, for messages."""
 
-
-def find_requests(prompts: Any) -> Located:
-    """Return the requests of a file, a list of texts, or rows with a column `prompt`.
-
-    Raises:
-        ValueError: There is no prompt, or a row has none.
-    """
-    if isinstance(prompts, str | Path):
-        return read_located_requests(str(prompts))
-    if not isinstance(prompts, Iterable):
-        raise ValueError(
-            f"prompts is {type(prompts).__name__}; it must be a list of texts or rows, a file or a "
-            "dataset"
-        )
-    found = [(f"prompts[{i}]", _request(one, i)) for i, one in enumerate(prompts)]
-    if not found:
-        raise ValueError("prompts is empty: give at least one text")
-    return found
-
-
-def _request(row: Any, i: int) -> Request:
-    if isinstance(row, str):
-        row = {"prompt": row}
-    if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str):
-        columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-        raise ValueError(
-            f"prompts[{i}] must be a text, or a row with a text in the column prompt; got {columns}"
-        )
-    return Request(row["prompt"], metadata={k: v for k, v in row.items() if k != "prompt"})
-
-
-def write_requests(file: Path, requests: Located) -> None:
-    """Write prompts as JSONL, unless the file exists."""
-    rows = [{"prompt": one.prompt} | dict(one.metadata) for _, one in requests]
+def write_requests(file: Path, requests: Sequence[tuple[str, Request]]) -> None:
+    """Write prompts as JSONL unless the file exists, and images that have no file next to it."""
     if not file.exists():
+        rows = [_row(request, file.parent / "references") for _, request in requests]
         write_text(file, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+
+
+def _row(request: Request, folder: Path) -> Mapping[str, Any]:
+    images = {"references": [_path(one, folder) for one in request.references]}
+    mask = {"mask": _path(request.mask, folder)} if request.mask else {}
+    row = {"prompt": request.prompt, **request.metadata}
+    return row | mask | (images if request.references else {})
+
+
+def _path(reference: Reference, folder: Path) -> str:
+    """Return the path of a reference, which is written to `folder` if it is in memory."""
+    if Path(reference.name).exists():
+        return str(Path(reference.name).absolute())
+    path = folder / f"{reference.digest[:16]}.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_picture(path, reference.read()[0])
+    return str(path.absolute())

@@ -27,7 +27,10 @@ class Options(TypedDict, total=False):
     method: str
     """Name of a file in configs/methods, or a run file (default: flow_grpo)."""
     data: Any
-    """Preference data, for methods that train on stored pairs or labels."""
+    """Preference data, for methods that train on stored pairs or labels: a path or name, a dataset,
+    or rows with columns as in Pick-a-Pic or TRL."""
+    batch_size: int
+    """Number of pairs or labelled samples per training step."""
     reward_weights: Mapping[str, float | Mapping[str, float]]
     """Weight of each reward by name, or of each of its dimensions (default: 1)."""
     eval_prompts: Prompts
@@ -86,6 +89,8 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 PROMPTS, HELD_OUT = "prompts.jsonl", "eval_prompts.jsonl"
 """Files of a run directory with the prompts of the script."""
+DATA = f"{PREFIX}data"
+"""Name of preference data that only the script has."""
 _REWARD = "flowalign.rewards.function_reward.find_reward"
 
 
@@ -260,13 +265,17 @@ def _recipe(
     sampling = "recipe.sampling" if "sampling" in known else f"{inside}.sampling"
     if "sampling" not in known and "sampling" not in data:
         sampling = "recipe.start" if "start" in known else ""
-    if ("path" in data) == (prompts is not None):
-        needs = "data, and no prompts" if "path" in data else "prompts"
-        raise ValueError(f"the method {Path(method).stem} needs {needs}")
+    needs = "data" if "path" in data else "prompts"
+    given = [name for name, one in (("data", "data" in options), ("prompts", prompts)) if one]
+    if given != [needs]:
+        raise ValueError(
+            f"the method {Path(method).stem} needs {needs}; got {' and '.join(given) or 'neither'}"
+        )
     places: dict[str, list[str]] = {
         "samples_per_prompt": [f"{sampling}.samples_per_prompt"] * sampling.endswith("sampling"),
         "num_inference_steps": [f"{sampling}.num_steps"] * bool(sampling),
         "prompts_per_step": [f"{inside}.prompts_per_step"] * ("path" not in data),
+        "batch_size": ["recipe.data.batch_size"] * ("path" in data),
         "micro_batch": ["recipe.micro_batch"] + [f"{sampling}.micro_batch"] * bool(sampling),
     }
     values: dict[str, Any] = {}
@@ -274,7 +283,11 @@ def _recipe(
         if name in options and not keys:
             raise ValueError(f"{name} does not apply to the method {Path(method).stem}")
         values |= dict.fromkeys(keys, options[name]) if name in options else {}
-    return values | ({f"{inside}.prompts": prompts} if prompts else {})
+    if prompts:
+        return values | {f"{inside}.prompts": prompts}
+    path = options["data"] if isinstance(options.get("data"), str) else DATA
+    stored = {"path": path, "schema": "auto", "cache": None, "held_out": None}
+    return values | {f"recipe.data.{name}": value for name, value in stored.items()}
 
 
 def _arguments(component: Any) -> Mapping[str, Any]:

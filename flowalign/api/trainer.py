@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
-from flowalign.api.data import find_requests, write_requests
+from flowalign.api.data import write_requests
 from flowalign.api.objects import name_objects, share_rewards
 from flowalign.api.options import (
+    DATA,
     HELD_OUT,
     PROMPTS,
     Options,
@@ -18,6 +19,7 @@ from flowalign.api.options import (
     check_names,
     compose_options,
 )
+from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import LoadedRun, load_with_origins
 from flowalign.runs.planning import plan
 from flowalign.runs.session import Session, start
@@ -83,12 +85,17 @@ class Trainer:
         models = share_rewards({} if rewards is None else rewards)
         dims = {name: model.spec.dims for name, model in models.items()}
         given = {PROMPTS: prompts, HELD_OUT: options.get("eval_prompts")}
-        requests = {name: find_requests(one) for name, one in given.items() if one is not None}
+        requests = {
+            name: read_located_requests(one) for name, one in given.items() if one is not None
+        }
         counts = {name: len(some) for name, some in requests.items()}
         self._composed = compose_options(pipe, dims, options, counts)
         lent = loaded_pipe.lend(pipe, Path(self._folder.name))
         folder = self._composed.output_dir
         self._requests = {str(folder / name): some for name, some in requests.items()}
+        self._inputs: dict[str, Any] = dict(self._requests)
+        if not isinstance(options.get("data"), str | None):
+            self._inputs[DATA] = options["data"]
         self._loaded = self._load({**models, loaded_pipe.name_of(pipe): lent})
 
     def train(self) -> Result:
@@ -106,7 +113,7 @@ class Trainer:
         log, run = get_log(), self._loaded.run
         world, main = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
         with ExitStack() as stack:
-            stack.enter_context(share_objects(self._requests))
+            stack.enter_context(share_objects(self._inputs))
             if main:
                 table(f"plan of {run.output_dir}", plan(run, world))
             keep = stack.enter_context(loaded_pipe.borrow(self.pipe))
@@ -161,7 +168,7 @@ class Trainer:
         )
 
     def _load(self, objects: Mapping[str, Any]) -> LoadedRun:
-        with share_objects({**objects, **self._requests}):
+        with share_objects({**objects, **self._inputs}):
             return load_with_origins(self._composed.files, self._composed.overrides())
 
     def _checkpoint(self) -> Path | None:

@@ -26,6 +26,7 @@ from flowalign.data.readers.find_files import (
 from flowalign.data.readers.formats import ROWS_AT_ONCE, Row, count_rows, number_rows
 from flowalign.data.readers.training_rows import NAMES
 from flowalign.utils.imports import import_optional
+from flowalign.utils.live_objects import find_object
 
 Source = str | os.PathLike[str] | Iterable[Any]
 """Dataset: a path, a pattern, `hub:OWNER/NAME:SPLIT`, a `Dataset` or `IterableDataset` of the
@@ -79,6 +80,8 @@ def open_rows(source: Source, columns: Columns | None = None, names: Set[str] = 
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names))}"
             raise ValueError(f"columns: flowalign reads no column {name!r}; {hint}")
+    if isinstance(source, str) and (known := find_object(source)) is not None:
+        source = known
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
         rows = _open_hub(path) if path.startswith("hub:") else FileRows(find_files(path), path)

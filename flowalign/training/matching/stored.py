@@ -43,6 +43,7 @@ from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import RecipePlan
 from flowalign.training.reference import conditional
 from flowalign.types import Batch, ModelPlan, Policy
+from flowalign.utils.live_objects import find_object
 from flowalign.utils.seeds import generator
 
 _AHEAD = 2
@@ -101,7 +102,7 @@ class StoredDataset(StoredSettings, DataSource):
             )
         run.policy.check_stored_media("recipe.data")
         for path in (self.path, self.held_out):
-            if path is not None and not Path(path).exists():
+            if path is not None and not (find_object(path) or Path(path).exists()):
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
         if run.conditioning:
             self.dataset.check_conditioning(run.conditioning, run.policy)

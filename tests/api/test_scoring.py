@@ -1,0 +1,102 @@
+"""Images and datasets are scored from Python, and their scores become pairs that train."""
+
+import io
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+import flowalign
+from tests.fixtures.scripts import SIZE, open_sd3, redness
+
+COLOURS = ["red", "black", "#800000", "#400000"]
+
+
+def images():
+    return [Image.new("RGB", (32, 32), colour) for colour in COLOURS]
+
+
+def jpg(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_published_reward_scores_images_paths_and_tensors(tmp_path):
+    model = flowalign.rewards.JpegSize()
+    (first, *_) = images()
+    first.save(tmp_path / "red.png")
+    pixels = torch.zeros(1, 3, 32, 32)
+    pixels[:, 0] = 1
+    assert model([first]) == model([tmp_path / "red.png"]) == model(pixels)
+    with pytest.raises(ValueError, match="prompts has 2 entries for 1"):
+        model([first], ["a", "b"])
+    with pytest.raises(ValueError, match=r"media\[0\] is int"):
+        model([3])
+
+
+def test_images_in_memory_become_a_table_pairs_and_a_trained_pipeline(tmp_path):
+    table = flowalign.score(images(), redness, ["a", "a", "b", "b"])
+    assert table["redness"] == pytest.approx([1.0, 0.0, 128 / 255, 64 / 255])
+    assert isinstance(table.to_pandas(), pd.DataFrame)
+    assert table.to_dataset().column_names == list(table)
+    pairs = flowalign.make_pairs(table, "best_worst")
+    assert [round(pair["gap"], 2) for pair in pairs] == [1.0, 0.25]
+    result = flowalign.align(
+        open_sd3(tmp_path),
+        data=pairs,
+        method="flow_dpo",
+        num_steps=2,
+        batch_size=2,
+        micro_batch=2,
+        output_dir=str(tmp_path / "run"),
+        settings={"threads": 1},
+        **SIZE,
+    )
+    assert result.summary["steps"] == 2
+
+
+def test_a_job_with_a_folder_is_continued_and_read_by_pandas(tmp_path):
+    rows = [{"image": image, "caption": "a"} for image in images()]
+    data, calls = datasets.Dataset.from_list(rows), []
+
+    def counting(images, prompts):
+        calls.extend(prompts)
+        return [0.5] * len(images)
+
+    for _ in range(2):
+        table = flowalign.score(data, {"half": counting}, out=tmp_path / "scores")
+    assert calls == ["a"] * 4
+    assert pd.read_parquet(tmp_path / "scores/scores.parquet")["half"].tolist() == table["half"]
+
+
+@pytest.mark.parametrize("kind", ["pick_a_pic", "trl"])
+def test_preference_data_trains_as_the_ecosystem_names_it(kind, tmp_path):
+    (good, bad, *_) = images()
+    rows = {
+        "pick_a_pic": {"jpg_0": jpg(bad), "jpg_1": jpg(good), "label_0": 0, "caption": "red"},
+        "trl": {"prompt": "red", "chosen": good, "rejected": bad},
+    }
+    more = {"label_1": 1, "image_0_uid": "x", "image_1_uid": "y"} if kind == "pick_a_pic" else {}
+    data = datasets.Dataset.from_list([rows[kind] | more] * 2)
+    result = flowalign.align(
+        open_sd3(tmp_path),
+        data=data,
+        method="flow_dpo",
+        num_steps=1,
+        batch_size=1,
+        micro_batch=1,
+        output_dir=str(tmp_path / "run"),
+        **SIZE,
+    )
+    assert result.summary["steps"] == 1
+
+
+def test_a_missing_column_and_an_empty_table_are_named(tmp_path):
+    data = datasets.Dataset.from_list([{"image": images()[0]}])
+    with pytest.raises(ValueError, match="no column 'caption'"):
+        flowalign.score(data, redness, columns={"prompt": "caption"})
+    with pytest.raises(ValueError, match="rewards is empty"):
+        flowalign.score(images(), {})
