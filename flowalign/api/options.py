@@ -260,12 +260,12 @@ def _recipe(
 ) -> dict[str, Any]:
     """Return the overrides of the recipe; each argument has its own place in each recipe."""
     known = _arguments(recipe)
-    data = _arguments(known.get("data"))
-    inside = "recipe.data" if "prompts" in data or "path" in data else "recipe"
+    stored = _arguments(known.get("data"))
+    inside = "recipe.data" if "prompts" in stored or "path" in stored else "recipe"
     sampling = "recipe.sampling" if "sampling" in known else f"{inside}.sampling"
-    if "sampling" not in known and "sampling" not in data:
+    if "sampling" not in known and "sampling" not in stored:
         sampling = "recipe.start" if "start" in known else ""
-    needs = "data" if "path" in data else "prompts"
+    needs = "data" if "path" in stored else "prompts"
     given = [name for name, one in (("data", "data" in options), ("prompts", prompts)) if one]
     if given != [needs]:
         raise ValueError(
@@ -274,8 +274,8 @@ def _recipe(
     places: dict[str, list[str]] = {
         "samples_per_prompt": [f"{sampling}.samples_per_prompt"] * sampling.endswith("sampling"),
         "num_inference_steps": [f"{sampling}.num_steps"] * bool(sampling),
-        "prompts_per_step": [f"{inside}.prompts_per_step"] * ("path" not in data),
-        "batch_size": ["recipe.data.batch_size"] * ("path" in data),
+        "prompts_per_step": [f"{inside}.prompts_per_step"] * ("path" not in stored),
+        "batch_size": ["recipe.data.batch_size"] * ("path" in stored),
         "micro_batch": ["recipe.micro_batch"] + [f"{sampling}.micro_batch"] * bool(sampling),
     }
     values: dict[str, Any] = {}
@@ -285,9 +285,10 @@ def _recipe(
         values |= dict.fromkeys(keys, options[name]) if name in options else {}
     if prompts:
         return values | {f"{inside}.prompts": prompts}
-    path = options["data"] if isinstance(options.get("data"), str) else DATA
-    stored = {"path": path, "schema": "auto", "cache": None, "held_out": None}
-    return values | {f"recipe.data.{name}": value for name, value in stored.items()}
+    data = options.get("data")
+    path = data if isinstance(data, str) else DATA
+    own = {"path": path, "schema": "auto", "cache": None, "held_out": None}
+    return values | {f"recipe.data.{name}": value for name, value in own.items()}
 
 
 def _arguments(component: Any) -> Mapping[str, Any]:

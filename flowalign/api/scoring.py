@@ -8,17 +8,17 @@ from typing import Any
 from flowalign.api.objects import share_rewards
 from flowalign.curation.pairing_job import PairingJob, find_pairs, format_pair
 from flowalign.curation.score_table import PairingRule, read_table
-from flowalign.curation.scoring import scoring_job
 from flowalign.curation.scoring.part_files import PartFiles, Throughput, hold_lock
+from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.table_rows import join_fingerprints
 from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.readers import Columns, open_dataset
 from flowalign.rewards.checked import load
 from flowalign.rewards.direct import read_clips
+from flowalign.types import RewardModel
 from flowalign.utils.folders import record_settings
 from flowalign.utils.imports import import_optional
 
-_MANIFEST = "manifest.json"
 _FPS = 8.0
 """Frame rate of videos that are given as lists of images."""
 
@@ -64,49 +64,45 @@ def score(
     """Score images or videos, and return a table.
 
     Args:
-        data: PIL images, paths or tensors in a list; or a dataset: a folder, a table, a name such
-            as `hub:OWNER/NAME:SPLIT`, a `datasets.Dataset`, or a list of rows.
+        data: List of PIL images, paths or tensors; or a dataset: a folder, a table, a name such as
+            `hub:OWNER/NAME:SPLIT`, a `datasets.Dataset`, a list of rows.
         rewards: Functions and reward models, as in `align`.
         prompts: Prompt of each image, for lists of images.
         columns: Columns of the dataset by their names in flowalign: `{"prompt": "caption"}`.
         out: Folder of the results. An unfinished job in it is continued. None: a temporary folder.
         batch_size: Number of images per call of a reward.
         limit: Number of rows to score. None: all.
-        max_failed_fraction: Share of failed rows, in [0, 1], above which an error is raised.
+        max_failed_fraction: Share of failed rows above which an error is raised.
 
     Raises:
         ValueError: The data or an argument are invalid.
-        TooManyFailures: More rows failed than `max_failed_fraction`.
+        TooManyFailures: Too many rows failed.
     """
     temporary = TemporaryDirectory()
     folder = Path(out or temporary.name)
     folder.mkdir(parents=True, exist_ok=True)
+    source = _write_media(data, prompts, folder) if _is_media(data) else data
+    dataset = open_dataset(source, columns=columns)
+    models = _load_rewards(rewards)
+    job = ScoringJob(
+        dataset, models, folder, batch_size, limit=limit, max_failed_fraction=max_failed_fraction
+    )
+    settings: dict[str, Any] = {"identity": dataset.identity(), "schema": dataset.schema.name}
+    settings |= {"fingerprint": join_fingerprints(job.models), "limit": limit}
+    record_settings(folder / "manifest.json", settings, "flowalign.score")
+    with hold_lock(folder / "parts" / ".lock-0-of-1"):
+        blocks = run(job, lambda *_: None, Throughput())
+        finish(folder, blocks, "parquet", settings).check(max_failed_fraction)
+    return Table(_columns(list(PartFiles(folder / "parts").rows(blocks))), folder, temporary)
+
+
+def _load_rewards(rewards: Any) -> list[RewardModel]:
     models = list(share_rewards(rewards).values())
     if not models:
         raise ValueError("rewards is empty: give at least one function or reward model")
-    source = _write_media(data, prompts, folder) if _is_media(data) else data
-    job = scoring_job.ScoringJob(
-        open_dataset(source, columns=columns),
-        models,
-        folder,
-        batch_size=batch_size,
-        limit=limit,
-        max_failed_fraction=max_failed_fraction,
-    )
     for model in models:
         load(model)
-    settings = {
-        "identity": job.dataset.identity(),
-        "schema": job.dataset.schema.name,
-        "fingerprint": join_fingerprints(models),
-        "limit": limit,
-    }
-    record_settings(folder / _MANIFEST, settings, "flowalign.score")
-    with hold_lock(folder / "parts" / ".lock-0-of-1"):
-        blocks = scoring_job.run(job, lambda *_: None, Throughput())
-        stats = scoring_job.finish(folder, blocks, "parquet", settings)
-    stats.check(max_failed_fraction)
-    return Table(_columns(list(PartFiles(folder / "parts").rows(blocks))), folder, temporary)
+    return models
 
 
 def make_pairs(

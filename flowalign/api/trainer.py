@@ -25,8 +25,9 @@ from flowalign.runs.planning import plan
 from flowalign.runs.session import Session, start
 from flowalign.runs.train_session import iterate
 from flowalign.training import checkpoint
-from flowalign.types import RewardModel
+from flowalign.types import Request, RewardModel
 from flowalign.utils.console import get_log, table
+from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.live_objects import share_objects
 from flowalign.utils.tracking import read_metrics
 from pipelines import loaded_pipe
@@ -94,8 +95,8 @@ class Trainer:
         folder = self._composed.output_dir
         self._requests = {str(folder / name): some for name, some in requests.items()}
         self._inputs: dict[str, Any] = dict(self._requests)
-        if not isinstance(options.get("data"), str | None):
-            self._inputs[DATA] = options["data"]
+        if not isinstance(data := options.get("data"), str | None):
+            self._inputs[DATA] = data
         self._loaded = self._load({**models, loaded_pipe.name_of(pipe): lent})
 
     def train(self) -> Result:
@@ -193,6 +194,11 @@ def align(
         ValueError: An argument is invalid. The pipeline is unchanged.
     """
     return Trainer(pipe, rewards, prompts, **options).train()
+
+
+@convert_value_errors("prompts: ")
+def _read_prompts(prompts: Any) -> list[tuple[str, Request]]:
+    return read_located_requests(prompts)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -101,8 +101,8 @@ def test_an_adapter_of_the_script_keeps_acting_and_is_not_trained(tmp_path):
 
 
 WRONG = {
-    "no prompts": ({"prompts": []}, "prompts is empty"),
-    "row without prompt": ({"prompts": [{"text": "a"}]}, "got text"),
+    "no prompts": ({"prompts": []}, "prompts: .* holds no prompt"),
+    "row without prompt": ({"prompts": [{"text": "a"}]}, "prompts: .* text field 'prompt'"),
     "method": ({"method": "dense_grop"}, "did you mean"),
     "gradient": ({"method": "draft_lv", "samples_per_prompt": None}, "gradient"),
     "device": ({"device": "cuda"}, "is on cpu, not on cuda"),
