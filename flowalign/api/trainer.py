@@ -86,9 +86,7 @@ class Trainer:
         models = share_rewards({} if rewards is None else rewards)
         dims = {name: model.spec.dims for name, model in models.items()}
         given = {PROMPTS: prompts, HELD_OUT: options.get("eval_prompts")}
-        requests = {
-            name: read_located_requests(one) for name, one in given.items() if one is not None
-        }
+        requests = {name: _read_prompts(one) for name, one in given.items() if one is not None}
         counts = {name: len(some) for name, some in requests.items()}
         self._composed = compose_options(pipe, dims, options, counts)
         lent = loaded_pipe.lend(pipe, Path(self._folder.name))
