@@ -67,7 +67,11 @@ def model_card(
         evidence=evidence,
         words=describe_conditioning(run.conditioning),
         training=_describe_training(settings, summary),
-        rewards={name: (before[name], after[name]) for name in after if name in before},
+        rewards={
+            name: (before[name], value)
+            for name, value in after.items()
+            if value is not None and before.get(name) is not None
+        },
         seed=summary.get("seed"),
     )
     return text + "\n"

@@ -1,0 +1,113 @@
+"""Scripts run unchanged under a launcher, repeatedly in one process, and beside the commands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flowalign
+from flowalign.cli.main import main
+from flowalign.utils.strict_yaml import read_yaml
+from tests.fixtures.matrix import golden
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, redness
+
+SCRIPT = """
+import sys
+
+import flowalign
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, redness
+
+result = flowalign.align(
+    open_pipe("model"), redness, PROMPTS, output_dir=sys.argv[1], **SMALL, **SIZE
+)
+result.save(f"{sys.argv[1]}-lora")
+"""
+REPEATED = """
+import gc
+
+import psutil
+
+import flowalign
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, redness
+
+used = []
+for i in range(5):
+    pipe = open_pipe("model")
+    flowalign.align(pipe, redness, PROMPTS, output_dir=f"run{i}", **SMALL, **SIZE)
+    del pipe
+    gc.collect()
+    used.append(psutil.Process().memory_info().rss)
+assert max(used) < 1.05 * used[0], used
+"""
+
+
+def run_script(text: str, folder: Path, *words: str) -> str:
+    golden(folder / "model")
+    (folder / "script.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_command(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    return int(end.value.code or 0)
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_trains_like_in_one_process(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+    run_script(SCRIPT, tmp_path, *launcher, "script.py", "two")
+    (tmp_path / "model").rename(tmp_path / "first")
+    run_script(SCRIPT, tmp_path, "script.py", "one")
+    one, two = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        for name in ("one", "two")
+    )
+    assert two["reward_mean"] == pytest.approx(one["reward_mean"], abs=1e-6)
+    assert two["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_memory_of_a_finished_run_is_freed(tmp_path):
+    run_script(REPEATED, tmp_path, "script.py")
+
+
+def test_commands_work_on_a_run_that_a_script_started(tmp_path, monkeypatch, capsys):
+    folder = golden(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    pipe = open_pipe(folder)
+    pipe.register_to_config(_name_or_path=folder)
+    held_out = {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
+    settings = SMALL | {"settings": SMALL["settings"] | held_out}
+    flowalign.align(
+        pipe, {"red": redness}, PROMPTS, eval_prompts=PROMPTS, output_dir="run", **settings, **SIZE
+    )
+    entry = read_yaml(Path("run/config.yaml"))["rewards"][0]
+    assert entry["init_args"] == {"function": "tests.fixtures.scripts.redness", "name": "red"}
+    weights = ["--weights", "run/checkpoints/step-000002"]
+    assert run_command("eval", "run/config.yaml", *weights) == 0
+    prompt = ["--prompt", "a fox", "--count", "1", "--num_steps", "2", "--out", "fox.png"]
+    assert run_command("sample", "run/config.yaml", *weights, *prompt) == 0
+    assert run_command("export", "run", "--to", "peft", "--out", "lora") == 0
+
+
+def test_a_run_with_objects_of_a_script_says_what_cannot_be_loaded(tmp_path, monkeypatch, capsys):
+    pipe = open_pipe(golden(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    flowalign.align(
+        pipe,
+        {"red": lambda images: [1.0] * len(images)},
+        PROMPTS,
+        output_dir="run",
+        **SMALL,
+        **SIZE,
+    )
+    assert "# an object of the script" in Path("run/config.yaml").read_text()
+    assert run_command("check", "run/config.yaml") != 0
+    assert "was an object of the script that started this run" in capsys.readouterr().err
