@@ -30,7 +30,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Progress:
     """Progress display of a run; use it as a context manager.
 
-    If the output is not a terminal, a plain line appears at most every 5 seconds, and for the last
+    If the output is neither a terminal nor a notebook, a plain line appears at most every 5 seconds, and for the last
     step. With `enabled=False` (all ranks except the main one) nothing is written.
     """
 
@@ -61,7 +61,7 @@ class Progress:
         self._bar = Bar(*columns, console=self._console, expand=True)
         self._task = self._bar.add_task("", total=total_steps, completed=first_step, left="")
         self._live: Live | None = None
-        if enabled and self._console.is_terminal:
+        if enabled and (self._console.is_terminal or self._console.is_jupyter):
             self._live = Live(Group(self._bar, self._status), console=self._console)
 
     def __enter__(self) -> "Progress":
