@@ -14,7 +14,6 @@ from flowalign.runs.session import Callback
 from flowalign.types import Policy
 from flowalign.utils.files import bundled
 from flowalign.utils.live_objects import PREFIX
-from flowalign.utils.strict_yaml import read_mapping
 from pipelines import loaded_pipe
 
 Prompts = str | Sequence[str] | Sequence[Mapping[str, Any]] | Any
@@ -124,7 +123,7 @@ def compose_options(
     model = dict(options.get("model", {}))
     policy = _find_policy(pipe, model.pop("class_path", None))
     method = find_method(options.get("method", "flow_grpo"))
-    complete = "policy" in read_mapping(method)
+    complete = "policy" in compose([method]).values
     files = [method] if complete else [find_model_file(policy, loaded_pipe.name_of(pipe)), method]
     base = compose(files).values
     folder = Path(options.get("output_dir", f"runs/{Path(method).stem}"))

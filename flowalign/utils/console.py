@@ -30,8 +30,9 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Progress:
     """Progress display of a run; use it as a context manager.
 
-    If the output is neither a terminal nor a notebook, a plain line appears at most every 5 seconds, and for the last
-    step. With `enabled=False` (all ranks except the main one) nothing is written.
+    If the output is neither a terminal nor a notebook, a plain line appears at most every 5
+    seconds, and for the last step. With `enabled=False` (all ranks except the main one) nothing is
+    written.
     """
 
     def __init__(

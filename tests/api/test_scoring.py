@@ -72,23 +72,26 @@ def test_a_job_with_a_folder_is_continued_and_read_by_pandas(tmp_path):
     assert pd.read_parquet(tmp_path / "scores/scores.parquet")["half"].tolist() == table["half"]
 
 
-@pytest.mark.parametrize("kind", ["pick_a_pic", "trl"])
+@pytest.mark.parametrize("kind", ["pick_a_pic", "trl", "kto"])
 def test_preference_data_trains_as_the_ecosystem_names_it(kind, tmp_path):
     (good, bad, *_) = images()
     rows = {
         "pick_a_pic": {"jpg_0": jpg(bad), "jpg_1": jpg(good), "label_0": 0, "caption": "red"},
         "trl": {"prompt": "red", "chosen": good, "rejected": bad},
+        "kto": {"prompt": "red", "completion": good, "label": True},
     }
     more = {"label_1": 1, "image_0_uid": "x", "image_1_uid": "y"} if kind == "pick_a_pic" else {}
-    data = datasets.Dataset.from_list([rows[kind] | more] * 2)
+    labels = [{"completion": bad, "label": False}] if kind == "kto" else [{}]
+    data = datasets.Dataset.from_list([rows[kind] | more, rows[kind] | more | labels[0]])
     result = flowalign.align(
         open_sd3(tmp_path),
         data=data,
-        method="flow_dpo",
+        method="configs/preference/shapes/kto.yaml" if kind == "kto" else "flow_dpo",
         num_steps=1,
-        batch_size=1,
-        micro_batch=1,
+        batch_size=2 if kind == "kto" else 1,
+        micro_batch=2,
         output_dir=str(tmp_path / "run"),
+        settings={"recipe.data.kind": "samples"} if kind == "kto" else {},
         **SIZE,
     )
     assert result.summary["steps"] == 1

@@ -102,7 +102,8 @@ class StoredDataset(StoredSettings, DataSource):
             )
         run.policy.check_stored_media("recipe.data")
         for path in (self.path, self.held_out):
-            if path is not None and not (find_object(path) or Path(path).exists()):
+            known = path is None or path.startswith("hub:") or find_object(path) is not None
+            if not (known or Path(path or "").exists()):
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
         if run.conditioning:
             self.dataset.check_conditioning(run.conditioning, run.policy)
