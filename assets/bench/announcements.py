@@ -26,8 +26,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flowalign.distributed.agent import run_together
 from flowalign.distributed.collective_scheduler import CollectiveScheduler, _reduce_min
+from flowalign.distributed.elastic import run_together
 from flowalign.distributed.launch import Launch
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 

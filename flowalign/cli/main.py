@@ -14,7 +14,12 @@ from importlib import import_module
 
 from flowalign import __version__
 from flowalign.cli.options import Parser
-from flowalign.distributed.failures import leave_crashes, leave_failure, leave_stop
+from flowalign.distributed.launch import (
+    leave_crashes,
+    leave_failure,
+    leave_stop,
+    report_restart,
+)
 from flowalign.utils.errors import ConfigError, RunFailure
 from flowalign.utils.interrupts import end_with_parent, exit_code, sigterm_stops
 from flowalign.utils.run_events import hide_in_command
@@ -69,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     end_with_parent()
     leave_crashes()
+    report_restart()
     args = parse(list(sys.argv[1:] if argv is None else argv))
     code = run_verb(args)
     if args.verb == "check" and argv is None:

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
-from flowalign.distributed.heartbeat import BeatFile, Heartbeat
 from flowalign.distributed.launch import STORE
 from flowalign.utils.imports import LazyModule
 
@@ -244,10 +242,7 @@ def _meet(device: torch.device, rank: int, world: int) -> None:
 
 @cache
 def _start_scheduler() -> CollectiveScheduler:
-    """Return the scheduler that all calls share; the first call also starts the heartbeat."""
-    file = os.environ.get(STORE)
-    store = BeatFile(f"{file}.beats") if file else distributed_c10d._get_default_store()
-    Heartbeat(store, dist.get_rank(), dist.get_world_size()).start()
+    """Return the scheduler that all calls share."""
     return CollectiveScheduler()
 
 

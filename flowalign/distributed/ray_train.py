@@ -16,14 +16,14 @@ from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
-from flowalign.distributed.failures import (
+from flowalign.distributed.launch import (
     RUN_ID,
+    STARTS,
     STOPPED,
     USER_ERROR,
     leave_crash,
     read_first_failure,
 )
-from flowalign.distributed.launch import RESTARTED
 from flowalign.utils.interrupts import SIGNALS, handle_signals, listen_to
 from flowalign.utils.ray_cluster import check_cores, connect, prepare_ray
 
@@ -151,7 +151,7 @@ def _work(config: dict[str, Any]) -> None:
     board, rank = config["board"], int(os.environ["RANK"])
     os.chdir(config["folder"])
     if ray.get(board.begin.remote(rank)):
-        os.environ[RESTARTED] = "1"
+        os.environ[STARTS] = "1"
     listen_to(lambda: ray.get(board.get_stop.remote()))
     code, output = 0, _Output(board)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -60,7 +60,7 @@ def test_a_restarted_process_resumes_a_run_that_began(launched, monkeypatch, tmp
     resumes = []
     monkeypatch.setattr(train, "execute", lambda loaded, resume, *_: resumes.append(resume) or 0)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("FLOWALIGN_RESTARTED", "1")
+    monkeypatch.setenv("FLOWALIGN_STARTS", "1")
     argv = ["train", SHAPES, "--output_dir", str(tmp_path)]
     launched(*argv)
     (tmp_path / "config.yaml").touch()

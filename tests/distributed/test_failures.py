@@ -3,7 +3,7 @@
 import json
 import os
 
-from flowalign.distributed.failures import (
+from flowalign.distributed.launch import (
     RUN_ID,
     leave_failure,
     leave_stop,

@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from flowalign.distributed import processes
-from flowalign.distributed.agent import run_together
+from flowalign.distributed.elastic import run_together
 from flowalign.distributed.launch import Launch
 from tests.fixtures.processes import PATIENCE, Watched, find_listeners
 from tests.fixtures.zygote import python
@@ -22,10 +23,11 @@ SLEEP = "import time; time.sleep(600)"
 START = """
 import os, sys, time
 from pathlib import Path
-from flowalign.distributed.failures import leave_crashes, leave_failure, leave_stop
+from flowalign.distributed.launch import leave_crashes, leave_failure, leave_stop, report_restart
 from flowalign.utils.interrupts import end_with_parent
 end_with_parent()
 leave_crashes()
+report_restart()
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 """
@@ -55,7 +57,7 @@ def run(code: str, count: int = 2, restarts: int = 0) -> int:
 def launcher(code: str, program: str = "") -> subprocess.Popen:
     program = program or python()
     command = [program, "-c", START + code]
-    launch = "import sys; from flowalign.distributed.agent import *; "
+    launch = "import sys; from flowalign.distributed.elastic import *; "
     launch += f"sys.exit(run_together(Launch(2), {command!r}))"
     return subprocess.Popen([program, "-c", launch], stderr=subprocess.PIPE, text=True)
 
@@ -125,10 +127,13 @@ def test_a_failure_restarts_all_processes_as_often_as_asked_for(capfd):
 
 
 @pytest.mark.slow
-def test_an_error_of_the_user_and_a_stop_are_final(capfd):
-    assert run("leave_failure(2, 'no\\n'); sys.exit(2)", restarts=5) == 2
-    assert run("sys.exit(leave_stop(143 * rank))", restarts=5) == 143
-    assert capfd.readouterr().err == "no\n"
+def test_an_error_of_the_user_is_not_repeated_and_a_stop_is_final(capfd, tmp_path):
+    note = f"Path({str(tmp_path)!r}, f'{{rank}} {{attempt}}').touch()"
+    assert run(f"{note}; leave_failure(2, 'no\\n'); sys.exit(2)", restarts=2) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 0", "1 0"]
+    assert run("sys.exit(leave_stop(143 * rank))", restarts=2) == 143
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if not re.match(r"[EW]\d{4} ", line)] == ["no"]
 
 
 @pytest.mark.slow
@@ -175,18 +180,19 @@ def test_only_the_user_can_read_the_file_where_processes_meet(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_meet_again_after_one_is_killed(tmp_path, capfd):
+def test_processes_meet_again_after_one_is_killed(tmp_path, caplog):
     die = "if rank == 1 and attempt == 0:\n    os.kill(os.getpid(), 9)"
     count = f"Path({str(tmp_path)!r}, str(rank)).write_text(str(joined.sum_by_name({{'n': 1}})))"
     assert run("\n".join([JOIN, die, count]), restarts=1) == 0
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["{'n': 2}"] * 2
-    assert "process 1 of 2 was ended by SIGKILL" in capfd.readouterr().err
+    assert "failed (exitcode: -9) local_rank: 1" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_third_ctrl_c_ends_processes_that_ignore_it(tmp_path):
     watched = Watched(tmp_path)
-    count = "import signal; signal.signal(signal.SIGINT, lambda *_: os.write(alive, b'c'))"
+    count = "import signal; count = lambda *_: os.write(alive, b'c')"
+    count += "; signal.signal(signal.SIGINT, count); signal.signal(signal.SIGTERM, count)"
     started = launcher("\n".join([watched.source, count, "os.write(alive, b'x')", SLEEP]))
     watched.wait_for(4)
     for _ in range(2):

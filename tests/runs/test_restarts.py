@@ -85,7 +85,7 @@ def test_a_killed_process_is_restarted_and_ends_with_the_same_bits(tmp_path, str
     wait_for_step(folder, 2 + trial % 2, launcher)
     os.kill(workers(launcher)[trial % 2], signal.SIGKILL)
     output = finish(launcher)
-    assert output.count("was ended by SIGKILL") == output.count("flowalign: restart 1 of 1") == 1
+    assert output.count("failed (exitcode: -9)") == output.count("flowalign: restart 1 of 1") == 1
     assert output.count("Traceback") == 0
     assert_same_run(straight, folder, STEPS)
 
