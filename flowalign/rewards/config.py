@@ -109,7 +109,7 @@ def build_reward_models(content: object, source: str) -> tuple[list[RewardModel]
         raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
     rewards = [_drop_weight(entry) for entry in content["rewards"]]
     folders = [path.parent] if (path := Path(bundled(source))).is_file() else []
-    file, text = build(RewardFile, {"rewards": rewards}, lambda _: source, (), folders)
+    file, text = build(RewardFile, {"rewards": rewards}, lambda _: source, folders)
     with convert_value_errors(f"{source}:\n"):
         for model in file.rewards:
             check_spec(model)

@@ -21,7 +21,9 @@ FUNCTION_REWARD = "flowalign.rewards.FunctionReward"
 """Class path of the reward model that calls a plain function."""
 FIRST_PARAMETERS = ("images", "videos")
 """Names of the first parameter of a plain reward function."""
-_CLASS, _ARGS, _FUNCTION, _REWARDS = "class_path", "init_args", "function", ("rewards", "reward")
+_CLASS, _ARGS, _FUNCTION = "class_path", "init_args", "function"
+_REWARDS = "rewards", "reward", "model"
+"""Keys of reward models; `model` is the inline field of an entry of `rewards`."""
 _IN_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)$")
 _files: dict[str, Path] = {}
 """Imported files by module name."""
@@ -34,7 +36,7 @@ def resolve_components(
 
     A text names a component if it is a `class_path`, or if its annotation is a class or a function;
     no other text is imported. User modules are searched in `folders`, then in the current folder.
-    Under `rewards` and `reward`, a plain function becomes a `FunctionReward`.
+    Where a reward model belongs, a plain function becomes a `FunctionReward`.
 
     Raises:
         ConfigError: A named file or the component in it does not exist, or cannot be imported.

@@ -3,15 +3,12 @@
 A method file holds only the few settings in which it differs from its baseline. A resolved file, as
 in each run directory, holds all values and needs no other file.
 
-Files are merged left to right. Mappings merge key by key; lists, plain values and components
-replace the earlier value. A component is a mapping with `class_path`. A mapping without
-`class_path`, laid over a component, changes the component's arguments. These may stand directly in
-the mapping or under `init_args`. With `extends` a file names the files that it is layered on, one
-level deep.
+Files are merged left to right by the rules of `flowalign.utils.setting_layers`. With `extends` a
+file names the files that it is layered on, one level deep.
 
-jsonargparse builds the run: overrides, unions and the refusal of unknown keys work without extra
-code, and a component is named by its dotted path, so there is no registry. `--help` takes 0.19 s of
-CPU; Hydra took 0.40 s, and tyro needs a separate YAML loader.
+jsonargparse builds the run: unions and the refusal of unknown keys work without extra code, and a
+component is named by its dotted path, so there is no registry. `--help` takes 0.19 s of CPU; Hydra
+took 0.40 s, and tyro needs a separate YAML loader.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +22,11 @@ from flowalign.runs.config.run import Run
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.imports import pause_garbage_collection
+from flowalign.utils.setting_layers import ARGUMENTS, apply_options, join_values, merge
 from flowalign.utils.strict_yaml import read_mapping
-from flowalign.utils.typed_settings import build, join_values
+from flowalign.utils.typed_settings import build
 
-_CLASS, _ARGUMENTS, _EXTENDS, _OUTPUT = "class_path", "init_args", "extends", "output_dir"
+_EXTENDS, _OUTPUT = "extends", "output_dir"
 FROM_NAMES = "names of the files"
 """Origin of an `output_dir` that no file sets."""
 
@@ -52,8 +50,8 @@ class _Layers:
     def under(self, overlay: Mapping[str, Any], file: str) -> "_Layers":
         """Return both trees with one more file laid over them."""
         return _Layers(
-            _merge(self.values, overlay, file),
-            _merge(self.files, _replace_leaves(overlay, file), file),
+            merge(self.values, overlay, file),
+            merge(self.files, _replace_leaves(overlay, file), file),
         )
 
 
@@ -133,38 +131,6 @@ def _read_base(base: str, config: str) -> dict[str, Any]:
     return content
 
 
-def _merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
-    """Lay an overlay over a base, by the rules of this module."""
-    if not isinstance(base, dict) or not isinstance(overlay, dict):
-        return overlay
-    if _CLASS in overlay:
-        if base and _CLASS not in base:
-            raise ConfigError(
-                f"{file}: {key} has a {_CLASS} and would drop earlier settings of {key}.\n"
-                f"Name {file} before that file."
-            )
-        return overlay
-    if _CLASS in base:
-        arguments = _read_arguments(overlay, file, key)
-        old = base.get(_ARGUMENTS)
-        return base | {_ARGUMENTS: _merge(old, arguments, file, key)} if arguments else base
-    inner = {k: _merge(base.get(k), v, file, f"{key}.{k}".lstrip(".")) for k, v in overlay.items()}
-    return base | inner
-
-
-def _read_arguments(overlay: dict[str, Any], file: str, key: str) -> dict[str, Any]:
-    """Return the arguments that an overlay changes, written directly or under `init_args`."""
-    direct = {name: value for name, value in overlay.items() if name != _ARGUMENTS}
-    nested = overlay.get(_ARGUMENTS) or {}
-    if not isinstance(nested, dict):
-        raise ConfigError(f"{file}: {key}.{_ARGUMENTS} is {nested!r}; it must be a mapping")
-    if twice := sorted(direct.keys() & nested.keys()):
-        raise ConfigError(
-            f"{file}: {key} sets {_join_names(twice)} twice, directly and under {_ARGUMENTS}"
-        )
-    return direct | nested
-
-
 def _replace_leaves(content: Any, leaf: str) -> Any:
     """Return the same tree with `leaf` instead of every value that is no mapping."""
     if not isinstance(content, dict):
@@ -181,7 +147,7 @@ def _iterate_leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[
 
 
 def _split_key(key: str) -> tuple[str, ...]:
-    return tuple(part for part in key.split(".") if part != _ARGUMENTS)
+    return tuple(part for part in key.split(".") if part != ARGUMENTS)
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -247,5 +213,6 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
         return find_origin(origins, key) or shown
 
     with pause_garbage_collection():  # the settings name classes, whose modules are imported here
-        run, text = build(Run, composed.values, locate, options, folders)
+        values = apply_options(Run, composed.values, options)
+        run, text = build(Run, values, locate, folders)
     return LoadedRun(run, text, origins)

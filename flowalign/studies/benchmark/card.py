@@ -193,5 +193,5 @@ def load_card(name: str) -> Card:
     rewards = values.pop("rewards", [])  # built only when they score
     if not isinstance(rewards, list):
         raise ConfigError(f"{path}: rewards must be a list of reward models")
-    card, _ = build(Card, values, lambda _: str(path), ())
+    card, _ = build(Card, values, lambda _: str(path))
     return replace(card, rewards=rewards)

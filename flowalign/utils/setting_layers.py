@@ -1,0 +1,135 @@
+"""Lay settings over others: run files from left to right, and then the options of a command.
+
+Mappings are merged key by key; lists, plain values and components replace the earlier value. A
+component is a mapping with `class_path`. A mapping without `class_path`, laid over a component,
+changes the component's arguments. These may stand directly in the mapping or under `init_args`.
+"""
+
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.inline_components import find_inline_fields, nest_components
+from flowalign.utils.local_modules import find_annotation
+from flowalign.utils.strict_yaml import parse_yaml
+
+CLASS, ARGUMENTS = "class_path", "init_args"
+_COMMAND_LINE = "command line"
+
+
+def merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
+    """Lay an overlay over a base; `file` is the source of the overlay, for messages.
+
+    Raises:
+        ConfigError: The overlay is ambiguous, or would drop settings.
+    """
+    if not isinstance(base, dict) or not isinstance(overlay, dict):
+        return overlay
+    if CLASS in overlay:
+        if base and CLASS not in base:
+            raise ConfigError(
+                f"{file}: {key} has a {CLASS} and would drop earlier settings of {key}.\n"
+                f"Name {file} before that file."
+            )
+        return overlay
+    if CLASS in base:
+        arguments = _read_arguments(overlay, file, key)
+        old = base.get(ARGUMENTS)
+        return base | {ARGUMENTS: merge(old, arguments, file, key)} if arguments else base
+    inner = {k: merge(base.get(k), v, file, f"{key}.{k}".lstrip(".")) for k, v in overlay.items()}
+    return base | inner
+
+
+def _read_arguments(overlay: dict[str, Any], file: str, key: str) -> dict[str, Any]:
+    """Return the arguments that an overlay changes, written directly or under `init_args`."""
+    direct = {name: value for name, value in overlay.items() if name != ARGUMENTS}
+    nested = overlay.get(ARGUMENTS) or {}
+    if not isinstance(nested, dict):
+        raise ConfigError(f"{file}: {key}.{ARGUMENTS} is {nested!r}; it must be a mapping")
+    if twice := sorted(direct.keys() & nested.keys()):
+        names = ", ".join(twice)
+        raise ConfigError(f"{file}: {key} sets {names} twice, directly and under {ARGUMENTS}")
+    return direct | nested
+
+
+def join_values(overrides: Sequence[str]) -> list[str]:
+    """Return overrides `a.b=c` and `--a.b c` as `--a.b=c`, which is unambiguous for any value.
+
+    Raises:
+        ConfigError: An option lacks its value, or a word is no option.
+    """
+    options: list[str] = []
+    for part in overrides:
+        if part.startswith("--") or not options or "=" in options[-1]:
+            options.append(part if part.startswith("-") or "=" not in part else f"--{part}")
+        else:
+            options[-1] += f"={part}"
+    for option in options:
+        if not option.startswith("--"):
+            raise ConfigError(f"argument {option}: it must be --KEY VALUE or KEY=VALUE")
+        if "=" not in option:
+            raise ConfigError(f"argument {option}: expected one argument")
+    return options
+
+
+def apply_options(kind: type, values: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:
+    """Lay options such as `--seed=3` and `--rewards.0.weight.colour=1` over settings of a `kind`.
+
+    A value stays a text unless it is null, a list or a mapping. Mappings are merged, except values
+    of settings that are themselves mappings, such as prompt files by name.
+
+    Raises:
+        ConfigError: A list or mapping is not YAML, or an index is missing or out of range.
+    """
+    inline, changed = find_inline_fields(kind), nest_components(kind, values)
+    for option in options:
+        key, _, text = option.lstrip("-").partition("=")
+        keys = key.split(".")
+        if keys[0] in inline and len(keys) > 2:
+            entry = typing.get_args(typing.get_type_hints(kind)[keys[0]])[0]
+            if keys[2] not in {field.name for field in fields(entry)}:
+                keys.insert(2, inline[keys[0]])
+        annotation = find_annotation(keys, changed, kind)
+        value = _read_value(key, text)
+        replaces = typing.get_origin(annotation) in (dict, Mapping)
+        changed = nest_components(kind, _set_key(changed, keys, key, value, replaces))
+    return changed
+
+
+def _read_value(key: str, text: str) -> Any:
+    if text in ("null", "~"):
+        return None
+    try:
+        return parse_yaml(text) if text.startswith(("[", "{")) else text
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--{key}: {text!r} is no YAML") from error
+
+
+def _set_key(base: Any, keys: Sequence[str], key: str, value: Any, replaces: bool) -> Any:
+    """Return settings with the value below `keys` set; `key` is the whole option, for messages."""
+    if not keys:
+        whole = replaces or (isinstance(value, dict) and CLASS in value)
+        return value if whole else merge(base, value, _COMMAND_LINE, key)
+    first, *rest = keys
+    if isinstance(base, list):
+        if not first.isdigit() or int(first) >= len(base) or not rest:
+            raise ConfigError(
+                f"--{key}: name an entry from 0 to {len(base) - 1} and its setting, "
+                f"such as --{key.partition('.')[0]}.0.weight"
+            )
+        place = int(first)
+        return [
+            *base[:place],
+            _set_key(base[place], rest, key, value, replaces),
+            *base[place + 1 :],
+        ]
+    if isinstance(base, str):  # a component named by its path alone
+        base = {CLASS: base}
+    inner = base if isinstance(base, dict) else {}
+    if CLASS in inner and first not in (CLASS, ARGUMENTS):
+        first, rest = ARGUMENTS, list(keys)
+    return inner | {first: _set_key(inner.get(first), rest, key, value, replaces)}
