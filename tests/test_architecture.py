@@ -78,6 +78,34 @@ def test_every_module_lies_in_a_room():
     assert {p.name for p in (ROOT / "flowalign").glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
+COMPLETE = {"loop", "rewards", "values", "policy"}
+"""Names of objects that are complete after construction."""
+COMPLETED = {
+    "flowalign/training/reference.py": "a copy of the policy gets its own guidance and weights",
+}
+"""Files that set attributes of such objects from outside, and why."""
+
+
+def completed_outside(source: str) -> list[str]:
+    """Assignments to an attribute of a loop, rewards, values or a policy."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value).split(".")
+            if COMPLETE.intersection(owner):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_objects_are_complete_after_construction():
+    found = found_in_files(completed_outside)
+    assert found.keys() == COMPLETED.keys(), found
+    assert completed_outside("loop.a = self.policy.b.c = 1\nself.loop = other.x = 2") == [
+        "loop.a",
+        "self.policy.b.c",
+    ]
+
+
 def test_no_code_asks_which_kind_of_run_it_has():
     asks = re.compile(r"isinstance\(\s*(?:\w+\.)*run\s*,|isinstance\([^()]*\bRun\b")
     assert found_in_files(asks.findall) == {}

@@ -58,9 +58,9 @@ def main() -> None:
             files.setdefault(identify(run.policy), file)
             plan(run)
             if run.policy.guidance > 1 and run.policy.has_guidance:
-                run.policy.turn_off_guidance()
-                files.setdefault(identify(run.policy), file)
-                plan(run)
+                plain = replace(run, guidance="off")
+                files.setdefault(identify(plain.policy), file)
+                plan(plain)
     plans = {
         key: {"file": file, "plan": describe(recorder.plans[key], recorder.schedules[key])}
         for key, file in files.items()

@@ -76,9 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if starts_others(args.processes):
         _check_processes(run_file, len(cfg.items()), args.processes)
         relaunch(Launch(args.processes), args.words)
-    rewards = run_file.build_rewards()
     with convert_value_errors():
-        processes = _load_models(run_file, weights, rewards)
+        rewards, processes = _load_models(run_file, weights)
     result = evaluate(run_file.policy, rewards, cfg, processes, run_file.conditioning)
     if processes.is_main:
         rows = {name: f"{value:.4f}" for name, value in result.metrics.items()}
@@ -125,8 +124,8 @@ def _check_weights(folder: Path) -> None:
         checkpoint.check_weights(folder)
 
 
-def _load_models(run_file: "Run", weights: str | None, rewards: "Rewards") -> "Processes":
-    """Load the policy and the rewards; return the processes that evaluate together."""
+def _load_models(run_file: "Run", weights: str | None) -> "tuple[Rewards, Processes]":
+    """Load the policy and the rewards; return these, and the processes that evaluate together."""
     import torch
 
     from flowalign.distributed.processes import join
@@ -134,9 +133,9 @@ def _load_models(run_file: "Run", weights: str | None, rewards: "Rewards") -> "P
     if run_file.threads:
         torch.set_num_threads(run_file.threads)
     processes = join(run_file.device, run_file.sharding.context_degree)
-    rewards.ranks = processes
+    rewards = run_file.build_rewards(ranks=processes)
     run_file.load_rewards(rewards)
     run_file.load_policy(processes)
     if weights:
         run_file.policy.load_weights(weights)
-    return processes
+    return rewards, processes

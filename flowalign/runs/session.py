@@ -36,7 +36,7 @@ from flowalign.training.recipe import Log, Loop
 from flowalign.training.rollouts.collecting import completion_values
 from flowalign.training.watch import HackingMonitor
 from flowalign.types import Trajectory
-from flowalign.utils.console import Messages
+from flowalign.utils.console import Messages, say
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
 from flowalign.utils.tracking import check_trackers
@@ -148,10 +148,8 @@ def _open_session(
 ) -> Session:
     """Load the weights and open the loop; if the run `begins`, write its settings first."""
     folder, costs, messages = Path(run.output_dir), Costs(), Messages(log)
-    rewards = run.build_rewards(costs)
-    rewards.ranks = processes
-    if processes.is_main:  # other ranks have no progress bar, and print long waits directly
-        rewards.log = messages
+    # Other ranks have no progress bar, and print long waits directly.
+    rewards = run.build_rewards(costs, messages if processes.is_main else say, processes)
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
     run.encode_prompts(processes)
@@ -246,7 +244,9 @@ def compute_batch(
 ) -> RolloutBatch:
     """Return a trajectory with its values, credit and advantages: the reward stage of a step."""
     rollouts = loop.rollouts
-    values = completion_values(rollouts.cfg, learner, rollouts.rewards, trajectory, rollouts.critic)
+    values = completion_values(
+        rollouts.cfg, learner, rollouts.rewards, trajectory, rollouts.earlier
+    )
     estimate = rollouts.estimate(values)
     rollouts.learn_critic(values)
     return build_batch(recipe, learner.processes, values, estimate)

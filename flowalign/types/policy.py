@@ -1,5 +1,6 @@
 """Define the interface of a model for losses, rollouts and plans."""
 
+import copy
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -61,15 +62,17 @@ class Policy(metaclass=ABCMeta):
     which is an input of the network, does not count."""
 
     configured_guidance: float | None = None
-    """Guidance scale from the run file, if `turn_off_guidance` replaced it; else None."""
+    """Guidance scale from the run file, if `without_guidance` replaced it; else None."""
 
     @property
     def model_guidance(self) -> float:
         """Return the classifier-free guidance scale from the run file; 1 is no guidance."""
         return self.guidance if self.configured_guidance is None else self.configured_guidance
 
-    def turn_off_guidance(self) -> None:
-        """Make `velocity` conditional, without guidance; no effect on models without guidance.
+    def without_guidance(self) -> "Policy":
+        """Return this policy with a conditional `velocity`, without guidance.
+
+        Weights are shared. A model without guidance is returned unchanged.
 
         Raises:
             ValueError: The policy's guidance cannot be turned off.
@@ -79,9 +82,12 @@ class Policy(metaclass=ABCMeta):
                 f"guidance is off, but {type(self).__name__} cannot leave its guidance out: set "
                 "guidance to model"
             )
-        if self.has_guidance:
-            self.configured_guidance = self.model_guidance
-            self.guidance, self.evaluations_per_velocity = 1.0, 1
+        if not self.has_guidance:
+            return self
+        plain = copy.copy(self)
+        plain.configured_guidance = self.model_guidance
+        plain.guidance, plain.evaluations_per_velocity = 1.0, 1
+        return plain
 
     no_media: str = ""
     """Reason why `embed` takes no stored media, as text after the class name; empty if it does."""

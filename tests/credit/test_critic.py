@@ -16,6 +16,7 @@ from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.credited import compute_credit
+from flowalign.training.rollouts.state_values import Experience
 from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import THREE, moving_learner, setting
@@ -134,7 +135,9 @@ def test_each_noisy_step_earns_the_outcome_less_what_was_predicted_before_it():
 
 def test_a_critic_that_knows_nothing_pays_the_outcome():
     cfg, learner, trajectory = setting(**LEARNING)
-    values = completion_values(cfg.rollouts, learner, new_rewards(), trajectory, cfg.critic.start())
+    values = completion_values(
+        cfg.rollouts, learner, new_rewards(), trajectory, Experience(cfg.critic.start())
+    )
     got, plain = compute_credit(cfg.rollouts, values), Outcome()(trajectory, values)
     assert torch.equal(got.value[:, :4], plain.value[:, :4])
 
@@ -159,7 +162,7 @@ def test_predictions_come_from_earlier_steps_and_never_from_the_outcomes_that_th
             rollouts, asked = loop.rollouts, plain_requests(THREE)
             trajectory = rollout(rollouts.cfg, loop.learner, asked, 0, step)
             values = completion_values(
-                rollouts.cfg, loop.learner, rollouts.rewards, trajectory, rollouts.critic
+                rollouts.cfg, loop.learner, rollouts.rewards, trajectory, rollouts.earlier
             )
             seen[changed].append(values.predicted([0, 1, 2]))
             rollouts.learn_critic(values)
@@ -188,12 +191,12 @@ def test_samples_whose_reward_failed_teach_it_nothing():
     loop = loop_of(cfg, learner, rewards)
     trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
     rollouts = loop.rollouts
-    values = completion_values(cfg.rollouts, learner, rewards, trajectory, rollouts.critic)
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory, rollouts.earlier)
     metrics = rollouts.learn_critic(values)
     assert rollouts.critic.steps[1].count == 8
     rewards.models = [Redness(fail_on="")]
     before = rollouts.critic
-    values = completion_values(cfg.rollouts, learner, rewards, trajectory, before)
+    values = completion_values(cfg.rollouts, learner, rewards, trajectory, Experience(before))
     assert (rollouts.learn_critic(values), rollouts.critic) == ({}, before)
     assert metrics.keys() == {f"critic/explained_variance_{k}" for k in (0, 1, 2)}
 

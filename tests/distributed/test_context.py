@@ -31,8 +31,7 @@ def _seen(processes):
     gradient.grad = torch.tensor([10.0**rank])
     groups.sum_gradients([gradient])
     reward = Undecided(rank)
-    rewards = Rewards([reward], {"redness": 1.0})
-    rewards.ranks = groups
+    rewards = Rewards([reward], {"redness": 1.0}, ranks=groups)
     scores = rewards.score(rewards.batch(torch.full((2, 1, 3, 4, 4), 0.5), [], fps=None)).values
     return {
         "place": (groups.rank, groups.world, groups.ranks, groups.is_main, groups.ungrouped.rank),

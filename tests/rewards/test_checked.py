@@ -180,9 +180,9 @@ def test_waits_are_announced_to_the_log_that_the_rewards_have():
             return GOOD.slice(0, len(batch))
 
     model = Slow(None)
-    rewards = Rewards([model], {"warm": 1.0})
+    rewards = Rewards([model], {"warm": 1.0}, log=lambda text: heard.set())
     rewards.score(batch_of(1))
-    rewards.log = lambda text: heard.set()
+    heard.clear()
     rewards.workers[id(model)].model.patience.seconds = 0.01
     assert rewards.score(batch_of()).valid.all()
     assert heard.is_set()

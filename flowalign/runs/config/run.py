@@ -5,6 +5,7 @@ With weights in the constructor, a misspelt key in another section would cost th
 model; separate configuration classes would repeat every name.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -31,6 +32,7 @@ from flowalign.types import (
     Speed,
 )
 from flowalign.types.ranges import PositiveInt, Range, Seed, require_ranges
+from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
 
 
@@ -98,7 +100,9 @@ class Run:
         """Check everything that needs no weights."""
         require_ranges(self)
         if self.guidance == "off":
-            self.policy.turn_off_guidance()
+            object.__setattr__(self, "policy", self.policy.without_guidance())
+        if self.policy.network:
+            self.policy.network.setup = self.setup
         if self.device == "cpu" and self.policy.precision == "fp16":
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
@@ -118,8 +122,6 @@ class Run:
         self.policy.check_setup(self.setup)
         if self.device == "cpu":
             check_device(self.setup, torch.device("cpu"))
-        if self.policy.network:
-            self.policy.network.setup = self.setup
 
     def _check_prompts(self, rewards: Rewards) -> None:
         data = "" if hasattr(self.recipe, "prompts") else "data."
@@ -177,8 +179,13 @@ class Run:
                 "one of them to null"
             )
 
-    def build_rewards(self, costs: Costs | None = None) -> Rewards:
-        """Return the reward models with their weights.
+    def build_rewards(
+        self,
+        costs: Costs | None = None,
+        log: Callable[[str], None] = say,
+        ranks: Processes | None = None,
+    ) -> Rewards:
+        """Return the reward models with their weights, for the processes that score together.
 
         Raises:
             ValueError: The models contradict each other or the policy.
@@ -188,6 +195,8 @@ class Run:
             join_weights(self.rewards),
             self.recipe.on_failed_reward,
             costs or Costs(),
+            log,
+            ranks,
         )
         rewards.check_policy(self.policy)
         return rewards

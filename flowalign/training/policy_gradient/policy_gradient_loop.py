@@ -45,6 +45,7 @@ class PolicyGradientLoop(Loop):
         seed: int,
         observer: StepObserver | None = None,
         log: Log = lambda _: None,
+        stored: StoredGradient | None = None,
     ):
         self.cfg, self.learner, self.seed = cfg, learner, seed
         self.requests, self.observer, self.log = requests, observer, log
@@ -54,7 +55,7 @@ class PolicyGradientLoop(Loop):
         """Reference of the KL that follows the policy; None if it is fixed."""
         self.steps = step_gradients(cfg, learner)
         """Measurement of the gradients of denoising steps; None if step weights are fixed."""
-        self.stored: StoredGradient | None = None
+        self.stored = stored
         """Gradient of the stored data that regularises the run, or None."""
 
     @override

@@ -65,10 +65,10 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
         settings = calibrate_noise_levels(self, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
-        loop = PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
-        if self.regularised:
-            loop.stored = self.regularised.open(run, learner, log)
-        return loop
+        stored = self.regularised.open(run, learner, log) if self.regularised else None
+        return PolicyGradientLoop(
+            settings, learner, run.rewards, requests, run.seed, recorder, log, stored
+        )
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
         """Return a recorder if credit of steps or positions can differ from the outcome."""

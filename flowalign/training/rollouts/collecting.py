@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.credit.critic import FittedCritic
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import CompletionRequest, complete
 from flowalign.sampling.recording import RolloutOutputs
@@ -15,7 +14,7 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.training.rollouts.state_values import NO_EXPERIENCE, CompletionValues, Experience
 from flowalign.types import Policy, Request, Trajectory
 from flowalign.utils.seeds import generator
 
@@ -27,7 +26,7 @@ def collect_rollouts(
     requests: Sequence[Request],
     seed: int,
     step: int,
-    critic: FittedCritic | None = None,
+    earlier: Experience = NO_EXPERIENCE,
 ) -> CompletionValues:
     """Sample this rank's share of the requests, and return the values of the trajectories.
 
@@ -39,16 +38,15 @@ def collect_rollouts(
     batches = [local[start : start + size] for start in range(0, len(local), size)] or [local]
     drawn = (sample_prompts(cfg, learner.policy, requests, seed, step, b) for b in batches)
     if len(batches) == 1:
-        return completion_values(cfg, learner, rewards, next(drawn), critic)
+        return completion_values(cfg, learner, rewards, next(drawn), earlier)
     trajectories, parts = [], []
     for trajectory in drawn:
         values = completion_values(cfg, learner, rewards, trajectory)
         values.request([(trajectory.num_steps, cfg.completion), *trajectory.finished])
         trajectories.append(trajectory)
         parts.append(values)
-    values = completion_values(cfg, learner, rewards, concat_trajectories(trajectories), critic)
-    values.parts = parts
-    return values
+    whole = concat_trajectories(trajectories)
+    return completion_values(cfg, learner, rewards, whole, earlier, parts)
 
 
 def rollout(
@@ -101,7 +99,8 @@ def completion_values(
     learner: Learner,
     rewards: Rewards,
     trajectory: Trajectory,
-    critic: FittedCritic | None = None,
+    earlier: Experience = NO_EXPERIENCE,
+    parts: Sequence[CompletionValues] = (),
 ) -> CompletionValues:
     """Return the value function of a trajectory for the recipe's credit method."""
     size = cfg.sampling.micro_batch
@@ -112,7 +111,8 @@ def completion_values(
         finish=lambda requests: finish_states(learner, trajectory, requests, size),
         how=cfg.completion,
         micro_batch=size,
-        critic=critic,
+        earlier=earlier,
+        parts=parts,
     )
 
 

@@ -21,7 +21,7 @@ from flowalign.training.rollouts.advantages import (
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.training.rollouts.state_values import CompletionValues, Experience
 from flowalign.types import Request, StepCredit
 
 
@@ -41,13 +41,16 @@ class CreditedRollouts:
         self.critic = cfg.critic.start() if cfg.critic else None
         """Critic fitted to the outcomes of earlier steps."""
 
+    @property
+    def earlier(self) -> Experience:
+        """Return the state from earlier steps that values read."""
+        return Experience(self.critic, self.history)
+
     def sample(self, requests: Sequence[Request], step: int) -> CompletionValues:
         """Sample this process's share of the requests; return the values of the trajectories."""
-        values = collect_rollouts(
-            self.cfg, self.learner, self.rewards, requests, self.seed, step, self.critic
+        return collect_rollouts(
+            self.cfg, self.learner, self.rewards, requests, self.seed, step, self.earlier
         )
-        values.history = self.history
-        return values
 
     def estimate(
         self, values: CompletionValues, credit: StepCredit | None = None

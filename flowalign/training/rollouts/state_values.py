@@ -1,7 +1,7 @@
 """Value intermediate states by completing, decoding and scoring them, for credit methods."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +36,19 @@ class _Pending:
     """Scores in progress."""
 
 
+@dataclass(frozen=True)
+class Experience:
+    """State from earlier training steps that values read."""
+
+    critic: FittedCritic | None = None
+    """Critic fitted to their outcomes."""
+    history: OutcomeHistory = field(default_factory=lambda: OutcomeHistory(0))
+    """Their outcomes."""
+
+
+NO_EXPERIENCE = Experience()
+
+
 class CompletionValues(ValueFunction):
     """Value function of one trajectory; each state is completed and scored at most once."""
 
@@ -50,19 +63,18 @@ class CompletionValues(ValueFunction):
         finish: Callable[[Sequence[CompletionRequest]], Mapping[CompletionRequest, Tensor]],
         how: Completion,
         micro_batch: int,
-        critic: FittedCritic | None = None,
+        earlier: Experience = NO_EXPERIENCE,
+        parts: Sequence["CompletionValues"] = (),
     ):
         self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
         self.finish, self.how, self.micro_batch = finish, how, micro_batch
-        self.critic = critic
+        self.critic, self.history = earlier.critic, earlier.history
         self.known: dict[CompletionRequest, RewardOutput] = {}
         self.media: dict[CompletionRequest, Tensor] = {}
         """Decoded images of the requested states, for the first `pictured` samples."""
         self.pending: list[_Pending] = []
-        self.parts: Sequence[CompletionValues] = ()
+        self.parts = parts
         """Values of the trajectories that were concatenated to this trajectory."""
-        self.history: OutcomeHistory = OutcomeHistory(0)
-        """Outcomes of earlier training steps."""
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         """Return the rewards of the completed states ks; NaN if a reward failed."""
