@@ -81,18 +81,23 @@ def test_every_module_lies_in_a_room():
 COMPLETE = {"loop", "rewards", "values", "policy"}
 """Names of objects that are complete after construction."""
 COMPLETED = {
+    "flowalign/runs/config/run.py": "the network gets the setup of its run before any check",
+    "flowalign/runs/policy_setup.py": "loading opens the cache of the text encoder",
     "flowalign/training/reference.py": "a copy of the policy gets its own guidance and weights",
+    "pipelines/any_pipeline/inspection.py": "only a run counts evaluations of unknown pipelines",
+    "pipelines/network/verification.py": "a copy of the policy gets another network",
+    "reward_models/backbones/first_blocks.py": "a copy of the policy gets its own weights",
 }
 """Files that set attributes of such objects from outside, and why."""
 
 
 def completed_outside(source: str) -> list[str]:
-    """Assignments to an attribute of a loop, rewards, values or a policy."""
+    """Assignments to an attribute of a loop, rewards, values or a policy; costs are counters."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             owner = ast.unparse(node.value).split(".")
-            if COMPLETE.intersection(owner):
+            if COMPLETE.intersection(owner) and "costs" not in owner:
                 found.append(ast.unparse(node))
     return found
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing_extensions import override
 
 from flowalign.distributed.launch import (
     RUN_ID,
@@ -124,7 +125,11 @@ class _MemoryBackend(C10dRendezvousBackend):
     """State of a rendezvous in the memory of this process."""
 
     # Torch unpickles the state, so who can write it can run code here.
-    name = property(lambda _: _LOCAL)
+    @property
+    @override
+    def name(self) -> str:
+        """Return the name of the rendezvous."""
+        return _LOCAL
 
 
 def _meet_alone(settings: RendezvousParameters) -> RendezvousHandler:
