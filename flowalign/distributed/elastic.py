@@ -62,8 +62,9 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
     words = [word.replace("$", "$$") for word in command[1:]]  # torch fills in templates
     with tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder:
         tie_all_children(Path(folder))
+        logs = _Logs(folder)
         try:
-            elastic_launch(_configure(launch, folder), command[0])(*words)
+            elastic_launch(_configure(launch, logs), command[0])(*words)
         except ChildFailedError as error:
             code, text = _describe(error.failures, launch)
         except RendezvousError as error:
@@ -77,7 +78,7 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
         except KeyboardInterrupt:  # while the machines meet
             code, text = STOPPED[0], ""
         else:
-            stopped = read_first_failure(Path(folder))
+            stopped = read_first_failure(logs.attempt)
             code, text = stopped[1:] if stopped else (0, "")
         sys.stderr.write(text)
         return code
@@ -86,7 +87,8 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
 class _Logs(DefaultLogsSpecs):
     """Error files of the processes, and the environment variables that differ between starts."""
 
-    starts = 0
+    starts, attempt = 0, Path()
+    """Number of starts, and the folder with the error files of the last one."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
         """Give processes the number of earlier starts, and a new file in which they meet."""
@@ -95,19 +97,21 @@ class _Logs(DefaultLogsSpecs):
             if STORE in os.environ:
                 variables[STORE] = f"{os.environ[STORE]}{self.starts}"
         self.starts += 1
-        return super().reify(envs)
+        files = super().reify(envs)
+        self.attempt = Path(files.error_files[0]).parents[1]
+        return files
 
 
-def _configure(launch: Launch, folder: str) -> LaunchConfig:
+def _configure(launch: Launch, logs: _Logs) -> LaunchConfig:
     """Return the settings of torch's launcher; a launcher that is alone opens no port."""
     if launch.nodes == 1:
-        os.environ[STORE] = f"{folder}/store"
+        os.environ[STORE] = f"{logs.root_log_dir}/store"
     place = launch.rendezvous or ""
     return LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
         nproc_per_node=launch.processes,
-        logs_specs=_Logs(folder),
+        logs_specs=logs,
         run_id=RUN_ID,
         role="",
         rdzv_backend="c10d" if launch.nodes > 1 else _LOCAL,
