@@ -183,7 +183,7 @@ def get_item_annotation(annotation: Any, i: int) -> Any:
 
 
 def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]]:
-    if what := _misfit(value, annotation):
+    if what := describe_misfit(value, annotation):
         yield key, what
     elif (settings := _settings(value)) is not None:
         yield from _wrong_in(settings, find_annotations(settings, annotation), key)
@@ -192,7 +192,7 @@ def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]
             yield from _wrong(item, get_item_annotation(annotation, i), f"{key}.{i}")
 
 
-def _misfit(value: object, annotation: Any) -> str:
+def describe_misfit(value: object, annotation: Any) -> str:
     """Return the error of a null, a number or a group; "" if it is valid."""
     # jsonargparse takes any number, list or null for a nested dataclass that has a default.
     if dataclasses.is_dataclass(annotation) and isinstance(value, _NO_GROUP | None):

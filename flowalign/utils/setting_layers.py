@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from flowalign.types.ranges import describe_misfit
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.inline_components import find_inline_fields, nest_components
 from flowalign.utils.local_modules import find_annotation
@@ -95,6 +96,8 @@ def apply_options(kind: type, values: Mapping[str, Any], options: Sequence[str])
                 keys.insert(2, inline[keys[0]])
         annotation = find_annotation(keys, changed, kind)
         value = _read_value(key, text)
+        if value is None and (what := describe_misfit(None, annotation)):
+            raise ConfigError(f"{_COMMAND_LINE}: {key} is {what}")
         replaces = typing.get_origin(annotation) in (dict, Mapping)
         changed = nest_components(kind, _set_key(changed, keys, key, value, replaces))
     return changed

@@ -11,7 +11,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from flowalign.cli import main as cli
 from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
@@ -20,6 +19,7 @@ from flowalign.extra.clip_pairs.generators import DensePairs, LocalPairs
 from flowalign.extra.clip_pairs.run_file import ClipPairs, load
 from flowalign.runs.config.loading import compose
 from flowalign.types import InputSpec
+from tests.fixtures.commands import exit_code
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
 pytestmark = pytest.mark.slow
@@ -35,12 +35,6 @@ REWARD = {
         }
     ]
 }
-
-
-def exit_code(*argv: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(arg) for arg in argv])
-    return int(caught.value.code or 0)
 
 
 @pytest.fixture

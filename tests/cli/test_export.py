@@ -18,6 +18,7 @@ from flowalign.cli.main import main
 from flowalign.runs.sampling_job import hash_weights
 from flowalign.training.checkpoint import write_manifest
 from flowalign.utils.hub import check_publishing
+from tests.fixtures.commands import exit_code
 from tests.fixtures.embedded import move, new_sd3
 
 PUBLISH = ["--push-to-hub", "ann/red-circles", "--license", "apache-2.0"]
@@ -115,9 +116,7 @@ def test_the_card_s_code_loads_the_weights_and_a_dry_run_publishes_nothing(
         refuse = partial(pytest.fail, name)
         monkeypatch.setattr(f"flowalign.utils.hub.{name}", lambda *_, f=refuse: f())
     evidence = ["--benchmark", str(benchmark)]
-    with pytest.raises(SystemExit) as ended:
-        main(["export", str(run), "--out", str(out), *evidence, *PUBLISH, "--dry-run"])
-    assert ended.value.code == 0
+    assert exit_code("export", str(run), "--out", str(out), *evidence, *PUBLISH, "--dry-run") == 0
     listed = " ".join(capsys.readouterr().out.split())
     assert "would be published as ann/red-circles (public)" in listed
     for file in out.iterdir():

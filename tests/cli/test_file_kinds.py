@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import pytest
 
-from flowalign.cli.main import main
 from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.extra.users import UserEmbeddings
 from flowalign.reward_training.reward_run import RewardRun
@@ -13,19 +12,11 @@ from flowalign.runs.config import Run
 from flowalign.sampling.search import Search
 from flowalign.studies.benchmark.card import Card
 from flowalign.utils.setting_errors import KINDS
+from tests.fixtures.commands import refusal
 
 RUN, USERS = "configs/shapes.yaml", "configs/reward/pickapic_users.yaml"
 REWARD, CLIPS = "configs/reward/shapes_preference.yaml", "configs/clip_pairs/shapes_video.yaml"
 SEARCH, REWARDS = "configs/search/shapes.yaml", "configs/rewards/shapes.yaml"
-
-
-def refusal(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2, said
-    assert len(said.splitlines()) <= 5
-    return " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.utils.folders import check_file_path, check_folder_path
+from tests.fixtures.commands import exit_code, refusal
 from tests.fixtures.pixel import PixelPolicy
 
 RUN = """
@@ -22,14 +23,6 @@ recipe:
   class_path: flowalign.training.PolicyGradient
   init_args: {prompts: PROMPTS, sampling: {num_steps: 4, samples_per_prompt: 2}}
 """
-
-
-def refusal(capsys, *words: object) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    said = " ".join(capsys.readouterr().err.split())
-    assert ended.value.code == 2, said
-    return said
 
 
 @pytest.mark.parametrize(
@@ -100,9 +93,7 @@ def test_an_error_of_the_system_names_the_file_without_a_number(capsys, tmp_path
         raise PermissionError(13, "Permission denied", "runs/x/metrics.jsonl")
 
     monkeypatch.setattr("flowalign.cli.doctor.run", fail)
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor"])
-    assert ended.value.code == 1
+    assert exit_code("doctor") == 1
     said = capsys.readouterr().err
     assert "runs/x/metrics.jsonl: Permission denied" in said
     assert "Errno" not in said
@@ -115,9 +106,7 @@ def test_a_metric_without_a_value_is_null_in_the_line_of_json(capsys, tmp_path, 
     run.write_text(text + f"evaluation: {{prompts: {{here: {tmp_path / 'prompts.txt'}}}}}\n")
     found = SimpleNamespace(metrics={"eval/redness": math.nan, "eval/seconds": 1.5})
     monkeypatch.setattr("flowalign.training.held_out_evaluation.evaluate", lambda *given: found)
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(run)])
-    assert ended.value.code == 0
+    assert exit_code("eval", str(run)) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(line, parse_constant=pytest.fail) == {
         "eval/redness": None,

@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowalign.cli import main as cli
 from flowalign.runs.config import load
+from tests.fixtures.commands import exit_code
 
 pytestmark = pytest.mark.slow
-
-
-def exit_code(*argv: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(arg) for arg in argv])
-    return int(caught.value.code or 0)
 
 
 @pytest.fixture

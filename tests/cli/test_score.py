@@ -12,12 +12,13 @@ import pytest
 from pyarrow import parquet
 
 from flowalign.cli import score as score_command
-from flowalign.cli.main import main, parse
+from flowalign.cli.main import parse
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.scores_page import average_prompts
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.subprocesses import shard_jobs
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
+from tests.fixtures.commands import exit_code
 from tests.fixtures.scoring_rewards import Brightness, picture
 from tests.fixtures.zygote import python
 
@@ -306,9 +307,7 @@ def test_processes_one_of_which_is_killed_end_in_the_same_table(tmp_path):
 def test_a_shard_whose_model_is_wrong_says_so_in_its_last_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Brightness, "score", lambda self, batch: None)
     words = [dataset(tmp_path, 3), "--rewards", REWARD, "--out", tmp_path / "out", "--shard", "0/1"]
-    with pytest.raises(SystemExit) as caught:
-        main(["score", *map(str, words)])
-    assert caught.value.code == 1
+    assert exit_code("score", *map(str, words)) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(
         "flowalign: reward 'brightness' (dimensions brightness, contrast) returned"

@@ -10,14 +10,9 @@ from flowalign.cli import sample, score
 from flowalign.cli.main import run_verb
 from flowalign.extra.clip_pairs import run_file
 from flowalign.extra.clip_pairs.run_file import ClipPairs
+from tests.fixtures.commands import exit_code
 
 STOPS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-
-
-def exit_code(*argv: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(word) for word in argv])
-    return int(caught.value.code or 0)
 
 
 @STOPS

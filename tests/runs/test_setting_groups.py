@@ -1,6 +1,5 @@
 """A group of settings is a mapping; a number, a list or null in its place is refused by name."""
 
-import copy
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +9,9 @@ from flowalign.rewards.config import load_rewards
 from flowalign.runs.config import load
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.run_files import CONFIGS
+from tests.fixtures.run_files import complaint, write_changed
 
-SHAPES = CONFIGS / "shapes.yaml"
+SHAPES = "configs/shapes.yaml"
 RECIPE = "recipe.init_args"
 GROUPS = [
     f"{RECIPE}.sampling",
@@ -25,23 +24,9 @@ GROUPS = [
 NULLABLE = ["ema", "evaluation", "policy.init_args.lora", f"{RECIPE}.calibration"]
 
 
-def refusal(path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(str(path), overrides)
-    assert len(str(caught.value).splitlines()) <= 5
-    return str(caught.value)
-
-
-def written(folder, key: str, value: object):
-    """The run file of the embedded model with another value for a key."""
-    content = yaml.safe_load(SHAPES.read_text())
-    inner, (*above, last) = content, key.split(".")
-    for name in above:
-        inner = inner.setdefault(name, {})
-    inner[last] = copy.deepcopy(value)
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
+def written(folder, key: str, value: object) -> str:
+    """The run file of the toy model with another value for a key."""
+    return write_changed(SHAPES, folder, {key.replace(".", "/"): value})
 
 
 CASES = [(key, value) for key in GROUPS for value in (3, [1, 2], None, True, "three")]
@@ -50,7 +35,7 @@ CASES += [(key, value) for key in NULLABLE for value in (3, [1, 2])]
 
 @pytest.mark.parametrize(("key", "value"), CASES, ids=str)
 def test_a_run_file_names_the_group_and_the_value(tmp_path, key, value):
-    message = refusal(written(tmp_path, key, value))
+    message = complaint(written(tmp_path, key, value))
     shown = "null" if value is None else str(value)
     expected = f"{key.replace('.init_args', '')} is {shown}; it must be a mapping of settings"
     assert f"run.yaml: {expected}" in message
@@ -59,7 +44,7 @@ def test_a_run_file_names_the_group_and_the_value(tmp_path, key, value):
 @pytest.mark.parametrize("value", [3, [1, 2], None])
 @pytest.mark.parametrize("component", ["recipe", "policy", f"{RECIPE}.algorithm"])
 def test_arguments_of_a_component_are_a_mapping(tmp_path, component, value):
-    message = refusal(written(tmp_path, f"{component}.init_args", value))
+    message = complaint(written(tmp_path, f"{component}.init_args", value))
     where = component.replace(".init_args", "")
     shown = f"init_args is of type {type(value).__name__}; it must be a mapping of settings"
     assert f"run.yaml: {where}: {shown}" in message
@@ -70,7 +55,7 @@ def test_arguments_of_a_component_are_a_mapping(tmp_path, component, value):
 def test_an_override_names_the_group_and_the_value(key, value):
     shown = "[1, 2]" if value.startswith("[") else value
     expected = f"{key} is {shown}; it must be a mapping of settings"
-    assert expected.replace(" ", "") in refusal(SHAPES, f"{key}={value}").replace(" ", "")
+    assert expected.replace(" ", "") in complaint(SHAPES, f"{key}={value}").replace(" ", "")
 
 
 @pytest.mark.parametrize(
@@ -112,11 +97,11 @@ def test_null_is_refused_by_name_for_other_settings(key, allowed):
 
 
 def test_null_for_a_setting_that_is_unknown_names_the_one_that_was_meant():
-    assert "sampling.tail_ratio?" in refusal(SHAPES, "recipe.sampling.tail_rato=null")
+    assert "sampling.tail_ratio?" in complaint(SHAPES, "recipe.sampling.tail_rato=null")
 
 
 def test_the_settings_of_a_group_are_listed(tmp_path):
-    assert refusal(written(tmp_path, "checkpoints", 3)).endswith("settings: every, keep, verify")
+    assert complaint(written(tmp_path, "checkpoints", 3)).endswith("settings: every, keep, verify")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +132,7 @@ def test_a_group_of_a_reward_in_a_list_is_checked_too(tmp_path):
     grouped = {"class_path": f"{__name__}.Grouped", "init_args": {"settings": [3]}}
     rewards = [{"class_path": "reward_models.JpegSize"}, grouped]
     expected = "is [3]; it must be a mapping of settings: side"
-    assert f"rewards.1.settings {expected}" in refusal(written(tmp_path, "rewards", rewards))
+    assert f"rewards.1.settings {expected}" in complaint(written(tmp_path, "rewards", rewards))
     file = tmp_path / "rewards.yaml"
     file.write_text(yaml.safe_dump({"rewards": rewards}))
     with pytest.raises(ConfigError) as caught:
@@ -165,4 +150,4 @@ def test_a_group_of_a_reward_in_a_list_is_checked_too(tmp_path):
     ],
 )
 def test_an_option_without_a_value_is_named_in_full(overrides, option):
-    assert f"argument {option}: expected one argument" in refusal(SHAPES, *overrides)
+    assert f"argument {option}: expected one argument" in complaint(SHAPES, *overrides)

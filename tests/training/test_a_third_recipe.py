@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowalign.cli.main import main
+from tests.fixtures.commands import exit_code
 
 RECIPE = '''
 """Regress the velocity on one clean latent: fine-tuning in its shortest form."""
@@ -101,12 +101,6 @@ def run_file(tmp_path, monkeypatch) -> Path:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     yield tmp_path / "run.yaml"
     sys.modules.pop("my_training", None)
-
-
-def exit_code(*argv: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(word) for word in argv])
-    return caught.value.code
 
 
 def losses(folder: Path) -> list[float]:

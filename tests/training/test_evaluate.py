@@ -7,11 +7,11 @@ import pytest
 import torch
 import yaml
 
-from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
 from flowalign.sampling.reward_guidance import FlowNRG
 from flowalign.training.held_out_evaluation import Evaluation, evaluate, save_grid
 from flowalign.types import prompts_of
+from tests.fixtures.commands import exit_code
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
@@ -75,12 +75,6 @@ def run_file(tmp_path, cfg):
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     return tmp_path / "run.yaml"
-
-
-def exit_code(*argv):
-    with pytest.raises(SystemExit) as caught:
-        main([str(word) for word in argv])
-    return caught.value.code
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ import pytest
 import torch
 import yaml
 
-from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.sample_bounds import SampleBounds
+from tests.fixtures.commands import exit_code
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
 
@@ -121,9 +121,7 @@ def test_a_run_warns_as_it_goes_and_in_its_files(tmp_path, cfg, capfd):
     }
     content["evaluation"]["bounds"] = bounds
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(tmp_path / "run.yaml")])
-    assert ended.value.code == 0
+    assert exit_code("train", str(tmp_path / "run.yaml")) == 0
     told = json.loads((tmp_path / "run/summary.json").read_text())["warnings"]
     assert told["sharpness"].startswith("after 2 steps sharpness is")
     assert told["sharpness"].removeprefix("after 2 steps ")[:60] in capfd.readouterr().err
