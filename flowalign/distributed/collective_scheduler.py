@@ -21,9 +21,8 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from flowalign.distributed.evaluations import Evaluations
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 
@@ -32,6 +31,49 @@ PATIENCE = timedelta(hours=24)
 closes its connections, which immediately ends the other ranks."""
 SOON = timedelta(minutes=10)
 """Timeout of a call that all ranks have announced and are about to make."""
+
+
+class Evaluations:
+    """Counter of the evaluations of a network since the last backward pass, which can be repeated.
+
+    While gradients are recorded, all inputs require one, so the backward passes of all evaluations
+    make the same collective calls.
+    """
+
+    def __init__(self, network: nn.Module):
+        self.network, self.count = network, 0
+        self._last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        network.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+
+    def repeat_last(self) -> Tensor:
+        """Return a zero; its backward pass runs through a repeated evaluation and adds zeros.
+
+        Raises:
+            RuntimeError: This process has not evaluated the network yet.
+        """
+        if self._last is None:
+            raise RuntimeError(
+                "a process without any example cannot take part in the backward pass of sharded "
+                "weights: give each process at least one"
+            )
+        args, kwargs = self._last
+        with torch.enable_grad():
+            made = self.network(*args, **kwargs)
+        return torch.stack([0 * part.sum() for part in tree_leaves(made)]).sum()
+
+    def _note(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        self.count += 1
+        return tree_map_only(Tensor, _require_gradient, (args, kwargs))
+
+
+def _require_gradient(tensor: Tensor) -> Tensor:
+    records = tensor.is_floating_point() and not tensor.requires_grad
+    return tensor.detach().requires_grad_() if records else tensor
 
 
 class CollectiveScheduler:

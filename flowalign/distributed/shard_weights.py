@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.collective_scheduler import CollectiveScheduler
-from flowalign.distributed.evaluations import Evaluations
+from flowalign.distributed.collective_scheduler import CollectiveScheduler, Evaluations
 from flowalign.distributed.processes import Processes
 
 PRECISION = MixedPrecisionPolicy(

@@ -10,8 +10,8 @@ from flowalign.rewards.checked import check_spec
 from flowalign.types import FiniteFloat, RewardModel
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.files import bundled
-from flowalign.utils.inline_components import INLINE
 from flowalign.utils.setting_errors import describe_wrong_kind
+from flowalign.utils.setting_layers import INLINE
 from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.typed_settings import build
 

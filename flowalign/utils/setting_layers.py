@@ -3,23 +3,29 @@
 Mappings are merged key by key; lists, plain values and components replace the earlier value. A
 component is a mapping with `class_path`. A mapping without `class_path`, laid over a component,
 changes the component's arguments. These may stand directly in the mapping or under `init_args`.
+
+A dataclass field of type `list[D]` is written flat if `D` marks one of its fields as inline, such
+as a reward next to its weight. The keys `class_path` and `init_args` of an entry describe the
+inline field; other keys describe the remaining fields of `D`.
 """
 
+import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
 
 from flowalign.types.ranges import describe_misfit
 from flowalign.utils.errors import ConfigError
-from flowalign.utils.inline_components import find_inline_fields, nest_components
 from flowalign.utils.local_modules import find_annotation
 from flowalign.utils.strict_yaml import parse_yaml
 
 CLASS, ARGUMENTS = "class_path", "init_args"
 _COMMAND_LINE = "command line"
+INLINE = {"inline": True}
+"""Metadata that marks the inline field of a dataclass."""
 
 
 def merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
@@ -136,3 +142,57 @@ def _set_key(base: Any, keys: Sequence[str], key: str, value: Any, replaces: boo
     if CLASS in inner and first not in (CLASS, ARGUMENTS):
         first, rest = ARGUMENTS, list(keys)
     return inner | {first: _set_key(inner.get(first), rest, key, value, replaces)}
+
+
+def find_inline_fields(kind: type) -> dict[str, str]:
+    """Return the name of the inline field of each flat list, by name of the list."""
+    found: dict[str, str] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        entry = next(iter(typing.get_args(hint)), None)
+        if typing.get_origin(hint) is list and isinstance(entry, type) and is_dataclass(entry):
+            inline = [one.name for one in fields(entry) if one.metadata.get("inline")]
+            found |= dict.fromkeys([name], inline[0]) if inline else {}
+    return found
+
+
+def nest_components(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the component of each flat entry moved under its inline field."""
+    nested = dict(values)
+    for name, inner in find_inline_fields(kind).items():
+        if isinstance(values.get(name), list):
+            nested[name] = [_nest(entry, inner) for entry in values[name]]
+    return nested
+
+
+def flatten_components(
+    kind: type, values: Mapping[str, Any], built: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return resolved settings with flat entries.
+
+    If the built object of an entry has a method `resolve`, its result updates the entry.
+    """
+    flat = dict(values)
+    for name, inner in find_inline_fields(kind).items():
+        pairs = zip(values[name] or [], built[name] or [], strict=True)
+        flat[name] = [_flatten(entry, inner, one) for entry, one in pairs]
+    return flat
+
+
+def rename_keys(kind: type, message: str) -> str:
+    """Return an error message with the keys of flat entries as written in the file."""
+    for name, inner in find_inline_fields(kind).items():
+        message = re.sub(rf"\b{name}((\.\d+)?)\.{inner}\b", rf"{name}\1", message)
+    return message
+
+
+def _nest(entry: Any, inner: str) -> Any:
+    if not isinstance(entry, dict) or inner in entry:
+        return entry
+    component = {key: entry[key] for key in (CLASS, ARGUMENTS) if key in entry}
+    return {inner: component} | {k: v for k, v in entry.items() if k not in (CLASS, ARGUMENTS)}
+
+
+def _flatten(entry: dict[str, Any], inner: str, built: Any) -> dict[str, Any]:
+    beside = {key: value for key, value in entry.items() if key != inner}
+    resolved = built.resolve() if hasattr(built, "resolve") else {}
+    return entry[inner] | beside | resolved

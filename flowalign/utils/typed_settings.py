@@ -11,10 +11,15 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from flowalign.types.ranges import find_errors
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
-from flowalign.utils.inline_components import flatten_components, nest_components, rename_keys
 from flowalign.utils.local_modules import name_files, resolve_components
 from flowalign.utils.setting_errors import describe_wrong_kind, explain
-from flowalign.utils.setting_layers import apply_options, join_values
+from flowalign.utils.setting_layers import (
+    apply_options,
+    flatten_components,
+    join_values,
+    nest_components,
+    rename_keys,
+)
 from flowalign.utils.strict_yaml import dump_yaml, read_mapping
 
 T = TypeVar("T")
