@@ -29,18 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train the demo's run file, and return the exit code of `flowalign train`."""
-    from flowalign.cli import train
+    from flowalign.cli import main, train
 
-    args.processes = args.processes or min(2, os.cpu_count() or 1)
-    config = CONFIGS[args.world]
-    args.config, args.resume, args.overwrite = [config], None, False
-    args.restarts, args.nodes, args.rendezvous = 0, 1, None
-    args.executor, args.address = "local", None
-    args.overrides = ["--seed", str(args.seed)]
-    args.overrides += ["--output_dir", args.output_dir or _find_free("runs/demo")]
-    args.overrides += ["--num_steps", str(args.steps)] if args.steps else []
-    args.words = ["train", config, *args.overrides, "--processes", str(args.processes)]
-    return train.run(args)
+    processes = args.processes or min(2, os.cpu_count() or 1)
+    words = ["train", CONFIGS[args.world], "--seed", str(args.seed)]
+    words += ["--output_dir", args.output_dir or _find_free("runs/demo")]
+    words += ["--num_steps", str(args.steps)] if args.steps else []
+    parsed = main.parse([*words, "--processes", str(processes)])
+    parsed.command = args.command
+    return train.run(parsed)
 
 
 def _find_free(name: str) -> str:
