@@ -14,7 +14,8 @@ If trained weights are sharded, a backward pass reduces the gradient of every bl
 The ranks therefore begin it together. A rank with fewer evaluations repeats one with weight zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 from zlib import crc32
@@ -121,7 +122,8 @@ class CollectiveScheduler:
         """Return the value of the first rank of this rank's context group."""
         self.wait_for_group("broadcast_first")
         box = [value]
-        dist.broadcast_object_list(box, group=self._context_group, group_src=0)
+        with expect_all_ranks():
+            dist.broadcast_object_list(box, group=self._context_group, group_src=0)
         return box[0]
 
     def wait_to_gather(self, block: int, backward: bool) -> None:
@@ -212,18 +214,26 @@ def _check_same_call(group: dist.ProcessGroup, call: str) -> None:
     mine = crc32(call.encode())
     if _reduce_min(group, mine, -mine) != [mine, -mine]:
         calls = [""] * dist.get_world_size(group)
-        dist.all_gather_object(calls, call, group=group)
+        with expect_all_ranks():
+            dist.all_gather_object(calls, call, group=group)
         raise RuntimeError(f"ranks wait for each other in different calls: {calls}")
 
 
 def _reduce_min(group: dist.ProcessGroup, *mine: int) -> list[int]:
     """Return the elementwise minimum of the numbers that the ranks of the group announce."""
     numbers = torch.tensor(mine)
-    try:
+    with expect_all_ranks():
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
+    return numbers.tolist()
+
+
+@contextmanager
+def expect_all_ranks() -> Iterator[None]:
+    """Raise ConnectionError if a collective call inside the context fails."""
+    try:
+        yield
     except RuntimeError as error:
         raise ConnectionError(
             "another process of this run ended or cannot be reached, so this process ends as well: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return numbers.tolist()

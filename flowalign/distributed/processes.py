@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler
+from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler, expect_all_ranks
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
 from flowalign.distributed.launch import STORE
 from flowalign.utils.imports import LazyModule
@@ -122,7 +122,8 @@ class Processes:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = [local_part(p.grad) for p in parameters if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads])
-        dist.all_reduce(flat, group=group)
+        with expect_all_ranks():
+            dist.all_reduce(flat, group=group)
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 
@@ -130,7 +131,8 @@ class Processes:
         """Sum a tensor of gradients over all ranks in place, and return it."""
         if self.ranks > 1:
             self._wait_for_all("sum")
-            dist.all_reduce(tensor)
+            with expect_all_ranks():
+                dist.all_reduce(tensor)
         return tensor
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
@@ -146,7 +148,8 @@ class Processes:
         """Wait for all other processes."""
         if self.ranks > 1:
             self._wait_for_all("barrier")
-            dist.barrier()
+            with expect_all_ranks():
+                dist.barrier()
 
     def _gather_objects(self, call: str, mine: T) -> list[T]:
         """Return the objects of the first rank of every context group, in rank order."""
@@ -154,7 +157,8 @@ class Processes:
             return [mine]
         parts: list[Any] = [None] * self.ranks
         self._wait_for_all(call)
-        dist.all_gather_object(parts, mine if self.is_leader else None)
+        with expect_all_ranks():
+            dist.all_gather_object(parts, mine if self.is_leader else None)
         return parts[:: self.ranks // self.world]
 
     def _wait_for_all(self, call: str) -> None:
