@@ -74,12 +74,13 @@ def run_together(launch: Launch, command: Sequence[str]) -> int:
                 f"its own message tells why: {error}\n"
             )
         except SignalException as stop:
-            code, text = 128 + stop.sigval, ""
+            left = read_first_failure(logs.attempt)
+            code, text = left[1:] if left else (128 + stop.sigval, "")
         except KeyboardInterrupt:  # while the machines meet
             code, text = STOPPED[0], ""
         else:
-            stopped = read_first_failure(logs.attempt)
-            code, text = stopped[1:] if stopped else (0, "")
+            left = read_first_failure(logs.attempt)
+            code, text = left[1:] if left else (0, "")
         sys.stderr.write(text)
         return code
 
