@@ -9,21 +9,15 @@ import pytest
 import torch
 
 from flowalign.cli import doctor
-from flowalign.cli.main import main
+from tests.fixtures.commands import exit_code
 
 SD3 = ["doctor", "--pipeline", "assets/shapes/sd3", "--height", "32", "--width", "32"]
-
-
-def code_of(words: list[str]) -> object:
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    return stop.value.code
 
 
 @pytest.mark.slow
 def test_the_doctor_says_what_works_of_a_pipeline(capsys):
     words = ["--argument", "guidance_scale=2.5", "--argument", "max_sequence_length=1"]
-    assert code_of([*SD3, *words]) == 0
+    assert exit_code(*SD3, *words) == 0
     told = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "encode prompts together, keeps (13, 96), (13, 96), (96,), (96,)" in told
     assert "velocity 2 evaluations per step, state (4, 8, 8)" in told
@@ -48,7 +42,7 @@ def test_the_doctor_says_what_works_of_a_pipeline(capsys):
 )
 def test_the_doctor_refuses_in_a_line_before_weights_are_read(capsys, monkeypatch, words, message):
     monkeypatch.setattr("pipelines.policy.load_pipeline", lambda *_, **__: pytest.fail("weights"))
-    assert code_of([*SD3, *words]) == 2
+    assert exit_code(*SD3, *words) == 2
     told = capsys.readouterr().err
     assert message in told
     assert len(told.strip().splitlines()) <= 2

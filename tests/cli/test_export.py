@@ -14,7 +14,6 @@ from huggingface_hub import HfApi
 from PIL import Image
 from safetensors import safe_open
 
-from flowalign.cli.main import main
 from flowalign.runs.sampling_job import hash_weights
 from flowalign.training.checkpoint import write_manifest
 from flowalign.utils.hub import check_publishing
@@ -59,10 +58,8 @@ def _lora():
 
 
 def told(capsys, *words: object) -> tuple[object, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["export", *map(str, words)])
-    said = capsys.readouterr().err
-    return ended.value.code, " ".join(said.split())
+    code = exit_code("export", *words)
+    return code, " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 
-from flowalign.cli.main import main
 from flowalign.runs import combinations as library
 from flowalign.runs.combinations import combination, combinations, memory_of
 from flowalign.runs.run_files import Label, ShippedFile, read_recipe, recipes
+from tests.fixtures.commands import exit_code
 
 RUN_FILES = sorted(
     file
@@ -26,10 +26,8 @@ def named() -> dict[str, ShippedFile]:
 
 
 def told(capsys, *words: str) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["recipes", *words])
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    code, said = exit_code("recipes", *words), capsys.readouterr()
+    return code, said.out, said.err
 
 
 def test_every_run_file_has_a_label_and_says_what_it_is():

@@ -25,6 +25,7 @@ from flowalign.runs.config import load
 from flowalign.studies import compare as comparing
 from flowalign.studies.compare import ComparisonRequest, compare, curve, held_out
 from flowalign.training.learner import TrainingFailure
+from tests.fixtures.commands import exit_code
 from tests.fixtures.pages import addresses, charts
 from tests.fixtures.pixel import Redness
 from tests.fixtures.zygote import python
@@ -326,7 +327,7 @@ def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, 
     trajectories.
     """
     argv = ["--seeds", "0", "1", "--out", str(tmp_path / "out"), "--metric", "redness"]
-    assert command_line(*family, *argv) == 0
+    assert exit_code("compare", *family, *argv) == 0
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     costs = [row["costs"] for row in content["rows"]]
     assert [c["reward_calls"] for c in costs] == [2 * P * S] * 3
@@ -511,18 +512,13 @@ def test_as_many_runs_at_once_as_cores_hold(write, tmp_path, monkeypatch, cores,
     assert comparing.at_once(comparing.read(request(*configs, out=tmp_path))) == expected
 
 
-def command_line(*argv) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["compare", *argv])
-    return ended.value.code
-
-
 def test_the_command_line_hands_over_files_seeds_and_overrides(
     finished, tmp_path, nothing_runs, monkeypatch
 ):
     asked = []
     monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
-    code = command_line(
+    code = exit_code(
+        "compare",
         *finished,
         "num_steps=2",
         "--recipe.sampling.samples_per_prompt",
@@ -553,7 +549,7 @@ def test_methods_are_composed_of_their_files_and_named_after_the_last(write, tmp
     monkeypatch.setattr(comparing, "run_all", lambda jobs, *_: asked.extend(jobs) or jobs)
     monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
     argv = ["--base", base, "--seeds", "0", "--out", str(out), "--metric", "redness"]
-    assert command_line(f"{tmp_path / 'small.yaml'}", small, *argv) == 1, "no job was run"
+    assert exit_code("compare", f"{tmp_path / 'small.yaml'}", small, *argv) == 1, "no job was run"
     request, *jobs = asked
     alone, both = [base, str(tmp_path / "small.yaml")], [base, *small.split("+")]
     assert request.configs == [alone, both]
@@ -570,7 +566,7 @@ def test_a_failed_run_leaves_the_others_and_is_named_with_its_log(write, tmp_pat
     out = tmp_path / "out"
     configs = [write("plain"), bad]
     argv = ["--seeds", "0", "1", "--out", str(out), "--metric", "redness"]
-    assert command_line(*configs, *argv) == 1
+    assert exit_code("compare", *configs, *argv) == 1
     lines = capsys.readouterr().err[-2000:].split("flowalign: 2 of 4")[1].splitlines()
     assert len(lines) <= 5
     assert f"bad seed 1: {out / 'bad' / 'seed1.log'}" in lines

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flowalign.cli.main import main
 from flowalign.runs import planning
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
 from flowalign.training.recipe_plan import MemoryPart
+from tests.fixtures.commands import exit_code
 
 GB = 10**9
 WEIGHTS = MemoryPart(
@@ -100,10 +100,8 @@ def test_training_that_runs_out_of_memory_says_what_lowers_it(tmp_path, capsys, 
 
     monkeypatch.setattr("flowalign.training.learner.Learner.backward", backward)
     small = ["--num_steps", "1", "--evaluation", "null", "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "configs/shapes.yaml", *small, "--recipe.prompts_per_step", "2"])
+    assert exit_code("train", "configs/shapes.yaml", *small, "--recipe.prompts_per_step", 2) == 1
     said = capsys.readouterr().err
-    assert ended.value.code == 1
     last = said[said.index("out of memory") :]
     assert "for activations" in last
     assert "try: " in last

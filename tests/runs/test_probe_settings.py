@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 
-from flowalign.cli.main import main
 from flowalign.runs.config import load
 from flowalign.studies.probe import probe_settings as module
 from flowalign.studies.probe.overlay import difference, write_overlay
@@ -20,6 +19,7 @@ from flowalign.studies.probe.probe_settings import (
     vary,
 )
 from flowalign.utils.errors import ConfigError
+from tests.fixtures.commands import exit_code, refusal
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.zygote import python
 
@@ -91,12 +91,7 @@ def test_what_cannot_be_probed_is_refused_before_weights_are_read(
     options, told, capsys, monkeypatch
 ):
     monkeypatch.setattr("flowalign.studies.probe.measure.probes", None)
-    with pytest.raises(SystemExit) as stop:
-        main(["probe", SHAPES, *options])
-    shown = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert told in " ".join(shown.split())
-    assert len(shown.splitlines()) <= 6
+    assert told in refusal(capsys, "probe", SHAPES, *options)
 
 
 def test_moments_that_would_be_unknown_are_refused(monkeypatch):
@@ -164,8 +159,7 @@ def test_an_overlay_behind_the_run_file_gives_what_was_probed(tmp_path, weights,
     assert run.recipe.step_weight == (weights or "uniform")
     assert "stop: 2" in file.read_text()
     assert "surrogate" not in file.read_text()
-    with pytest.raises(SystemExit, match="0"):
-        main(["check", SHAPES, str(file)])
+    assert exit_code("check", SHAPES, file) == 0
     assert "64 = 4 prompts x 12" not in capsys.readouterr().out
 
 
@@ -183,10 +177,8 @@ def test_a_probe_of_several_settings_writes_figures_a_page_and_an_overlay(tmp_pa
     small = ["--recipe.sampling.num_steps=3", "--recipe.sampling.sde_window.stop=2"]
     command = ["probe", "configs/models/toy_shapes.yaml", *small, "--batches", "6"]
     command += ["--methods", FLOW, VARIATE, "--layouts", "2x4", "--metric", "update"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--out", str(out), "--overlay", str(file)])
+    assert exit_code(*command, "--out", out, "--overlay", file) == 0
     told = capsys.readouterr()
-    assert stop.value.code == 0, told.err
     found = json.loads((out / "probe.json").read_text())
     assert {row["name"] for row in found["ranking"]} == {"flow_grpo 2x4", "control_variate 2x4"}
     prices = {one["name"]: one["a_batch"]["network_evaluations"] for one in found["settings"]}
