@@ -21,9 +21,7 @@ _NOISE = re.compile(
     r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$|"
     r"Subclass types expect one of:|a class path \(str\)|a dict with|Parser key .*Unable to load"
 )
-_UNKNOWN = re.compile(
-    r"(?:unrecognized arguments: -*|Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
-)
+_UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option '|Option ')([\w.]+)")
 _MISPLACED = {
     "Not a valid subclass of": "put the settings of a component under its init_args",
     " is abstract": "set class_path here, or in an earlier run file",
