@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from diffusers import StableDiffusionPipeline
 
 import flowalign
 from flowalign.cli.main import main
 from flowalign.utils.strict_yaml import read_yaml
+from tests.fixtures.doc_pages import ROOT
 from tests.fixtures.matrix import golden
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, redness
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, redness
+from tests.fixtures.tiny_unet import build_sd15
 
 SCRIPT = """
 import sys
@@ -71,6 +74,27 @@ def test_a_script_under_torchrun_trains_like_in_one_process(tmp_path):
     )
     assert two["reward_mean"] == pytest.approx(one["reward_mean"], abs=1e-6)
     assert two["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
+
+
+def test_the_script_of_a_user_of_ddpo_trainer_trains(tmp_path, monkeypatch):
+    """The guide shows it next to the script for TRL; the tiny model replaces the published one."""
+    page = (ROOT / "docs/guides/python.md").read_text()
+    code = page.rpartition("```python\n")[2].partition("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    pipe = open_pipe(build_sd15(tmp_path / "model"))
+    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *_, **__: pipe)
+    monkeypatch.setattr(StableDiffusionPipeline, "to", lambda self, *_: self)
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("num_steps=200, num_inference_steps=50", "num_steps=1, **SMALL, **SIZE")
+    small = {k: v for k, v in SMALL.items() if k not in ("num_steps", "learning_rate")}
+    names = {
+        "SMALL": small,
+        "SIZE": SIZE,
+        "PROMPTS": PROMPTS,
+        "my_score": lambda x: x.mean((1, 2, 3)),
+    }
+    exec(code, names)
+    assert adapter(pipe)
 
 
 @pytest.mark.slow
