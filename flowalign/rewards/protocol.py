@@ -10,7 +10,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -263,11 +263,14 @@ def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput
         extras, maps = content["extras"], content["maps"]
         uncertainty = None if spread is None else _restore_nan(spread, shape)
         places = None if maps is None else _map_from_json(maps, count)
-    except (KeyError, TypeError, AttributeError) as error:
+        # A reason of a sample that has some scores is that of the missing ones.
+        failed = {i: why for i, why in reasons.items() if not values[i].isnan().any()}
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"not an answer of a reward server: {error!r}") from error
     if len(extras) not in (0, count):
         raise ValueError(f"the server answered {len(extras)} extras for {count} samples")
-    return RewardOutput.build(spec, values, reasons, uncertainty, extras, places)
+    output = RewardOutput.build(spec, values, failed, uncertainty, extras, places)
+    return replace(output, reasons={**output.reasons, **reasons})
 
 
 def _replace_nan(values: Tensor) -> list[list[float | None]]:

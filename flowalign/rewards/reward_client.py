@@ -5,7 +5,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -167,7 +167,8 @@ def score_usable(
             extras[row] = dict(extra)
         failed |= {rows[i]: why for i, why in answer.reasons.items()}
     known = spread if spread.isfinite().any() else None
-    return RewardOutput.build(spec, values, failed, known, extras if any(extras) else (), places)
+    output = RewardOutput.build(spec, values, None, known, extras if any(extras) else (), places)
+    return replace(output, reasons={**output.reasons, **failed})
 
 
 def failed_answer(spec: RewardSpec, count: int, reason: str) -> RewardOutput:
