@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `flowalign serve-reward`."""
     add = parser.add_argument
     add("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
-    add("--host", default="127.0.0.1", help="address to serve on (default: this machine only)")
-    add("--port", type=whole(0, 65535), default=8411, help="port; 0: any free port (default: 8411)")
+    add_address(parser, 8411)
     add(
         "--socket",
         type=whole(0),
@@ -51,11 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MiB of all waiting requests (default: 4096)",
     )
     add("--max_requests", type=whole(1), default=1024, help="waiting requests (default: 1024)")
+
+
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the options of a server's address and of the token that protects it."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to serve on (default: this machine only)")
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=port,
+        help=f"port; 0: any free port (default: {port})",
+    )
     add(
         "--token_env",
         default="FLOWALIGN_REWARD_TOKEN",
         metavar="NAME",
-        help="environment variable with the token that clients must send",
+        help="environment variable with the token that clients must send (needed by a public address)",
     )
 
 

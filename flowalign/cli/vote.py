@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.options import number, whole
-from flowalign.cli.serve import format_entries, format_url, read_token
+from flowalign.cli.serve import add_address, format_entries, format_url, read_token
 from flowalign.utils.console import get_log, say
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.folders import Claim
@@ -50,14 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FOLDER", help="folder of votes.jsonl (default: SAMPLES/votes)")
     add("--schema", default="auto", help="format of a dataset (default: detected)")
     add("--root", metavar="FOLDER", help="folder where relative paths of a dataset begin")
-    add("--host", default="127.0.0.1", help="address to serve on (default: this machine only)")
-    add("--port", type=whole(0, 65535), default=8413, help="port; 0: any free port (default: 8413)")
-    add(
-        "--token_env",
-        default="FLOWALIGN_REWARD_TOKEN",
-        metavar="NAME",
-        help="environment variable with the token of a public address",
-    )
+    add_address(parser, 8413)
 
 
 @convert_value_errors()

@@ -48,6 +48,8 @@ class BatchScores:
     """Samples of this batch that could not be scored, with the reason."""
     places: Float[Tensor, "n *place"] | None = None
     """Value of every position of each sample; None if the model returns no maps."""
+    extras: Sequence[Mapping[str, Any]] = ()
+    """Further results of each sample, or empty."""
 
 
 class ScreenedReward(RewardModel):
@@ -80,7 +82,9 @@ class ScreenedReward(RewardModel):
             )
         assert values is not None
         failed |= {good[i]: reason for i, reason in rated.failed.items()}
-        return RewardOutput.build(self.spec, values, failed, stds, places=maps)
+        extras = dict(zip(good, rated.extras, strict=False))
+        told = [extras.get(i, {}) for i in range(len(batch))] if extras else ()
+        return RewardOutput.build(self.spec, values, failed, stds, told, maps)
 
 
 class NetworkReward(ScreenedReward, Loadable):

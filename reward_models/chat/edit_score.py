@@ -7,7 +7,7 @@ bundled prompts request the published answer format in our wording. Use the publ
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import parse_scores
 from reward_models.chat.template import describe, encode_frames, encode_source, read_template
 
@@ -70,7 +70,6 @@ class EditScore(ChatJudge):
         pq_template: str = "edit_score_pq",
         sampling: Sampling = _SAMPLING,
     ):
-        check_known("reduction", reduction, get_args(Reduction))
         self.sc = read_template(sc_template, ("prompt", "references", "media"))
         self.pq = read_template(pq_template, ("media",))
         ensemble = JudgeEnsemble(server, sampling)

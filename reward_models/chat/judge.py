@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -150,19 +150,6 @@ class JudgeEnsemble:
         if not self.first_token and any(answer.finish == "length" for answer in answers):
             raise Unparsable(f"cut off at {self.parameters['max_tokens']} tokens")
         return read(answers)
-
-
-def check_positive(**settings: int | float | None) -> None:
-    """Raise ValueError if a setting is not above 0; the message names it. None is not checked."""
-    for name, value in settings.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")
-
-
-def check_known(name: str, value: str, known: Collection[str]) -> None:
-    """Raise ValueError if a setting is not one of the known values; the message names it."""
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
 Combine = Callable[[Tensor], Tensor]

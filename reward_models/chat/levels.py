@@ -9,7 +9,7 @@ from dataclasses import replace
 from flowalign.types import FiniteFloat, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import pad_to_square
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import word_probabilities
 from reward_models.chat.template import describe, encode_frames, read_template
 
@@ -42,7 +42,6 @@ class Levels(ChatJudge):
             raise ValueError(
                 f"levels {dict(levels)} must be lower-case words with different values"
             )
-        check_positive(frames=frames)
         self.levels, self.question, self.beginning = dict(levels), question, beginning
         self.square = square
         self.frames, self.template = frames, read_template(template, ("question", "media"))

@@ -28,7 +28,7 @@ from flowalign.types import (
 )
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object, strip_thoughts
 from reward_models.chat.template import describe, encode_images, read_template, resize_shortest_side
 
@@ -116,7 +116,6 @@ class MagicAssessor(ChatJudge):
         template: str = "magic_assessor",
         sampling: Sampling = _SAMPLING,
     ):
-        check_positive(side=side)
         self.side, self.template = side, read_template(template, ("media",), ("prompt",))
         ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(

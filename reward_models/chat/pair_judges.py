@@ -12,9 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import JudgeCalls, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    Component,
+    JudgeCalls,
+    Loadable,
+    MediaBatch,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
 from reward_models.chat.chat_client import ChatAnswer, Messages
-from reward_models.chat.judge import JudgeEnsemble, Verdict, check_known
+from reward_models.chat.judge import JudgeEnsemble, Verdict
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.template import find_templates, warn_of_wording
 
@@ -33,7 +41,7 @@ def read_winner(found: Sequence[tuple[str, str]]) -> float:
     return said.pop()
 
 
-class PairJudge(ABC):
+class PairJudge(Component, ABC):
     """Judge that compares two samples of one prompt in each dimension of its `spec`."""
 
     def __init__(self, spec: RewardSpec, ensemble: JudgeEnsemble):
@@ -93,7 +101,6 @@ class WinRate(RewardModel, Loadable):
     """
 
     def __init__(self, judge: PairJudge, orders: Literal["both", "one"] = "both"):
-        check_known("orders", orders, ("both", "one"))
         self.judge, self.orders = judge, orders
         spec = judge.spec
         self.spec = replace(

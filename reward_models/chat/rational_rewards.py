@@ -11,7 +11,7 @@ from typing import Literal
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, strip_thoughts
 from reward_models.chat.template import describe, encode_frames, encode_source, read_template
@@ -83,7 +83,6 @@ class RationalRewards(ChatJudge):
         sampling: Sampling = _SAMPLING,
         prefix: str = "",
     ):
-        check_known("task", task, ("t2i", "edit"))
         editing = task == "edit"
         self.task, self.sections = task, EDIT if editing else T2I
         slots = ("prompt", "media", "references") if editing else ("prompt", "media")
@@ -173,7 +172,6 @@ class RationalPair(PairJudge):
         template: str = "rational_rewards_pair",
         sampling: Sampling = _PAIR_SAMPLING,
     ):
-        check_known("task", task, ("t2i", "edit"))
         self.task, self.sections = task, EDIT if task == "edit" else T2I
         slots = ("prompt", "references", "first", "second", "criterion")
         self.template = read_template(template, slots)

@@ -17,7 +17,7 @@ from typing import Literal
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import evenly, parts
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts
 from reward_models.chat.template import (
@@ -87,8 +87,6 @@ class UnifiedRewardPoint(ChatJudge):
         sampling: Sampling = _POINT,
         frames: PositiveInt = 16,
     ):
-        check_known("form", form, _POINT_FORMS)
-        check_positive(squash=squash, frames=frames)
         name, self.axes = _POINT_FORMS[form]
         self.form, self.squash, self.frames = form, squash, frames
         self.template = read_template(template or name, ("prompt", "media"))
@@ -185,8 +183,6 @@ class UnifiedRewardPair(PairJudge):
         frames: PositiveInt = 8,
         sampling: Sampling = _PAIR,
     ):
-        check_known("form", form, _PAIR_FORMS)
-        check_positive(frames=frames)
         self.form, self.frames = _PAIR_FORMS[form], frames
         self.template = read_template(template or self.form.template, ("prompt", "first", "second"))
         ensemble = JudgeEnsemble(server, sampling)
@@ -226,7 +222,6 @@ class UnifiedRewardEdit(PairJudge):
         template: str | None = None,
         sampling: Sampling = _PAIR,
     ):
-        check_known("form", form, ("rank", "score"))
         name = f"unified_reward_edit_{form}"
         self.form = form
         slots = ("prompt", "references", "first", "second")

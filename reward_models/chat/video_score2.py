@@ -14,7 +14,7 @@ from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
 from reward_models.backbones.pixels import at_rate
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts, word_probabilities
 from reward_models.chat.template import describe, encode_images, read_template
 
@@ -74,8 +74,6 @@ class VideoScore2(ChatJudge):
         template: str = "video_score2",
         sampling: Sampling = _SAMPLING,
     ):
-        check_known("mode", mode, ("expectation", "upstream", "integer"))
-        check_positive(rate=rate)
         self.mode: Literal["expectation", "upstream", "integer"] = mode
         self.rate = rate
         self.template = read_template(template, ("prompt", "media"))

@@ -13,7 +13,7 @@ from flowalign.types import MAY_PASS, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_positive
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import yes_probabilities
 from reward_models.chat.template import describe, encode_frames, read_template
 
@@ -38,7 +38,6 @@ class YesNo(ChatJudge):
     ):
         if not questions:
             raise ValueError('questions is empty; give at least one, such as {cat: "Is it a cat?"}')
-        check_positive(frames=frames)
         self.questions, self.frames = dict(questions), frames
         self.template = read_template(template, ("question", "media"))
         ensemble = JudgeEnsemble(server, sampling, first_token=True)
@@ -86,7 +85,6 @@ class ServedYesNo(YesNoJudge):
         template: str = "yes_no",
         sampling: Sampling = _SAMPLING,
     ):
-        check_positive(frames=frames)
         self.frames, self.template = frames, read_template(template, ("question", "media"))
         self.ensemble = JudgeEnsemble(server, sampling, first_token=True)
         self.version = self.ensemble.version(frames=frames, **describe(self.template))

@@ -26,9 +26,9 @@ from flowalign.types import (
     MediaBatch,
     NonNegativeFloat,
     RewardModel,
-    RewardOutput,
     RewardSpec,
 )
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
 from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.questions.question_set import (
     Answers,
@@ -40,7 +40,7 @@ from reward_models.questions.question_set import (
 from reward_models.questions.vqa_score import QUESTION, fill_questions
 
 
-class Checklist(RewardModel, Loadable, Fittable):
+class Checklist(ScreenedReward, Loadable, Fittable):
     """Scores a judge's weighted answers to a list of questions: their sum, and the sum per aspect.
 
     If the question set weights an alignment reward, `alignment` names its source: a reward model of
@@ -109,32 +109,19 @@ class Checklist(RewardModel, Loadable, Fittable):
         if isinstance(self._model, Loadable):
             self._model.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask the judge all questions about each sample, and sum the weighted answers."""
-        failed = self.spec.screen(batch)
-        good = [i for i in range(len(batch)) if i not in failed]
-        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
-        if good:
-            part = batch.take(good)
-            questions = self.question_set.questions + (
-                [QUESTION] if self.alignment == "judge" else []
-            )
-            yes = self.judge.ask(
-                part, [fill_questions(questions, prompt) for prompt in part.prompts]
-            )
-            yes = yes.double().cpu()
-            alignment, why = self._aligned(part, yes)
-            values[good] = self._add_up(
-                yes[:, : len(self.question_set.questions)], alignment
-            ).float()
-            for k, i in enumerate(good):
-                said = dict(zip(questions, yes[k].tolist(), strict=True))
-                extras[i] = {"yes": said}
-                silent = [question for question, p in said.items() if p != p]
-                if values[i, 0].isnan():
-                    failed[i] = why.get(k) or f"{self.judge.silence}: {silent[0]!r}"
-        return RewardOutput.build(self.spec, values, failed, extras=extras)
+        questions = self.question_set.questions + ([QUESTION] if self.alignment == "judge" else [])
+        asked = [fill_questions(questions, prompt) for prompt in batch.prompts]
+        yes = self.judge.ask(batch, asked).double().cpu()
+        alignment, why = self._aligned(batch, yes)
+        values = self._add_up(yes[:, : len(self.question_set.questions)], alignment).float()
+        said = [dict(zip(questions, row, strict=True)) for row in yes.tolist()]
+        failed = {}
+        for i in values[:, 0].isnan().nonzero().flatten().tolist():
+            silent = [question for question, p in said[i].items() if p != p]
+            failed[i] = why.get(i) or f"{self.judge.silence}: {silent[0]!r}"
+        return BatchScores(values, failed=failed, extras=[{"yes": row} for row in said])
 
     def _aligned(
         self, part: MediaBatch, yes: Float[Tensor, "n questions"]

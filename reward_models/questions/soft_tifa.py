@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.reward_bases import Unscorable, place_rows
+from flowalign.types import Loadable, MediaBatch, RewardSpec
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, Unscorable, place_rows
 from reward_models.backbones.yes_no_judges import QwenYesNo
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -44,7 +44,7 @@ def spell_answer(question: str, answer: str) -> list[str]:
     return [*words, *(f" {word}" for word in words)]
 
 
-class SoftTIFA(RewardModel, Loadable):
+class SoftTIFA(ScreenedReward, Loadable):
     """Scores the mean probability of correct answers, arithmetic and geometric, from 0 to 1.
 
     The metadata's `vqa_list` holds the questions as a list of [question, answer]. The release uses
@@ -67,11 +67,11 @@ class SoftTIFA(RewardModel, Loadable):
         """Load the judge."""
         self.judge.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask all questions of each row."""
-        failed = self.spec.screen(batch)
         asked: dict[int, list[tuple[str, str]]] = {}
-        for i in (i for i in range(len(batch)) if i not in failed):
+        failed: dict[int, str] = {}
+        for i in range(len(batch)):
             try:
                 asked[i] = read_questions(batch.metadata[i] if batch.metadata else {})
             except Unscorable as reason:
@@ -85,7 +85,7 @@ class SoftTIFA(RewardModel, Loadable):
                 extras[i] = {"answers": p[k, : len(pairs)].tolist()}
                 if values[i].isnan().any():
                     failed[i] = "a question of its metadata contains a special token"
-        return RewardOutput.build(self.spec, values, failed, extras=extras)
+        return BatchScores(values, failed=failed, extras=extras)
 
     def _answers(
         self, batch: MediaBatch, pairs: Sequence[Sequence[tuple[str, str]]]

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -27,7 +27,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import normalise, pad_to_square, resize
-from reward_models.backbones.reward_bases import NetworkReward, place_rows
+from reward_models.backbones.reward_bases import BatchScores, NetworkReward, ScreenedReward
 from reward_models.backbones.yes_no_judges import Dtype, QwenYesNo, YesNoJudge
 
 QUESTION = 'Does this figure show "[[prompt]]"? Please answer yes or no.'
@@ -57,27 +57,19 @@ def fill_questions(questions: Sequence[str], prompt: str) -> list[str]:
     return [question.replace("[[prompt]]", prompt) for question in questions]
 
 
-def score_answers(
-    spec: RewardSpec,
+def rate_answers(
     batch: MediaBatch,
     questions: Sequence[str],
     judge: YesNoJudge,
     ask: Callable[[MediaBatch, Sequence[Sequence[str]]], Float[Tensor, "m Q"]],
-) -> RewardOutput:
-    """Return one score per question from the judge's answers to `ask` about each valid sample."""
-    failed = spec.screen(batch)
-    good = [i for i in range(len(batch)) if i not in failed]
-    if not good:
-        nothing = torch.full((len(batch), len(questions)), torch.nan)
-        return RewardOutput.build(spec, nothing, failed)
-    part = batch.take(good)
-    answers = ask(part, [fill_questions(questions, prompt) for prompt in part.prompts])
-    silent = answers.isnan().any(1).tolist()
-    failed |= {i: judge.silence for i, none in zip(good, silent, strict=True) if none}
-    return RewardOutput.build(spec, place_rows(answers, good, len(batch)), failed)
+) -> BatchScores:
+    """Return one score per question from the judge's answers to `ask` about each sample."""
+    answers = ask(batch, [fill_questions(questions, prompt) for prompt in batch.prompts])
+    silent = answers.isnan().any(1).nonzero().flatten().tolist()
+    return BatchScores(answers, failed=dict.fromkeys(silent, judge.silence))
 
 
-class VQAScore(RewardModel, Loadable):
+class VQAScore(ScreenedReward, Loadable):
     """Scores a judge's P(yes) that the image or video shows the prompt."""
 
     def __init__(self, judge: YesNoJudge, question: str = QUESTION):
@@ -99,9 +91,9 @@ class VQAScore(RewardModel, Loadable):
         """Load the judge."""
         self.judge.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask one question about each sample."""
-        return score_answers(self.spec, batch, [self.question], self.judge, self.judge.ask)
+        return rate_answers(batch, [self.question], self.judge, self.judge.ask)
 
 
 class ClipFlanT5(NetworkReward):
@@ -231,7 +223,7 @@ QUESTIONS = {
 """Question of each dimension; `[[prompt]]` stands for the sample's prompt."""
 
 
-class YesNoOdds(RewardModel, Loadable):
+class YesNoOdds(ScreenedReward, Loadable):
     """Scores log P(yes) - log P(no) for one question per dimension, differentiable in the pixels.
 
     Unlike VQAScore's probability, it keeps a gradient if the judge is certain. A video is one
@@ -261,7 +253,7 @@ class YesNoOdds(RewardModel, Loadable):
         """Load the judge."""
         self.judge.load()
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask every question about each sample."""
-        questions, judge = [*self.questions.values()], self.judge
-        return score_answers(self.spec, batch, questions, judge, judge.log_odds)
+        questions = [*self.questions.values()]
+        return rate_answers(batch, questions, self.judge, self.judge.log_odds)

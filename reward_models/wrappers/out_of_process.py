@@ -209,11 +209,6 @@ class RemoteReward(OutOfProcessReward):
     ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url {url!r} must start with http:// or https://")
-        if batch_size < 1 or timeout <= 0 or retries < 0:
-            raise ValueError(
-                f"batch_size {batch_size}, timeout {timeout}, retries {retries}: need at least 1, "
-                "more than 0, and at least 0"
-            )
         self.url, self.model = url.rstrip("/"), model
         self.pixels: Pixels = pixels
         self.batch_size, self.timeout, self.retries = batch_size, timeout, retries

@@ -14,7 +14,7 @@ from reward_models.backbones.detection import Detection
 from reward_models.backbones.pixels import pad_to_square
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling, check_known
+from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.levels import Levels, deqa
 from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor, paint_artefacts
 from reward_models.chat.one_reward import OneReward
@@ -27,7 +27,7 @@ from reward_models.chat.unified_reward import (
     UnifiedRewardPoint,
 )
 from reward_models.chat.video_score2 import VideoScore2
-from reward_models.chat.yes_no import YesNo
+from reward_models.chat.yes_no import ServedYesNo, YesNo
 from reward_models.verifiers.shapes import BACKGROUND
 from reward_models.verifiers.truth import ShapesDetector
 from reward_models.wrappers.composed import Drift
@@ -341,14 +341,6 @@ def test_passes_that_fail_do_not_count(serve):
     assert len(output.extras[0]["missing"]) == 2
 
 
-def test_scores_are_not_asked_for_twice(serve):
-    server = serve(lambda r: axes(*colours(r.pictures[0])), cache="memory")
-    judge = UnifiedRewardPoint(server)
-    first = judge.score(batch_of(0.2, 0.8))
-    assert torch.equal(judge.score(batch_of(0.8, 0.2)).values.flip(0), first.values)
-    assert len(serve.running[0].requests) == 2
-
-
 def test_edits_are_shown_with_their_source_first_and_scored_by_their_weakest_side(serve):
     server = serve(edit_answer)
     media = torch.tensor([204, 102, 51])[None, None, :, None, None].expand(1, 1, 3, 4, 4) / 255
@@ -583,7 +575,10 @@ WRONG = {
     "no such template": (lambda s: YesNo(s, template="yesno"), "'yesno'.*yes_no"),
     "slots": (lambda s: YesNo(s, template="one_reward"), "must have .*question"),
     "passes": (lambda s: Sampling(passes=0), "passes is 0"),
-    "a choice": (lambda s: check_known("form", "x", ("a", "b")), "form is 'x'; .* one of a, b"),
+    "form": (lambda s: UnifiedRewardPoint(s, "x"), "form of .* is 'x'; .* one of axes, video"),
+    "orders": (lambda s: WinRate(OneReward(s), "two"), "orders of WinRate is 'two'"),
+    "pair frames": (lambda s: UnifiedRewardPair(s, frames=0), "frames of UnifiedRewardPair is 0"),
+    "judge frames": (lambda s: ServedYesNo(s, frames=0), "frames of ServedYesNo is 0"),
     "url": (lambda s: replace(s, url="localhost:8000"), "localhost:8000"),
     "model": (lambda s: replace(s, model=""), "model is empty"),
     "concurrency": (lambda s: replace(s, concurrency=0), "concurrency is 0"),

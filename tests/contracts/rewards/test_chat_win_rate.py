@@ -144,24 +144,6 @@ def test_criteria_are_dimensions_and_probabilities_are_averaged_over_both_orders
     assert all("The task is image fill. The request is: a cat" in text for text in texts)
 
 
-def test_references_are_shown_to_a_judge_of_edits(serve):
-    server = serve(lambda r: Reply("Yes", [("Yes", {"Yes": -0.1, "No": -2.4})]))
-    batch = group_of(10, 20)
-    sources = [[torch.full((3, 2, 2), 99 / 255)]] * 2
-    batch = MediaBatch(batch.media, batch.prompts, references=sources, groups=batch.groups)
-    values(OneReward(server, "edits", {"a": "b"}), batch, "one")
-    assert shown(serve.running[0].requests[0]) == (99, 10, 20)
-
-
-def test_videos_are_compared_by_some_of_their_frames(serve):
-    server = serve(lambda r: "<think>hm</think><answer>Video 2 is better</answer>")
-    media = torch.arange(2 * 9)[:, None, None, None].expand(-1, 3, 4, 4).unflatten(0, (2, 9)) / 255
-    batch = MediaBatch(media, ["a", "a"], groups=[0, 0])
-    output = values(UnifiedRewardPair(server, "think", frames=3), batch, "one")
-    assert output.values.flatten().tolist() == [0.0, 1.0]
-    assert shown(serve.running[0].requests[0]) == (0, 4, 8, 9, 13, 17)
-
-
 def section(k, title, a, b):
     return f"{k}. {title}:\n## Justification: so\n## Score A: {a}\n## Score B: {b}\n"
 
@@ -187,17 +169,6 @@ def test_sections_of_both_are_added_up_per_dimension(serve):
     assert output.values.tolist() == [[0.5, 0.0, 0.0], [0.5, 1.0, 1.0]]
     text = serve.running[0].requests[0].text
     assert "\n2. Image Faithfulness:\n3. Physical Quality:\n4. Text Rendering:" in text
-
-
-def test_a_source_that_cannot_be_shown_costs_its_own_sample(serve):
-    server = serve(lambda r: "no")
-    batch = group_of(10, 20, 30)
-    sources = [[torch.full((3, 2, 2), 0.5)], [], [torch.full((3, 2, 2), 0.5)]]
-    batch = MediaBatch(batch.media, batch.prompts, references=sources, groups=batch.groups)
-    output = values(RationalPair(server, "edit", sampling=Sampling(retries=0)), batch)
-    assert output.reasons[1] == "its source image is missing"
-    assert "no score of A" in output.reasons[0]
-    assert len(serve.running[0].requests) == 2
 
 
 def test_samples_of_one_group_must_share_their_prompt_and_groups_are_needed(serve):

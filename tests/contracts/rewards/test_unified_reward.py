@@ -8,7 +8,6 @@ import torch
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.pixels import parts
-from reward_models.chat.judge import Sampling
 from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.unified_answers import (
@@ -210,14 +209,3 @@ def test_videos_are_compared_by_the_frames_that_each_release_takes(serve):
         server = serve(lambda r, text=text: text)
         WinRate(UnifiedRewardPair(server, form, frames=3), "one").score(batch)
         assert levels(serve.running[-1].requests[0]) == wanted
-
-
-def test_a_dimension_that_is_missing_fails_alone(serve):
-    judge = UnifiedRewardPoint(
-        serve(lambda r: "Alignment Score (1-5): 2\nStyle Score (1-5): 3"),
-        "video",
-        sampling=Sampling(retries=0),
-    )
-    output = judge.score(group(60, frames=2))
-    assert output.valid.tolist() == [[True, False, True]]
-    assert output.reasons == {0: "the judge gave no physics"}
