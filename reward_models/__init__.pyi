@@ -11,7 +11,12 @@ from .backbones.first_blocks import FirstBlocks as FirstBlocks
 from .backbones.heads import MLP as MLP, Linear as Linear, PromptGated as PromptGated
 from .backbones.yes_no_judges import QwenYesNo as QwenYesNo
 from .chat.edit_score import EditScore as EditScore
-from .chat.levels import Levels as Levels, deqa as deqa
+from .chat.first_token import (
+    Levels as Levels,
+    ServedYesNo as ServedYesNo,
+    YesNo as YesNo,
+    deqa as deqa,
+)
 from .chat.magic_assessor import ArtefactMap as ArtefactMap, MagicAssessor as MagicAssessor
 from .chat.one_reward import OneReward as OneReward
 from .chat.pair_judges import WinRate as WinRate
@@ -22,7 +27,6 @@ from .chat.unified_reward import (
     UnifiedRewardPoint as UnifiedRewardPoint,
 )
 from .chat.video_score2 import VideoScore2 as VideoScore2
-from .chat.yes_no import ServedYesNo as ServedYesNo, YesNo as YesNo
 from .detection.counting import Counting as Counting, SoftCounting as SoftCounting
 from .detection.geneval import GenEval as GenEval
 from .detection.ocr import (

@@ -66,7 +66,7 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
         "--token_env",
         default="FLOWALIGN_REWARD_TOKEN",
         metavar="NAME",
-        help="environment variable with the token that clients must send (needed by a public address)",
+        help="environment variable with the token that clients must send",
     )
 
 

@@ -14,8 +14,8 @@ from reward_models.backbones.detection import Detection
 from reward_models.backbones.pixels import pad_to_square
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
+from reward_models.chat.first_token import Levels, ServedYesNo, YesNo, deqa
 from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
-from reward_models.chat.levels import Levels, deqa
 from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor, paint_artefacts
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pair_judges import WinRate
@@ -27,7 +27,6 @@ from reward_models.chat.unified_reward import (
     UnifiedRewardPoint,
 )
 from reward_models.chat.video_score2 import VideoScore2
-from reward_models.chat.yes_no import ServedYesNo, YesNo
 from reward_models.verifiers.shapes import BACKGROUND
 from reward_models.verifiers.truth import ShapesDetector
 from reward_models.wrappers.composed import Drift

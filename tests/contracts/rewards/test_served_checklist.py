@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flowalign.types import MAY_PASS, MediaBatch
+from reward_models.chat.first_token import ServedYesNo
 from reward_models.chat.judge import Sampling
-from reward_models.chat.yes_no import ServedYesNo
 from reward_models.questions.checklist import vision_reward_video
 from reward_models.questions.vqa_score import VQAScore
 from tests.fixtures.chat_server import Reply
