@@ -169,15 +169,12 @@ def _decode_text(content: bytes, path: str) -> str:
 def _read_rows(rows: RowSource) -> list[tuple[str, Request]]:
     """Read the rows of a table or dataset; null and empty cells count as absent."""
     found = []
-    try:
-        for row in rows:
-            where, fields = f"{rows.name} row {row.number}", Fields(row, rows.root)
-            if row.problem:
-                raise ValueError(f"{where} {row.problem}")
-            media = {name: row.fields[name] for name in (*_REFERENCES, *_MASKS) if name in fields}
-            found.append((where, _parse_request(fields.rest() | media, rows.root, where)))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts file {rows.name!r} is not text in UTF-8: {error}") from error
+    for row in rows:
+        where, fields = f"{rows.name} row {row.number}", Fields(row, rows.root)
+        if row.problem:
+            raise ValueError(f"{where} {row.problem}")
+        media = {name: row.fields[name] for name in (*_REFERENCES, *_MASKS) if name in fields}
+        found.append((where, _parse_request(fields.rest() | media, rows.root, where)))
     if not found:
         raise ValueError(f"{rows.name!r} holds no prompt")
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from flowalign.data.media.media import PICTURES, VIDEOS
 from flowalign.data.readers.formats import (
     Row,
+    decode_text,
     read_arrow,
     read_csv,
     read_json,
@@ -137,12 +138,15 @@ def is_medium(path: Path) -> bool:
 def list_files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Yield the files of a folder and its subfolders, sorted by name, including broken links.
 
-    Links to folders are followed, except to a parent folder of the link.
+    Links to folders are followed, except to a parent folder of the link. Hidden files and folders
+    are skipped, as are those that macOS adds.
     """
     here = folder.resolve()
     if here in above:
         return
     for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", "__MACOSX", "@eaDir")):
+            continue
         if path.is_dir():
             yield from list_files(path, (*above, here))
         else:
@@ -159,5 +163,9 @@ def read_folder(folder: Path) -> Iterator[Row]:
             yield Row(number, folder, fields, f"({name}) has a broken link as its prompt")
             continue
         if beside.is_file():
-            fields["prompt"] = beside.read_text(encoding="utf-8", errors="replace").strip()
+            try:
+                fields["prompt"] = decode_text(beside.read_bytes()).strip()
+            except UnicodeDecodeError as error:
+                yield Row(number, folder, fields, f"({name}) has a prompt that is no text: {error}")
+                continue
         yield Row(number, folder, fields)

@@ -1,5 +1,6 @@
 """Read the rows of a JSONL, JSON, CSV, parquet, Arrow or tar file as a stream."""
 
+import codecs
 import csv
 import itertools
 import json
@@ -8,9 +9,10 @@ import re
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from flowalign.data.media.media import PICTURES, VIDEOS
 from flowalign.utils.imports import import_optional
@@ -43,6 +45,12 @@ class Row:
         return f"{self.file.name} row {self.number}"
 
 
+def decode_text(content: bytes) -> str:
+    """Return a text in UTF-8, or in UTF-16 with a byte order mark, without its mark."""
+    marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if marked else "utf-8-sig")
+
+
 def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield one object per line; blank lines are skipped."""
     with path.open("rb") as file:
@@ -53,12 +61,31 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 
 def _parse_line(number: int, path: Path, line: bytes) -> Row:
     try:
-        fields = json.loads(line)
-    except ValueError as error:  # neither UTF-8 nor JSON
+        return _check_object(number, path, json.loads(line), line)
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or nested too deep
         return Row(number, path, problem=f"is not JSON ({error})")
-    if not isinstance(fields, dict):
+
+
+def _check_object(number: int, path: Path, item: Any, source: bytes) -> Row:
+    """Return the value of a JSON text as a row, with a problem unless it is an object."""
+    if not isinstance(item, dict):
         return Row(number, path, problem="is not a JSON object")
-    return Row(number, path, fields)
+    try:
+        if b"\\ud" in source.lower():  # may be half of a pair, which no file can hold
+            json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return Row(number, path, problem="has half of a character (a lone surrogate)")
+    return Row(number, path, item)
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[TextIO]:
+    """Open a text in UTF-8; raise ValueError with its name for other encodings."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not text in UTF-8: {error}") from error
 
 
 def read_json(path: Path) -> Iterator[Row]:
@@ -69,17 +96,14 @@ def read_json(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: The file is not a JSON list, or is truncated.
     """
-    for number, item in enumerate(_iterate_items(path), 1):
-        if isinstance(item, dict):
-            yield Row(number, path, item)
-        else:
-            yield Row(number, path, problem="is not a JSON object")
+    for number, (item, source) in enumerate(_iterate_items(path), 1):
+        yield _check_object(number, path, item, source.encode(errors="surrogatepass"))
 
 
-def _iterate_items(path: Path) -> Iterator[Any]:
-    """Yield the items of a JSON list; read more whenever the buffer ends inside an item."""
+def _iterate_items(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the items of a JSON list and their texts; read on where the buffer ends in an item."""
     decoder, at_end = json.JSONDecoder(), False
-    with path.open(encoding="utf-8-sig") as file:
+    with _open_text(path) as file:
         text = file.read(_CHARACTERS_AT_ONCE)
         if not (start := _LIST.match(text)):
             raise ValueError(f"{path} is not a JSON list of rows")
@@ -93,20 +117,43 @@ def _iterate_items(path: Path) -> Iterator[Any]:
                 more = file.read(max(_CHARACTERS_AT_ONCE, len(text)))
                 text, at_end = text + more, not more
             else:
-                yield item
+                yield item, text[:end]
                 text = text[end:]
+        _check_rest(path, (text[1:] + file.read()).strip(), "{" in start[0])
+
+
+def _check_rest(path: Path, rest: str, is_in_object: bool) -> None:
+    """Raise ValueError unless only single values of the object follow its list of rows."""
+    try:
+        others = json.loads("{" + rest.removeprefix(",")) if is_in_object else {}
+    except json.JSONDecodeError:
+        others, is_in_object = {}, False
+    if lists := [name for name, value in others.items() if isinstance(value, list | dict)]:
+        raise ValueError(f"{path} also holds {', '.join(lists)}; put each list in its own file")
+    if rest and not is_in_object:
+        raise ValueError(f"{path} has more after its list of rows: {rest[:40]!r}")
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
     """Yield one row per line of a CSV file; cells are texts, and empty cells are absent."""
     csv.field_size_limit(1 << 30)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, restkey="", delimiter=delimiter)
-        for number, cells in enumerate(reader, 1):
-            if "" in cells or None in cells.values():
-                yield Row(number, path, problem="has more or fewer cells than the header")
-            else:
-                yield Row(number, path, {name: cell for name, cell in cells.items() if cell != ""})
+    with _open_text(path) as file:
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            header = next(rows, [])
+            if repeated := sorted({name for name in header if header.count(name) > 1}):
+                raise ValueError(f"{path} has several columns named {', '.join(repeated)}")
+            for number, cells in enumerate(filter(None, rows), 1):
+                if len(cells) != len(header):
+                    yield Row(number, path, problem="has more or fewer cells than the header")
+                else:  # pandas writes its index in a column without a name
+                    named = zip(header, cells, strict=True)
+                    yield Row(number, path, {name: cell for name, cell in named if name and cell})
+        except csv.Error as error:
+            raise ValueError(
+                f"{path} line {rows.line_num} has a wrong quote ({error}); "
+                'write a quote inside a quoted cell as ""'
+            ) from error
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
@@ -136,21 +183,27 @@ def read_arrow(path: Path) -> Iterator[Row]:
 
 
 def number_rows(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
-    """Yield the rows of Arrow batches."""
-    rows = (fields for batch in batches for fields in batch.to_pylist())
-    return (Row(number, path, fields) for number, fields in enumerate(rows, 1))
+    """Yield the rows of Arrow batches, without times, which records cannot hold."""
+    rows = (row for batch in batches for row in _convert_batch(path, batch))
+    return (replace(row, number=number) for number, row in enumerate(rows, 1))
 
 
-def count_rows(path: Path) -> int | None:
-    """Return the approximate number of rows of a file; None if counting would be slow."""
-    if path.suffix.lower() == ".parquet":
-        from pyarrow import parquet
+def _convert_batch(path: Path, batch: Any) -> Iterator[Row]:
+    batch = batch.select([column.name for column in batch.schema if not _is_time(column.type)])
+    try:
+        yield from [Row(0, path, fields) for fields in batch.to_pylist()]
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            yield Row(0, path, problem=f"holds text that is not UTF-8 ({error})")
+        else:
+            for start in range(len(batch)):
+                yield from _convert_batch(path, batch.slice(start, 1))
 
-        return parquet.read_metadata(path).num_rows
-    if path.suffix.lower() == ".jsonl":
-        with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    return None
+
+def _is_time(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_temporal(kind)
 
 
 _BLOCK = 512
@@ -234,6 +287,6 @@ def _parse_value(kind: str, content: bytes) -> Any:
     try:
         if kind == "json":
             return json.loads(content)
-        return content.decode().strip() if _COLUMNS[kind] == "prompt" else content
+        return decode_text(content).strip() if _COLUMNS[kind] == "prompt" else content
     except ValueError as error:
         raise RowProblem(f"has a .{kind} file that cannot be read ({error})") from error

@@ -21,6 +21,7 @@ REQUEST_MASK = "request_mask"
 """Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a
 safetensors file that marks the differing region of two clips."""
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+_LONGEST_NAME = 255
 _PLAIN = str | int | float | bool | None
 
 
@@ -94,6 +95,8 @@ class Fields:
         if not isinstance(value, str | os.PathLike):
             raise RowProblem(f"{name} must be a path, bytes or a PIL image, got {value!r:.60}")
         value = os.fspath(value)
+        if value.startswith("data:") or max(map(len, value.split("/"))) > _LONGEST_NAME:
+            raise RowProblem(f"{name} is inline data or a long text ({value:.30}...); give bytes")
         if "://" in value:
             raise RowProblem(f"{name} is a URL; download it first")
         return Media(path=str(self.root / value), fps=fps)

@@ -23,7 +23,7 @@ from flowalign.data.readers.find_files import (
     list_files,
     read_folder,
 )
-from flowalign.data.readers.formats import ROWS_AT_ONCE, Row, count_rows, number_rows
+from flowalign.data.readers.formats import ROWS_AT_ONCE, Row, number_rows
 from flowalign.data.readers.training_rows import NAMES
 from flowalign.utils.imports import import_optional
 from flowalign.utils.live_objects import find_object
@@ -127,6 +127,18 @@ def _read_ends(path: Path) -> bytes:
         start, size = file.read(_IDENTIFYING_BYTES), file.seek(0, os.SEEK_END)
         file.seek(max(size - _IDENTIFYING_BYTES, 0))
         return b"%d " % size + start + file.read()
+
+
+def count_rows(path: Path) -> int | None:
+    """Return the approximate number of rows of a file; None if counting would be slow."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.read_metadata(path).num_rows
+    if path.suffix.lower() == ".jsonl":
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return None
 
 
 class ObjectRows(RowSource):
