@@ -1,11 +1,10 @@
 """Score a preference dataset, or a folder of images or videos: `flowalign score`."""
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowalign.cli.options import add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
+from flowalign.utils.files import read_object
 from flowalign.utils.folders import check_folder_path, compare_settings, record_settings
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="FOLDER", help="output folder; an earlier job is resumed")
     add("--schema", default="auto", help="schema of the data (default: detected from the columns)")
     add("--root", metavar="FOLDER", help="base of relative paths (default: folder of the data)")
+    columns = "columns of the data by their names in flowalign, such as prompt=caption images=a,b"
+    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=columns)
     add("--format", choices=("parquet", "jsonl"), default="parquet", help="(default: parquet)")
     add("--batch_size", type=whole(1), default=32, help="images or videos per batch (default: 32)")
     add("--workers", type=whole(1, 256), default=_THREADS, help="decoder threads")
@@ -80,10 +82,15 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Score; return 0, or 1 if too many rows failed, possibly with a complete table."""
+    from flowalign.curation.scoring.part_files import TooManyFailures
+
     _check(args)
-    if args.executor == "ray":
-        return _run_on_ray(args)
-    return _run_shards(args) if args.processes > 1 else _run_one(args)
+    job, settings = _open_job(args)
+    try:
+        blocks, speed = _score(args, job, settings)
+    except TooManyFailures as error:
+        return _fail(str(error))
+    return 0 if args.shard else _finish(args, job, blocks, speed)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -100,39 +107,19 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--address {args.address} needs --executor ray")
     if args.executor == "ray" and args.shard:
         raise ValueError("--shard and --executor ray exclude each other; Ray divides the blocks")
+    _check_processes(args)
 
 
-def _run_one(args: argparse.Namespace) -> int:
-    """Run the whole job, or one shard of it."""
-    from rich.console import Console
-
-    from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import hold_lock
-
-    job, settings = _open_job(args)
-    schema = f"{args.data}: schema {job.dataset.schema.name}"
-    Console().print(schema, markup=False, highlight=False)
-    i, n = job.shard
-    with hold_lock(job.folder / "parts" / f".lock-{i}-of-{n}"):
-        _load(job, settings)
-        return _score(args, job, partial(scoring.run, job))
-
-
-def _run_on_ray(args: argparse.Namespace) -> int:
-    """Run the whole job on the workers of a Ray cluster."""
-    from flowalign.curation.scoring import ray_data
-    from flowalign.curation.scoring.part_files import hold_lock
+def _check_processes(args: argparse.Namespace) -> None:
+    """Raise ValueError if this machine or the cluster cannot run the processes."""
     from flowalign.distributed.processes import check_fits
-    from flowalign.utils.ray_cluster import prepare_ray
 
-    prepare_ray("ray.data", args.address)
-    if not args.address:
+    if args.executor == "ray":
+        from flowalign.utils.ray_cluster import prepare_ray
+
+        prepare_ray("ray.data", args.address)
+    if args.processes > 1 and not args.address:
         check_fits(args.processes, "cpu")  # they may share a GPU, but no core
-    job, settings = _open_job(args)
-    with hold_lock(job.folder / "parts" / ".lock-ray"):
-        compare_settings(job.folder / _MANIFEST, settings, _MAKER)
-        cluster = ray_data.ScoringCluster(args.processes, args.address)
-        return _score(args, job, partial(cluster.run, job, partial(load_job, args)))
 
 
 def load_job(args: argparse.Namespace) -> "ScoringJob":
@@ -145,10 +132,11 @@ def load_job(args: argparse.Namespace) -> "ScoringJob":
 def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
     """Return the job, before its weights are read, and the settings that decide its scores."""
     from flowalign.curation.scoring.scoring_job import ScoringJob
-    from flowalign.data.readers import open_dataset
+    from flowalign.data.readers import open_dataset, parse_columns
     from flowalign.rewards.config import load_rewards
 
-    dataset = open_dataset(args.data, args.schema, args.root)
+    columns = parse_columns(args.columns)
+    dataset = open_dataset(args.data, args.schema, args.root, columns)
     models, text = load_rewards(args.rewards)
     job = ScoringJob(
         dataset,
@@ -176,45 +164,62 @@ def _load(job: "ScoringJob", settings: Mapping[str, Any]) -> None:
     record_settings(job.folder / _MANIFEST, {**settings, **known}, _MAKER)
 
 
-def _score(args: argparse.Namespace, job: "ScoringJob", run: Callable[..., Sequence[int]]) -> int:
-    """Run `run`, which returns the scored blocks, with a progress display; then write the table."""
-    from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
-    from flowalign.curation.scoring.progress import show_progress
+def _score(
+    args: argparse.Namespace, job: "ScoringJob", settings: Mapping[str, Any]
+) -> tuple[Sequence[int], Mapping[str, float]]:
+    """Score the missing blocks; return the blocks of the whole dataset, and the speed.
 
-    speed = Throughput()
-    try:
-        with show_progress(job) as watch:
-            blocks = run(watch=watch, speed=speed)
-    except TooManyFailures as error:
-        if not args.shard:
-            about = {"status": "stopped", **_read_manifest(job.folder), **speed.summary()}
-            scoring.write_summary(job.folder, error.stats, about)
-        return _fail(str(error))
-    return 0 if args.shard else _finish(args, blocks, speed.summary())
-
-
-def _run_shards(args: argparse.Namespace) -> int:
-    """Run this command once per shard, in parallel, and then merge the table."""
+    Raises:
+        TooManyFailures: Too many rows or processes failed.
+    """
     from rich.console import Console
 
-    from flowalign.curation.scoring.part_files import PartFiles
-    from flowalign.data.readers import open_dataset
-    from flowalign.distributed.processes import check_fits
-    from flowalign.rewards.config import load_rewards
+    from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.part_files import Throughput, TooManyFailures, hold_lock
+    from flowalign.curation.scoring.progress import show_progress
+
+    if args.executor != "ray" and args.processes > 1:
+        return _run_shards(args)
+    speed, (i, n) = Throughput(), job.shard
+    name = ".lock-ray" if args.executor == "ray" else f".lock-{i}-of-{n}"
+    with hold_lock(job.folder / "parts" / name):
+        if args.executor == "ray":
+            from flowalign.curation.scoring.ray_data import ScoringCluster
+
+            compare_settings(job.folder / _MANIFEST, settings, _MAKER)
+            cluster = ScoringCluster(args.processes, args.address)
+            score = partial(cluster.run, job, partial(load_job, args))
+        else:
+            schema = f"{args.data}: schema {job.dataset.schema.name}"
+            Console().print(schema, markup=False, highlight=False)
+            _load(job, settings)
+            score = partial(scoring.run, job)
+        try:
+            with show_progress(job) as watch:
+                return score(watch=watch, speed=speed), speed.summary()
+        except TooManyFailures as error:
+            if not args.shard:
+                about = {"status": "stopped", **_read_manifest(job.folder), **speed.summary()}
+                scoring.write_summary(job.folder, error.stats, about)
+            raise
+
+
+def _run_shards(args: argparse.Namespace) -> tuple[Sequence[int], Mapping[str, float]]:
+    """Run this command once per shard, in parallel; return the blocks and the seconds."""
+    from rich.console import Console
+
+    from flowalign.curation.scoring.part_files import PartFiles, RunningStats, TooManyFailures
     from flowalign.utils.subprocesses import run_all, shard_jobs
 
-    check_fits(args.processes, "cpu")  # they may share a GPU, but no core
-    open_dataset(args.data, args.schema, args.root)  # report errors once, before any starts
-    load_rewards(args.rewards)
     start, log = time.perf_counter(), Console().print
     jobs = shard_jobs(args.words, args.processes, Path(args.out) / "logs", ["--summarize"])
     jobs = [replace(job, command=[*_device(i), *job.command]) for i, job in enumerate(jobs)]
     failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
     if failed:
-        return _fail(f"{failed[0].last_line()}\n{len(failed)} of {len(jobs)} shards failed")
+        why = f"{failed[0].last_line()}\n{len(failed)} of {len(jobs)} shards failed"
+        raise TooManyFailures(why, RunningStats())
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
-    return _finish(args, PartFiles(Path(args.out) / "parts").blocks(), seconds)
+    return PartFiles(Path(args.out) / "parts").blocks(), seconds
 
 
 def _device(i: int) -> list[str]:
@@ -228,19 +233,18 @@ def _device(i: int) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
 
 
-def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
-    from flowalign.curation.scoring import scores_page as score_page
+def _finish(
+    args: argparse.Namespace, job: "ScoringJob", blocks: Sequence[int], speed: Mapping[str, float]
+) -> int:
+    """Write the table, the summary and the pages; return 1 if too many rows failed."""
+    from flowalign.curation.scoring import scores_page
     from flowalign.curation.scoring import scoring_job as scoring
     from flowalign.curation.scoring.part_files import PartFiles, TooManyFailures
-    from flowalign.curation.scoring.scores_page import write_prompts
-    from flowalign.data.readers import open_dataset
-    from flowalign.rewards.config import load_rewards
 
-    folder = Path(args.out)
+    folder, parts = job.folder, PartFiles(job.folder / "parts")
     stats = scoring.finish(folder, blocks, args.format, {**_read_manifest(folder), **speed})
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    dataset = open_dataset(args.data, args.schema, args.root)
-    page = score_page.write(folder, PartFiles(folder / "parts").rows(blocks), dataset, summary)
+    summary = read_object(folder / "summary.json")
+    page = scores_page.write(folder, parts.rows(blocks), job.dataset, summary)
     rows = {
         dim: f"{known['mean']:.4g} +- {known['std']:.2g}, {known['valid']} valid"
         if known["valid"]
@@ -248,17 +252,14 @@ def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str,
         for dim, known in stats.summary()["dimensions"].items()
     }
     most = stats.reasons.most_common(5)
-    reasons = {why: f"{count} row{'s' * (count > 1)}" for why, count in most}
-    title = f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}"
-    models, _ = load_rewards(args.rewards)
-    warnings = {f"warning: {one.spec.name}": one.caveat for one in models if one.caveat}
-    pages = {"page": str(page)}
+    rows |= {why: f"{count} row{'s' * (count > 1)}" for why, count in most} | {"page": str(page)}
     if args.summarize is not None:
-        parts = PartFiles(folder / "parts").rows(blocks)
-        pages["prompts"] = str(write_prompts(folder, parts, args.summarize))
-    table(title, rows | reasons | pages | warnings)
+        prompts = scores_page.write_prompts(folder, parts.rows(blocks), args.summarize)
+        rows["prompts"] = str(prompts)
+    rows |= {f"warning: {one.spec.name}": one.caveat for one in job.models if one.caveat}
+    table(f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}", rows)
     try:
-        stats.check(args.max_failed_fraction)
+        stats.check(job.max_failed_fraction)
     except TooManyFailures as error:
         return _fail(str(error))
     return 0
@@ -287,4 +288,4 @@ def _build_settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Return the settings of the job, for the summary."""
-    return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    return read_object(folder / _MANIFEST)

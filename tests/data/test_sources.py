@@ -13,6 +13,7 @@ from PIL import Image
 
 from flowalign.data import PreferenceDataset, open_dataset, read_requests
 from flowalign.data.media.decode import decode
+from flowalign.data.readers import parse_columns
 from flowalign.types import Request, prompts_of
 
 
@@ -126,6 +127,17 @@ def test_a_column_map_gives_columns_their_names_in_flowalign(tmp_path, case, for
     swapped = columns | {"user_id": next(iter(theirs))}
     identities = [open_dataset(source, columns=one).identity() for one in (columns, swapped)]
     assert identities[0] != identities[1]
+
+
+def test_a_column_map_of_the_command_line_is_parsed():
+    assert parse_columns(["prompt=caption", "images=a,b"]) == {
+        "prompt": "caption",
+        "images": ["a", "b"],
+    }
+    assert parse_columns([]) is None
+    for wrong in ("prompt", "=caption", "prompt="):
+        with pytest.raises(ValueError, match=f"--columns '{wrong}' is not NAME=COLUMN"):
+            parse_columns([wrong])
 
 
 @pytest.mark.parametrize(

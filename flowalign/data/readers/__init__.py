@@ -11,7 +11,7 @@ from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.published import PUBLISHED
 from flowalign.data.readers.published_edits import PUBLISHED_EDITS
 from flowalign.data.readers.schema import Fields, Schema
-from flowalign.data.readers.sources import Columns, RowSource, Source, open_rows
+from flowalign.data.readers.sources import Columns, RowSource, Source, open_rows, parse_columns
 from flowalign.data.readers.training_rows import (
     CHOSEN_REJECTED,
     DENSE_DPO,
@@ -21,6 +21,7 @@ from flowalign.data.readers.training_rows import (
     NAMES,
 )
 
+__all__ = ["SCHEMAS", "Columns", "Dataset", "Source", "open_dataset", "parse_columns"]
 SCHEMAS = {
     schema.name: schema
     for schema in (

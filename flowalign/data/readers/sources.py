@@ -38,6 +38,17 @@ _IDENTIFYING_BYTES = 1 << 20
 _ROWS_LOOKED_AT = 20
 
 
+def parse_columns(pairs: Sequence[str]) -> dict[str, str | list[str]] | None:
+    """Parse texts such as `prompt=caption` or `images=left,right`; None if there are none."""
+    columns: dict[str, str | list[str]] = {}
+    for pair in pairs:
+        name, _, source = pair.partition("=")
+        if not (name and source):
+            raise ValueError(f"--columns {pair!r} is not NAME=COLUMN, such as prompt=caption")
+        columns[name] = source.split(",") if "," in source else source
+    return columns or None
+
+
 class RowSource(ABC):
     """Rows of a dataset; each iteration reads them again."""
 
