@@ -1,18 +1,16 @@
 """From published datasets to pairs and samples: every bad row is dropped for its own reason."""
 
 import io
-import json
 from pathlib import Path
 
-import pyarrow
 import pytest
 from PIL import Image
-from pyarrow import parquet
 
 from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import Pair, Segment
 from flowalign.data.preference.validate import DropReport
 from tests.fixtures.stored_pairs import read_pairs, read_samples
+from tests.fixtures.tables import jsonl, table
 
 SIZE = (12, 8)
 
@@ -29,12 +27,6 @@ def folder(tmp_path) -> Path:
     for shade, name in enumerate("abcde", 10):
         (tmp_path / f"{name}.png").write_bytes(png(shade))
     return tmp_path
-
-
-def jsonl(folder: Path, *rows: dict) -> str:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def pair(chosen: str = "a", rejected: str = "b", **columns) -> dict:
@@ -227,9 +219,7 @@ def test_pick_a_pic_trains_directly_without_its_ties(tmp_path):
         row(6, 7, 0.5, 6, False),
         row(8, 8, 1.0, 6),
     ]
-    path = tmp_path / "data.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found, tally = read_pairs(str(path))
+    found, tally = read_pairs(table(tmp_path, *rows))
     assert [one.chosen.media.data for one in found] == [png(2), png(4)]
     assert [one.rejected.media.data for one in found] == [png(1), png(5)]
     assert [(one.user, one.gap) for one in found] == [("5", 1), ("6", 1)]

@@ -1,12 +1,10 @@
-"""Every published schema becomes the same kind of record; errors stay within their row."""
+"""Files and folders are read as records; errors stay within their row."""
 
-import csv
 import json
 import os
 import sys
 from pathlib import Path
 
-import pyarrow
 import pytest
 from pyarrow import parquet
 
@@ -14,26 +12,7 @@ from flowalign.data import readers
 from flowalign.data.media.media import Media
 from flowalign.data.readers import formats as row_files
 from flowalign.data.readers import open_dataset
-
-
-def jsonl(folder: Path, *rows: dict, name: str = "data.jsonl") -> str:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def table(folder: Path, *rows: dict, name: str = "data.parquet") -> str:
-    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), folder / name, row_group_size=1)
-    return str(folder / name)
-
-
-def only(path: str, schema: str):
-    """The one record, and the schema is found by the columns."""
-    dataset = open_dataset(path)
-    assert dataset.schema.name == schema
-    (record,) = dataset
-    assert record.problem == ""
-    return record
+from tests.fixtures.tables import jsonl, only, table
 
 
 def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
@@ -82,192 +61,6 @@ def test_a_struct_of_bytes_and_path_is_a_medium(tmp_path):
     first, second = open_dataset(table(tmp_path, *rows))
     assert first.media == [Media(data=b"png")]
     assert second.media == [Media(path=str(tmp_path / "name.png"))]
-
-
-@pytest.mark.parametrize(
-    ("labels", "has_label", "votes", "ranks"),
-    [
-        ((0.0, 1.0), True, [0, 1], [2, 1]),
-        ((0.5, 0.5), True, [0.5, 0.5], [1, 1]),
-        ((0.5, 0.5), False, None, None),
-    ],
-)
-def test_pick_a_pic(tmp_path, labels, has_label, votes, ranks):
-    row = {
-        "caption": "a dog",
-        "jpg_0": b"one",
-        "jpg_1": b"two",
-        "label_0": labels[0],
-        "label_1": labels[1],
-        "has_label": has_label,
-        "ranking_id": 9,
-        "model_0": "m",
-    }
-    record = only(table(tmp_path, row), "pick_a_pic")
-    assert record.prompt == "a dog"
-    assert [medium.data for medium in record.media] == [b"one", b"two"]
-    assert record.votes.get("overall") == votes
-    assert record.ranks.get("overall") == ranks
-    assert record.metadata["ranking_id"] == 9
-    assert "jpg_0" not in record.metadata
-
-
-def test_hpd_v2_of_both_splits(tmp_path):
-    train = {"prompt": "p", "file_path": ["1.jpg", "2.jpg"], "human_preference": [0, 1]}
-    (tmp_path / "train.json").write_text(json.dumps([train]))
-    record = only(str(tmp_path / "train.json"), "hpd_v2_train")
-    assert record.ranks == {"overall": [2, 1]}
-    test = {
-        "prompt": "p",
-        "image_path": ["1.jpg", "2.jpg", "3.jpg", "4.jpg"],
-        "rank": [2.5, 0.5, 2.5, 3.0],
-        "raw_annotations": [{"rank": [1, 0], "user_hash": "u"}],
-    }
-    record = only(jsonl(tmp_path, test), "hpd_v2_test")
-    assert record.ranks == {"overall": [2, 1, 2, 4]}
-    assert record.metadata["rank"] == [2.5, 0.5, 2.5, 3.0]
-
-
-def test_hpd_v3_prefers_the_first_path(tmp_path):
-    row = {
-        "prompt": "p",
-        "path1": "a.jpg",
-        "path2": "b.jpg",
-        "choice_dist": [12, 4],
-        "confidence": 0.99,
-        "model1": "x",
-        "model2": "y",
-    }
-    record = only(jsonl(tmp_path, row), "hpd_v3")
-    assert record.ranks == {"overall": [1, 2]}
-    assert record.votes == {"overall": [0.75, 0.25]}
-    assert record.metadata["confidence"] == 0.99
-    (record,) = open_dataset(jsonl(tmp_path, row | {"choice_dist": [4, 12]}))
-    assert "prefers path2" in record.problem
-
-
-def test_image_reward_db_rows_of_a_prompt_are_one_record(tmp_path):
-    def row(prompt_id, path, rank, overall):
-        return {
-            "prompt_id": prompt_id,
-            "prompt": f"about {prompt_id}",
-            "image_path": path,
-            "rank": rank,
-            "overall_rating": overall,
-            "image_text_alignment_rating": 7 - overall,
-            "fidelity_rating": 4,
-            "classification": "animals",
-        }
-
-    rows = [
-        row("p1", "1.webp", 3, 2),
-        row("p1", "2.webp", 1, 6),
-        row("p1", "3.webp", 1, 5),
-        row("p2", "4.webp", 1, 1),
-    ]
-    first, second = open_dataset(jsonl(tmp_path, *rows))
-    assert (first.id, first.prompt, second.id) == ("p1", "about p1", "p2")
-    assert [Path(medium.path or "").name for medium in first.media] == [
-        "1.webp",
-        "2.webp",
-        "3.webp",
-    ]
-    assert first.ranks == {"overall": [3, 1, 1]}
-    assert first.ratings == {
-        "overall": [2, 6, 5],
-        "alignment": [5, 1, 2],
-        "fidelity": [4, 4, 4],
-    }
-    assert first.metadata["classification"] == "animals"
-    again = open_dataset(jsonl(tmp_path, *rows, row("p1", "5.webp", 1, 1)))
-    assert [record.problem[:12] for record in again] == ["", "", "duplicate id"]
-
-
-def test_videogen_rewardbench(tmp_path):
-    row = {
-        "path_A": "a.mp4",
-        "path_B": "b.mp4",
-        "prompt": "waves, at dusk",
-        "A_model": "m",
-        "fps_A": 8.0,
-        "fps_B": 24,
-        "VQ": "A",
-        "MQ": "same",
-        "TA": "B",
-        "Overall": "invalid",
-    }
-    path = tmp_path / "bench.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        writer.writeheader()
-        writer.writerows([row, row | {"VQ": "C"}])
-    good, bad = open_dataset(str(path))
-    assert good.prompt == "waves, at dusk"
-    assert good.ranks == {"VQ": [1, 2], "MQ": [1, 1], "TA": [2, 1]}
-    assert [medium.fps for medium in good.media] == [8, 24]
-    assert bad.problem == "invalid row: bench.csv row 2: VQ is 'C'; expected A, B, same or invalid"
-
-
-@pytest.mark.parametrize(
-    ("vote", "ranks"),
-    [("leftvote", [1, 2]), ("rightvote", [2, 1]), ("tievote", [1, 1]), ("bothbad_vote", [1, 1])],
-)
-def test_genai_bench(tmp_path, vote, ranks):
-    row = {"prompt": "p", "left_video": "l.mp4", "right_video": "r.mp4", "vote_type": vote}
-    record = only(jsonl(tmp_path, row), "genai_bench")
-    assert record.ranks == {"overall": ranks}
-    assert record.metadata["vote_type"] == vote
-    assert record.both_bad == (("overall",) if vote == "bothbad_vote" else ())
-    pictures = {"prompt": "p", "left_image": b"l", "right_image": b"r", "vote_type": vote}
-    record = only(table(tmp_path, pictures), "genai_bench")
-    assert ([medium.data for medium in record.media], record.references) == ([b"l", b"r"], ())
-    edit = {
-        "source_prompt": "a blue ball",
-        "target_prompt": "a red ball",
-        "instruct_prompt": "make it red",
-        "source_image": b"s",
-        "left_output_image": b"l",
-        "right_output_image": b"r",
-        "vote_type": vote,
-    }
-    record = only(table(tmp_path, edit), "genai_bench")
-    assert record.prompt == "make it red"
-    assert [medium.data for medium in (*record.media, *record.references)] == [b"l", b"r", b"s"]
-
-
-def test_a_genai_bench_edit_without_its_source_is_a_bad_row(tmp_path):
-    edit = {
-        "instruct_prompt": "make it red",
-        "source_image": None,
-        "left_output_image": b"l",
-        "right_output_image": b"r",
-        "vote_type": "leftvote",
-    }
-    (record,) = open_dataset(table(tmp_path, edit))
-    assert record.problem == "invalid row: data.parquet row 1: source_image is missing"
-
-
-def test_vision_reward_db(tmp_path):
-    row = {
-        "internal_id": "x1",
-        "prompt": "p",
-        "image": {"bytes": b"i", "path": None},
-        "annotation": {"richness": -2, "color aesthetic": 1},
-        "meta_result": [1, 0],
-        "meta_mask": [1, 1],
-    }
-    record = only(table(tmp_path, row), "vision_reward")
-    assert record.id == "x1"
-    assert record.ratings == {"richness": [-2], "color_aesthetic": [1]}
-    assert record.metadata["meta_result"] == [1, 0]
-    for answer, ranks in ((1, [1, 2]), ("B", [2, 1]), (0, [1, 1])):
-        pair = {
-            "prompt": "p",
-            "video1_path": "1.mp4",
-            "video2_path": "2.mp4",
-            "standard_answer": answer,
-        }
-        assert only(jsonl(tmp_path, pair), "vision_reward_pairs").ranks == {"overall": ranks}
 
 
 def test_a_folder_takes_prompts_from_the_texts_beside_the_media(tmp_path):

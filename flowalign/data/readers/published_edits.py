@@ -16,10 +16,10 @@ from typing import Any
 from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import RowProblem
-from flowalign.data.readers.schema import Fields, Schema, parse_choice
+from flowalign.data.readers.schema import ColumnMap, Fields, Schema, parse_choice
 
 _RATINGS = {"instruction": "dim1", "quality": "dim2", "overall": "overall"}
-_PATHS = ("prompt", "path_src", "path1", "path2", "paths_generated")
+_PATHS = ("path_src", "path1", "path2")
 _HUB = ("instruction", "source_image", "candidate_1", "candidate_2", "ranking", "comparison_type")
 _RANKING = re.compile(r"([A-Z](?:[<=>][A-Z])+)(?:=(good|bad))?", re.I)
 
@@ -40,9 +40,9 @@ def _both_bad(ranking: str) -> Sequence[str]:
     return ("overall",) if ranking.casefold().endswith("=bad") else ()
 
 
-def _read_pair(rows: Sequence[Fields], default_id: str) -> Record:
+def _read_pair(row: Fields, _: int) -> dict[str, Any]:
     """Read a row of training data: `path1` is preferred unless `tie_case`; both have scores."""
-    row, ratings = rows[0], {}
+    ratings = {}
     for dim, name in _RATINGS.items():
         both = [row.number(f"model{side}_{name}_score") for side in (1, 2)]
         if None not in both:
@@ -51,37 +51,25 @@ def _read_pair(rows: Sequence[Fields], default_id: str) -> Record:
     first, second = ratings.get("overall", [1.0, 0.0])
     if not tie and first < second:
         raise RowProblem(f"path2 has the higher overall score, {second:g} to {first:g}")
-    return Record(
-        default_id,
-        row.text("prompt"),
-        [row.medium("path1"), row.medium("path2")],
-        [row.medium("path_src")],
-        {"overall": [1.0, 1.0] if tie else [1.0, 2.0]},
-        ratings=ratings,
-        metadata=row.rest(*_PATHS),
-    )
+    ranks = {"overall": [1.0, 1.0] if tie else [1.0, 2.0]}
+    return {"references": [row.medium("path_src")], "ranks": ranks, "ratings": ratings}
 
 
-def _read_ranking(rows: Sequence[Fields], default_id: str) -> Record:
+def _read_ranking(row: Fields, count: int) -> dict[str, Any]:
     """Read a row of the benchmark's files; the letters A, B, ... name the edits in order."""
-    row, media = rows[0], rows[0].media("paths_generated")
     vote = row.row.fields["human_vote"]
     said = vote.get("ranking") if isinstance(vote, Mapping) else None
     if not isinstance(said, str):
         raise RowProblem("human_vote has no ranking")
-    letters = [chr(ord("A") + k) for k in range(len(media))]
+    letters = [chr(ord("A") + k) for k in range(count)]
     ranks = parse_ranking(said)
     if sorted(ranks) != letters:
-        raise RowProblem(f"ranking {said!r} does not rank the {len(media)} edits of the row")
-    return Record(
-        default_id,
-        row.text("prompt"),
-        media,
-        [row.medium("path_src")],
-        {"overall": [ranks[letter] for letter in letters]},
-        metadata=row.rest(*_PATHS),
-        both_bad=_both_bad(said),
-    )
+        raise RowProblem(f"ranking {said!r} does not rank the {count} edits of the row")
+    return {
+        "references": [row.medium("path_src")],
+        "ranks": {"overall": [ranks[letter] for letter in letters]},
+        "both_bad": _both_bad(said),
+    }
 
 
 def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
@@ -183,9 +171,15 @@ def _read_columns(row: Fields, name: str) -> _Content:
 
 
 PUBLISHED_EDITS = (
-    Schema("edit_reward", (("path_src",), ("path1",), ("path2",), ("prompt",)), _read_pair),
     Schema(
-        "edit_reward_bench", (("path_src",), ("paths_generated",), ("human_vote",)), _read_ranking
+        "edit_reward",
+        (("path_src",), ("path1",), ("path2",), ("prompt",)),
+        ColumnMap((("path1",), ("path2",)), _read_pair, _PATHS),
+    ),
+    Schema(
+        "edit_reward_bench",
+        (("path_src",), ("paths_generated",), ("human_vote",)),
+        ColumnMap("paths_generated", _read_ranking, _PATHS),
     ),
     Schema(
         "edit_reward_bench_pairs",

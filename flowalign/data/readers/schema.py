@@ -1,6 +1,7 @@
 """Define `Schema`: the columns that identify a format, and the conversion of rows to records."""
 
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -193,3 +194,45 @@ class Schema:
 def find_present(fields: Fields, names: Sequence[str]) -> str:
     """Return the first of `names` that the row has, or `names[0]` if it has none."""
     return next((name for name in names if name in fields), names[0])
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Reader of records by their columns; columns without a meaning become metadata."""
+
+    media: tuple[tuple[str, ...], ...] | str
+    """Column of each item with its alternative names, or the name of one column with a list."""
+    answer: Callable[[Fields, int], Mapping[str, Any]]
+    """Function that converts a row with a number of items to further fields of `Record`."""
+    used: tuple[str, ...] = ()
+    """Columns of the answer, which are not metadata."""
+    prompt: tuple[str, ...] = ("prompt",)
+    """Alternative columns of the prompt."""
+    fps: tuple[str, ...] = ("fps",)
+    """Column of the frame rate, or one for each item."""
+
+    def __call__(self, rows: Sequence[Fields], default_id: str) -> Record:
+        """Return the record of a row; raise RowProblem if it has no valid items or answer."""
+        row = rows[0]
+        if isinstance(self.media, str):
+            media, used = row.media(self.media), (self.media,)
+        else:
+            names = [find_present(row, names) for names in self.media]
+            rates = itertools.cycle([row.number(name) for name in self.fps])
+            media = [row.medium(name, fps) for name, fps in zip(names, rates, strict=False)]
+            used = tuple(itertools.chain.from_iterable(self.media))
+        fields: dict[str, Any] = {"id": default_id, **self.answer(row, len(media))}
+        metadata = row.rest(*self.prompt, *used, *self.used) | fields.pop("metadata", {})
+        prompt = read_prompt(row, find_present(row, self.prompt))
+        return Record(prompt=prompt, media=media, metadata=metadata, **fields)
+
+
+def read_prompt(row: Fields, name: str) -> str:
+    """Return a text, or the user's turns of a conversation joined by newlines."""
+    value = row.row.fields.get(name)
+    if not isinstance(value, list):
+        return row.text(name)
+    turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    if not turns:
+        raise RowProblem(f"{name} is {value!r:.60}, neither text nor a conversation")
+    return "\n".join(str(turn.get("content", "")) for turn in turns)

@@ -7,6 +7,7 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import RowProblem
 from flowalign.data.readers.schema import (
     REQUEST_MASK,
+    ColumnMap,
     Fields,
     Schema,
     find_present,
@@ -63,20 +64,17 @@ _MEDIUM = ("image", "video", "completion")
 _THUMBS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
 
-def _kto(rows: Sequence[Fields], default_id: str) -> Record:
+def _kto(row: Fields, _: int) -> dict[str, Any]:
     """Read a row; its label becomes `desirable` in the metadata unless it is not a boolean."""
-    row = rows[0]
-    metadata = row.rest(*_PROMPT, *_MEDIUM, "references", REQUEST_MASK)
     desirable = _THUMBS.get(str(row.row.fields.get("label")).lower())
-    if desirable is not None:
-        metadata["desirable"] = desirable
+    metadata: dict[str, Any] = {} if desirable is None else {"desirable": desirable}
     if "weight_map" in row:
         metadata["weight_map"] = read_safetensors_path(row, "weight_map")
-    medium = row.medium(find_present(row, _MEDIUM), row.number("fps"))
-    references = row.optional_media("references")
-    prompt = row.text(find_present(row, _PROMPT))
-    mask = row.request_mask()
-    return Record(default_id, prompt, [medium], references, metadata=metadata, mask=mask)
+    return {"metadata": metadata} | _request_of(row)
+
+
+def _request_of(row: Fields) -> dict[str, Any]:
+    return {"references": row.optional_media("references"), "mask": row.request_mask()}
 
 
 _CHOSEN, _REJECTED = ("chosen", "img_win"), ("rejected", "img_lose")
@@ -85,35 +83,17 @@ _SCORES = ("scores_chosen", "scores_rejected")
 _LABELS = (-1, 0, 1)
 
 
-def _chosen_rejected(rows: Sequence[Fields], default_id: str) -> Record:
+def _chosen_rejected(row: Fields, _: int) -> dict[str, Any]:
     """Read a pair; it is a tie if both scores in its dimension are equal.
 
     Further columns of the pair go into the metadata, see `read_pair_columns`.
     """
-    row = rows[0]
-    dim, fps = row.text("dimension") or "overall", row.number("fps")
+    dim = row.text("dimension") or "overall"
     ratings = _ratings(row, dim)
     chosen, rejected = ratings.get(dim, [1.0, 0.0])
-    return Record(
-        default_id,
-        _prompt(row),
-        [row.medium(find_present(row, names), fps) for names in (_CHOSEN, _REJECTED)],
-        row.optional_media("references"),
-        ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]},
-        ratings=ratings,
-        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES, "references", REQUEST_MASK)
-        | read_pair_columns(row),
-        mask=row.request_mask(),
-    )
-
-
-def _prompt(row: Fields) -> str:
-    """Return the prompt, a text or the user's turns of a conversation joined by newlines."""
-    value = row.row.fields.get(find_present(row, _PROMPT))
-    if not isinstance(value, list):
-        return row.text(find_present(row, _PROMPT))
-    turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
-    return "\n".join(str(turn.get("content", "")) for turn in turns)
+    ranks = {dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]}
+    metadata = read_pair_columns(row)
+    return {"ranks": ranks, "ratings": ratings, "metadata": metadata} | _request_of(row)
 
 
 def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
@@ -202,25 +182,14 @@ def emphasis(strength: float) -> float:
     return 1 + (strength - 0.75) / 0.15
 
 
-def _local_dpo(rows: Sequence[Fields], default_id: str) -> Record:
+def _local_dpo(row: Fields, _: int) -> dict[str, Any]:
     """Read a row; further columns become metadata, and the noise level becomes `strength`."""
-    row = rows[0]
     strength = row.number(find_present(row, _STRENGTH))
     if strength is not None and not (emphasis(strength) > 0 and strength <= 1):
         raise RowProblem(f"strength is {strength:g}; it is a noise level above 0.6, at most 1")
-    return Record(
-        default_id,
-        row.text(find_present(row, _CAPTION)),
-        [
-            row.medium(find_present(row, names), row.number("fps"))
-            for names in (_POSITIVE, _NEGATIVE)
-        ],
-        ranks={"overall": [1.0, 2.0]},
-        metadata=row.rest(*_CAPTION, *_POSITIVE, *_NEGATIVE, *_STRENGTH)
-        | read_pair_columns(row)
-        | {"mask": read_safetensors_path(row, "mask")}
-        | ({} if strength is None else {"strength": strength}),
-    )
+    metadata = read_pair_columns(row) | {"mask": read_safetensors_path(row, "mask")}
+    metadata |= {} if strength is None else {"strength": strength}
+    return {"ranks": {"overall": [1.0, 2.0]}, "metadata": metadata}
 
 
 _SIDES = {"a": ("a", "a_video"), "b": ("b", "b_video")}
@@ -275,9 +244,18 @@ def _score_copies(
 
 
 GENERIC = Schema("generic", ((*_LISTS, *_SINGLE),), _generic)
-KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), _kto)
-CHOSEN_REJECTED = Schema("chosen_rejected", (_CHOSEN, _REJECTED, _PROMPT), _chosen_rejected)
-LOCAL_DPO = Schema("local_dpo", (_POSITIVE, _NEGATIVE, ("mask",), _CAPTION), _local_dpo)
+_REQUEST = ("references", REQUEST_MASK)
+KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), ColumnMap((_MEDIUM,), _kto, _REQUEST, _PROMPT))
+CHOSEN_REJECTED = Schema(
+    "chosen_rejected",
+    (_CHOSEN, _REJECTED, _PROMPT),
+    ColumnMap((_CHOSEN, _REJECTED), _chosen_rejected, (*_SCORES, *_REQUEST), _PROMPT),
+)
+LOCAL_DPO = Schema(
+    "local_dpo",
+    (_POSITIVE, _NEGATIVE, ("mask",), _CAPTION),
+    ColumnMap((_POSITIVE, _NEGATIVE), _local_dpo, _STRENGTH, _CAPTION),
+)
 DENSE_DPO = Schema("dense_dpo", (*_SIDES.values(), ("segments",), _PROMPT), _dense_dpo)
 
 _MAPS = "weight_map mask mask_rejected weight_map_chosen weight_map_rejected request_mask"
