@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 from pyarrow import parquet
 
@@ -183,6 +184,16 @@ def test_parquet_rows_are_read_some_at_a_time(tmp_path, monkeypatch):
     assert [next(stream).number for _ in range(3)] == [1, 2, 3]
     assert sum(asked) == 4
     assert len(list(stream)) == 6
+
+
+def test_the_memory_for_parquet_does_not_grow_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_files, "ROWS_AT_ONCE", 2)
+    rows = [{"prompt": f"{k}", "image": os.urandom(1 << 18)} for k in range(64)]
+    path = table(tmp_path, *rows)
+    before = pyarrow.total_allocated_bytes()
+    held = [pyarrow.total_allocated_bytes() - before for _ in row_files.read_parquet(Path(path))]
+    assert len(held) == 64
+    assert max(held) < 4 << 20, "of 16 MiB"
 
 
 def test_cells_too_many_or_too_few_are_a_bad_row(tmp_path):

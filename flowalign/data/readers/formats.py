@@ -161,7 +161,7 @@ def read_parquet(path: Path) -> Iterator[Row]:
     pyarrow = import_optional("pyarrow", "data")
     parquet = import_optional("pyarrow.parquet", "data")
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:  # else holds the whole file
             yield from number_rows(path, file.iter_batches(ROWS_AT_ONCE))
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
