@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
 from flowalign.data import readers
+from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
 from flowalign.data.readers import formats as row_files
 from flowalign.data.readers import open_dataset
@@ -73,6 +75,14 @@ def test_a_folder_takes_prompts_from_the_texts_beside_the_media(tmp_path):
     prompts = {record.id: record.prompt for record in records}
     assert prompts == {"a/c.JPG": "", "b.png": "a boat", "d.mp4": ""}
     assert records[0].media == [Media(str(tmp_path / "a/c.JPG"))]
+
+
+def test_images_of_a_folder_are_known_by_all_endings_of_their_formats(tmp_path):
+    for name in ("a.avif", "b.jfif", "c.jpe", "d.JPG"):
+        kind = "AVIF" if name == "a.avif" else "JPEG"
+        Image.new("RGB", (5, 9), "red").save(tmp_path / name, kind)
+    records = list(open_dataset(str(tmp_path)))
+    assert [decode(record.media[0]).pixels.shape for record in records] == [(1, 3, 9, 5)] * 4
 
 
 def test_a_folder_with_a_listing_is_read_by_it(tmp_path):

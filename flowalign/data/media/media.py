@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from flowalign.utils.files import digest_file
 
-PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
-
-
+_JPEG = {".jpg", ".jpeg", ".jpe", ".jfif"}
+PICTURES = frozenset({".png", *_JPEG, ".webp", ".avif", ".bmp", ".tif", ".tiff"})
 VIDEOS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".gif"})
 """File name extensions of videos; `PICTURES` has the extensions of images."""
 
