@@ -1,7 +1,9 @@
 """Define the keyword arguments of `align` and `Trainer`, and write them as settings of a run."""
 
 import difflib
+import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +15,7 @@ from flowalign.runs.run_files import find_recipe, recipes
 from flowalign.runs.session import Callback
 from flowalign.types import Policy
 from flowalign.utils.files import bundled
+from flowalign.utils.folders import is_unused
 from flowalign.utils.live_objects import PREFIX
 from pipelines import loaded_pipe
 
@@ -63,7 +66,7 @@ class Options(TypedDict, total=False):
     seed: int
     """Seed of all random draws (default: 0)."""
     output_dir: str
-    """Run directory (default: runs/ and the method)."""
+    """Run directory (default: runs/ and the method, with a number from the second run on)."""
     overwrite: bool
     """Whether to replace an earlier run in the directory (default: False)."""
     resume: bool
@@ -126,7 +129,7 @@ def compose_options(
     complete = "policy" in compose([method]).values
     files = [method] if complete else [find_model_file(policy, loaded_pipe.name_of(pipe)), method]
     base = compose(files).values
-    folder = Path(options.get("output_dir", f"runs/{Path(method).stem}"))
+    folder = Path(options.get("output_dir") or _choose_folder(f"runs/{Path(method).stem}", options))
     evaluation = None
     if HELD_OUT in prompts:
         evaluation = {
@@ -180,6 +183,14 @@ def find_model_file(policy: type[Policy], path: str) -> str:
     similar = "wan21_1_3b" if loaded_pipe.accepts(policy, "video") else "sd35_medium"
     similar = "sd15" if loaded_pipe.accepts(policy, "prediction") else similar
     return next(file for file in files if Path(file).stem == similar)
+
+
+def _choose_folder(name: str, options: Options) -> str:
+    """Return the default run directory, with a number if it is in use by an earlier run."""
+    if options.get("resume") or options.get("overwrite") or "WORLD_SIZE" in os.environ:
+        return name
+    names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
+    return next(one for one in names if is_unused(Path(one)))
 
 
 def _find_policy(pipe: Any, class_path: str | None) -> type[Policy]:

@@ -9,7 +9,8 @@ from peft import LoraConfig
 
 import flowalign
 from flowalign.api.objects import share_rewards
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_sd3, redness
+from tests.fixtures.matrix import golden
+from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
 
 
 def describe(pipe):
@@ -74,6 +75,16 @@ def test_ctrl_c_saves_a_checkpoint_and_a_later_call_continues_it(tmp_path):
     whole = new_trainer(open_sd3(tmp_path / "other"), tmp_path / "other", num_steps=3).train()
     for name, tensor in adapter(whole.pipe).items():
         assert torch.equal(tensor, adapter(resumed.pipe)[name]), name
+
+
+def test_a_second_run_in_one_process_gets_its_own_folder(tmp_path, monkeypatch):
+    folder = golden(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names = [
+        str(flowalign.align(open_pipe(folder), redness, PROMPTS, **SMALL, **SIZE).output_dir)
+        for _ in range(2)
+    ]
+    assert names == ["runs/flow_grpo", "runs/flow_grpo-2"]
 
 
 def test_steps_can_be_iterated_and_left(tmp_path):
