@@ -6,9 +6,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
+from datasets.packaged_modules.parquet.parquet import ParquetConfig
 from PIL import Image
 
 from flowalign.data import PreferenceDataset, open_dataset, read_requests
@@ -211,18 +213,30 @@ def test_prompts_come_from_lists_and_datasets(tmp_path):
 def test_a_dataset_of_the_hub_is_a_stream_of_one_split(monkeypatch):
     asked = []
 
-    def load(name, revision, split, streaming):
-        asked.append((name, revision, split, streaming))
+    def load(path, revision, split, streaming, **options):
+        asked.append((path, revision, split, streaming, [*options]))
         stream = table_of(PAIRS).to_iterable_dataset()
-        if name == "o/none":
+        if path == "o/none":
             raise datasets.exceptions.DatasetNotFoundError("Dataset 'o/none' doesn't exist\nmore")
         return stream if split else datasets.IterableDatasetDict(train=stream, test=stream)
 
+    def build(path, revision):
+        config = ParquetConfig() if path == "o/n" else datasets.BuilderConfig()
+        return SimpleNamespace(config=config)
+
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", build)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     found = open_dataset("hub:o/n@v1:train[:2]")
     assert [record.prompt for record in found] == ["p0", "p1", "p2"]
-    assert asked == [("o/n", "v1", "train[:2]", True)]
+    assert list(open_dataset("hub:o/csv:train")) == list(found)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert list(open_dataset("hub:o/n:train")) == list(found)
+    assert asked == [
+        ("o/n", "v1", "train[:2]", True, ["fragment_scan_options"]),
+        ("o/csv", None, "train", True, []),
+        ("o/n", None, "train", False, []),
+    ]
     with pytest.raises(
         ValueError, match="has the splits train, test; name one, such as hub:o/n:tr"
     ):

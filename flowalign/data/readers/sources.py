@@ -221,13 +221,13 @@ def _open_hub(name: str) -> ObjectRows:
     library = import_optional("datasets", "data")
     from huggingface_hub import constants
 
+    wanted = {"path": parts["name"], "revision": parts["revision"]}
+    options: dict[str, Any] = {"streaming": not constants.HF_HUB_OFFLINE}
     try:
-        content = library.load_dataset(
-            parts["name"],
-            revision=parts["revision"],
-            split=parts["split"],
-            streaming=not constants.HF_HUB_OFFLINE,
-        )
+        if options["streaming"]:
+            config = library.load_dataset_builder(**wanted).config
+            options |= _read_in_parts() if "fragment_scan_options" in vars(config) else {}
+        content = library.load_dataset(**wanted, split=parts["split"], **options)
     except (OSError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{name} could not be opened: {first_line}") from error
@@ -237,6 +237,13 @@ def _open_hub(name: str) -> ObjectRows:
             f"{name} has the splits {there}; name one, such as {name}:{next(iter(content))}"
         )
     return ObjectRows(content, name)
+
+
+def _read_in_parts() -> dict[str, Any]:
+    """Return the option of parquet datasets without which a stream holds whole files."""
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    return {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
 
 
 class RenamedRows(RowSource):
