@@ -13,8 +13,9 @@ from pathlib import Path
 
 from drawing import KINDS, METHODS, percent_axis
 
+from flowalign.functional.degradation import student_quantile
+from flowalign.functional.resampling import LEVEL
 from flowalign.reports.comparison import Method, at_budget, common_budget, methods_of
-from flowalign.reports.power import LEVEL, t_quantile
 
 HERE = Path(__file__).parent
 STUDIES = {
@@ -97,7 +98,7 @@ def measure(studies: dict[str, list[Method]], budget: float) -> list[Measured]:
 def _half_width(methods: Sequence[Sequence[float]], seeds: int) -> float:
     freedom = sum(len(values) - 1 for values in methods)
     squares = sum((v - sum(values) / len(values)) ** 2 for values in methods for v in values)
-    return t_quantile(1 - LEVEL / 2, freedom) * math.sqrt(squares / freedom / seeds)
+    return student_quantile(LEVEL / 2, freedom) * math.sqrt(squares / freedom / seeds)
 
 
 def baseline(studies: dict[str, list[Method]]) -> float:

@@ -45,7 +45,7 @@ def student_quantile(level: float, dof: int) -> float:
     low, high = -1e4, 1e4
     for _ in range(100):
         middle = (low + high) / 2
-        above = float(student_tail(torch.tensor(middle), dof)) > level
+        above = float(student_tail(torch.tensor(middle, dtype=torch.float64), dof)) > level
         low, high = (middle, high) if above else (low, middle)
     return (low + high) / 2
 

@@ -9,11 +9,13 @@ way; weights of 1 give the reported number.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from flowalign.functional.degradation import student_quantile
 
 _ENTRIES = 2_000_000
 """Largest size of the matrix (resamples x rows) that is computed at once."""
@@ -191,3 +193,26 @@ def min_max(
 ) -> Float[Tensor, "b g"]:
     """Return (x - low) / (high - low), without clipping, as VBench normalises its dimensions."""
     return (x - low) / (high - low)
+
+
+LEVEL, POWER = 0.05, 0.8
+"""Probability of a false positive, and of detecting a difference of the computed size."""
+
+
+def smallest_difference(methods: Sequence[Sequence[float]]) -> float:
+    """Return the smallest true difference of two means that a two-sided t test is likely to detect.
+
+    `methods` are the values of each method's seeds. The test has level 5 % and power 80 %. The
+    standard deviation is pooled over all methods. Both compared methods are assumed to have as few
+    seeds as the smallest method. NaN if no method has two seeds. The difference is (t_{1-level/2} +
+    t_power) s sqrt(2/n), Cohen, "Statistical Power Analysis", 1988. It uses quantiles of the
+    central t distribution, so it is slightly too small for few seeds.
+    """
+    known = [[value for value in values if math.isfinite(value)] for values in methods]
+    freedom = sum(len(values) - 1 for values in known if values)
+    fewest = min((len(values) for values in known), default=0)
+    if not (freedom and fewest):
+        return math.nan
+    squares = sum((v - sum(values) / len(values)) ** 2 for values in known for v in values)
+    error = math.sqrt(squares / freedom) * math.sqrt(2 / fewest)
+    return (student_quantile(LEVEL / 2, freedom) + student_quantile(1 - POWER, freedom)) * error

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flowalign.reports.power import LEVEL, smallest_difference, t_quantile
+from flowalign.functional.degradation import student_quantile
+from flowalign.functional.resampling import LEVEL, smallest_difference
 
 Axis = Literal["reward_calls", "network_evaluations", "seconds", "gpu_hours", "trajectories"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -194,7 +195,7 @@ def find_difference(values: Sequence[float], others: Sequence[float]) -> Differe
     if squares == 0:
         return Difference(mean, mean, mean)
     freedom = math.floor(sum(errors) ** 2 / squares + 1e-9)
-    half = t_quantile(1 - LEVEL / 2, max(freedom, 1)) * math.sqrt(sum(errors))
+    half = student_quantile(LEVEL / 2, max(freedom, 1)) * math.sqrt(sum(errors))
     return Difference(mean, mean - half, mean + half)
 
 

@@ -4,7 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from flowalign.reports.comparison import Axis, Band, Comparison
+from flowalign.reports.comparison import Axis, Comparison
 from flowalign.reports.pages import INK, Chart, Line
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
@@ -95,9 +95,7 @@ def picture(comparison: Comparison) -> bytes:
         figure = Figure(figsize=(13.5, 5), layout="constrained", dpi=150)
         shown = spent_by_all(comparison, DRAWN)
         for i, axis in enumerate(shown):
-            axes = figure.add_subplot(1, len(shown), i + 1)
-            draw(axes, comparison, axis)
-            axes.set_title(f"equal {words(axis)}", fontsize=12)
+            draw(figure.add_subplot(1, len(shown), i + 1), chart(comparison, axis))
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(
             handles,
@@ -113,36 +111,33 @@ def picture(comparison: Comparison) -> bytes:
     return drawn.getvalue()
 
 
-def draw(axes: Any, comparison: Comparison, axis: Axis) -> None:
-    """Draw means, bands from lowest to highest seed, and the budget that all runs reached."""
+def draw(axes: Any, chart: Chart) -> None:
+    """Draw the lines, bands and marks of a chart."""
     from matplotlib.ticker import MaxNLocator
 
-    for i, row in enumerate(comparison.rows):
-        _line(axes, row.method.name, row.bands[axis], i, len(row.method.runs) > 1)
-    budget = comparison.budgets[axis]
-    axes.axvline(budget, color="#888888", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    axes.set_xlim(left=0, right=_CUT * budget if is_cut(comparison, axis) else None)
-    axes.set(xlabel=words(axis), ylabel=f"held-out {comparison.metric}")
+    for line in chart.lines:
+        colour = COLOURS[0] if line.colour == INK else line.colour
+        if len(line.low):
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.10, linewidth=0)
+        axes.plot(
+            line.x,
+            line.y,
+            label=line.label,
+            color=colour,
+            linestyle=(0, [length / 2 for length in line.dash]) if line.dash else "-",
+            linewidth=line.width,
+            marker="o" if len(line.x) < 3 else None,
+            markersize=4,
+        )
+    for mark in chart.x_marks:
+        axes.axvline(mark, color="#888888", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+    axes.set_xlim(left=0, right=chart.x_range[1] if chart.x_range else None)
+    axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+    axes.set_title(chart.title, fontsize=12)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
-
-
-def _line(axes: Any, label: str, band: Band, i: int, banded: bool) -> None:
-    colour, dashes = look(i)
-    if banded:
-        axes.fill_between(band.cost, band.low, band.high, color=colour, alpha=0.10, linewidth=0)
-    axes.plot(
-        band.cost,
-        band.mean,
-        label=label,
-        color=colour,
-        linestyle=(0, dashes) if dashes else "-",
-        linewidth=2.2 if i == 0 else 1.7,
-        marker="o" if len(band.cost) < 3 else None,
-        markersize=4,
-    )
 
 
 def look(i: int) -> tuple[str, tuple[float, ...]]:

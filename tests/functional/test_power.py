@@ -5,14 +5,15 @@ import math
 import pytest
 from scipy import stats
 
-from flowalign.reports.power import smallest_difference, t_quantile
+from flowalign.functional.degradation import student_quantile
+from flowalign.functional.resampling import smallest_difference
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 14, 21, 60])
 @pytest.mark.parametrize("probability", [0.6, 0.8, 0.975, 0.999])
 def test_quantiles_are_those_of_scipy(probability, freedom):
     expected = stats.t.ppf(probability, freedom)
-    assert t_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9)
+    assert student_quantile(1 - probability, freedom) == pytest.approx(expected, rel=1e-9)
 
 
 def test_two_methods_of_three_seeds_are_worked_out_by_hand():
