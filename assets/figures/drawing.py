@@ -1,7 +1,10 @@
 """Labels, colours and panels that the figures of the result pages share."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from flowalign.reports.comparison import Axis, Comparison
@@ -94,6 +97,40 @@ def measure_label(measure: str) -> str:
 def percent_axis(axis: Any) -> None:
     """Label an axis of shares with percentages."""
     axis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+
+
+def read_summaries(root: Path, names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the summaries in folders METHOD-SEED by method, ordered by seed."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(root.glob("*-*/summary.json")):
+        method = file.parent.name.rpartition("-")[0]
+        if method in names:
+            found.setdefault(method, []).append(json.loads(file.read_text()))
+    return {method: found[method] for method in names if method in found}
+
+
+def draw_dots(
+    axes: Sequence[Any],
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    labels: Mapping[str, str],
+    measures: Sequence[str],
+) -> None:
+    """Draw a panel per measure: a row per method in `labels`, a dot per seed, and their mean.
+
+    The dashed line is the value before training.
+    """
+    for panel, name in zip(axes, measures, strict=True):
+        panel.axvline(next(iter(runs.values()))[0]["before"][name], color="#888888", lw=1, ls="--")
+        for row, method in enumerate(labels):
+            values = [s["after"][name] for s in runs[method]]
+            panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
+            panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
+        panel.set_title(f"held-out {measure_label(name)} (dashed: before training)", fontsize=10)
+        if name == "exact_match":
+            percent_axis(panel.xaxis)
+        panel.grid(axis="x", alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(labels)), [*labels.values()])
 
 
 def draw_curves(panel: Any, comparison: Comparison, axis: Axis, *, cut: float = 3.0) -> None:

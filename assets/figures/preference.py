@@ -15,7 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from drawing import measure_label, percent_axis
+from drawing import draw_dots, read_summaries
 
 HERE = Path(__file__).parent
 NAMES = {
@@ -32,33 +32,11 @@ NAMES = {
 SHOWN = ("pairs/implicit_accuracy", "pairs/drift_chosen", "pairs/drift_rejected")
 
 
-def read(root: Path) -> dict[str, list[dict]]:
-    """Return summaries by method, ordered by seed."""
-    found: dict[str, list[dict]] = {}
-    for file in sorted(root.glob("*-*/summary.json")):
-        method = file.parent.name.rpartition("-")[0]
-        if method in NAMES:
-            found.setdefault(method, []).append(json.loads(file.read_text()))
-    return {method: found[method] for method in NAMES if method in found}
-
-
 def figure(runs: dict[str, list[dict]]) -> None:
     """Draw held-out exact_match and diversity: a row per method, a dot per seed."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), dpi=100, layout="constrained", sharey=True)
     order = sorted(runs, key=lambda m: mean(s["after"]["exact_match"] for s in runs[m]))
-    for panel, name in zip(axes, ("exact_match", "diversity"), strict=True):
-        before = next(iter(runs.values()))[0]["before"][name]
-        panel.axvline(before, color="#888888", lw=1, ls="--")
-        for row, method in enumerate(order):
-            values = [s["after"][name] for s in runs[method]]
-            panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
-            panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
-        panel.set_title(f"held-out {measure_label(name)} (dashed: before training)", fontsize=11)
-        if name == "exact_match":
-            percent_axis(panel.xaxis)
-        panel.grid(axis="x", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(order)), [NAMES[m] for m in order])
+    draw_dots(axes, runs, {method: NAMES[method] for method in order}, ("exact_match", "diversity"))
     fig.savefig(HERE / "preference.png")
 
 
@@ -100,7 +78,7 @@ if __name__ == "__main__":
     file = HERE / "preference.json"
     keys = ("seed", "before", "after", "seconds", "steps", "network_evaluations", "reward_calls")
     if len(sys.argv) > 1:
-        runs = read(Path(sys.argv[1]))
+        runs = read_summaries(Path(sys.argv[1]), NAMES)
         chosen = {m: [{k: s[k] for k in keys} for s in some] for m, some in runs.items()}
         file.write_text(json.dumps(chosen, indent=1) + "\n")
     runs = json.loads(file.read_text())

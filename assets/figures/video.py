@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from drawing import measure_label, percent_axis
+from drawing import draw_dots, read_summaries
 from PIL import Image
 
 HERE = Path(__file__).parent
@@ -31,35 +31,13 @@ SHOWN = 5
 """Number of film strips in the figure."""
 
 
-def read(root: Path) -> dict[str, list[dict]]:
-    """Return summaries by method, ordered by seed."""
-    found: dict[str, list[dict]] = {}
-    for file in sorted(root.glob("*-*/summary.json")):
-        method = file.parent.name.rpartition("-")[0]
-        if method in NAMES:
-            found.setdefault(method, []).append(json.loads(file.read_text()))
-    return {method: found[method] for method in NAMES if method in found}
-
-
 def figure(runs: dict[str, list[dict]], strips: Path) -> None:
     """Draw a dot for each seed, and clips before and after below."""
     fig = plt.figure(figsize=(11, 6.8), dpi=100, layout="constrained")
     above, below = fig.subfigures(2, 1, height_ratios=[1, 1.25])
     order = list(runs)[::-1]
     axes = above.subplots(1, len(PANELS), sharey=True)
-    for panel, name in zip(axes, PANELS, strict=True):
-        before = next(iter(runs.values()))[0]["before"][name]
-        panel.axvline(before, color="#888888", lw=1, ls="--")
-        for row, method in enumerate(order):
-            values = [s["after"][name] for s in runs[method]]
-            panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
-            panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
-        panel.set_title(f"held-out {measure_label(name)} (dashed: before)", fontsize=10)
-        if name == "exact_match":
-            percent_axis(panel.xaxis)
-        panel.grid(axis="x", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(order)), [NAMES[m] for m in order])
+    draw_dots(axes, runs, {method: NAMES[method] for method in order}, PANELS)
     _strips(below, strips)
     fig.savefig(HERE / "video.png")
 
@@ -108,7 +86,7 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    found = read(root)
+    found = read_summaries(root, NAMES)
     (HERE / "video.json").write_text(json.dumps(found, indent=1) + "\n")
     figure(found, sorted(root.glob("grpo-*"))[0] / "samples")
     print(table(found))  # noqa: T201

@@ -10,7 +10,6 @@ latents. The prompts of the *unseen* split never occur.
 
 import argparse
 import copy
-import json
 import random
 import time
 from itertools import pairwise
@@ -26,6 +25,7 @@ from diffusers import (
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_training import encode_all, follow, log, save, train_vae
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -162,39 +162,6 @@ def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
     return pictures * 2 - 1, chosen
 
 
-def train_vae(vae: AutoencoderKL, pictures: Tensor, steps: int) -> None:
-    """Train reconstruction with a light KL and a cosine learning rate."""
-    generator = torch.Generator().manual_seed(1)
-    vae.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.05)
-    start = time.time()
-    for step in range(steps):
-        x = pictures[torch.randint(len(pictures), (32,), generator=generator)]
-        x = x.contiguous(memory_format=torch.channels_last)
-        latent = vae.encode(x).latent_dist
-        noise = torch.randn(latent.mean.shape, generator=generator)
-        out = vae.decode(latent.mean + latent.std * noise).sample
-        error = F.l1_loss(out, x) + F.mse_loss(out, x)
-        (error + 3e-4 * latent.kl().mean() / latent.mean[0].numel()).backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 200 == 0:
-            log("vae", step, steps, start, float(error))
-
-
-@torch.no_grad()
-def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Return the dataset's latents; set the scaling and shift that standardise them."""
-    latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures.split(256)])
-    vae.register_to_config(
-        scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
-    )
-    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
-
-
 def train_flow(
     pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
 ) -> None:
@@ -245,13 +212,6 @@ def train_flow(
 
 
 @torch.no_grad()
-def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
-    """Move averaged weights towards the trained ones, faster in the first steps."""
-    decay = min(0.999, (1 + step) / (10 + step))
-    torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
-
-
-@torch.no_grad()
 def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
     """Return exact-match accuracy of the EMA weights on training prompts: 8 steps, unguided."""
     live = (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
@@ -285,25 +245,6 @@ def embed(pipe: StableDiffusion3Pipeline, ids: Tensor) -> tuple[Tensor, Tensor]:
     out = [e(ids, output_hidden_states=True) for e in (pipe.text_encoder, pipe.text_encoder_2)]
     tokens = torch.cat([o.hidden_states[-2] for o in out], -1)
     return tokens, torch.cat([o.text_embeds for o in out], -1)
-
-
-def log(stage: str, step: int, steps: int, start: float, value: float) -> None:
-    """Print one line of progress."""
-    seconds = time.time() - start
-    print(f"{stage} {step}/{steps} {value:.4f} {seconds:.0f}s", flush=True)  # noqa: T201
-
-
-def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
-    """Write the pipeline, with transformer and autoencoder in half precision."""
-    for module in (pipe.transformer, pipe.vae):
-        module.half()
-    pipe.save_pretrained(folder)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)
-    for file in folder.rglob("config.json"):  # drop the local path a part was read from
-        config = json.loads(file.read_text())
-        config.pop("_name_or_path", None)
-        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:

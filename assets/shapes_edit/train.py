@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from build import follow, log, save, whole_words
+from build import whole_words
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -28,6 +28,7 @@ from edited_world import EDITS, WAYS, Edit, combinations, edits, picture, splits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import pixel_unshuffle
+from toy_training import follow, log, save
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,

@@ -1,6 +1,6 @@
 """Train the toy text-to-video model of moving Shapes from scratch and write it to `wan/`.
 
-    python assets/shapes_video/build.py      # under an hour on two CPU cores, seeded
+    PYTHONPATH=assets/shapes python assets/shapes_video/build.py   # under an hour on two CPU cores
 
 Training stops early, when about a third of the held-out clips are right without guidance, to leave
 room for alignment. A small AutoencoderKLWan (four times smaller per side, twice in time) learns on
@@ -16,7 +16,6 @@ the object score is 42 % with it (one seed), 33 and 37 % without.
 
 import argparse
 import copy
-import json
 import random
 import time
 from itertools import pairwise
@@ -34,6 +33,7 @@ from moving_world import MOTIONS, OBJECTS, render, splits
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_training import follow, log, save
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from flowalign.types import MediaBatch
@@ -279,13 +279,6 @@ def shifted(sigma: Tensor) -> Tensor:
     return SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
 
 
-@torch.no_grad()
-def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
-    """Take one step of the moving average of the weights."""
-    decay = min(0.999, (1 + step) / (10 + step))
-    torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
-
-
 def indexed(pipe: WanPipeline, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens and masks of the unique prompts and an empty one, and each prompt's row."""
     unique = [*sorted(set(prompts)), ""]
@@ -322,25 +315,6 @@ def accuracy(pipe: WanPipeline, average: nn.ModuleList) -> float:
     found = exact_match(decoded(pipe.vae, x), prompts)
     print(f"exact_match {found:.3f}", flush=True)  # noqa: T201
     return found
-
-
-def log(stage: str, step: int, steps: int, start: float, value: float) -> None:
-    """Print one line of progress."""
-    seconds = time.time() - start
-    print(f"{stage} {step}/{steps} {value:.4f} {seconds:.0f}s", flush=True)  # noqa: T201
-
-
-def save(pipe: WanPipeline, folder: Path) -> None:
-    """Write the pipeline in half precision, except the text encoder."""
-    for module in (pipe.transformer, pipe.vae):
-        module.half()
-    pipe.save_pretrained(folder)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)
-    for file in folder.rglob("config.json"):  # drop the local path a part was read from
-        config = json.loads(file.read_text())
-        config.pop("_name_or_path", None)
-        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from build import embed, follow, log, save, silent_t5
+from build import embed, silent_t5
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -31,6 +31,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from toy_training import encode_all, follow, log, save, train_vae
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
 from flowalign.types import MediaBatch
@@ -133,39 +134,6 @@ def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
     labels = [sample_label(rng, hidden=False) for _ in range(num_images)]
     images = np.stack([render(label, rng) for label in labels])
     return torch.from_numpy(images) * 2 - 1, [label.prompt for label in labels]
-
-
-def train_vae(vae: AutoencoderKL, images: Tensor, steps: int) -> None:
-    """Train reconstruction with a light KL and a one-cycle learning rate."""
-    generator = torch.Generator().manual_seed(1)
-    vae.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.05)
-    start = time.time()
-    for step in range(steps):
-        x = images[torch.randint(len(images), (16,), generator=generator)]
-        x = x.contiguous(memory_format=torch.channels_last)
-        latent = vae.encode(x).latent_dist
-        noise = torch.randn(latent.mean.shape, generator=generator)
-        out = vae.decode(latent.mean + latent.std * noise).sample
-        error = F.l1_loss(out, x) + F.mse_loss(out, x)
-        (error + 3e-4 * latent.kl().mean() / latent.mean[0].numel()).backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 200 == 0:
-            log("vae", step, steps, start, error.item())
-
-
-@torch.no_grad()
-def encode_all(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """Return the dataset's latents; set the scaling and shift that standardise them."""
-    latents = torch.cat([vae.encode(x).latent_dist.mean for x in images.split(256)])
-    vae.register_to_config(
-        scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
-    )
-    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def encode_text(pipe: StableDiffusion3Pipeline, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +268,7 @@ def main() -> None:
     if args.vae:
         pipe.vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
     else:
-        train_vae(pipe.vae, images, args.vae_steps)
+        train_vae(pipe.vae, images, args.vae_steps, batch=16)
     latents = encode_all(pipe.vae, images)
     train_flow(pipe, latents, prompts, args)
 

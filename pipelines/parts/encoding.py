@@ -1,19 +1,30 @@
-"""Prepares images and clips for autoencoders, and identifies encoders by a digest."""
+"""Prepares images, clips and references for models, decodes clips piece by piece, and names encoders."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
-
 from flowalign.functional.resizing import resize_to_cover
 from flowalign.types import InputSpec, Reference, Request
 from pipelines.parts.tensors import dequantize
+from collections.abc import Callable, Iterator
+from typing import Any
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from flowalign.utils.imports import LazyModule
+from collections.abc import Sequence
+from jaxtyping import Bool, Float
+from PIL import Image
+from torch import Tensor
+from flowalign.functional.resizing import hole_within
+from flowalign.types import Policy, Reference, Request
+
 
 SAMPLED = 65536
 """Maximum number of values per tensor that a digest reads."""
@@ -105,3 +116,116 @@ def mirror_references(request: Request) -> Request:
         for one in request.references
     ]
     return replace(request, references=tuple(turned))
+
+
+Decode = Callable[[Float[Tensor, "n C f h w"]], Float[Tensor, "n c g H W"]]
+"""Maps f latent frames to 1 + (f - 1) * unit frames. The first latent frame decodes to one frame.
+"""
+
+
+def decode_windows(
+    decode: Decode, z: Float[Tensor, "n C F h w"], size: int, unit: int
+) -> Iterator[Float[Tensor, "n c f H W"]]:
+    """Yield the frames of `decode(z)` in order, in pieces, from windows of size + 1 latent frames.
+
+    Windows overlap by a quarter of their size, and by at least one latent frame if size > 1. Within
+    the overlap a window fades linearly into the next one. The result differs from decoding at once
+    because a window does not depend on its neighbours. Latents that fit one window are decoded at
+    once.
+    """
+    overlap = max(size // 4, 1) if size > 1 else 0
+    step, held = size - overlap, None
+    for start in range(0, max(1, z.shape[2] - 1 - overlap), step):
+        frames = decode(z[:, :, start : start + size + 1])
+        if held is not None:
+            frames = _fade(held, frames[:, :, 1:])  # its first frame was already yielded
+        given = frames.shape[2] - overlap * unit
+        if start + size + 1 >= z.shape[2]:
+            given = frames.shape[2]
+        yield frames[:, :, :given]
+        held = frames[:, :, given:]
+
+
+def _fade(
+    before: Float[Tensor, "n c e H W"], after: Float[Tensor, "n c f H W"]
+) -> Float[Tensor, "n c f H W"]:
+    """Return `after` with its first e frames cross-faded from `before`."""
+    e = before.shape[2]
+    share = torch.arange(e, device=after.device, dtype=torch.float32).view(-1, 1, 1) / max(e, 1)
+    mixed = (1 - share) * before + share * after[:, :, :e]
+    return torch.cat([mixed, after[:, :, e:]], dim=2)
+
+
+_wan = LazyModule("diffusers.models.autoencoders.autoencoder_kl_wan")
+
+
+def stream_frames(vae: Any, z: Tensor, together: int) -> Iterator[Tensor]:
+    """Yield the frames of Wan's autoencoder in order, equal to those of decoding at once.
+
+    The first piece decodes the first latent frame, every other piece decodes `together` latent
+    frames.
+    """
+    z = vae.post_quant_conv(z)
+    states = [None] * sum(isinstance(m, _wan.WanCausalConv3d) for m in vae.decoder.modules())
+    chunks = [z[:, :, :1], *z[:, :, 1:].split(together, 2)]
+    for k, chunk in enumerate(chunks):
+        if chunk.shape[2]:
+            frames = vae.decoder(chunk, feat_cache=states, feat_idx=[0], first_chunk=k == 0)
+            yield _wan.unpatchify(frames, vae.config.patch_size or 1).clamp(-1, 1)
+
+
+def check_references(policy: Policy, requests: Sequence[Request]) -> None:
+    """Check that requests have the reference images and the mask that a policy takes.
+
+    Raises:
+        ValueError: A request has other references or another mask.
+    """
+    for request in requests:
+        if misfit := policy.input_spec.misfit(request):
+            raise ValueError(f"{request.prompt!r}: {type(policy).__name__} {misfit}")
+
+
+def read_hole(
+    mask: Reference, picture: Float[Tensor, "1 3 h w"], height: int, width: int
+) -> Bool[Tensor, "1 1 height width"]:
+    """Return the mask of pixels to repaint within the centre crop of (height, width).
+
+    Raises:
+        ValueError: The mask and the image differ in size, or the mask is black within the crop.
+    """
+    pixels = mask.read()
+    if pixels.shape != picture.shape:
+        sizes = [f"{one.shape[-1]}x{one.shape[-2]}" for one in (pixels, picture)]
+        raise ValueError(f"mask {mask.name} is {sizes[0]}, but its image is {sizes[1]}")
+    hole = hole_within(pixels, height, width)
+    if not hole.any():
+        raise ValueError(
+            f"mask {mask.name} is black within its {width}x{height} crop: white marks the pixels "
+            "to paint"
+        )
+    return hole
+
+
+def crop_first_frames(
+    requests: Sequence[Request], proportion: float
+) -> tuple[list[Image.Image], list[int]]:
+    """Return the distinct first frames of requests, cropped, and each request's index into them."""
+    given = [request.references[0] for request in requests]
+    different = list(dict.fromkeys(given))
+    return [crop_reference(one, proportion) for one in different], [
+        different.index(one) for one in given
+    ]
+
+
+def to_image(pixels: Float[Tensor, "1 3 h w"]) -> Image.Image:
+    """Return an 8-bit PIL image."""
+    return Image.fromarray((255 * pixels[0]).round().byte().permute(1, 2, 0).cpu().numpy())
+
+
+def crop_reference(reference: Reference, proportion: float) -> Image.Image:
+    """Return the largest centre crop of an image with a width of `proportion` times its height."""
+    picture = to_image(reference.read()[:1])
+    width = min(picture.width, max(round(picture.height * proportion), 1))
+    height = min(picture.height, max(round(picture.width / proportion), 1))
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))

@@ -8,14 +8,14 @@ import edited_world
 import pytest
 import torch
 import train
-from build import save
 from diffusers import FluxKontextPipeline
 from torchvision.transforms.functional import to_pil_image
+from toy_training import save
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch, prompts_of
 from pipelines.families.flux1 import Flux1Kontext
-from pipelines.parts.packing import pack
+from pipelines.parts.evaluation import pack
 from reward_models.verifiers.shapes_edit import ShapesEditVerifier
 
 ASSETS = Path("assets/shapes_edit")
