@@ -13,8 +13,10 @@ from torch import Tensor
 
 from flowalign.types import ModelPlan, PositiveFloat, PositiveInt, Saving
 from pipelines.codec import Codec
+from pipelines.network.weights import Lora, Precision
 from pipelines.parts.encoding import crop_clips
 from pipelines.parts.memory import count_operations, peak_bytes
+from pipelines.policy import DiffusersPolicy
 
 _LARGE = 10**9
 """Peak bytes of decoding above which `extend_plan` searches for cheaper settings (about a second).
@@ -168,6 +170,23 @@ class VideoCodec(Codec):
             encoder_bytes=encoders,
             savings=tuple(savings),
         )
+
+
+class VideoPolicy(DiffusersPolicy):
+    """Policy that generates clips, with the settings of its `VideoCodec`."""
+
+    def __init__(
+        self,
+        path: str,
+        codec: VideoCodec,
+        lora: Lora | None,
+        precision: Precision,
+        guidance: float,
+        max_sequence_length: int,
+    ):
+        saved = codec.memory.gradient_checkpointing, codec.memory.offload_text
+        super().__init__(path, codec, lora, precision, guidance, max_sequence_length, *saved)
+        self.video = codec.video
 
 
 def shape_of_clip(

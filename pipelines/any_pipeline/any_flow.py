@@ -38,9 +38,14 @@ from pipelines.network.checkpoint_checks import check_folder
 from pipelines.network.estimates import evaluation_flops, kept_per_token, plan_masks, plan_network
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, prepare_training
-from pipelines.parts.encoding import crop_clips, digest, mirror_references, probe_request
+from pipelines.parts.encoding import (
+    check_references,
+    crop_clips,
+    digest,
+    mirror_references,
+    probe_request,
+)
 from pipelines.parts.folder import Config
-from pipelines.parts.references import check_references
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(target_modules=ATTENTION)

@@ -30,9 +30,9 @@ from pipelines.any_pipeline.replay import (
 from pipelines.network.schedules import build_scheduler
 from pipelines.network.speed import current_precision
 from pipelines.network.weights import DTYPES
+from pipelines.parts.encoding import read_hole, to_image
 from pipelines.parts.folder import Folder
 from pipelines.parts.libraries import diffusers
-from pipelines.parts.references import read_hole, to_image
 
 _WITHOUT_WEIGHTS = "guider", "processor"
 """Names of pipeline components that have no weights, besides the scheduler."""

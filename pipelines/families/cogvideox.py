@@ -8,14 +8,14 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, Request, prompts_of
 from pipelines.network.schedules import predict_flow, trailing_sigmas
-from pipelines.network.weights import ATTENTION, Lora
+from pipelines.network.weights import ATTENTION, Lora, Precision
 from pipelines.parts.evaluation import guide, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import (
     Memory,
     Video,
     VideoCodec,
+    VideoPolicy,
     check_num_frames,
     count_patches,
     refuse_decode_frames,
@@ -35,7 +35,7 @@ class CogVideoXCodec(VideoCodec):
     traced_frames = 5
 
 
-class CogVideoX(DiffusersPolicy):
+class CogVideoX(VideoPolicy):
     """Wraps a `CogVideoXPipeline` folder or hub identifier as a text-to-video policy.
 
     It is a diffusion model in flow coordinates, see `pipelines.UNetPolicy`. An Euler step equals
@@ -62,11 +62,8 @@ class CogVideoX(DiffusersPolicy):
         precision: Precision = "bf16",
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(
-            *(path, CogVideoXCodec(video, memory), lora, precision, guidance, WORDS),
-            *(memory.gradient_checkpointing, memory.offload_text),
-        )
-        self.video = video
+        codec = CogVideoXCodec(video, memory)
+        super().__init__(path, codec, lora, precision, guidance, WORDS)
         reason = "CogVideoX always decodes two latent frames at a time"
         refuse_decode_frames(memory, f"{reason}: leave it out")
 

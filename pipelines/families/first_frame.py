@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.types import Cond, InputSpec, Request
+from pipelines.parts.encoding import crop_first_frames
 from pipelines.parts.folder import Config
-from pipelines.parts.references import crop_first_frames
 from pipelines.policy import DiffusersPolicy
 
 _TEXT = 512

@@ -13,9 +13,9 @@ from flowalign.types import Cond, Guidance, InputSpec, PositiveInt, Request, pro
 from pipelines.codec import Codec
 from pipelines.network.schedules import round_times, shift_by_size
 from pipelines.network.weights import JOINT_ATTENTION, Lora
+from pipelines.parts.encoding import check_references, read_hole
+from pipelines.parts.evaluation import grid_of, pack, positions, unpack
 from pipelines.parts.folder import Config, check_channels, check_embedded_guidance
-from pipelines.parts.packing import grid_of, pack, positions, unpack
-from pipelines.parts.references import check_references, read_hole
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(

@@ -16,9 +16,8 @@ from flowalign.utils.imports import LazyModule
 from pipelines.codec import Codec
 from pipelines.network.schedules import round_times, shift_sigmas
 from pipelines.network.weights import ATTENTION, Lora
-from pipelines.parts.evaluation import read_with_negatives
+from pipelines.parts.evaluation import grid_of, read_with_negatives, token_places
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import grid_of, token_places
 from pipelines.policy import DiffusersPolicy, Precision
 
 _pipeline = LazyModule("diffusers.pipelines.flux2.pipeline_flux2")

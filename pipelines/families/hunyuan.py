@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, InputSpec, PositiveInt, Request, prompts_of
-from pipelines.network.weights import DTYPES, Lora
+from pipelines.network.weights import DTYPES, Lora, Precision
+from pipelines.parts.encoding import crop_first_frames, decode_windows
 from pipelines.parts.evaluation import guide, read_with_negatives
 from pipelines.parts.folder import Config, check_embedded_guidance
-from pipelines.parts.framewise import decode_windows
-from pipelines.parts.references import crop_first_frames
-from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import (
     Memory,
     Video,
     VideoCodec,
+    VideoPolicy,
     count_patches,
     refuse_decode_frames,
     shape_of_clip,
 )
 
 
-class HunyuanPolicy(DiffusersPolicy):
+class HunyuanPolicy(VideoPolicy):
     """Wraps a HunyuanVideo pipeline, which guides away from the empty prompt.
 
     Subclasses define `read`, which encodes prompts, and `unguided`, which evaluates the network.
@@ -110,11 +109,8 @@ class HunyuanVideo(HunyuanPolicy):
         max_sequence_length: PositiveInt = 256,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(
-            *(path, HunyuanCodec(video, memory), lora, precision, guidance, max_sequence_length),
-            *(memory.gradient_checkpointing, memory.offload_text),
-        )
-        self.video = video
+        codec = HunyuanCodec(video, memory)
+        super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
         self.embedded_guidance = embedded_guidance
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
@@ -175,18 +171,8 @@ class HunyuanVideo15(HunyuanPolicy):
         max_sequence_length: PositiveInt = 1000,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(
-            *(
-                path,
-                VideoCodec(video, memory, one_by_one=True),
-                lora,
-                precision,
-                guidance,
-                max_sequence_length,
-            ),
-            *(memory.gradient_checkpointing, memory.offload_text),
-        )
-        self.video = video
+        codec = VideoCodec(video, memory, one_by_one=True)
+        super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
         reason = "the decoder of HunyuanVideo 1.5 attends over all frames: use memory.tile"
         refuse_decode_frames(memory, reason)
 

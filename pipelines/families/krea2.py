@@ -10,8 +10,8 @@ from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.families.qwen_image import QwenImage
 from pipelines.network.schedules import shift_by_size, shift_sigmas
 from pipelines.network.weights import ATTENTION, DTYPES, Lora
+from pipelines.parts.evaluation import pack, positions
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import pack, positions
 from pipelines.policy import Precision
 
 LORA = Lora(rank=32, alpha=32, target_modules=(*ATTENTION, "to_gate"))

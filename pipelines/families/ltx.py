@@ -10,12 +10,11 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.families.first_frame import FixedFirstFrame, mask_first_times
 from pipelines.network.schedules import shift_by_size
-from pipelines.network.weights import ATTENTION, Lora
+from pipelines.network.weights import ATTENTION, Lora, Precision
+from pipelines.parts.encoding import decode_windows
 from pipelines.parts.evaluation import guide, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.framewise import decode_windows
-from pipelines.policy import DiffusersPolicy, Precision
-from pipelines.video import Memory, Video, VideoCodec, count_patches, shape_of_clip
+from pipelines.video import Memory, Video, VideoCodec, VideoPolicy, count_patches, shape_of_clip
 
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter: on self- and cross-attention of every block."""
@@ -57,7 +56,7 @@ def patch_of(transformer: Config) -> tuple[int, int, int]:
     return transformer["patch_size_t"], size, size
 
 
-class LTX(DiffusersPolicy):
+class LTX(VideoPolicy):
     """Wraps an `LTXPipeline` folder or hub identifier as a text-to-video policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. It is not
@@ -83,11 +82,8 @@ class LTX(DiffusersPolicy):
         max_sequence_length: PositiveInt = 128,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(
-            *(path, LTXCodec(video, memory), lora, precision, guidance, max_sequence_length),
-            *(memory.gradient_checkpointing, memory.offload_text),
-        )
-        self.video = video
+        codec = LTXCodec(video, memory)
+        super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))

@@ -41,12 +41,11 @@ from pipelines.families.ltx2_guidance import (
     waveform,
 )
 from pipelines.network.schedules import shift_by_size
-from pipelines.network.weights import DTYPES, Lora
+from pipelines.network.weights import DTYPES, Lora, Precision
 from pipelines.parts.encoding import digest
 from pipelines.parts.evaluation import NEGATIVE, read_with_negatives, stack_rows
 from pipelines.parts.folder import Config
-from pipelines.policy import DiffusersPolicy, Precision
-from pipelines.video import Memory, Video, count_patches, shape_of_clip
+from pipelines.video import Memory, Video, VideoPolicy, count_patches, shape_of_clip
 
 
 class SoundCodec(LTXCodec, SoundDecoder):
@@ -79,7 +78,7 @@ class SoundCodec(LTXCodec, SoundDecoder):
         return [Sound(one, rate) for one in heard]
 
 
-class LTX2(DiffusersPolicy):
+class LTX2(VideoPolicy):
     """Wraps an `LTX2Pipeline` folder or hub identifier as a policy of clips with sound.
 
     A state holds the latents of the frames followed by those of the sound, see `SoundCodec`.
@@ -108,11 +107,8 @@ class LTX2(DiffusersPolicy):
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         codec = self.sound_decoder = self.sound_codec = SoundCodec(video, memory)
-        super().__init__(
-            *(path, codec, lora, precision, guidance, max_sequence_length),
-            *(memory.gradient_checkpointing, memory.offload_text),
-        )
-        self.video, self.streams = video, streams
+        super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
+        self.streams = streams
         self.evaluations_per_velocity = 1 + len(streams.weights(guidance))
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

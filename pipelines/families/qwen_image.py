@@ -18,9 +18,15 @@ from pipelines.codec import SingleFrameCodec
 from pipelines.network.schedules import round_times, shift_by_size
 from pipelines.network.weights import Lora
 from pipelines.parts.encoding import pad_text, pad_texts
-from pipelines.parts.evaluation import evaluate_by_kind, read_once, read_with_negatives
+from pipelines.parts.evaluation import (
+    evaluate_by_kind,
+    grid_of,
+    pack,
+    read_once,
+    read_with_negatives,
+    unpack,
+)
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import grid_of, pack, unpack
 from pipelines.policy import DiffusersPolicy, Precision
 
 NEGATIVE = " "

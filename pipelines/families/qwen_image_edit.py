@@ -13,11 +13,9 @@ from flowalign.types import Cond, Guidance, InputSpec, PositiveInt, Request
 from flowalign.utils.imports import LazyModule
 from pipelines.families.qwen_image import QwenImage
 from pipelines.network.weights import Lora
-from pipelines.parts.encoding import pad_text
-from pipelines.parts.evaluation import evaluate_by_kind, read_once, stack_rows, with_negatives
+from pipelines.parts.encoding import check_references, crop_reference, pad_text
+from pipelines.parts.evaluation import evaluate_by_kind, pack, read_once, stack_rows, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import pack
-from pipelines.parts.references import check_references, crop_reference
 from pipelines.policy import Precision
 
 _pipeline = LazyModule("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")

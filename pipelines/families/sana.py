@@ -11,10 +11,9 @@ from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
 from pipelines.network.schedules import shift_sigmas
 from pipelines.network.weights import ATTENTION, Lora
-from pipelines.parts.evaluation import guide, with_negatives
+from pipelines.parts.evaluation import grid_of, guide, with_negatives
 from pipelines.parts.folder import Config
 from pipelines.parts.libraries import diffusers
-from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(target_modules=ATTENTION)

@@ -10,9 +10,8 @@ from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
 from pipelines.network.schedules import scheduler_sigmas
 from pipelines.network.weights import Lora
-from pipelines.parts.evaluation import guide, with_negatives
+from pipelines.parts.evaluation import grid_of, guide, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
 

@@ -11,9 +11,8 @@ from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
 from pipelines.network.schedules import predict_flow, trailing_sigmas
 from pipelines.network.weights import Lora
-from pipelines.parts.evaluation import guide
+from pipelines.parts.evaluation import grid_of, guide
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))

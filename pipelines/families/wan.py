@@ -19,15 +19,15 @@ from pipelines.families.first_frame import (
 )
 from pipelines.families.wan_experts import Experts, join_experts, plan_experts
 from pipelines.network.schedules import has_whole_times, scheduler_sigmas
-from pipelines.network.weights import ATTENTION, Lora
+from pipelines.network.weights import ATTENTION, Lora, Precision
+from pipelines.parts.encoding import stream_frames
 from pipelines.parts.evaluation import with_negatives
 from pipelines.parts.folder import Config, check_channels
-from pipelines.parts.framewise import stream_frames
-from pipelines.policy import DiffusersPolicy, Precision
 from pipelines.video import (
     Memory,
     Video,
     VideoCodec,
+    VideoPolicy,
     count_patches,
     refuse_decode_frames,
     shape_of_clip,
@@ -80,7 +80,7 @@ class WanCodec(VideoCodec):
         return super().pieces(z) if together is None else stream_frames(self.vae, z, together)
 
 
-class Wan(DiffusersPolicy):
+class Wan(VideoPolicy):
     """Wraps a `WanPipeline` folder or hub identifier with one network as a text-to-video policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Schedule and
@@ -109,11 +109,8 @@ class Wan(DiffusersPolicy):
         max_sequence_length: PositiveInt = 512,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(
-            *(path, WanCodec(video, memory), lora, precision, guidance, max_sequence_length),
-            *(memory.gradient_checkpointing, memory.offload_text),
-        )
-        self.video = video
+        codec = WanCodec(video, memory)
+        super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
         if memory.tile:
             refuse_decode_frames(memory, "with memory.tile Wan decodes all frames of a tile")
 

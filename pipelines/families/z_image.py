@@ -14,9 +14,8 @@ from pipelines.codec import Codec
 from pipelines.network.schedules import shift_by_size
 from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.encoding import pad_texts
-from pipelines.parts.evaluation import read_once, with_negatives
+from pipelines.parts.evaluation import grid_of, read_once, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.parts.packing import grid_of
 from pipelines.policy import DiffusersPolicy, Precision
 
 _pipeline = LazyModule("diffusers.pipelines.z_image.pipeline_z_image")

@@ -1,30 +1,21 @@
-"""Prepares images, clips and references for models, decodes clips piece by piece, and names encoders."""
+"""Prepares images, clips and references for models, decodes clips in pieces, names encoders."""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch.nn.functional import pad
-from flowalign.functional.resizing import resize_to_cover
-from flowalign.types import InputSpec, Reference, Request
-from pipelines.parts.tensors import dequantize
-from collections.abc import Callable, Iterator
-from typing import Any
-import torch
-from jaxtyping import Float
-from torch import Tensor
-from flowalign.utils.imports import LazyModule
-from collections.abc import Sequence
 from jaxtyping import Bool, Float
 from PIL import Image
-from torch import Tensor
-from flowalign.functional.resizing import hole_within
-from flowalign.types import Policy, Reference, Request
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from flowalign.functional.resizing import hole_within, resize_to_cover
+from flowalign.types import InputSpec, Policy, Reference, Request
+from flowalign.utils.imports import LazyModule
+from pipelines.parts.tensors import dequantize
 
 SAMPLED = 65536
 """Maximum number of values per tensor that a digest reads."""

@@ -1,19 +1,16 @@
-"""Packs latents into tokens, evaluates velocities with guidance, and rows of different shapes separately."""
+"""Packs latents into tokens, and evaluates velocities with guidance and rows of all shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
-from flowalign.types import Cond
 from math import prod
 from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from flowalign.types import Cond
 
 NEGATIVE = "_neg"
 """Suffix of condition names that belong to the negative prompt."""

@@ -6,7 +6,7 @@ import torch
 from assets.shapes.world import render
 from flowalign.functional.resizing import hole_within, resize_to_cover
 from flowalign.types import Reference
-from pipelines.parts.references import crop_reference
+from pipelines.parts.encoding import crop_reference
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.families import assert_one_time_per_row
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipelines.parts.framewise import decode_windows
+from pipelines.parts.encoding import decode_windows
 
 
 def seen_frames(z):

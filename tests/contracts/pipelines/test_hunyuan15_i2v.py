@@ -8,7 +8,7 @@ from diffusers import ClassifierFreeGuidance
 
 from flowalign.types import Request
 from pipelines.families.hunyuan import HunyuanVideo15, HunyuanVideo15I2V
-from pipelines.parts.references import crop_reference
+from pipelines.parts.encoding import crop_reference
 from tests.fixtures.clips import (
     assert_official_clips,
     assert_reads_prompts_with_its_encoders_on_the_device,

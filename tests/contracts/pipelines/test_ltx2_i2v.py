@@ -8,7 +8,7 @@ from PIL import Image
 
 from pipelines.families.ltx2 import LTX2I2V
 from pipelines.families.ltx2_guidance import Streams
-from pipelines.parts.references import crop_reference
+from pipelines.parts.encoding import crop_reference
 from tests.fixtures.clips import PROMPTS, assert_official_clips, clip_family
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (

@@ -10,7 +10,7 @@ from diffusers import LTXImageToVideoPipeline
 
 from pipelines.families.first_frame import insert_first_frame
 from pipelines.families.ltx import LORA, LTXI2V
-from pipelines.parts.references import crop_reference
+from pipelines.parts.encoding import crop_reference
 from tests.fixtures.clips import PROMPTS, assert_official_clips, clip_family, official_steps
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (

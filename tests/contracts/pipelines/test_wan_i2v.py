@@ -8,7 +8,7 @@ from flowalign.data.media.media import Media
 from flowalign.data.media_record import read_reference
 from flowalign.types import Request
 from pipelines.families.wan import WanI2V
-from pipelines.parts.references import crop_reference
+from pipelines.parts.encoding import crop_reference
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
