@@ -99,7 +99,8 @@ def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
 
 def _print_benchmark(benchmark: "Benchmark", lines: "Sequence[BenchmarkLine]") -> None:
     """Print each number with its std over seeds, and the differences with 95 % intervals."""
-    from flowalign.reports.comparison_page import score, with_interval, with_std
+    from flowalign.reports.comparison_page import with_interval, with_std
+    from flowalign.reports.pages import score
 
     for line in lines:
         rows = {"before training": score(line.base)}
@@ -115,7 +116,8 @@ def _print_tables(comparison: "Comparison") -> None:
     After training, the difference to the baseline follows, with its 95 % interval.
     """
     from flowalign.reports.comparison_chart import DRAWN, spent_by_all, words
-    from flowalign.reports.comparison_page import count, score, with_interval, with_std
+    from flowalign.reports.comparison_page import count, with_interval, with_std
+    from flowalign.reports.pages import score
 
     rows, least = comparison.rows, "smallest detectable difference"
     finals = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,7 @@ from flowalign.types import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Range,
     Replay,
     SampleView,
     UnitInterval,
@@ -39,23 +40,15 @@ class FlowBPBridge(GradientPath):
 
     leaps: Leaps = field(default_factory=UniformLeaps)
     """Distribution of j, which is the second step of the drawn pair."""
-    active_steps: PositiveInt = 5
-    """Number of steps that the gradient reaches, at least 2. It is divided in proportion to the
-    numbers of steps before and after j."""
+    active_steps: Annotated[int, Range(least=2)] = 5
+    """Number of steps that the gradient reaches, at least 2: one before j, and j itself. It is
+    divided in proportion to the numbers of steps before and after j."""
     bias: NonNegativeFloat = 4.0
     """Exponent of the draw: step i of a part has a probability proportional to (i + 1)^bias."""
     rescale: NonNegativeFloat = 0.0
     """Strength with which gradients are scaled up for the inactive steps. 0: none, 1: fully."""
     alpha: UnitInterval = 0.5
     """Factor of the gradient through the network's input at j."""
-
-    def __post_init__(self) -> None:
-        """Reject fewer than 2 active steps."""
-        if self.active_steps < 2:
-            raise ValueError(
-                f"recipe.gradient_path FlowBPBridge.active_steps is {self.active_steps}; it needs "
-                "at least 2, one before j and j itself"
-            )
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
         """Yield the sample with the gradient of the drawn steps."""

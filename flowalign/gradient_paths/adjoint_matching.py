@@ -16,7 +16,6 @@ from flowalign.functional.path_gradient import control_error, pull_through_step
 from flowalign.functional.transition import linear_step
 from flowalign.gradient_paths.steps import require_steps
 from flowalign.types import GradientPath, PositiveFloat, PositiveInt, Replay, SampleView
-from flowalign.types.ranges import require_ranges
 
 _EARLY = 0.6
 """First share of the steps, in which half of the trained steps lie."""
@@ -41,10 +40,6 @@ class AdjointMatching(GradientPath):
     100."""
     trained_steps: PositiveInt = 4
     """Number of steps of a rollout that are trained. Published: 4 of 50."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "recipe.gradient_path AdjointMatching")
 
     @override
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:

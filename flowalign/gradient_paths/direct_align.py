@@ -44,6 +44,7 @@ class DirectAlign(GradientPath):
 
     def __post_init__(self) -> None:
         """Reject a window outside the schedule."""
+        super().__post_init__()
         first, last = self.window
         if not first < last <= self.schedule_steps:
             raise ValueError(

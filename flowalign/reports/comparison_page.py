@@ -25,7 +25,7 @@ from flowalign.reports.comparison_chart import (
     words,
 )
 from flowalign.reports.credit_view import CreditView, read_credit
-from flowalign.reports.pages import render
+from flowalign.reports.pages import render, score
 from flowalign.reports.records import read_json
 from flowalign.reports.run_report import COMPARISON_LINK, write_report
 from flowalign.utils.files import atomic_write, write_json, write_text
@@ -178,11 +178,6 @@ def each_seed(row: MethodRow, seeds: Sequence[int]) -> list[str]:
     """Format the final value of every seed; a dash for a missing run."""
     found = {run.seed: run.last.value for run in row.method.runs}
     return [score(found.get(seed, math.nan)) for seed in seeds]
-
-
-def score(value: float) -> str:
-    """Format a number with three decimals; a dash if it was not measured."""
-    return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
 def with_std(values: SeedStatistics) -> str:

@@ -141,6 +141,11 @@ def render(
     return environment.get_template(template).render(**values)
 
 
+def score(value: float) -> str:
+    """Format a number with three decimals; a dash if it was not measured."""
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
 def fit_scale(intervals: Sequence[tuple[float, float]], mark: float = 0.0) -> tuple[float, float]:
     """Return the offset and the factor that map a mark and all intervals to 0 to 100."""
     low = min([mark, *(low for low, _ in intervals)])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowalign.reports.credit_view import read_credit
-from flowalign.reports.pages import PALETTE, Chart, Line, render
+from flowalign.reports.pages import PALETTE, Chart, Line, render, score
 from flowalign.reports.panels import (
     chart,
     describe,
@@ -78,7 +78,7 @@ def write_report(folder: Path, running: bool = False) -> Path:
     compared = (folder / _COMPARISON).is_file()
     page = render(
         "run.html.j2",
-        {"number": _number, "signed": _signed},
+        {"number": score, "signed": _signed},
         name="/".join(folder.resolve().parts[-2 if compared else -1 :]),
         running=running,
         status="running" if running else summary.get("status", ""),
@@ -215,10 +215,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _count(value: float) -> str:
     return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.2f} M"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
 def _signed(value: float) -> str:

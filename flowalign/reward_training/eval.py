@@ -8,7 +8,7 @@ the scores. A pair without two valid scores counts as unscored instead of wrong.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from flowalign.reward_training.labelled_pairs import (
     number_groups,
     pair_rows,
 )
+from flowalign.types.ranges import NonNegativeInt, PositiveInt, Range, require_ranges
 
 MEASURES = {
     "accuracy_without_ties": "accuracy, ties left out",
@@ -65,11 +66,11 @@ class Measure:
 class Settings:
     """Settings of the bootstrap, the calibration curve and the folds."""
 
-    repeats: int = 500
+    repeats: NonNegativeInt = 500
     """Number of bootstrap resamples of the prompts; 0: no intervals."""
-    num_bins: int = 10
+    num_bins: PositiveInt = 10
     """Number of bins of the calibration curve."""
-    num_folds: int = 2
+    num_folds: Annotated[int, Range(least=2)] = 2
     """Number of folds of the prompts, for held-out thresholds and temperatures."""
     seed: int = 0
     both_bad: BothBad = "tie"
@@ -77,11 +78,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that are too small, and for unknown treatments."""
-        if self.both_bad not in get_args(BothBad):
-            raise ValueError(f"both_bad is {self.both_bad!r}; it must be tie or drop")
-        for name, least in (("repeats", 0), ("num_bins", 1), ("num_folds", 2)):
-            if (value := vars(self)[name]) < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        require_ranges(self)
 
 
 def evaluate(

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowalign.reports.pages import PALETTE, Chart, Line, fit_scale, render
+from flowalign.reports.pages import PALETTE, Chart, Line, fit_scale, render, score
 
 Content = dict[str, Any]
 """Content of `eval.json`."""
@@ -117,11 +117,6 @@ def calibration_chart(rows: Sequence[Content], dims: Sequence[str]) -> Chart | N
             )
         )
     return Chart("Calibration", "probability of the favourite", "share that it won", lines)
-
-
-def score(value: float) -> str:
-    """Format a score with three decimals; a dash if it is not finite."""
-    return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
 def interval(measure: Mapping[str, Any], scale: float = 1.0, digits: int = 3) -> str:

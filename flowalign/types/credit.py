@@ -196,6 +196,10 @@ class GradientPath(ABC):
     matches: ClassVar[bool] = False
     """Whether views have `matched` losses, which need stochastic rollouts."""
 
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges."""
+        require_ranges(self, f"recipe.gradient_path {type(self).__name__}")
+
     @abstractmethod
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
         """Yield clean latents with a gradient, one row per sample, once per scoring of the samples.

@@ -95,11 +95,6 @@ class EfficientNetLite0(Loadable):
         pixels = normalise(TF.center_crop(frames, [_SIZE, _SIZE]), _MEAN, _STD)
         return self.network.forward_head(self.network.forward_features(pixels), pre_logits=True)
 
-    def classify(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1000"]:
-        """Compute the logits of the ImageNet-1k classes."""
-        features = self.embed(frames)  # loads the network
-        return self.network.classifier(features)
-
 
 class Encoder(Component, ABC):
     """Encoder of single images and optionally prompts; subclass it for another network."""

@@ -303,5 +303,5 @@ def test_a_window_outside_the_schedule_is_refused(window):
 
 
 def test_a_bridge_with_one_side_is_refused():
-    with pytest.raises(ValueError, match="active_steps is 1; it needs at least 2"):
+    with pytest.raises(ValueError, match="active_steps is 1; it must be at least 2"):
         FlowBPBridge(active_steps=1)

@@ -68,7 +68,8 @@ def test_efficientnet_knows_what_is_on_photographs():
     encoder = EfficientNetLite0()
     frames = pixels(photo("coffee.png"), photo("chelsea.png", (600, 400)))[:, 0]
     with torch.no_grad():
-        coffee, cat = encoder.classify(frames).softmax(1)
+        features = encoder.embed(frames)
+        coffee, cat = encoder.network.classifier(features).softmax(1)
     assert int(coffee.argmax()) == 967  # espresso
     assert coffee[967] > 0.8
     assert 504 in coffee.topk(5).indices  # coffee mug
