@@ -100,13 +100,23 @@ def apply_options(kind: type, values: Mapping[str, Any], options: Sequence[str])
             entry = typing.get_args(typing.get_type_hints(kind)[keys[0]])[0]
             if keys[2] not in {field.name for field in fields(entry)}:
                 keys.insert(2, inline[keys[0]])
-        annotation = find_annotation(keys, changed, kind)
-        value = _read_value(key, text)
-        if value is None and (what := describe_misfit(None, annotation)):
-            raise ConfigError(f"{_COMMAND_LINE}: {key} is {what}")
-        replaces = typing.get_origin(annotation) in (dict, Mapping)
-        changed = nest_components(kind, _set_key(changed, keys, key, value, replaces))
+        changed = nest_components(kind, _apply(kind, changed, keys, _read_value(key, text), key))
     return changed
+
+
+def _apply(kind: type, values: Any, keys: Sequence[str], value: Any, key: str) -> Any:
+    """Return settings with a value laid over the one below `keys`; `key` is for messages."""
+    annotation = find_annotation(keys, values, kind)
+    if value is None and (what := describe_misfit(None, annotation)):
+        raise ConfigError(f"{_COMMAND_LINE}: {key} is {what}")
+    kinds = map(typing.get_origin, (annotation, *typing.get_args(annotation)))
+    replaces = annotation is Any or not {dict, Mapping}.isdisjoint(kinds)
+    if not isinstance(value, dict) or CLASS in value or replaces:
+        return _set_key(values, keys, key, value)
+    values = _set_key(values, keys, key, {})
+    for name, inner in value.items():
+        values = _apply(kind, values, [*keys, name], inner, f"{key}.{name}")
+    return values
 
 
 def _read_value(key: str, text: str) -> Any:
@@ -118,11 +128,13 @@ def _read_value(key: str, text: str) -> Any:
         raise ConfigError(f"--{key}: {text!r} is no YAML") from error
 
 
-def _set_key(base: Any, keys: Sequence[str], key: str, value: Any, replaces: bool) -> Any:
-    """Return settings with the value below `keys` set; `key` is the whole option, for messages."""
+def _set_key(base: Any, keys: Sequence[str], key: str, value: Any) -> Any:
+    """Return settings with the value below `keys` set; {} only makes sure that there is a mapping.
+
+    `key` is the whole option, for messages.
+    """
     if not keys:
-        whole = replaces or (isinstance(value, dict) and CLASS in value)
-        return value if whole else merge(base, value, _COMMAND_LINE, key)
+        return base if value == {} and isinstance(base, dict) else value
     first, *rest = keys
     if isinstance(base, list):
         if not first.isdigit() or int(first) >= len(base) or not rest:
@@ -131,17 +143,13 @@ def _set_key(base: Any, keys: Sequence[str], key: str, value: Any, replaces: boo
                 f"such as --{key.partition('.')[0]}.0.weight"
             )
         place = int(first)
-        return [
-            *base[:place],
-            _set_key(base[place], rest, key, value, replaces),
-            *base[place + 1 :],
-        ]
+        return [*base[:place], _set_key(base[place], rest, key, value), *base[place + 1 :]]
     if isinstance(base, str):  # a component named by its path alone
         base = {CLASS: base}
     inner = base if isinstance(base, dict) else {}
     if CLASS in inner and first not in (CLASS, ARGUMENTS):
         first, rest = ARGUMENTS, list(keys)
-    return inner | {first: _set_key(inner.get(first), rest, key, value, replaces)}
+    return inner | {first: _set_key(inner.get(first), rest, key, value)}
 
 
 def find_inline_fields(kind: type) -> dict[str, str]:

@@ -154,6 +154,17 @@ def test_overrides_reach_into_components_and_can_switch_them_off():
     assert run.policy.lora is None
 
 
+def test_a_mapping_changes_a_group_and_replaces_names():
+    held = {"held": "assets/shapes/prompts/train.txt"}
+    before = load(SHAPES)[0]
+    for option in (f"evaluation={{every: 3, prompts: {held}}}", f"evaluation.prompts={held}"):
+        run, _ = load(SHAPES, [option, "optimizer={warmup: 3}", "rewards.0.weight={shape: 2}"])
+        assert run.evaluation.prompts == held
+        assert run.evaluation.num_prompts == before.evaluation.num_prompts
+        assert run.optimizer == replace(before.optimizer, warmup=3)
+        assert run.build_rewards().weight_of == {"shape": 2.0}
+
+
 @pytest.mark.parametrize(
     ("override", "meant"),
     [
