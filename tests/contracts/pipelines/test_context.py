@@ -48,8 +48,8 @@ IMAGES += ("qwen_image_edit",)
 """Families of images whose networks have a plan."""
 
 
-def _tiny(name, folder, lora):
-    return TINY[name][1](folder)
+def _tiny(name, path, lora):
+    return TINY[name][1](path)
 
 
 KINDS |= {name: (TINY[name][0], partial(_tiny, name)) for name in IMAGES}
@@ -57,7 +57,7 @@ KINDS |= {name: (TINY[name][0], partial(_tiny, name)) for name in IMAGES}
 
 def _computed(processes, new, folder, divided):
     """A velocity, and gradients to the adapter and to a state, of a loss that weighs all tokens."""
-    policy = new(folder=folder, lora=EVERYWHERE)
+    policy = new(path=folder, lora=EVERYWHERE)
     move(policy)
     if divided:
         together = join("cpu", 2)

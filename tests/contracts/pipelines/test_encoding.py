@@ -8,12 +8,6 @@ from flowalign.functional.resizing import hole_within, resize_to_cover
 from flowalign.types import Reference
 from pipelines.parts.encoding import crop_reference
 from tests.fixtures.embedded import new_sd3
-from tests.fixtures.families import assert_one_time_per_row
-
-
-@pytest.mark.slow
-def test_rows_of_different_times_are_the_rows_alone_with_guidance():
-    assert_one_time_per_row(new_sd3(guidance=3.0), ["a red circle", "two blue squares"])
 
 
 def test_pictures_of_the_embedded_model_survive_the_round_trip():

@@ -7,28 +7,33 @@ import torch
 
 from flowalign.types import Request
 from pipelines.families.flux1 import Flux1, Flux1Fill
-from tests.fixtures.embedded import move
-from tests.fixtures.families import assert_official, noise, without_gradient
+from tests.fixtures.families import Family, noise, official_fill
 from tests.fixtures.pictures import HOLES, mask, picture
+from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_flux import build_flux
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def plain_fill(fill):
-    return fill.new()
+def family(tmp_path_factory) -> Family:
+    folder = tmp_path_factory.mktemp("flux1_fill")
+    return family_of(
+        "flux1_fill",
+        Flux1Fill,
+        official_fill,
+        folder,
+        {"num_attention_heads": 3},
+        cases=sizes("embedded_guidance", (48, 64, 30.0), (32, 80, 30.0)),
+    )
 
 
-@pytest.mark.parametrize(("height", "width"), [(48, 64), (32, 80)])
-def test_any_size_is_that_of_the_official_pipeline_at_the_mode(fill, height, width):
-    policy = fill.new(height=height, width=width, embedded_guidance=30.0)
-    move(policy)
-    whole = {"mask": mask(height, width)}
-    holes = [Request(h.prompt, (picture(k, height, width),), **whole) for k, h in enumerate(HOLES)]
-    assert_official(fill, policy, holes)
+class TestFlux1Fill(PictureContract):
+    pass
 
 
-def test_what_is_under_the_mask_does_not_matter_and_what_surrounds_it_does(plain_fill):
+def test_what_is_under_the_mask_does_not_matter_and_what_surrounds_it_does(plain):
     painted = HOLES[0].references[0].read()
     inside, outside = painted.clone(), painted.clone()
     inside[..., 10:20, 30:40] = 0.5
@@ -37,24 +42,24 @@ def test_what_is_under_the_mask_does_not_matter_and_what_surrounds_it_does(plain
         replace(HOLES[0], references=(replace(picture(9), read=one.clone),))
         for one in (inside, outside)
     ]
-    cond = plain_fill.encode([HOLES[0], *changed])["source"]
+    cond = plain.encode([HOLES[0], *changed])["source"]
     assert torch.equal(cond[1], cond[0])
     assert (cond[2] - cond[0]).abs().max() > 1e-2
 
 
-def test_the_mask_changes_the_velocity(plain_fill):
-    x, sigma = noise(plain_fill, 1), torch.tensor(0.6)
-    cond = plain_fill.encode(HOLES[:1])
+def test_the_mask_changes_the_velocity(plain):
+    x, sigma = noise(plain, 1), torch.tensor(0.6)
+    cond = plain.encode(HOLES[:1])
     other = dict(cond, source=cond["source"].clone())
     other["source"][:, 16:] = 1 - other["source"][:, 16:]  # the 64 channels behind the picture's
     with torch.no_grad():
-        difference = plain_fill.velocity(x, sigma, other) - plain_fill.velocity(x, sigma, cond)
+        difference = plain.velocity(x, sigma, other) - plain.velocity(x, sigma, cond)
     assert difference.abs().max() > 1e-3
 
 
-def test_a_request_is_encoded_alike_every_time(plain_fill):
+def test_a_request_is_encoded_alike_every_time(plain):
     """The pipeline would draw its latents."""
-    first, second = plain_fill.encode(HOLES), plain_fill.encode(HOLES)
+    first, second = plain.encode(HOLES), plain.encode(HOLES)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -67,21 +72,21 @@ def test_a_request_is_encoded_alike_every_time(plain_fill):
     ],
     ids=["no mask", "another size", "no hole"],
 )
-def test_a_mask_that_cannot_be_painted_is_refused(plain_fill, given, said):
+def test_a_mask_that_cannot_be_painted_is_refused(plain, given, said):
     with pytest.raises(ValueError, match=said):
-        plain_fill.encode([replace(HOLES[0], mask=given)])
+        plain.encode([replace(HOLES[0], mask=given)])
 
 
-def test_a_hole_that_the_crop_cuts_off_is_refused(plain_fill):
+def test_a_hole_that_the_crop_cuts_off_is_refused(plain):
     """Of 144 rows the middle 48 are kept."""
     tall = Request("a", (picture(1, 144, 64),), mask(144, 64, hole=(0, 40)))
     with pytest.raises(ValueError, match="is black within its 64x48"):
-        plain_fill.encode([tall])
+        plain.encode([tall])
 
 
 @pytest.mark.parametrize("cls", [Flux1, Flux1Fill])
-def test_a_network_of_the_other_kind_is_refused(fill, flux1, cls):
-    path = {Flux1: fill.path, Flux1Fill: flux1.path}[cls]
+def test_a_network_of_the_other_kind_is_refused(family, cls, tmp_path):
+    path = family.path if cls is Flux1 else build_flux(tmp_path)
     policy = cls(path, height=48, width=64)
     for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
         with pytest.raises(ValueError, match=r"channels, Flux1\w* provides") as caught:
@@ -89,11 +94,7 @@ def test_a_network_of_the_other_kind_is_refused(fill, flux1, cls):
         assert len(str(caught.value).splitlines()) <= 5
 
 
-def test_the_state_has_the_channels_of_the_autoencoder_and_the_plan_counts_its_tokens(fill):
-    plan = Flux1Fill(fill.path, height=48, width=64, max_sequence_length=40).plan()
+def test_the_state_has_the_channels_of_the_autoencoder_and_the_plan_counts_its_tokens(family):
+    plan = Flux1Fill(family.path, height=48, width=64, max_sequence_length=40).plan()
     assert plan.latent_shape == (16, 6, 8)
     assert plan.activation_bytes == 2 * 34 * (3 * 4 + 40) * 32 * 2
-
-
-def test_a_gradient_reaches_every_layer_of_the_adapter(fill):
-    assert without_gradient(fill.new(), fill.prompts) == set()

@@ -1,13 +1,12 @@
 """FLUX.2 dev satisfies the contract of policies; its guidance is an input of the network."""
 
 import pytest
-import torch
 
 from pipelines.families.flux2 import LORA, Flux2
-from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_official, noise, without_gradient
-from tests.fixtures.image_families import flux2_family
+from tests.fixtures.families import Family, without_gradient
+from tests.fixtures.image_families import flux2_latents, official_flux2
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
 from tests.fixtures.tiny_images import build_flux2
 
 pytestmark = pytest.mark.slow
@@ -15,39 +14,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return flux2_family(tmp_path_factory.mktemp("flux2"))
-
-
-@pytest.fixture(scope="module")
-def plain(family):
-    return family.new()
+    folder = tmp_path_factory.mktemp("flux2")
+    return family_of(
+        "flux2",
+        Flux2,
+        official_flux2,
+        folder,
+        {"num_attention_heads": 3},
+        latents=flux2_latents,
+        cases=sizes("embedded_guidance", (48, 64, 2.0), (32, 64, 4.0), (64, 64, 1.0)),
+    )
 
 
 class TestFlux2(PictureContract):
     """On the tiny pipeline."""
-
-
-@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 64, 4.0), (64, 64, 1.0)])
-def test_any_size_and_guidance_is_that_of_the_official_pipeline(family, height, width, guidance):
-    policy = family.new(height=height, width=width, embedded_guidance=guidance)
-    move(policy)
-    assert_official(family, policy, family.prompts)
-
-
-def test_a_seed_draws_the_noise_that_it_draws_in_the_official_pipeline(family, plain):
-    """The pipeline draws patches, of 16 channels here, before it packs them."""
-    x = noise(plain)
-    sizes = {"height": plain.height, "width": plain.width, "max_sequence_length": 384}
-    drawn = plain.pipe(
-        prompt=list(family.prompts),
-        num_inference_steps=2,
-        guidance_scale=plain.embedded_guidance,
-        generator=torch.Generator().manual_seed(5),
-        output_type="latent",
-        **sizes,
-    ).images
-    found = family.official(plain, family.prompts, x, 2, "latent")
-    assert torch.equal(drawn.mT.unflatten(2, plain.grid), found)
 
 
 def test_the_schedule_depends_on_the_number_of_steps_beyond_its_length(plain):

@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from pipelines.families.flux2 import Flux2Klein
-from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
-    assert_official,
-    assert_one_time_per_row,
     noise,
     requests_for,
-    without_gradient,
 )
-from tests.fixtures.image_families import klein_family
+from tests.fixtures.image_families import flux2_latents, official_flux2
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
 from tests.fixtures.tiny_images import build_flux2
 
 pytestmark = pytest.mark.slow
@@ -25,28 +22,21 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return klein_family(tmp_path_factory.mktemp("klein"))
-
-
-@pytest.fixture(scope="module")
-def plain(family):
-    return family.new()
+    folder = tmp_path_factory.mktemp("flux2_klein")
+    return family_of(
+        "flux2_klein",
+        Flux2Klein,
+        official_flux2,
+        folder,
+        {"num_attention_heads": 3},
+        latents=flux2_latents,
+        guided={"guidance": 3.0},
+        cases=sizes("guidance", (48, 64, 4.0), (64, 32, 1.0)),
+    )
 
 
 class TestFlux2Klein(PictureContract):
     """On the tiny pipeline."""
-
-
-@pytest.mark.parametrize(("height", "width", "guidance"), [(48, 64, 4.0), (64, 32, 1.0)])
-def test_any_size_and_guidance_is_that_of_the_official_pipeline(family, height, width, guidance):
-    policy = family.new(height=height, width=width, guidance=guidance)
-    move(policy)
-    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
-    assert_official(family, policy, family.prompts)
-
-
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
-    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
 
 
 def test_the_length_of_the_padding_is_part_of_the_model(family, plain):
@@ -60,10 +50,6 @@ def test_the_length_of_the_padding_is_part_of_the_model(family, plain):
             for policy in (plain, longer)
         ]
     assert (velocities[0] - velocities[1]).abs().max() > 1e-3
-
-
-def test_a_gradient_reaches_every_layer_of_the_adapter(family):
-    assert without_gradient(family.new(guidance=2.0), family.prompts) == set()
 
 
 def test_guidance_is_refused_where_the_folder_says_that_it_is_distilled(tmp_path):

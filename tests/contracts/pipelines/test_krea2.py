@@ -8,13 +8,12 @@ from pipelines.families.krea2 import DISTILLED_SHIFT, Krea2
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
-    assert_official,
-    assert_one_time_per_row,
     noise,
-    without_gradient,
+    qwen_latents,
 )
-from tests.fixtures.image_families import krea2_family, official_krea2
+from tests.fixtures.image_families import official_krea2
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
 from tests.fixtures.tiny_images import build_krea2, new_krea2
 
 pytestmark = pytest.mark.slow
@@ -22,12 +21,17 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return krea2_family(tmp_path_factory.mktemp("krea2"))
-
-
-@pytest.fixture(scope="module")
-def plain(family):
-    return family.new()
+    folder = tmp_path_factory.mktemp("krea2")
+    return family_of(
+        "krea2",
+        Krea2,
+        official_krea2,
+        folder,
+        {"num_attention_heads": 3},
+        latents=qwen_latents,
+        guided={"guidance": 3.0},
+        cases=sizes("guidance", (48, 64, 1.0), (48, 64, 5.5), (64, 32, 2.5)),
+    )
 
 
 class TestKrea2(PictureContract):
@@ -52,19 +56,6 @@ def test_in_bf16_norms_stay_in_float32_and_the_adapter_is_trained_in_it(family):
         assert (parameter.grad is not None) == ("lora_" in name)
 
 
-@pytest.mark.parametrize(("height", "width", "guidance"), [(48, 64, 5.5), (64, 32, 2.5)])
-def test_guided_velocities_are_those_of_the_official_pipeline(family, height, width, guidance):
-    """The pipeline's scales are 4.5 and 1.5."""
-    policy = family.new(height=height, width=width, guidance=guidance)
-    move(policy)
-    assert policy.evaluations_per_velocity == 2
-    assert_official(family, policy, family.prompts)
-
-
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
-    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
-
-
 def test_conditions_are_two_layers_of_every_token_and_a_mask(plain, family):
     """The template's end stands behind the padding."""
     cond = plain.encode(plain_requests(family.prompts))
@@ -83,20 +74,18 @@ def test_conditions_are_two_layers_of_every_token_and_a_mask(plain, family):
 def test_a_distilled_folder_has_one_shift_for_every_size(tmp_path, plain):
     """exp(1.15) / (exp(1.15) + 1 / sigma - 1) at sigma = 1/2 is .7595."""
     path = build_krea2(tmp_path, is_distilled=True)
-    policy = new_krea2(path)
+    policy = new_krea2(path=path)
     assert float(policy.schedule(2)[1]) == pytest.approx(0.75951, abs=1e-4)
     assert DISTILLED_SHIFT == 1.15
-    assert torch.equal(policy.schedule(4), new_krea2(path, height=96).schedule(4))
+    assert torch.equal(policy.schedule(4), new_krea2(path=path, height=96).schedule(4))
     assert not torch.equal(policy.schedule(4), plain.schedule(4))
     official_krea2(policy, ["a"], noise(policy, 1), 4, "latent")
     assert torch.equal(policy.schedule(4), policy.pipe.scheduler.sigmas)
 
 
-def test_a_gradient_reaches_every_layer_of_the_adapter(family):
-    """Also in the blocks that fuse the layers of a text."""
-    policy = family.new(guidance=2.0)
-    assert without_gradient(policy, family.prompts) == set()
-    adapted = [n for n, _ in policy.denoiser.named_modules() if n.endswith(".lora_A.default")]
+def test_the_adapter_is_also_where_layers_of_a_text_are_fused(plain):
+    """In the blocks that fuse the layers of a text."""
+    adapted = [n for n, _ in plain.denoiser.named_modules() if n.endswith(".lora_A.default")]
     assert len(adapted) == 5 * (2 + 1 + 1)
     assert sum("text_fusion" in name for name in adapted) == 5 * 2
 

@@ -1,6 +1,7 @@
 """LTX-2 satisfies the contract of policies; its sound, its state and its guidances are its own."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,22 +10,17 @@ from flowalign.training.reference import conditional
 from flowalign.types import plain_requests
 from pipelines.families.ltx2 import LTX2
 from pipelines.families.ltx2_guidance import BlockGradient, Streams
-from tests.fixtures.clips import (
-    assert_official_clips,
-    assert_reads_prompts_with_its_encoders_on_the_device,
-    clip_family,
-    clips,
-)
+from tests.fixtures.clips import clips
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
-    assert_one_time_per_row,
+    assert_official,
     noise,
     ours,
-    without_gradient,
 )
-from tests.fixtures.policy_contract import PolicyContract
-from tests.fixtures.tiny_ltx2 import build_ltx2, call_ltx2, new_ltx2, official_ltx2
+from tests.fixtures.policy_contract import ClipContract
+from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_ltx2 import call_ltx2, official_ltx2
 from tests.fixtures.tiny_video_others import of_clips
 
 pytestmark = pytest.mark.slow
@@ -33,25 +29,30 @@ ALL = Streams(audio_guidance=4.0, perturbed=1.5, perturbed_blocks=(1,), modality
 """Every guidance, of different weights."""
 
 
-class TestLTX2(PolicyContract):
+class TestLTX2(ClipContract):
     """On the fixture `family`."""
 
+    # denoised with sound, by several guidances: see below
+    test_clips_of_any_guidance_are_those_of_the_official_pipeline = None
+    test_each_step_is_taken_with_the_velocity_of_the_official_pipeline = None
     # text passes connectors, whose weights identify it as well: see below
     test_encoders_are_named_alike_in_every_load_and_apart_after_a_change = None
 
 
-@pytest.fixture(scope="session")
-def ltx2(tmp_path_factory) -> Family:
-    root = tmp_path_factory.mktemp("ltx2")
-    path, other = build_ltx2(root / "one"), build_ltx2(root / "other", num_layers=3)
-    made = clip_family(LTX2, path, other, (), official_ltx2)
-    changes = {"query": "attn1.to_q", "new": lambda **c: new_ltx2(**{"path": path} | c)}
-    return Family(**vars(made) | changes)
-
-
-@pytest.fixture
-def family(ltx2) -> Family:
-    return ltx2
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    folder = tmp_path_factory.mktemp("ltx2")
+    return family_of(
+        "ltx2",
+        partial(of_clips, LTX2),
+        official_ltx2,
+        folder,
+        {"num_layers": 3},
+        query="attn1.to_q",
+        seeded=False,  # sound as well, see below
+        guided={"guidance": 3.0, "streams": ALL},
+        frames=[(8, 7, 9)],
+    )
 
 
 def sound_of(policy, x):
@@ -70,22 +71,22 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_clips_and_sound_are_those_of_the_official_pipeline(ltx2, name):
+def test_clips_and_sound_are_those_of_the_official_pipeline(family, name):
     guidance, streams, evaluations = STREAMS[name]
-    policy, counted = ltx2.new(guidance=guidance, streams=streams), []
+    policy, counted = family.new(guidance=guidance, streams=streams), []
     assert policy.evaluations_per_velocity == evaluations
     move(policy)
     handle = policy.denoiser.register_forward_pre_hook(lambda *_: counted.append(1))
     policy.velocity(noise(policy), torch.tensor(0.5), policy.encode(plain_requests(PROMPTS)))
     handle.remove()
     assert len(counted) == evaluations
-    assert_official_clips(ltx2, policy)
+    assert_official(family, policy)
 
 
 @pytest.mark.parametrize("name", ["negative", "all"])
-def test_the_conditional_model_is_that_without_any_guidance(ltx2, name):
+def test_the_conditional_model_is_that_without_any_guidance(family, name):
     guidance, streams, _ = STREAMS[name]
-    policy, plain = ltx2.new(guidance=guidance, streams=streams), ltx2.new()
+    policy, plain = family.new(guidance=guidance, streams=streams), family.new()
     cond, x, sigma = policy.encode(plain_requests(PROMPTS)), noise(policy), torch.tensor(0.6)
     with torch.no_grad():
         found = conditional(policy).velocity(x, sigma, cond)
@@ -93,8 +94,8 @@ def test_the_conditional_model_is_that_without_any_guidance(ltx2, name):
         assert not torch.equal(found, policy.velocity(x, sigma, cond))
 
 
-def test_sound_is_that_of_the_official_pipeline(ltx2):
-    policy = ltx2.new(guidance=3.0, streams=ALL)
+def test_sound_is_that_of_the_official_pipeline(family):
+    policy = family.new(guidance=3.0, streams=ALL)
     x = noise(policy)
     sound = sound_of(policy, ours(policy, PROMPTS, x, 3))
     theirs = call_ltx2(policy, PROMPTS, x, 3, "pt").audio
@@ -103,8 +104,8 @@ def test_sound_is_that_of_the_official_pipeline(ltx2):
     torch.testing.assert_close(sound, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_a_seed_draws_the_noise_of_both_that_it_draws_in_the_official_pipeline(ltx2):
-    policy = ltx2.new()
+def test_a_seed_draws_the_noise_of_both_that_it_draws_in_the_official_pipeline(family):
+    policy = family.new()
     made = policy.pipe(
         list(PROMPTS),
         height=32,
@@ -130,9 +131,9 @@ def test_a_seed_draws_the_noise_of_both_that_it_draws_in_the_official_pipeline(l
     torch.testing.assert_close(sound_of(policy, mine), made.audio, atol=1e-5, rtol=1e-4)
 
 
-def test_a_state_is_the_video_and_then_five_twelfths_of_a_second_of_audio(ltx2):
+def test_a_state_is_the_video_and_then_five_twelfths_of_a_second_of_audio(family):
     """5 frames at 12 a second are .4167 s, at 25 latents a second 10; 3 x 2 x 4 of 4 channels."""
-    policy = ltx2.new()
+    policy = family.new()
     x = noise(policy)
     assert x.shape == (2, 4 * 3 * 2 * 4 + 2 * 10 * 2)
     video, audio = policy.state_parts.split(x)
@@ -151,12 +152,12 @@ def test_a_state_is_the_video_and_then_five_twelfths_of_a_second_of_audio(ltx2):
 PLAIN = STREAMS["nothing"][1]
 
 
-def test_the_gradient_of_audio_is_scaled_where_video_attends_to_it(ltx2):
+def test_the_gradient_of_audio_is_scaled_where_video_attends_to_it(family):
     """Velocities stay equal to the bit; without a gradient in any block, video ignores audio."""
     gradients, values = [], []
     for scale in (1.0, 0.5, 0.0):
         part = BlockGradient(start=0.0, stop=1.0, scale=scale)
-        policy = ltx2.new(streams=replace(PLAIN, audio_gradient=(part,)))
+        policy = family.new(streams=replace(PLAIN, audio_gradient=(part,)))
         x, cond = noise(policy).requires_grad_(), policy.encode(plain_requests(PROMPTS))
         v = policy.velocity(x, torch.tensor(0.6), cond)
         gradients.append(torch.autograd.grad(v[:, :96].sum(), x)[0][:, 96:])
@@ -171,43 +172,33 @@ def test_the_gradient_of_audio_is_scaled_where_video_attends_to_it(ltx2):
         BlockGradient(start=0.5, stop=0.5, scale=0.0)
 
 
-def test_rows_of_different_times_are_the_rows_alone_with_every_guidance(ltx2):
-    assert_one_time_per_row(ltx2.new(guidance=3.0, streams=ALL), PROMPTS)
-
-
-def test_the_adapter_is_on_the_six_attentions_of_every_block(ltx2):
-    policy = ltx2.new()
+def test_the_adapter_is_on_the_six_attentions_of_every_block(family):
+    policy = family.new()
     names = {n.partition(".lora_")[0] for n, p in policy.denoiser.named_parameters() if "lora" in n}
     kinds = {name.split(".")[2] for name in names}
     both = {"audio_to_video_attn", "video_to_audio_attn"}
     assert kinds == {"attn1", "attn2", "audio_attn1", "audio_attn2"} | both
     assert len(names) == 2 * 6 * 4
-    assert without_gradient(policy, PROMPTS) == set()
 
 
 @pytest.mark.parametrize("blocks", [(28,), ()])
-def test_blocks_that_the_network_does_not_have_are_refused(ltx2, blocks):
-    policy = of_clips(LTX2, ltx2.path, streams=Streams(perturbed_blocks=blocks))
+def test_blocks_that_the_network_does_not_have_are_refused(family, blocks):
+    policy = of_clips(LTX2, family.path, streams=Streams(perturbed_blocks=blocks))
     with pytest.raises(ValueError, match=r"perturbed_blocks is \[.*blocks 0 to 1"):
         policy.plan()
 
 
-def test_stored_clips_are_refused(ltx2):
-    policy = ltx2.new()
+def test_stored_clips_are_refused(family):
+    policy = family.new()
     with pytest.raises(ValueError, match=r"LTX2 denoises clips with sound, .* on rollouts"):
         policy.embed(clips(policy))
 
 
-def test_prompts_are_read_while_their_encoders_are_on_the_device(ltx2):
-    policy = ltx2.new(guidance=3.0, offload_text=True)
-    assert_reads_prompts_with_its_encoders_on_the_device(policy, PROMPTS)
-
-
-def test_the_name_of_the_text_encoder_depends_on_the_connectors_and_on_what_is_encoded(ltx2):
-    policy = ltx2.new()
+def test_the_name_of_the_text_encoder_depends_on_the_connectors_and_on_what_is_encoded(family):
+    policy = family.new()
     media, text = policy.encoders()
-    assert ltx2.new().encoders() == (media, text)
-    assert ltx2.new(guidance=3.0).encoders()[1] != text
+    assert family.new().encoders() == (media, text)
+    assert family.new(guidance=3.0).encoders()[1] != text
     with torch.no_grad():
         next(policy.pipe.connectors.parameters()).flatten()[3] += 1e-3
     assert (policy.encoders()[0] == media, policy.encoders()[1] == text) == (True, False)
@@ -217,8 +208,8 @@ def test_the_name_of_the_text_encoder_depends_on_the_connectors_and_on_what_is_e
     assert policy.encoders()[1] != text
 
 
-def test_negatives_are_conditions_of_the_empty_prompt(ltx2):
-    policy = ltx2.new(guidance=3.0)
+def test_negatives_are_conditions_of_the_empty_prompt(family):
+    policy = family.new(guidance=3.0)
     cond = policy.encode(plain_requests(PROMPTS))
     empty = policy.encode(plain_requests([""]))
     for name in ("text", "audio_text", "mask"):
@@ -226,19 +217,17 @@ def test_negatives_are_conditions_of_the_empty_prompt(ltx2):
         torch.testing.assert_close(cond[f"{name}_neg"], both)
 
 
-def test_the_plan_reads_no_weights_and_counts_video_and_audio_tokens(monkeypatch, ltx2):
+def test_the_plan_counts_video_and_audio_tokens(family):
     """9 frames: 5 x 2 x 4 tokens, and 9 of .375 s, through two layers of 16 channels."""
-    monkeypatch.setattr("pipelines.policy.load_pipeline", None)
-    monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
-    plan = of_clips(LTX2, ltx2.path, height=32, width=64, streams=ALL).plan()
+    plan = of_clips(LTX2, family.path, height=32, width=64, streams=ALL).plan()
     assert plan.latent_shape == (4 * 5 * 2 * 4 + 2 * 9 * 2,)
     assert plan.activation_bytes == 34 * 2 * 16 * (5 * 2 * 4 + 9) * 2
     assert plan.decode_bytes > 4 * 3 * 9 * 32 * 64
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_decoder_holds_no_more_latent_frames_than_it_may(ltx2, size):
-    policy, held = ltx2.new(num_frames=13, decode_frames=size), []
+def test_the_decoder_holds_no_more_latent_frames_than_it_may(family, size):
+    policy, held = family.new(num_frames=13, decode_frames=size), []
     policy.pipe.vae.decoder.register_forward_pre_hook(
         lambda module, inputs: held.append(inputs[0].shape[2])
     )

@@ -1,5 +1,7 @@
 """LTX-2 from a first frame satisfies the contract of policies, and clips start with the frame."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,17 +11,18 @@ from PIL import Image
 from pipelines.families.ltx2 import LTX2I2V
 from pipelines.families.ltx2_guidance import Streams
 from pipelines.parts.encoding import crop_reference
-from tests.fixtures.clips import PROMPTS, assert_official_clips, clip_family
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
+    PROMPTS,
     Family,
-    assert_one_time_per_row,
+    assert_official,
     noise,
     picture_for,
     requests_for,
 )
-from tests.fixtures.policy_contract import PolicyContract
-from tests.fixtures.tiny_ltx2 import build_ltx2, new_ltx2, official_ltx2_i2v
+from tests.fixtures.policy_contract import ClipContract
+from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_ltx2 import official_ltx2_i2v
 from tests.fixtures.tiny_video_others import of_clips
 
 pytestmark = pytest.mark.slow
@@ -28,43 +31,43 @@ ALL = Streams(audio_guidance=4.0, perturbed=1.5, perturbed_blocks=(1,), modality
 NONE = Streams(audio_guidance=None, perturbed=0.0, modality=1.0, rescale=0.0)
 
 
-class TestLTX2I2V(PolicyContract):
+class TestLTX2I2V(ClipContract):
     """On the fixture `family`."""
 
+    # denoised with sound, by several guidances: see below
+    test_clips_of_any_guidance_are_those_of_the_official_pipeline = None
+    test_each_step_is_taken_with_the_velocity_of_the_official_pipeline = None
     # conditions hold latents, and text passes connectors: both identify the text encoder as well
     test_encoders_are_named_alike_in_every_load_and_apart_after_a_change = None
     test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
 
-@pytest.fixture(scope="session")
-def ltx2(tmp_path_factory) -> Family:
-    root = tmp_path_factory.mktemp("ltx2_i2v")
-    path, other = build_ltx2(root / "one"), build_ltx2(root / "other", num_layers=3)
-    made = clip_family(LTX2I2V, path, other, (), official_ltx2_i2v)
-    new = {"new": lambda **c: new_ltx2(**{"path": path, "cls": LTX2I2V} | c)}
-    return Family(**vars(made) | {"query": "attn1.to_q"} | new)
-
-
-@pytest.fixture
-def family(ltx2) -> Family:
-    return ltx2
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    folder = tmp_path_factory.mktemp("ltx2_i2v")
+    return family_of(
+        "ltx2_i2v",
+        partial(of_clips, LTX2I2V),
+        official_ltx2_i2v,
+        folder,
+        {"num_layers": 3},
+        query="attn1.to_q",
+        guided={"guidance": 3.0, "streams": ALL},
+        frames=[(8, 7, 9)],
+    )
 
 
 @pytest.mark.parametrize(
     ("guidance", "streams"), [(1.0, NONE), (3.0, NONE), (3.0, ALL)], ids=["plain", "guided", "all"]
 )
-def test_clips_and_sound_are_those_of_the_official_pipeline(ltx2, guidance, streams):
-    policy = ltx2.new(guidance=guidance, streams=streams)
+def test_clips_and_sound_are_those_of_the_official_pipeline(family, guidance, streams):
+    policy = family.new(guidance=guidance, streams=streams)
     move(policy)
-    assert_official_clips(ltx2, policy)
+    assert_official(family, policy)
 
 
-def test_rows_of_different_times_are_the_rows_alone_with_every_guidance(ltx2):
-    assert_one_time_per_row(ltx2.new(guidance=3.0, streams=ALL), PROMPTS)
-
-
-def test_the_first_frame_is_compressed_and_encoded_as_in_the_official_pipeline(ltx2):
-    policy = ltx2.new()
+def test_the_first_frame_is_compressed_and_encoded_as_in_the_official_pipeline(family):
+    policy = family.new()
     first = policy.encode(requests_for(policy, PROMPTS))["first"]
     assert (first[0] - first[1]).abs().max() > 1e-3
     for k, prompt in enumerate(PROMPTS):
@@ -83,14 +86,14 @@ def test_the_first_frame_is_compressed_and_encoded_as_in_the_official_pipeline(l
         assert (theirs - plain).abs().max() > 1e-3, "compression changes the picture"
 
 
-def test_a_machine_without_av_is_refused_before_weights(ltx2, monkeypatch):
+def test_a_machine_without_av_is_refused_before_weights(family, monkeypatch):
     monkeypatch.setattr("pipelines.families.ltx2.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"need av: pip install 'flowalign-diffusion\[video\]'"):
-        of_clips(LTX2I2V, ltx2.path).plan()
+        of_clips(LTX2I2V, family.path).plan()
 
 
-def test_the_frame_that_is_given_has_time_0_and_the_sound_has_that_of_the_clip(ltx2):
-    policy, told = ltx2.new(), []
+def test_the_frame_that_is_given_has_time_0_and_the_sound_has_that_of_the_clip(family):
+    policy, told = family.new(), []
     policy.denoiser.register_forward_pre_hook(
         lambda module, args, inputs: told.append(inputs), with_kwargs=True
     )
@@ -103,8 +106,8 @@ def test_the_frame_that_is_given_has_time_0_and_the_sound_has_that_of_the_clip(l
     assert told[0]["audio_timestep"].tolist() == told[0]["sigma"].tolist() == [600.0, 200.0]
 
 
-def test_what_the_state_has_in_place_of_the_first_frame_is_not_seen(ltx2):
-    policy = ltx2.new(guidance=3.0, streams=ALL)
+def test_what_the_state_has_in_place_of_the_first_frame_is_not_seen(family):
+    policy = family.new(guidance=3.0, streams=ALL)
     x, sigma, cond = noise(policy), torch.tensor(0.6), policy.encode(requests_for(policy, PROMPTS))
     video, audio = policy.state_parts.split(x)
     other = video.clone()

@@ -9,76 +9,71 @@ import torch
 from diffusers import LTXImageToVideoPipeline
 
 from pipelines.families.first_frame import insert_first_frame
-from pipelines.families.ltx import LORA, LTXI2V
+from pipelines.families.ltx import LTXI2V
 from pipelines.parts.encoding import crop_reference
-from tests.fixtures.clips import PROMPTS, assert_official_clips, clip_family, official_steps
+from tests.fixtures.clips import official_steps
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
+    PROMPTS,
     Family,
-    assert_one_time_per_row,
+    called,
     noise,
     picture_for,
     requests_for,
 )
-from tests.fixtures.policy_contract import PolicyContract
-from tests.fixtures.tiny_video_others import build_ltx
+from tests.fixtures.policy_contract import ClipContract
+from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_video_others import of_clips
 
 pytestmark = pytest.mark.slow
 
 
-class TestLTXI2V(PolicyContract):
+class TestLTXI2V(ClipContract):
     """On the fixture `family`."""
 
+    # its scheduler sees the frames after the first: see below
+    test_each_step_is_taken_with_the_velocity_of_the_official_pipeline = None
     # conditions hold latents: what identifies the VAE identifies them
     test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
 
-def official_i2v(policy: LTXI2V, prompts, x, num_steps, output_type):
+def official_i2v(policy: LTXI2V, prompts, *run):
     """The pipeline takes states that begin with the latents of the image."""
     first = policy.encode(requests_for(policy, prompts))["first"]
-    made = policy.pipe(
-        prompt=list(prompts),
-        height=policy.height,
-        width=policy.width,
-        frame_rate=policy.fps,
-        num_frames=policy.video.num_frames,
-        num_inference_steps=num_steps,
+    return called(
+        policy,
+        list(prompts),
+        *run,
+        to=lambda x: insert_first_frame(x, first).flatten(2).mT,
+        back=lambda made: made.mT.unflatten(2, policy.grid),
         guidance_scale=policy.guidance,
-        latents=insert_first_frame(x, first).flatten(2).mT,
-        output_type=output_type,
+        frame_rate=policy.fps,
         max_sequence_length=policy.max_sequence_length,
-    ).frames
-    return made.mT.unflatten(2, x.shape[2:]) if output_type == "latent" else made
-
-
-@pytest.fixture(scope="session")
-def ltx(tmp_path_factory) -> Family:
-    root = tmp_path_factory.mktemp("ltx_i2v")
-    other = build_ltx(root / "other", num_attention_heads=3, cross_attention_dim=24)
-    settings = {"guidance": 1.0, "max_sequence_length": 20}
-    return clip_family(
-        LTXI2V, build_ltx(root / "ltx"), other, LORA.target_modules, official_i2v, **settings
     )
 
 
-@pytest.fixture
-def family(ltx) -> Family:
-    return ltx
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    folder = tmp_path_factory.mktemp("ltx_i2v")
+    return family_of(
+        "ltx_i2v",
+        partial(of_clips, LTXI2V),
+        official_i2v,
+        folder,
+        {"num_attention_heads": 3, "cross_attention_dim": 24},
+        query="to_q",
+        guided={"guidance": 3.0},
+        cases=[{}, {"guidance": 3.0}],
+        frames=[(8, 1, 9)],
+    )
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
-def test_clips_are_those_of_the_official_pipeline(ltx, guidance):
-    policy = ltx.new(guidance=guidance)
-    move(policy)
-    assert_official_clips(ltx, policy)
-
-
-def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(ltx):
+def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(family):
     """Its scheduler sees the frames after the first."""
-    policy = ltx.new(guidance=3.0, fps=11.0)
+    policy = family.new(guidance=3.0, fps=11.0)
     move(policy)
     x = noise(policy)
-    steps = official_steps(ltx, policy, x, 4)
+    steps = official_steps(policy, partial(official_i2v, policy, PROMPTS, x, 4, "latent"))
     sigmas, cond = policy.schedule(4), policy.encode(requests_for(policy, PROMPTS))
     for sigma, step in zip(sigmas, steps, strict=False):
         state = torch.cat([x[:, :, :1], step["sample"]], 2)
@@ -87,13 +82,9 @@ def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(ltx):
         torch.testing.assert_close(velocity, step["prediction"], atol=1e-5, rtol=1e-5)
 
 
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(ltx):
-    assert_one_time_per_row(ltx.new(guidance=3.0), PROMPTS)
-
-
-def test_the_first_frame_is_encoded_as_in_the_official_pipeline(ltx):
+def test_the_first_frame_is_encoded_as_in_the_official_pipeline(family):
     """It draws from the autoencoder's distribution; here it takes the mode."""
-    policy = ltx.new()
+    policy = family.new()
     first = policy.encode(requests_for(policy, PROMPTS))["first"]
     assert (first[0] - first[1]).abs().max() > 1e-3
     module = importlib.import_module(LTXImageToVideoPipeline.__module__)
@@ -109,8 +100,8 @@ def test_the_first_frame_is_encoded_as_in_the_official_pipeline(ltx):
         torch.testing.assert_close(first[k : k + 1].flatten(2), theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_what_the_state_has_in_place_of_the_first_frame_is_not_seen(ltx):
-    policy = ltx.new()
+def test_what_the_state_has_in_place_of_the_first_frame_is_not_seen(family):
+    policy = family.new()
     x, sigma, cond = noise(policy), torch.tensor(0.6), policy.encode(requests_for(policy, PROMPTS))
     other = x.clone()
     other[:, :, 0] += 5.0

@@ -10,13 +10,11 @@ from pipelines.families.qwen_image import QwenImage21
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
-    assert_official,
-    assert_one_time_per_row,
     noise,
-    without_gradient,
 )
-from tests.fixtures.image_families import qwen21_family
+from tests.fixtures.image_families import official_qwen21, qwen21_latents
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
 from tests.fixtures.tiny_images import build_qwen21
 from tests.fixtures.twins import new_any
 
@@ -25,12 +23,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return qwen21_family(tmp_path_factory.mktemp("qwen21"))
-
-
-@pytest.fixture(scope="module")
-def plain(family):
-    return family.new()
+    folder = tmp_path_factory.mktemp("qwen_image21")
+    return family_of(
+        "qwen_image21",
+        QwenImage21,
+        official_qwen21,
+        folder,
+        {"num_attention_heads": 3},
+        latents=qwen21_latents,
+        seeded=False,
+        comfyui=False,
+        guided={"guidance": 3.0},
+        cases=sizes("guidance", (32, 64, 3.0), (64, 32, 1.0)),
+    )
 
 
 class TestQwenImage21(PictureContract):
@@ -38,33 +43,12 @@ class TestQwenImage21(PictureContract):
 
     # samples of prompts of different lengths are evaluated apart, which a critic refuses
     test_credit_observes_features_that_know_state_and_prompt = None
-    # ComfyUI has no known key prefix for an adapter of this network
-    test_an_export_for_comfyui_acts_alike_by_its_rules = None
-    test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
 
 
 def test_a_critic_refuses_prompts_of_different_lengths(plain, family):
     cond, x = plain.encode(plain_requests(family.prompts)), noise(plain)
     with torch.no_grad(), pytest.raises(ValueError, match="samples of different lengths sep"):
         FeatureRecorder(plain).velocity(x, torch.tensor(0.5), cond)
-
-
-def test_comfyui_is_refused_as_a_target(plain, tmp_path):
-    plain.save_weights(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no known key prefix .*QwenImage21Transformer2DModel"):
-        plain.network.check_export(str(tmp_path), "comfyui")
-
-
-@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 64, 3.0), (64, 32, 1.0)])
-def test_any_size_and_guidance_is_that_of_the_official_pipeline(family, height, width, guidance):
-    policy = family.new(height=height, width=width, guidance=guidance)
-    move(policy)
-    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
-    assert_official(family, policy, family.prompts)
-
-
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
-    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
 
 
 def test_what_stands_behind_a_text_changes_nothing_and_its_length_is_kept(plain, family):
@@ -91,10 +75,6 @@ def test_pictures_are_laid_over_white_by_their_alpha(plain, monkeypatch):
     monkeypatch.setattr(plain.pipe.vae, "decode", lambda z, return_dict: (made,))
     expected = torch.tensor([0.75, 0.875, 1.0]).view(1, 1, 3, 1, 1)
     torch.testing.assert_close(plain.decode(noise(plain, 1)), expected)
-
-
-def test_a_gradient_reaches_every_layer_of_the_adapter(family):
-    assert without_gradient(family.new(guidance=2.0), family.prompts) == set()
 
 
 def test_velocities_are_those_of_the_generic_policy(family):

@@ -7,17 +7,17 @@ from diffusers import DPMSolverMultistepScheduler
 from flowalign.training.reference import reference_for
 from flowalign.types import plain_requests
 from pipelines.any_pipeline.any_flow import Call
+from pipelines.families.sana import Sana
 from pipelines.network.weights import ATTENTION, Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
+    PROMPTS,
     Family,
-    assert_official,
-    assert_one_time_per_row,
     noise,
-    without_gradient,
 )
-from tests.fixtures.image_families import PROMPTS, sana_family
+from tests.fixtures.image_families import official_sana, sana_latents
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
 from tests.fixtures.twins import new_any
 
 pytestmark = pytest.mark.slow
@@ -25,12 +25,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return sana_family(tmp_path_factory.mktemp("sana"))
-
-
-@pytest.fixture(scope="module")
-def plain(family):
-    return family.new()
+    folder = tmp_path_factory.mktemp("sana")
+    return family_of(
+        "sana",
+        Sana,
+        official_sana,
+        folder,
+        {"num_attention_heads": 3, "num_cross_attention_heads": 3, "cross_attention_dim": 12},
+        query="attn1.to_q",
+        latents=sana_latents,
+        exports=("diffusers", "merged"),  # and peft below
+        comfyui=False,
+        guided={"guidance": 3.0},
+        cases=sizes("guidance", (32, 64, 1.0), (32, 64, 4.5), (64, 32, 1.0)),
+    )
 
 
 class TestSana(PictureContract):
@@ -41,18 +49,6 @@ class TestSana(PictureContract):
     test_a_saved_adapter_gives_the_same_numbers_in_peft = None
     test_the_reference_of_an_adapter_is_the_base_model_however_far_it_has_moved = None
     test_an_untouched_adapter_is_the_base_model = None
-
-    @pytest.mark.parametrize("target", ["diffusers", "merged"])  # and peft below
-    def test_an_export_reads_back_as_it_was_by_the_loader_of_its_target(
-        self, tmp_path, family, plain, target
-    ):
-        super().test_an_export_reads_back_as_it_was_by_the_loader_of_its_target(
-            tmp_path, family, plain, target
-        )
-
-    # ComfyUI has no known key prefix for an adapter of this network
-    test_an_export_for_comfyui_acts_alike_by_its_rules = None
-    test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
 
 
 def test_reference_and_peft_are_equal_but_for_the_order_of_products(family, tmp_path):
@@ -69,20 +65,6 @@ def test_reference_and_peft_are_equal_but_for_the_order_of_products(family, tmp_
     assert (policy.velocity(x, sigma, cond) - expected).abs().max() > 1e-3
     torch.testing.assert_close(reference.velocity(x, sigma, cond), expected, **close)
     assert policy.network.export(policy, str(tmp_path), "peft", "bf16") < 2e-6
-
-
-def test_comfyui_is_refused_as_a_target(plain, tmp_path):
-    plain.save_weights(str(tmp_path))
-    with pytest.raises(ValueError, match=r"no known key prefix .*SanaTransformer2DModel"):
-        plain.network.check_export(str(tmp_path), "comfyui")
-
-
-@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 64, 4.5), (64, 32, 1.0)])
-def test_any_size_and_guidance_is_that_of_the_official_pipeline(family, height, width, guidance):
-    policy = family.new(height=height, width=width, guidance=guidance)
-    move(policy)
-    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
-    assert_official(family, policy, family.prompts)
 
 
 def test_the_schedule_is_shifted_once_and_ends_at_zero(plain):
@@ -133,15 +115,9 @@ def test_velocities_are_those_of_the_generic_policy_at_whole_times(family):
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
-    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
-
-
-def test_a_gradient_reaches_every_layer_of_the_adapter(family):
+def test_the_adapter_is_on_both_kinds_of_attention(plain):
     """Those of self-attention and of cross attention."""
-    policy = family.new(guidance=2.0)
-    assert without_gradient(policy, family.prompts) == set()
-    adapted = [n for n, _ in policy.denoiser.named_modules() if n.endswith(".lora_A.default")]
+    adapted = [n for n, _ in plain.denoiser.named_modules() if n.endswith(".lora_A.default")]
     assert len(adapted) == 2 * 8
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from flowalign.functional.transition import FlowSDE
 from flowalign.types import Batch, Fields
-from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.embedded import new_sd3
 from tests.fixtures.families import (
     GOLDEN,
     SD3_FAMILY,
@@ -26,23 +26,9 @@ PROMPTS = SD3_FAMILY.prompts
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5], ids=["plain", "guided"])
-@pytest.mark.parametrize("model", ["embedded", "tiny"])
-def test_latents_and_pictures_are_those_of_the_official_pipeline(model, guidance):
-    settings = {} if model == "embedded" else TINY_SD3
-    policy = new_sd3(**settings, guidance=guidance)
-    if model == "embedded":
-        move(policy)
-    assert_official(
-        SD3_FAMILY, policy, PROMPTS if model == "embedded" else SD3_FAMILY.other_prompts
-    )
-
-
-def test_guidance_changes_the_picture_and_costs_two_evaluations():
-    plain, guided = new_sd3(guidance=1.0), new_sd3(guidance=3.0)
-    assert (plain.evaluations_per_velocity, guided.evaluations_per_velocity) == (1, 2)
-    x = noise(plain)
-    difference = ours(plain, PROMPTS, x, 2) - ours(guided, PROMPTS, x, 2)
-    assert difference.abs().max() > 1e-3
+def test_a_network_of_random_weights_is_that_of_the_official_pipeline(guidance):
+    policy = new_sd3(**TINY_SD3, guidance=guidance)
+    assert_official(SD3_FAMILY, policy, SD3_FAMILY.other_prompts)
 
 
 def test_latents_are_those_recorded_from_the_reference_pipeline():

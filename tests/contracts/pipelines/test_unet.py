@@ -14,13 +14,13 @@ from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
     assert_official,
-    assert_one_time_per_row,
     noise,
+    official_unet,
     requests_for,
-    unet_family,
 )
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_unet import BETAS, TARGETS, build_sd15, build_sdxl, new_sd15, new_sdxl
+from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_unet import BETAS, TARGETS, build_sd15, new_sd15, new_sdxl
 
 pytestmark = pytest.mark.slow
 
@@ -31,45 +31,36 @@ class TestUNets(PictureContract):
     """On both families of the fixture `family`."""
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("unets")
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> dict[str, Family]:
+    root, narrow = tmp_path_factory.mktemp("unets"), {"block_out_channels": (16, 24)}
+    more = {"query": "attn2.to_q", "guided": {"guidance": 3.0}, "cases": [{}, {"guidance": 3.0}]}
+    v = narrow | {"prediction_type": "v_prediction"}
     return {
-        "sd15": build_sd15(root / "sd15"),
-        "v": build_sd15(root / "v", "v_prediction", block_out_channels=(16, 24)),
-        "data": build_sd15(root / "data", "sample"),
-        "sdxl": build_sdxl(root / "sdxl"),
-        "sdxl other": build_sdxl(root / "other", block_out_channels=(16, 24)),
+        "sd15": family_of("sd15", SD15, official_unet, root / "sd15", v, **more),
+        "sdxl": family_of("sdxl", SDXL, official_unet, root / "sdxl", narrow, seeded=False, **more),
     }
 
 
+@pytest.fixture(scope="module")
+def folders(families, tmp_path_factory) -> dict[str, str]:
+    data = build_sd15(tmp_path_factory.mktemp("data"), "sample")
+    found = {name: family.path for name, family in families.items()}
+    return found | {"v": families["sd15"].other["path"], "data": data}
+
+
 @pytest.fixture(params=["sd15", "sdxl"])
-def family(request, folders) -> Family:
-    if request.param == "sd15":
-        return unet_family(new_sd15, SD15, folders["sd15"], folders["v"])
-    return unet_family(new_sdxl, SDXL, folders["sdxl"], folders["sdxl other"])
+def family(request, families) -> Family:
+    return families[request.param]
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
-@pytest.mark.parametrize("model", ["sd15", "v", "data", "sdxl"])
-def test_pictures_are_those_of_the_official_sampler(folders, model, guidance):
-    """DDIM for Stable Diffusion, Euler for SDXL, for every prediction type.
-
-    If the number of steps does not divide 1000, diffusers' DDIM steps to a timestep that is off by
-    one.
-    """
-    new = new_sdxl if model == "sdxl" else new_sd15
-    family = unet_family(new, SD15, folders[model], folders[model])
-    policy = family.new(guidance=guidance)
-    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
+@pytest.mark.parametrize("model", ["v", "data"])
+def test_pictures_of_every_prediction_type_are_those_of_ddim(families, folders, model, guidance):
+    """If the number of steps does not divide 1000, diffusers' steps are off by one timestep."""
+    policy = families["sd15"].new(path=folders[model], guidance=guidance)
     move(policy)
-    assert_official(family, policy, PROMPTS, num_steps=5)
-
-
-@pytest.mark.parametrize("model", ["sd15", "sdxl"])
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(folders, model):
-    new = new_sdxl if model == "sdxl" else new_sd15
-    assert_one_time_per_row(new(folders[model], guidance=3.0), PROMPTS)
+    assert_official(families["sd15"], policy, num_steps=5)
 
 
 @pytest.mark.parametrize(("model", "space"), [("sd15", "noise"), ("v", "v"), ("data", "data")])

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from flowalign.functional.resizing import resize_to_cover
 from pipelines.families.wan import Wan, WanI2V
 from tests.fixtures.embedded import move
-from tests.fixtures.families import noise, requests_for
+from tests.fixtures.families import PROMPTS, noise, requests_for
 from tests.fixtures.tiny_video import (
-    PROMPTS,
     build_wan,
     build_wan22_5b,
     build_wan_i2v,

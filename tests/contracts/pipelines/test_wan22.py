@@ -17,17 +17,24 @@ from pipelines.network.adapter_files import LORA_FILE
 from pipelines.network.weights import Lora
 from tests.fixtures.comfyui import merge
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_one_time_per_row, noise, requests_for, rows
-from tests.fixtures.policy_contract import WanContract
-from tests.fixtures.tiny_video import (
+from tests.fixtures.families import (
     PROMPTS,
-    assert_official_film,
+    Family,
+    assert_official,
+    assert_one_time_per_row,
+    assert_weights_come_back,
+    noise,
+    requests_for,
+    rows,
+)
+from tests.fixtures.policy_contract import WanContract
+from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_video import (
     assert_official_velocities,
     build_wan,
-    build_wan22,
     new_video,
+    official_wan,
     tiny_video,
-    video_family,
 )
 
 pytestmark = pytest.mark.slow
@@ -40,56 +47,53 @@ class TestWan22(WanContract):
     test_a_saved_adapter_gives_the_same_numbers_in_plain_diffusers = None
     test_a_saved_adapter_gives_the_same_numbers_in_peft = None
     test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
-    test_an_export_for_comfyui_acts_alike_by_its_rules = None
+    test_an_export_for_comfyui_acts_alike_by_its_rules_or_is_refused = None
     test_an_adapter_of_a_version_that_knew_only_diffusers_comes_back = None
     test_a_file_of_an_adapter_that_was_copied_alone_loads_where_alpha_is_the_rank = None
     test_fully_trained_weights_load_in_plain_diffusers = None
+    # a state is of one network: see below
+    test_a_gradient_reaches_every_layer_of_the_adapter = None
 
 
 TRAINED = {"both": ("high", "low"), "high": ("high",), "low": ("low",)}
 PARTS = {"high": "transformer", "low": "transformer_2"}
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("wan22")
-    return {"14b": build_wan22(root / "14b"), "other": build_wan22(root / "o", num_layers=3)}
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    folder, cls = tmp_path_factory.mktemp("wan22"), partial(tiny_video, Wan22)
+    more = {"query": "attn1.to_q", "tolerance": 1e-5, "frames": [(6, 5, 9)]}
+    more |= {"guided": {"guidance": 3.5, "experts": Experts(guidance_2=1.7)}}
+    guided = [(g, g2) for g in (1.0, 3.5) for g2 in (2.0, None)]
+    more["cases"] = [{"guidance": g, "experts": Experts(guidance_2=g2)} for g, g2 in guided]
+    return family_of("wan22", cls, official_wan, folder, **more)
 
 
-@pytest.fixture
-def family(folders) -> Family:
-    return video_family(Wan22, partial(new_video, Wan22), folders["14b"], folders["other"])
-
-
-def new(folders, **changes) -> Wan22:
-    return new_video(Wan22, folders["14b"], **{"guidance": 3.5} | changes)
+def new(family, **changes) -> Wan22:
+    return new_video(Wan22, family.path, **{"guidance": 3.5} | changes)
 
 
 def sides_at(policy, num_steps) -> list[bool]:
     return (policy.schedule(num_steps)[:-1] >= policy.denoiser.boundary / 1000).tolist()
 
 
-@pytest.mark.parametrize("guidance_2", [2.0, None])
-@pytest.mark.parametrize("guidance", [1.0, 3.5], ids=["plain", "guided"])
-def test_velocities_and_films_are_those_of_the_official_pipeline(folders, guidance, guidance_2):
-    policy = new(folders, guidance=guidance, experts=Experts(guidance_2=guidance_2))
-    move(policy)
+def test_both_networks_act_in_what_is_compared_with_the_official_pipeline(family):
+    policy = new(family)
     assert sides_at(policy, 5) == [True, True, True, True, False]
-    assert_official_velocities(policy, PROMPTS, num_steps=5)
     assert sides_at(policy, 6) == [True, True, True, True, False, False]
-    assert_official_film(policy, PROMPTS, num_steps=6)
+    assert_official(family, policy, num_steps=6)
 
 
-def test_the_boundary_of_the_folder_can_be_overridden(folders):
-    policy = new(folders, experts=Experts(guidance_2=1.7, boundary_ratio=0.97))
+def test_the_boundary_of_the_folder_can_be_overridden(family):
+    policy = new(family, experts=Experts(guidance_2=1.7, boundary_ratio=0.97))
     assert sides_at(policy, 5) == [True, True, False, False, False]
     policy.pipe.register_to_config(boundary_ratio=0.97)
     assert_official_velocities(policy, PROMPTS, num_steps=5)
 
 
-def test_rows_on_both_sides_of_the_boundary_are_the_rows_alone(folders):
+def test_rows_on_both_sides_of_the_boundary_are_the_rows_alone(family):
     """875 itself is high noise, 874 is not."""
-    policy = new(folders, experts=Experts(guidance_2=1.7))
+    policy = new(family, experts=Experts(guidance_2=1.7))
     assert_one_time_per_row(policy, PROMPTS)
     prompts = [*PROMPTS, "a white circle", "a blue dog"]
     cond, x = policy.encode(requests_for(policy, prompts)), noise(policy, 4)
@@ -108,8 +112,8 @@ def test_rows_on_both_sides_of_the_boundary_are_the_rows_alone(folders):
 
 
 @pytest.mark.parametrize("train", TRAINED)
-def test_gradients_reach_the_adapters_of_what_is_trained(folders, train):
-    policy = new(folders, experts=Experts(train=train))
+def test_gradients_reach_the_adapters_of_what_is_trained(family, train):
+    policy = new(family, experts=Experts(train=train))
     move(policy)
     cond, sigma = policy.encode(requests_for(policy, PROMPTS)), torch.tensor([0.95, 0.5])
     policy.velocity(noise(policy), sigma, cond).square().mean().backward()
@@ -125,22 +129,14 @@ def test_gradients_reach_the_adapters_of_what_is_trained(folders, train):
 
 @pytest.mark.parametrize("train", TRAINED)
 @pytest.mark.parametrize("trained", ["adapter", "all weights"])
-def test_saved_weights_come_back_and_are_those_of_plain_diffusers(
-    folders, tmp_path, train, trained
-):
+def test_saved_weights_come_back_and_are_those_of_plain_diffusers(family, tmp_path, train, trained):
     """alpha / rank is 2: multiplied into the tensors, it changes no bit."""
     lora = Lora(rank=3, alpha=6, target_modules=LORA.target_modules)
     changes = {"lora": None if trained == "all weights" else lora}
     changes["experts"] = Experts(guidance_2=1.7, train=train)
-    policy, other = new(folders, **changes), new(folders, **changes)
-    move(policy)
-    policy.save_weights(str(tmp_path))
-    assert policy.verify_weights(str(tmp_path)) == 0.0
-    assert other.verify_weights(str(tmp_path)) > 0
-    other.load_weights(str(tmp_path))
-    mine, theirs = policy.denoiser.state_dict(), other.denoiser.state_dict()
-    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
-    pipe = plain(folders["14b"], tmp_path, TRAINED[train], trained)
+    policy = new(family, **changes)
+    assert_weights_come_back(policy, new(family, **changes), tmp_path)
+    pipe = plain(family.path, tmp_path, TRAINED[train], trained)
     x, sigma = noise(policy), torch.tensor([0.95, 0.5])
     cond = policy.encode(requests_for(policy, PROMPTS))
     with torch.no_grad():
@@ -149,11 +145,9 @@ def test_saved_weights_come_back_and_are_those_of_plain_diffusers(
         assert torch.equal(policy.velocity(x, sigma, cond), expected)
 
 
-def test_networks_are_verified_one_after_another_and_each_of_them_is(
-    folders, tmp_path, monkeypatch
-):
+def test_networks_are_verified_one_after_another_and_each_of_them_is(family, tmp_path, monkeypatch):
     """A second network is read when the first is gone, and either may be the one that differs."""
-    policy, alive, most = new(folders), weakref.WeakSet(), []
+    policy, alive, most = new(family), weakref.WeakSet(), []
     move(policy)
     read = verification._load_saved
 
@@ -193,23 +187,23 @@ def plain(folder, saved, sides, trained) -> WanPipeline:
 
 
 @pytest.mark.parametrize("reader", ["peft", "comfyui"])
-def test_the_adapters_of_both_networks_act_alike_in_peft_and_comfyui(folders, tmp_path, reader):
+def test_the_adapters_of_both_networks_act_alike_in_peft_and_comfyui(family, tmp_path, reader):
     """alpha / rank is 7 / 3."""
-    policy = new(folders)
+    policy = new(family)
     move(policy)
     policy.save_weights(str(tmp_path))
     x, sigma = noise(policy), torch.tensor([0.95, 0.5])
     cond, pipe = (
         policy.encode(requests_for(policy, PROMPTS)),
-        WanPipeline.from_pretrained(folders["14b"]),
+        WanPipeline.from_pretrained(family.path),
     )
     loaded: list[Any] = [pipe.transformer, pipe.transformer_2]
-    folders_of = [tmp_path, tmp_path / "transformer_2"]
+    parts_of = [tmp_path, tmp_path / "transformer_2"]
     if reader == "peft":
-        pairs = zip(loaded, folders_of, strict=True)
+        pairs = zip(loaded, parts_of, strict=True)
         loaded = [PeftModel.from_pretrained(network, folder) for network, folder in pairs]
     else:
-        for network, folder in zip(loaded, folders_of, strict=True):
+        for network, folder in zip(loaded, parts_of, strict=True):
             merge(network, folder / LORA_FILE)
     with torch.no_grad():
         expected = policy.velocity(x, sigma, cond)
@@ -218,14 +212,14 @@ def test_the_adapters_of_both_networks_act_alike_in_peft_and_comfyui(folders, tm
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_adapter_of_one_network_is_not_taken_for_that_of_the_other(folders, tmp_path):
-    low = new(folders, experts=Experts(train="low"))
+def test_the_adapter_of_one_network_is_not_taken_for_that_of_the_other(family, tmp_path):
+    low = new(family, experts=Experts(train="low"))
     low.save_weights(str(tmp_path))
     with pytest.raises(ValueError, match="does not exist"):
-        new(folders, experts=Experts(train="high")).load_weights(str(tmp_path))
+        new(family, experts=Experts(train="high")).load_weights(str(tmp_path))
     other = Lora(rank=3, alpha=12, target_modules=low.lora.target_modules)
     with pytest.raises(ValueError, match=r"trained with lora.alpha 7, not 12"):
-        new(folders, experts=Experts(train="low"), lora=other).load_weights(str(tmp_path))
+        new(family, experts=Experts(train="low"), lora=other).load_weights(str(tmp_path))
 
 
 def test_a_folder_with_one_network_is_refused_by_name(tmp_path):

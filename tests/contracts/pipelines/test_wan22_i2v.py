@@ -9,25 +9,25 @@ from pipelines.families.wan import Wan22I2V, WanI2V, WanTI2V
 from pipelines.families.wan_experts import Experts
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
+    PROMPTS,
     Family,
     assert_independent_of_the_batch,
+    assert_official,
     assert_one_time_per_row,
     noise,
     requests_for,
-    without_gradient,
 )
 from tests.fixtures.policy_contract import WanContract
+from tests.fixtures.tiny_families import family_of
 from tests.fixtures.tiny_video import (
-    PROMPTS,
-    assert_official_film,
     assert_official_velocities,
     build_wan22_5b,
     build_wan22_i2v,
     build_wan_i2v,
     new_video,
-    steps_of,
+    official_wan,
+    official_wan_steps,
     tiny_video,
-    video_family,
 )
 
 pytestmark = pytest.mark.slow
@@ -40,74 +40,64 @@ class TestWanTI2V(WanContract):
     test_encoders_are_named_alike_in_every_load_and_apart_after_a_change = None
     test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("wan22_i2v")
-    return {
-        "5b": build_wan22_5b(root / "5b"),
-        "other": build_wan22_5b(root / "other", num_layers=3),
-        "14b": build_wan22_i2v(root / "14b"),
-    }
-
-
-@pytest.fixture
-def family(folders) -> Family:
-    new = partial(new_video, WanTI2V, width=64)
-    return video_family(WanTI2V, new, folders["5b"], folders["other"])
+    def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(self, family):
+        """The first frame is excluded: the pipeline does not show its state to the network."""
+        policy = family.new(guidance=3.5)
+        move(policy)
+        for prompt in PROMPTS:
+            seen = official_wan_steps(policy, [prompt], noise(policy, 1), 4)
+            sigmas, cond = policy.schedule(4), policy.encode(requests_for(policy, [prompt]))
+            for k, step in enumerate(seen):
+                with torch.no_grad():
+                    velocity = policy.velocity(step["sample"], sigmas[k], cond)
+                found, wanted = velocity[:, :, 1:], step["prediction"][:, :, 1:]
+                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def new_5b(folders, **changes) -> WanTI2V:
-    return new_video(WanTI2V, folders["5b"], width=64, **changes)
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    """5B."""
+    folder, cls = tmp_path_factory.mktemp("wan22_i2v"), partial(tiny_video, WanTI2V)
+    tiny = build_wan22_5b, partial(new_video, WanTI2V, width=64)
+    more = {"query": "attn1.to_q", "tolerance": 1e-5, "guided": {"guidance": 3.5}}
+    more |= {"frames": [(6, 5, 9)], "cases": [{}, {"guidance": 3.5}]}
+    return family_of(tiny, cls, official_wan, folder, **more)
 
 
-def new_14b(folders, **changes) -> Wan22I2V:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """14B."""
+    return build_wan22_i2v(tmp_path_factory.mktemp("14b"))
+
+
+def new_14b(folder, **changes) -> Wan22I2V:
     experts = {"guidance": 3.5, "experts": Experts(guidance_2=2.0)}
-    return new_video(Wan22I2V, folders["14b"], **experts | changes)
+    return new_video(Wan22I2V, folder, **experts | changes)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5], ids=["plain", "guided"])
-def test_clips_of_one_network_are_those_of_the_official_pipeline(folders, guidance):
-    policy = new_5b(folders, guidance=guidance)
+def test_velocities_and_clips_of_two_networks_are_those_of_the_official_pipeline(
+    family, folder, guidance
+):
+    policy = new_14b(folder, guidance=guidance)
     move(policy)
-    assert_official_film(policy, PROMPTS)
-
-
-def test_velocities_of_one_network_are_those_of_the_official_pipeline(folders):
-    """The first frame is excluded, because the pipeline does not show its state to the network."""
-    policy = new_5b(folders, guidance=3.5)
-    move(policy)
-    for prompt in PROMPTS:
-        seen = steps_of(policy, [prompt], noise(policy, 1), 4)
-        sigmas, cond = policy.schedule(4), policy.encode(requests_for(policy, [prompt]))
-        for k, (state, _, answer) in enumerate(seen):
-            with torch.no_grad():
-                velocity = policy.velocity(state, sigmas[k], cond)
-            torch.testing.assert_close(velocity[:, :, 1:], answer[:, :, 1:], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("guidance", [1.0, 3.5], ids=["plain", "guided"])
-def test_velocities_and_clips_of_two_networks_are_those_of_the_official_pipeline(folders, guidance):
-    policy = new_14b(folders, guidance=guidance)
-    move(policy)
-    for prompt in PROMPTS:
-        assert_official_velocities(policy, [prompt], num_steps=5)
+    assert_official_velocities(policy, PROMPTS, num_steps=5)
     assert (policy.schedule(5)[:-1] >= policy.denoiser.boundary / 1000).tolist() == [
         *[True] * 4,
         False,
     ]
-    assert_official_film(policy, PROMPTS, num_steps=5)
+    assert_official(family, policy, num_steps=5)
 
 
-def test_rows_of_two_networks_do_not_see_each_other(folders):
-    policy = new_14b(folders)
+def test_rows_of_two_networks_do_not_see_each_other(folder):
+    policy = new_14b(folder)
     assert_one_time_per_row(policy, PROMPTS)
     assert_independent_of_the_batch(policy, [*PROMPTS, "a white circle"])
 
 
 @pytest.mark.parametrize("train", ["both", "high", "low"])
-def test_adapters_of_what_is_trained_come_back_exactly(folders, tmp_path, train):
-    policy = new_14b(folders, experts=Experts(train=train))
+def test_adapters_of_what_is_trained_come_back_exactly(folder, tmp_path, train):
+    policy = new_14b(folder, experts=Experts(train=train))
     move(policy)
     policy.save_weights(str(tmp_path))
     assert policy.verify_weights(str(tmp_path)) == 0.0
@@ -116,12 +106,8 @@ def test_adapters_of_what_is_trained_come_back_exactly(folders, tmp_path, train)
     assert (plan.trainable, plan.networks) == (trainable, 2)
 
 
-def test_every_adapter_of_one_network_gets_a_gradient(folders):
-    assert without_gradient(new_5b(folders), PROMPTS) == set()
-
-
-def test_conditions_are_made_once_for_each_picture(folders):
-    policy, asked = new_5b(folders), []
+def test_conditions_are_made_once_for_each_picture(family):
+    policy, asked = family.new(), []
     encode = policy.pipe.vae.encode
     policy.pipe.vae.encode = lambda *a, **k: asked.append(tuple(a[0].shape)) or encode(*a, **k)
     cond = policy.encode(requests_for(policy, [PROMPTS[1], PROMPTS[0], PROMPTS[1]]))
@@ -130,12 +116,14 @@ def test_conditions_are_made_once_for_each_picture(folders):
     assert (cond["first"][0] - cond["first"][1]).abs().max() > 1e-3
 
 
-def test_folders_of_the_other_kinds_are_refused_by_the_name_of_their_policy(folders, tmp_path):
+def test_folders_of_the_other_kinds_are_refused_by_the_name_of_their_policy(
+    family, folder, tmp_path
+):
     old = build_wan_i2v(tmp_path)
     wrong = [
         (WanTI2V, old, "no expand_timesteps.*pipelines.WanI2V"),
-        (WanI2V, folders["5b"], "pipelines.WanTI2V"),
-        (WanI2V, folders["14b"], "has 2 network.*pipelines.Wan22I2V"),
+        (WanI2V, family.path, "pipelines.WanTI2V"),
+        (WanI2V, folder, "has 2 network.*pipelines.Wan22I2V"),
         (Wan22I2V, old, "has 1 network"),
     ]
     for cls, path, reason in wrong:

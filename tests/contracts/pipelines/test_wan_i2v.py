@@ -1,5 +1,7 @@
 """Wan image-to-video satisfies the contract and equals its official pipeline."""
 
+from functools import partial
+
 import pytest
 import torch
 from PIL import Image
@@ -9,24 +11,22 @@ from flowalign.data.media_record import read_reference
 from flowalign.types import Request
 from pipelines.families.wan import WanI2V
 from pipelines.parts.encoding import crop_reference
-from tests.fixtures.embedded import move
 from tests.fixtures.families import (
+    PROMPTS,
     Family,
-    assert_one_time_per_row,
     noise,
     picture_for,
     requests_for,
 )
 from tests.fixtures.policy_contract import WanContract
+from tests.fixtures.tiny_families import family_of
 from tests.fixtures.tiny_video import (
-    PROMPTS,
-    assert_official_film,
     assert_official_velocities,
     build_wan,
     build_wan_i2v,
     new_i2v,
+    official_wan,
     tiny_video,
-    video_family,
 )
 
 pytestmark = pytest.mark.slow
@@ -40,29 +40,12 @@ class TestWanI2V(WanContract):
     test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("i2v")
-    return {"i2v": build_wan_i2v(root / "i2v"), "other": build_wan_i2v(root / "o", num_layers=3)}
-
-
-@pytest.fixture
-def family(folders) -> Family:
-    return video_family(WanI2V, new_i2v, folders["i2v"], folders["other"])
-
-
-@pytest.mark.parametrize("guidance", [1.0, 3.5], ids=["plain", "guided"])
-def test_velocities_and_films_are_those_of_the_official_pipeline(folders, guidance):
-    policy = new_i2v(folders["i2v"], guidance=guidance)
-    move(policy)
-    assert_official_velocities_of_each(policy)
-    assert_official_film(policy, PROMPTS)
-
-
-def assert_official_velocities_of_each(policy) -> None:
-    """The pipeline takes one image per call."""
-    for prompt in PROMPTS:
-        assert_official_velocities(policy, [prompt], num_steps=3)
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    folder, cls = tmp_path_factory.mktemp("wan_i2v"), partial(tiny_video, WanI2V)
+    more = {"query": "attn1.to_q", "tolerance": 1e-5, "guided": {"guidance": 3.0}}
+    more |= {"frames": [(6, 5, 9)], "cases": [{}, {"guidance": 3.5}]}
+    return family_of("wan_i2v", cls, official_wan, folder, **more)
 
 
 def test_a_network_without_features_of_the_picture_is_its_official_pipeline(tmp_path):
@@ -70,12 +53,12 @@ def test_a_network_without_features_of_the_picture_is_its_official_pipeline(tmp_
     path = build_wan_i2v(tmp_path, image_dim=None, added_kv_proj_dim=None)
     policy = new_i2v(path, guidance=2.0)
     assert set(policy.encode(requests_for(policy, PROMPTS))) == {"text", "text_neg", "image"}
-    assert_official_velocities_of_each(policy)
+    assert_official_velocities(policy, PROMPTS, num_steps=3)
 
 
-def test_features_of_the_picture_change_the_velocity(folders):
+def test_features_of_the_picture_change_the_velocity(family):
     """17 tokens, a class and 4 x 4 patches; the condition on the first frame stays."""
-    policy = new_i2v(folders["i2v"])
+    policy = family.new()
     x, sigma, cond = noise(policy), torch.tensor(0.6), policy.encode(requests_for(policy, PROMPTS))
     assert cond["clip"].shape == (2, 17, 8)
     with torch.no_grad():
@@ -86,9 +69,9 @@ def test_features_of_the_picture_change_the_velocity(folders):
 
 @pytest.mark.parametrize("length", [24, 513])
 def test_prompts_of_another_length_than_512_are_refused_where_pictures_have_tokens(
-    folders, tmp_path, length
+    family, tmp_path, length
 ):
-    policy = tiny_video(WanI2V, folders["i2v"], max_sequence_length=length)
+    policy = tiny_video(WanI2V, family.path, max_sequence_length=length)
     for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
         with pytest.raises(ValueError, match=f"max_sequence_length is {length}; .*set it to 512"):
             work()
@@ -97,12 +80,8 @@ def test_prompts_of_another_length_than_512_are_refused_where_pictures_have_toke
     assert unlimited.encode(requests_for(unlimited, PROMPTS))["text"].shape[1] == length
 
 
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(folders):
-    assert_one_time_per_row(new_i2v(folders["i2v"], guidance=3.0), PROMPTS)
-
-
-def test_conditions_have_a_row_for_every_prompt_and_are_made_once_for_each(folders):
-    policy, asked = new_i2v(folders["i2v"], guidance=2.0), []
+def test_conditions_have_a_row_for_every_prompt_and_are_made_once_for_each(family):
+    policy, asked = family.new(guidance=2.0), []
     encode = policy.pipe.vae.encode
     policy.pipe.vae.encode = lambda *a, **k: asked.append(len(a[0])) or encode(*a, **k)
     cond = policy.encode(requests_for(policy, [PROMPTS[1], PROMPTS[0], PROMPTS[1]]))
@@ -115,8 +94,8 @@ def test_conditions_have_a_row_for_every_prompt_and_are_made_once_for_each(folde
         assert torch.equal(cond[name][1:2], alone[name])
 
 
-def test_the_condition_says_which_frame_is_known_and_ends_with_its_latents(folders):
-    policy = new_i2v(folders["i2v"])
+def test_the_condition_says_which_frame_is_known_and_ends_with_its_latents(family):
+    policy = family.new()
     image = policy.encode(requests_for(policy, PROMPTS[:1]))["image"]
     assert image.shape == (1, 4 + 16, 3, 4, 6)
     assert image[:, :4, 0].unique().tolist() == [1]
@@ -151,10 +130,10 @@ def test_a_picture_is_cut_to_the_proportions_of_the_video_and_not_squeezed(tmp_p
     assert upright.getpixel((1, 0))[0] == 20 * 6
 
 
-def test_the_name_of_the_text_encoder_depends_on_the_vae_and_on_the_encoder_of_pictures(folders):
-    policy = new_i2v(folders["i2v"])
+def test_the_name_of_the_text_encoder_depends_on_the_vae_and_on_the_encoder_of_pictures(family):
+    policy = family.new()
     media, text = policy.encoders()
-    assert new_i2v(folders["i2v"]).encoders() == (media, text)
+    assert family.new().encoders() == (media, text)
     with torch.no_grad():
         next(policy.pipe.image_encoder.parameters()).flatten()[3] += 1e-3
     assert (policy.encoders()[0] == media, policy.encoders()[1] == text) == (True, False)

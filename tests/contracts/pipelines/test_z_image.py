@@ -10,29 +10,32 @@ from torch import nn
 
 from flowalign.sampling.stepping import last_layers
 from flowalign.types import plain_requests
-from tests.fixtures.embedded import move
+from pipelines.families.z_image import ZImage
 from tests.fixtures.families import (
     GOLDEN,
     Family,
-    assert_official,
-    assert_one_time_per_row,
     noise,
-    without_gradient,
 )
-from tests.fixtures.image_families import z_image_family
+from tests.fixtures.image_families import official_z_image
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_families import family_of, sizes
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return z_image_family(tmp_path_factory.mktemp("z_image"))
-
-
-@pytest.fixture(scope="module")
-def plain(family):
-    return family.new()
+    folder = tmp_path_factory.mktemp("z_image")
+    return family_of(
+        "z_image",
+        ZImage,
+        official_z_image,
+        folder,
+        {"dim": 48, "n_heads": 3, "n_kv_heads": 3},
+        query="attention.to_q",
+        guided={"guidance": 3.0},
+        cases=sizes("guidance", (48, 64, 1.0), (48, 64, 5.0), (64, 32, 2.5)),
+    )
 
 
 class TestZImage(PictureContract):
@@ -86,18 +89,6 @@ def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(family, ru
     torch.testing.assert_close(x, recorded[f"{run}.final"], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("height", "width", "guidance"), [(48, 64, 5.0), (64, 32, 2.5)])
-def test_guided_velocities_are_those_of_the_official_pipeline(family, height, width, guidance):
-    policy = family.new(height=height, width=width, guidance=guidance)
-    move(policy)
-    assert policy.evaluations_per_velocity == 2
-    assert_official(family, policy, family.prompts)
-
-
-def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
-    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
-
-
 def test_the_network_sees_as_many_tokens_as_a_text_has(family, plain):
     """Every byte of these prompts is a token, and padding changes nothing."""
     cond, x = plain.encode(plain_requests(family.prompts)), noise(plain)
@@ -118,11 +109,10 @@ def test_encoding_leaves_the_prompts_as_they_were(family, plain):
     assert [one.prompt for one in requests] == list(family.prompts)
 
 
-def test_the_adapter_is_on_the_attention_of_layers_and_refiners(family, plain):
-    """4 layers of each of 2 blocks, 1 noise refiner and 1 refiner of texts; all get a gradient."""
+def test_the_adapter_is_on_the_attention_of_layers_and_refiners(plain):
+    """4 layers of each of 2 blocks, 1 noise refiner and 1 refiner of texts."""
     adapted = [n for n, m in plain.denoiser.named_modules() if n.endswith(".lora_A.default")]
     assert len(adapted) == 4 * (2 + 1 + 1)
-    assert without_gradient(family.new(), family.prompts) == set()
 
 
 def test_the_memory_estimate_counts_layers_and_refiners(family):

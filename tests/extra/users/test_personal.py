@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from flowalign.extra.personal import PersonalSD15, PersonalSDXL
 from flowalign.training.reference import FrozenCopy, conditional, reference_for
 from tests.fixtures.embedded import move
-from tests.fixtures.families import noise, requests_for
+from tests.fixtures.families import assert_weights_come_back, noise, requests_for
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl, new_sd15, new_sdxl
 
 pytestmark = pytest.mark.slow
@@ -125,15 +125,7 @@ def test_only_attention_to_users_is_trained_and_the_plan_knows_it(folder):
 
 
 def test_saved_weights_come_back_bit_for_bit(folder, tmp_path):
-    policy, other = personal(folder), personal(folder)
-    move(policy)
-    policy.save_weights(str(tmp_path))
-    assert policy.verify_weights(str(tmp_path)) == 0.0
-    assert other.verify_weights(str(tmp_path)) > 0
-    other.load_weights(str(tmp_path))
-    mine, theirs = policy.denoiser.state_dict(), other.denoiser.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert [n for n in mine if not torch.equal(mine[n], theirs[n])] == []
+    assert_weights_come_back(personal(folder), personal(folder), tmp_path)
 
 
 def test_weights_of_users_of_another_size_are_refused(folder, tmp_path):
