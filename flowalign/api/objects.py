@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from torch.nn import Module
+
 from flowalign.rewards.function_reward import CallableReward
 from flowalign.runs.config.loading import LoadedRun
 from flowalign.types import RewardModel
@@ -35,7 +37,7 @@ def share_rewards(rewards: Any) -> dict[str, RewardModel]:
                     f"reward {name} is {type(model).__name__}; it must be a function "
                     "(images, prompts) -> list of numbers, or a reward model"
                 )
-            model = CallableReward(model, name)
+            model = CallableReward(model, name, "tensor" if isinstance(model, Module) else "pil")
         if f"{PREFIX}{name}" in found:
             raise ValueError(f"two rewards are called {name}: pass a mapping with two names")
         found[f"{PREFIX}{name}"] = model
@@ -67,7 +69,7 @@ def _describe(model: RewardModel) -> dict[str, Any]:
         path = f"{model.function.__module__}.{getattr(model.function, '__qualname__', '')}"
         if model.function.__module__ == "__main__" or _import(path) is not model.function:
             return {}
-        arguments = {"function": path, "name": model.spec.name}
+        arguments = {"function": path, "name": model.spec.name, "images": model.images}
         return {"class_path": _FUNCTION, "init_args": arguments}
     kind = type(model)
     path = f"{kind.__module__}.{kind.__qualname__}"

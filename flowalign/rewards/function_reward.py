@@ -6,7 +6,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,27 @@ from flowalign.utils.live_objects import find_object
 _VIDEOS = ("videos", "video", "clips")
 """Names of a first parameter that takes videos; any other name takes images."""
 _MISSING = object()
+Form = Literal["pil", "tensor"]
+"""Form in which a function takes images."""
 
 
 class CallableReward(RewardModel):
     """Reward model that calls `def reward(images, prompts) -> list[float]`.
 
-    The first parameter gets a list of PIL images, or RGB tensors [n, 3, H, W] in [0, 1] if it is
-    annotated as `Tensor`. If it is called `videos`, it gets a list of frames per video, or tensors
-    [n, F, 3, H, W]. A parameter called `prompts` gets the prompts, `metadata` a mapping per sample,
-    and any other parameter the column of this name; `**columns` gets all columns. All are copies.
-    The function returns a score per sample, higher is better; None and NaN count as failed. There
-    is no gradient.
+    The first parameter gets a list of PIL images, or RGB tensors [n, 3, H, W] in [0, 1]. Its
+    annotation decides, `Tensor` or another type; without one, `images` decides. If it is called
+    `videos`, it gets a list of frames per video, or tensors [n, F, 3, H, W]. A parameter called
+    `prompts` gets the prompts, `metadata` a mapping per sample, and any other parameter the column
+    of this name; `**columns` gets the remaining columns. All are copies. The function returns a
+    score per sample, higher is better; None and NaN count as failed. There is no gradient.
 
     Args:
         function: Function, bound method, module or other callable.
         name: Name of the reward dimension. None: the name of the function.
+        images: Form of images for a first parameter without annotation.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None):
+    def __init__(self, function: Callable[..., Any], name: str | None = None, images: Form = "pil"):
         self.function = function
         name = name or str(getattr(function, "__name__", type(function).__name__))
         parameters = [*_signature(function, name).values()]
@@ -47,7 +50,7 @@ class CallableReward(RewardModel):
             )
         first, *others = parameters
         self._takes_videos = first.name in _VIDEOS
-        self._takes_tensors = _is_tensor(first, function)
+        self.images: Form = _find_form(first.annotation) or images
         self._columns = [p for p in others if p.kind is not inspect.Parameter.VAR_KEYWORD]
         self._takes_all = len(self._columns) < len(others)
         self.spec = RewardSpec(
@@ -78,7 +81,7 @@ class CallableReward(RewardModel):
 
     def _media(self, batch: MediaBatch) -> Any:
         media = batch.media.detach().to(torch.float32, copy=True)
-        if self._takes_tensors:
+        if self.images == "tensor":
             return media if self._takes_videos else media[:, 0]
         frames = [to_images(clip) for clip in to_bytes(media.cpu())]
         return frames if self._takes_videos else [clip[0] for clip in frames]
@@ -133,10 +136,11 @@ class FunctionReward(CallableReward):
     Args:
         function: Dotted path of the function.
         name: Name of the reward dimension. Null: the name of the function.
+        images: Form of images for a first parameter without annotation.
     """
 
-    def __init__(self, function: ImportPath, name: str | None = None):
-        super().__init__(_import_function(function), name)
+    def __init__(self, function: ImportPath, name: str | None = None, images: Form = "tensor"):
+        super().__init__(_import_function(function), name, images)
 
 
 def find_reward(name: str) -> RewardModel:
@@ -160,13 +164,12 @@ def _signature(function: Callable[..., Any], name: str) -> Mapping[str, inspect.
     return {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL}
 
 
-def _is_tensor(parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
-    """Return whether a parameter is annotated as a tensor; modules without annotation take one."""
-    annotation = parameter.annotation
-    if annotation is parameter.empty:
-        return isinstance(function, nn.Module)
+def _find_form(annotation: Any) -> Form | None:
+    """Return the form of images that a parameter is annotated with; None without annotation."""
+    if annotation is inspect.Parameter.empty:
+        return None
     kind = getattr(annotation, "array_type", annotation)  # of jaxtyping
-    return kind is Tensor or (isinstance(kind, str) and "Tensor" in kind)
+    return "tensor" if kind is Tensor or (isinstance(kind, str) and "Tensor" in kind) else "pil"
 
 
 def _import_function(path: str) -> Callable[..., Any]:

@@ -113,7 +113,8 @@ def test_commands_work_on_a_run_that_a_script_started(tmp_path, monkeypatch, cap
         pipe, {"red": redness}, PROMPTS, eval_prompts=PROMPTS, output_dir="run", **settings, **SIZE
     )
     entry = read_yaml(Path("run/config.yaml"))["rewards"][0]
-    assert entry["init_args"] == {"function": "tests.fixtures.scripts.redness", "name": "red"}
+    function = "tests.fixtures.scripts.redness"
+    assert entry["init_args"] == {"function": function, "name": "red", "images": "pil"}
     weights = ["--weights", "run/checkpoints/step-000002"]
     assert run_command("eval", "run/config.yaml", *weights) == 0
     prompt = ["--prompt", "a fox", "--count", "1", "--num_steps", "2", "--out", "fox.png"]

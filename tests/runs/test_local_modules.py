@@ -31,11 +31,11 @@ class Warmth(RewardModel):
         return RewardOutput.build(self.spec, self.scale * (red - blue).mean((1, 2, 3))[:, None])
 
 
-def redness(images: "Tensor", prompts) -> list[float]:
+def redness(images, prompts) -> list[float]:
     return [float(image[0].mean()) + len(prompt) for image, prompt in zip(images, prompts)]
 
 
-def motion(videos: "Tensor", metadata):
+def motion(videos, metadata):
     return (videos[:, 1:] - videos[:, :-1]).abs().mean((1, 2, 3, 4))
 
 
