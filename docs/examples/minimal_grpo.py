@@ -3,7 +3,8 @@
     python docs/examples/minimal_grpo.py              60 steps, a few minutes on one CPU core
     python docs/examples/minimal_grpo.py --steps 2    a quick look
 
-Each stage is a library function, called in the same way as in flowalign/training/policy_gradient:
+Each stage is the library function that `flowalign train` calls, and the same engine makes the
+updates, flowalign/training/engine.py:
 
     requests -> trajectory -> values -> credit -> advantages -> loss -> update
 
@@ -31,8 +32,10 @@ from flowalign.functional.advantage import advantages
 from flowalign.losses import GRPO, PPOClip
 from flowalign.rewards import Rewards
 from flowalign.sampling import Fixed, Sampling, complete, sample
+from flowalign.training.engine import make_update
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
-from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
+from flowalign.training.learner import Learner, Optimizer
+from flowalign.training.policy_gradient.batches import RolloutBatch, policy_term
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Batch, Completion
 from flowalign.utils.files import bundled
@@ -52,8 +55,8 @@ torch.set_num_threads(1)  # more threads are slower for such a tiny model
 lora = Lora(rank=16, alpha=32)
 policy = SD3(bundled("assets/shapes/sd3"), 32, 32, 1.0, lora, "fp32", max_sequence_length=1)
 policy.load(torch.device("cpu"))
-parameters = [p for p in policy.denoiser.parameters() if p.requires_grad]
-optimizer = torch.optim.AdamW(parameters, weight_decay=1e-4)
+adamw = Optimizer(learning_rate=2e-3, decay="linear")
+learner = Learner(policy, adamw, join("cpu"), args.steps)
 
 # The reward is a rule that finds the objects of an image and compares them with the prompt.
 weights = {
@@ -79,7 +82,7 @@ def measure() -> dict[str, float]:
     """Return reward and accuracy on held-out prompts, with the deterministic sampler."""
     splits = {name: f"assets/shapes/prompts/{name}.txt" for name in ("seen", "unseen")}
     how = Evaluation(prompts=splits, num_prompts=args.held_out, num_steps=8, micro_batch=256)
-    metrics = evaluate(policy, rewards, how, join("cpu")).metrics
+    metrics = evaluate(policy, rewards, how, learner.processes).metrics
     reward = sum(weight * metrics[f"eval/{dim}"] for dim, weight in weights.items())
     return {"reward": reward, "exact_match": metrics["eval/exact_match"]}
 
@@ -102,22 +105,17 @@ for step in range(args.steps):
         credit.value, credit.group, credit.mask, rewards.weights, combine="advantage_of_sum"
     ).clamp(-5, 5)
 
-    # advantages -> loss -> update. A minibatch holds step k of several samples.
+    # advantages -> loss -> update. The engine splits rows of transitions into micro-batches.
     samples = Batch({"advantage": advantage, "mask": credit.mask})
     steps = Batch({"weight": torch.ones(sampling.num_steps)})
     batch = RolloutBatch(trajectory, samples, steps, credit.mask)
-    num_trained, ratio = int(credit.mask.sum()), 0.0
-    for minibatch in minibatches(batch, torch.arange(len(credit.mask)), size=96):
-        loss, stats = algorithm.loss(batch.fields(policy, policy), minibatch)
-        share = minibatch.num_rows / num_trained
-        (share * loss).backward()
-        ratio += share * float(stats["ratio_mean"])
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / args.steps)
-    optimizer.step()
-    optimizer.zero_grad()
+    everyone = torch.arange(len(credit.mask))
+    metrics = make_update(
+        learner, [policy_term(algorithm, batch, everyone, learner, micro_batch=96)]
+    )
 
     reward = float((values([sampling.num_steps])[:, 0] @ rewards.weights).mean())
+    ratio, norm = metrics["ratio_mean"], metrics["optim/grad_norm"]
     print(f"step {step:2d}  reward {reward:.6f}  ratio {ratio:.6f}  gradient norm {norm:.6f}")
 
 seconds, after = time.perf_counter() - start, measure()

@@ -19,10 +19,12 @@ from flowalign.functional.rating import Features
 from flowalign.functional.reward_loss import bradley_terry
 from flowalign.rewards.checked import OnFailure, check_spec
 from flowalign.rewards.composite import Rewards
+from flowalign.training.engine import Term, make_update
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.recipe import Loop, Recipe
-from flowalign.training.trained_weights import TrainedSet
-from flowalign.types import MediaBatch, Refreshable, RewardModel, RewardOutput
+from flowalign.training.reference import TrainedSet
+from flowalign.types import Batch, MediaBatch, Refreshable, RewardModel, RewardOutput
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
@@ -187,11 +189,17 @@ class OnlineRewardLoop(Loop):
         metrics = {f"refresh/{name}": value for name, value in total.items()}
         if not total["pairs"]:
             return metrics
+        term = Term(
+            rows=Batch({"row": torch.arange(len(lead))}),
+            total=int(total["pairs"]),
+            sums=True,
+            losses=lambda _: [self._loss(lead, first, second, features)],
+            micro_batch=max(len(lead), 1),
+        )
         for update in range(self.cfg.head_updates):
-            loss, right = self._step(lead, first, second, features, total["pairs"])
-            mean = processes.sum_by_name({"loss": loss, "agreement": right})
+            mean = make_update(self.learner, [term])
             if update == 0:  # log the values before the head is trained
-                metrics |= {f"refresh/{name}": value for name, value in mean.items()}
+                metrics |= {f"refresh/{name}": mean[name] for name in ("loss", "agreement")}
         return metrics
 
     def _judge(
@@ -210,27 +218,21 @@ class OnlineRewardLoop(Loop):
         told = lead.isfinite() & (lead.abs() > cfg.min_gap)
         return torch.where(told, lead, 0.0), first, second, self.head.model.features(batch)
 
-    def _step(
+    def _loss(
         self,
         lead: Float[Tensor, "p D"],
         first: Int[Tensor, "p"],
         second: Int[Tensor, "p"],
         features: Features,
-        total: float,
-    ) -> tuple[float, float]:
-        """Make one update; return this process's part of the mean loss and pair accuracy."""
-        loss, right = 0.0, 0.0
-        if len(lead):
-            with self.head.active():
-                scores = self.head.scores(features)
-                a, b = scores[first.to(scores.device)], scores[second.to(scores.device)]
-                lead = lead.to(scores.device)
-                each = bradley_terry(a, b, (lead > 0).to(a)) * (lead != 0)
-                self.learner.backward(each.sum() / total)
-            loss = float(each.detach().sum() / total)
-            right = float(((a - b).detach() * lead > 0).sum() / total)
-        self.learner.step()
-        return loss, right
+    ) -> Loss:
+        """Return the sum of the loss over all pairs and dimensions, and the sums for the log."""
+        with self.head.active():
+            scores = self.head.scores(features)
+        a, b = scores[first.to(scores.device)], scores[second.to(scores.device)]
+        lead = lead.to(scores.device)
+        loss = (bradley_terry(a, b, (lead > 0).to(a)) * (lead != 0)).sum()
+        right = ((a - b).detach() * lead > 0).sum()
+        return loss, {"loss": loss.detach(), "agreement": right}
 
 
 def _no_judgement() -> tuple[Tensor, Tensor, Tensor, Features]:

@@ -9,8 +9,7 @@ finished samples, then the generator. The generator moves towards the prediction
 model and the surrogate, and away from those of the fake score.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,19 +33,20 @@ from flowalign.sampling.recording import RolloutOutputs
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.training.engine import Accumulation, Part
-from flowalign.training.recipe import Log, Loop
+from flowalign.training.engine import EngineLoop, StepData, Term, make_update
+from flowalign.training.recipe import Log
 from flowalign.training.reference import find_scale
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.training.update_checks import WeightChecks
 from flowalign.types import Batch
+from flowalign.types.losses import Loss
 from flowalign.types.trajectory import Completion
 from flowalign.utils.seeds import generator
 
 Key = tuple[int, str, int, int]
 """Seed, purpose, training step and update, which together seed a draw."""
-PartLoss = Callable[[int, Tensor, Key], tuple[Tensor, dict[str, Tensor]]]
+BoundaryLoss = Callable[[int, Tensor, Key], Loss]
 """Function that returns the mean loss of some samples at a boundary, and scalars for the log."""
 
 
@@ -62,7 +62,7 @@ class ScoredSamples:
     """Number of samples with known rewards over all processes."""
 
 
-class TDMLoop(Loop):
+class TDMLoop(EngineLoop[Boundaries]):
     """Loop that distils the policy into a few-step sampler."""
 
     def __init__(
@@ -74,31 +74,36 @@ class TDMLoop(Loop):
         log: Log = lambda _: None,
     ):
         self.cfg, self.roles, self.rewards, self.requests = cfg, roles, rewards, requests
-        self.log, self.seed, self.processes = log, requests.seed, roles.generator.processes
+        self.seed, self.processes = requests.seed, roles.generator.processes
         surrogate = cfg.surrogate
         self.estimator = (
             AdvantageEstimator(surrogate.advantages, rewards, self.processes) if surrogate else None
         )
 
+        learners = roles.trained.values()
+        self.checks = [WeightChecks(each, cfg.on_failed_check, log) for each in learners]
+
     @override
-    def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        trained = self.roles.trained
-        checks = [WeightChecks(it, self.cfg.on_failed_check, self.log) for it in trained.values()]
-        for step in steps:
-            start = time.perf_counter()
-            drawn = self._sample(step)
-            sampled = time.perf_counter()
-            metrics = self._updates(step, drawn)
-            for check in checks:
-                check.after_update(metrics)
-                metrics |= check.metrics()
-            done = time.perf_counter()
-            yield metrics | {
-                "timing/sample": sampled - start,
-                "timing/update": done - sampled,
-                "timing/step": done - start,
-                "throughput": self.cfg.num_samples / (done - start),
-            }
+    def data(self, steps: Sequence[int]) -> Iterator[StepData[Boundaries]]:
+        return (StepData(self._sample(step), self.cfg.num_samples) for step in steps)
+
+    @override
+    def train(self, step: int, data: Boundaries) -> dict[str, float]:
+        """Make the updates of all roles, and return the metrics of each role's last update."""
+        cfg, roles, metrics = self.cfg, self.roles, dict[str, float]()
+        everyone = torch.arange(len(data.trajectory.requests))
+        for update in range(cfg.fake.updates):
+            key = self.seed, "fake", step, update
+            loss = partial(self._fake_loss, data)
+            metrics |= self._update("fake", data, everyone, cfg.num_samples, loss, key)
+        if cfg.surrogate and roles.surrogate:
+            scored, found = self._score(data, cfg.surrogate)
+            loss = self._surrogate_loss(data, scored, cfg.surrogate)
+            key = self.seed, "surrogate", step, 0
+            metrics |= found
+            metrics |= self._update("surrogate", data, scored.trained, scored.total, loss, key)
+        loss, key = partial(self._generator_loss, data), (self.seed, "generator", step, 0)
+        return metrics | self._update("generator", data, everyone, cfg.num_samples, loss, key)
 
     @override
     def state(self) -> dict[str, Any]:
@@ -129,35 +134,13 @@ class TDMLoop(Loop):
         )
         return Boundaries(trajectory, local[0] * cfg.samples_per_prompt, cfg.query == "above")
 
-    def _updates(self, step: int, drawn: Boundaries) -> dict[str, float]:
-        """Make the updates of all roles, and return the metrics of each role's last update."""
-        cfg, roles, metrics = self.cfg, self.roles, dict[str, float]()
-        everyone = torch.arange(len(drawn.trajectory.requests))
-
-        fake_loss = partial(self._fake_loss, drawn)
-        generator_loss = partial(self._generator_loss, drawn)
-        for update in range(cfg.fake.updates):
-            key = self.seed, "fake", step, update
-            metrics |= self._update("fake", drawn, everyone, cfg.num_samples, fake_loss, key)
-        if cfg.surrogate and roles.surrogate:
-            scored, found = self._score(drawn, cfg.surrogate)
-            loss = self._surrogate_loss(drawn, scored, cfg.surrogate)
-            key = self.seed, "surrogate", step, 0
-            metrics |= found
-            metrics |= self._update("surrogate", drawn, scored.trained, scored.total, loss, key)
-        key = self.seed, "generator", step, 0
-        metrics |= self._update("generator", drawn, everyone, cfg.num_samples, generator_loss, key)
-        for learner in roles.trained.values():
-            learner.end_step()
-        return metrics
-
     def _update(
         self,
         role: str,
         drawn: Boundaries,
         samples: Int[Tensor, "n"],
         total: int,
-        loss: PartLoss,
+        loss: BoundaryLoss,
         key: Key,
     ) -> dict[str, float]:
         """Update one role on all boundaries of some samples, and return averaged metrics.
@@ -165,22 +148,18 @@ class TDMLoop(Loop):
         `total` is the number of samples over all processes. Metrics of the generator have no
         prefix.
         """
-        if not total:
-            return {}
-        learner = self.roles.trained[role]
-        gradient = Accumulation(learner)
-        gradient.add_all(
-            Part(len(part) / (total * drawn.num_steps), partial(loss, k, part, key))
-            for k, part in drawn.parts(self.cfg.samples_together, samples)
-            if len(part)
+        term = Term(
+            rows=drawn.rows(samples),
+            total=total * drawn.num_steps,
+            losses=lambda rows: [loss(int(rows["k"][0]), rows["row"], key)],
+            micro_batch=self.cfg.samples_together,
+            apart=("k",),
         )
-        metrics = gradient.means() | learner.step()
+        metrics = make_update(self.roles.trained[role], [term])
         prefix = "" if role == "generator" else f"{role}/"
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
-    def _fake_loss(
-        self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _fake_loss(self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key) -> Loss:
         """Return the weighted error of the fake score's prediction of the generator's samples."""
         cfg, (x, sigma, _) = self.cfg.fake, drawn.start(k, part)
         at = drawn.renoised(k, part, *boundary(x, drawn.velocity(k, part), sigma), key)
@@ -191,11 +170,11 @@ class TDMLoop(Loop):
 
     def _surrogate_loss(
         self, drawn: Boundaries, scored: ScoredSamples, cfg: RewardSurrogate
-    ) -> PartLoss:
+    ) -> BoundaryLoss:
         """Return the preference loss of the surrogate, with shared noise for each group."""
         fields, size = self.roles.fields, drawn.trajectory.group_size
 
-        def loss(k: int, part: Tensor, key: Key) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(k: int, part: Tensor, key: Key) -> Loss:
             x, sigma, _ = drawn.start(k, part)
             x0_hat, noise = boundary(x, drawn.velocity(k, part), sigma)
             at = drawn.renoised(k, part, x0_hat, noise, key, shared=True)
@@ -219,9 +198,7 @@ class TDMLoop(Loop):
 
         return loss
 
-    def _generator_loss(
-        self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _generator_loss(self, drawn: Boundaries, k: int, part: Int[Tensor, "n"], key: Key) -> Loss:
         """Return the loss that moves the generator's samples along the fields' differences."""
         cfg, fields, surrogate = self.cfg, self.roles.fields, self.cfg.surrogate
         x, sigma, cond = drawn.start(k, part)

@@ -1,6 +1,5 @@
 """Define the settings of few-step distillation, its networks, and its renoised boundaries."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,11 +15,10 @@ from flowalign.rewards.checked import OnFailure as OnFailedReward
 from flowalign.sampling.complete_states import take_rows
 from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.reference import guide
+from flowalign.training.reference import TrainedWeights, guide
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.training.trained_weights import TrainedWeights
 from flowalign.training.update_checks import OnFailure
-from flowalign.types import Cond, Trajectory, VelocityField
+from flowalign.types import Batch, Cond, Trajectory, VelocityField
 from flowalign.types.ranges import (
     DenoisingSteps,
     GuidanceScale,
@@ -249,11 +247,10 @@ class Boundaries:
         """Return K, the number of boundaries of a trajectory."""
         return self.trajectory.num_steps
 
-    def parts(self, size: int, samples: Int[Tensor, "m"]) -> Iterator[tuple[int, Int[Tensor, "n"]]]:
-        """Yield each step with consecutive parts of some samples."""
-        for k in range(self.num_steps):
-            for part in samples.split(size):
-                yield k, part
+    def rows(self, samples: Int[Tensor, "m"]) -> Batch:
+        """Return one row for each boundary of some samples, ordered by step."""
+        k = torch.arange(self.num_steps).repeat_interleave(len(samples))
+        return Batch({"k": k, "row": samples.repeat(self.num_steps)})
 
     def start(
         self, k: int, samples: Int[Tensor, "n"]

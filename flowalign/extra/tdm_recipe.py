@@ -10,18 +10,19 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.extra.tdm_loop import TDMLoop
 from flowalign.extra.tdm_parts import TDMSettings, open_roles
 from flowalign.rewards.checked import OnFailure
-from flowalign.training.checkpoint_paths import check_start
+from flowalign.training.checkpoint_files import check_start
 from flowalign.training.learner import Learner
-from flowalign.training.plan_rows import (
+from flowalign.training.recipe import Log, Loop, Recipe, RunContext, TrainingPrompts
+from flowalign.training.recipe_plan import (
+    MemoryPart,
+    RecipePlan,
+    StepWork,
     check_prompts_per_step,
     evaluations_row,
     reward_rows,
     samples_row,
 )
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.reference import check_guidance, find_scale
-from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import ModelPlan, Policy
 
 _TRAINED = 4

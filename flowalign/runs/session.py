@@ -26,8 +26,7 @@ from flowalign.runs.run_directory import (
 from flowalign.training import checkpoint
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import RolloutBatch
-from flowalign.training.policy_gradient.build_batch import build_batch
-from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop, build_batch
 from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,

@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.sampling.reward_sds import RewardSDS, Score, optimise
 from flowalign.sampling.search import Search, search
-from flowalign.training.rollouts.latent_values import check_latent_dims
+from flowalign.training.rollouts.state_values import check_latent_dims
 from flowalign.types import Cond, LatentReward, Policy, Request
 from flowalign.utils.typed_settings import load_typed
 

@@ -27,17 +27,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.training.checkpoint_files import (
+    FOLDER,
     PREFIX,
     check_complete,
     check_files,
     check_weights,
+    divided,
     latest,
     list_by_step,
+    read_sharded,
+    save_sharded,
+    shapes,
     write_manifest,
 )
 from flowalign.training.learner import Learner
 from flowalign.training.optimizers import check_moments, put_back, state_tensors
-from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
 from flowalign.types.ranges import NonNegativeInt, PositiveInt, require_ranges
 from flowalign.utils.files import sync_file, sync_tree
 

@@ -1,10 +1,25 @@
-"""List the checkpoints of a run, and verify their files by size and SHA-256."""
+"""List the checkpoints of a run, verify their files, and read and write sharded tensors."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from flowalign.utils.files import digest_file
+from flowalign.utils.imports import LazyModule
+
+if TYPE_CHECKING:
+    from torch.distributed import checkpoint
+    from torch.distributed import tensor as dtensor
+    from torch.distributed.checkpoint import metadata
+else:
+    checkpoint = LazyModule("torch.distributed.checkpoint")
+    dtensor = LazyModule("torch.distributed.tensor")
+    metadata = LazyModule("torch.distributed.checkpoint.metadata")
 
 MANIFEST = "manifest.json"
 """File of a checkpoint that lists its other files."""
@@ -92,3 +107,55 @@ def _way_out(folder: Path) -> str:
         if other != folder and not _find_damage(other, lambda _: True):
             return f"The newest intact checkpoint is {other}; to resume from it: --resume {other}"
     return "No other checkpoint of this run is intact."
+
+
+def check_start(path: str, key: str) -> None:
+    """Raise ValueError unless the weights of a checkpoint are intact; `key` names its setting."""
+    if not Path(path).is_dir():
+        raise ValueError(
+            f"{key}: the checkpoint {path!r} does not exist (looked in {Path.cwd()}): train it "
+            "first, or name a folder such as runs/RUN/checkpoints/step-000100"
+        )
+    try:
+        check_weights(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+FOLDER = "sharded"
+"""Folder of the sharded files inside a checkpoint's `state`."""
+
+
+def save_sharded(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors, one file per process; all processes must call this.
+
+    Any number of processes can read the files.
+    """
+    checkpoint.save(dict(tensors), checkpoint_id=folder)
+
+
+def shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtype and shape of every written tensor."""
+    found = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: (about.properties.dtype, about.size)
+        for name, about in found.items()
+        if isinstance(about, metadata.TensorStorageMetadata)
+    }
+
+
+def read_sharded(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read all tensors in `like`, each sharded like its counterpart there.
+
+    All processes must call this.
+    """
+    made = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    checkpoint.load(made, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    return made
+
+
+def divided(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """Return a tensor sharded like `like`; scalars and tensors without a shard stay whole."""
+    if not isinstance(like, dtensor.DTensor) or tensor.dim() == 0:
+        return tensor
+    return dtensor.distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

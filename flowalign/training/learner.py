@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from flowalign.distributed.processes import Processes, gather_whole, is_sharded, local_part
 from flowalign.training.ema import EMA
 from flowalign.training.optimizers import OptimizerKind, check_kind, new_optimizer
-from flowalign.training.reference import reference_for
-from flowalign.training.trained_weights import TrainedSet, TrainedWeights
+from flowalign.training.reference import TrainedSet, TrainedWeights, reference_for
 from flowalign.types import Policy, VelocityField
 from flowalign.types.ranges import (
     Decay,

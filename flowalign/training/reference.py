@@ -1,16 +1,79 @@
-"""Velocity fields that a policy is compared with, such as the initial model."""
+"""Velocity fields next to the policy: further trained weights, and fields to compare it with."""
 
 import copy
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowalign.sampling.inference import without_guidance
 from flowalign.training.ema import EMA
-from flowalign.training.trained_weights import TrainedWeights
 from flowalign.types import Cond, Policy, Request, VelocityField, encode_requests
 from flowalign.utils.adapters import adapters_of, adapters_off
+
+
+class TrainedSet(ABC):
+    """Parameters that are trained in addition to the policy's."""
+
+    named: Mapping[str, nn.Parameter]
+    """Parameters by name."""
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are used and differentiable."""
+
+
+class TrainedWeights(TrainedSet, VelocityField):
+    """Policy evaluated with another set of trained weights, differentiable in them.
+
+    Parameter objects are swapped during an evaluation: gradients are bitwise equal whether or not
+    another set is evaluated in between. Copying values would invalidate graphs, and peft's adapters
+    support only LoRA. Networks that recompute activations in the backward pass also need the
+    weights there. Call `backward` inside `active`, as `Learner.backward` does. Compiled networks
+    with swapped parameters are not tested.
+    """
+
+    def __init__(self, policy: Policy, values: Mapping[str, Tensor] | None = None):
+        """Set the weights to `values`, by parameter name; None copies the policy's weights.
+
+        `values` are shared, not copied, and get no gradient.
+        """
+        self.policy = policy
+        own = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+        self.named = {
+            name: nn.Parameter(p.detach().clone())
+            if values is None
+            else nn.Parameter(values[name], requires_grad=False)
+            for name, p in own.items()
+        }
+        """Parameters by their names in the network."""
+        owner = {id(p): name for name, p in own.items()}
+        self.places = [
+            (module, attribute, owner[id(p)])
+            for module in policy.denoiser.modules()
+            for attribute, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if id(p) in owner
+        ]
+        """Module, attribute and name of every place where the network reads a parameter."""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Replace the network's parameters by the weights inside the context."""
+        before = [getattr(module, attribute) for module, attribute, _ in self.places]
+        for module, attribute, name in self.places:
+            setattr(module, attribute, self.named[name])
+        try:
+            yield
+        finally:
+            for (module, attribute, _), parameter in zip(self.places, before, strict=True):
+                setattr(module, attribute, parameter)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """Return dx / dsigma with the weights, differentiable in them."""
+        with self.active():
+            return self.policy.velocity(x, sigma, cond)
 
 
 class AdapterOff(VelocityField):

@@ -1,9 +1,11 @@
-"""Check the weights automatically after the first updates, in all recipes."""
+"""Check the first updates of all recipes automatically, and the auxiliary terms of losses."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import sqrt
 from typing import Literal
 
+from flowalign.losses.gradient_squares import POLICY, PREFIX
 from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.utils.costs import stage
 
@@ -20,33 +22,45 @@ the first values of B are 0 in half precision.
 class WeightChecks:
     """Checks of gradients and weights after the first steps with a gradient."""
 
-    def __init__(self, learner: Learner, on_failure: OnFailure, log: Callable[[str], None]):
+    def __init__(
+        self,
+        learner: Learner,
+        on_failure: OnFailure,
+        log: Callable[[str], None],
+        further: Callable[[], None] = lambda: None,
+    ):
         self.learner, self.on_failure, self.log = learner, on_failure, log
+        self.further = further
+        """Further check of the steps that count."""
         self.seen = 0
         self.warned = self.complete = False
         self.made, self.effective = self._counts()
         self.found: dict[str, float] = {}
 
+    def begin(self) -> None:
+        """Count updates from the current state of the learner, after a checkpoint was restored."""
+        self.made, self.effective = self._counts()
+
     @stage("check")
-    def after_update(self, metrics: Mapping[str, float]) -> bool:
+    def after_update(self, metrics: Mapping[str, float]) -> None:
         """Check that gradients reach all kinds of parameters and ranks agree, in the first steps.
 
-        A step counts if it made an update with a gradient; return True for the steps that count.
+        A step counts if it made an update with a gradient.
         """
         made, effective = self.made, self.effective
         self.made, self.effective = self._counts()
         if self.seen == MOST_STEPS or self.made == made:
-            return False
+            return
         if self.effective == effective:
             if not effective:
                 self._report_no_gradient(metrics)
-            return False
+            return
         self.seen += 1
         if not self.complete:
             self._check_kinds()
         if self.seen <= 2:
             self._compare_ranks()
-        return True
+        self.further()
 
     def metrics(self) -> dict[str, float]:
         """Return the measurements since the last call."""
@@ -106,3 +120,36 @@ def _kind_names(names: Iterable[str]) -> set[str]:
     A single layer may be unused, but not all layers of one kind.
     """
     return {re.sub(r"\.\d+\.", ".*.", name) for name in names}
+
+
+LARGEST_RATIO = 3.0
+"""Gradient norm of an auxiliary term, relative to the policy term, above which a run warns."""
+
+
+class AuxiliaryTerms:
+    """Gradient-norm ratios of the auxiliary terms of a loss, with one warning per term."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self.log = log
+        self.warned: set[str] = set()
+
+    def compare(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics with ratios of gradient norms instead of squared norms.
+
+        Norms are taken at the output of the network, as root mean squares over samples. A ratio
+        above `LARGEST_RATIO` is logged once for each term. Without a gradient of the policy term
+        there is no ratio.
+        """
+        squares = {n.removeprefix(PREFIX): x for n, x in metrics.items() if n.startswith(PREFIX)}
+        policy = squares.pop(POLICY, 0.0)
+        ratios = {name: sqrt(square / policy) for name, square in squares.items() if policy > 0}
+        for name in sorted(ratios.keys() - self.warned):
+            if ratios[name] > LARGEST_RATIO:
+                self.warned.add(name)
+                self.log(
+                    f"warning: the gradient of the auxiliary term {name} is {ratios[name]:.3g} "
+                    f"times that of the policy term (limit {LARGEST_RATIO:g}): lower its "
+                    "coefficient, or the reward is hardly optimized"
+                )
+        rest = {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
+        return rest | {f"gradient_ratio/{name}": ratio for name, ratio in ratios.items()}

@@ -1,6 +1,7 @@
 """Define the batch: a table of named columns that sources fill and losses read."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,9 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "weight": ("", "Weight of the row in the loss; 0 excludes it."),
     "advantage": ("", "Advantage of the row, clipped, within its group."),
     "places": ("1 *grid", "Advantage at each latent position, instead of `advantage`."),
+    # rows of an update before its micro-batches are filled
+    "row": ("", "Position of the row in the data of its source, on the CPU."),
+    "part": ("", "Id of rows that share no micro-batch with others, on the CPU."),
     # transitions of rollouts, and states that they visited
     "k": ("", "Index of the transition, on the CPU."),
     "x": ("*latent", "State at which networks are evaluated, x_k of a transition."),
@@ -119,10 +123,30 @@ class Batch(Mapping[str, Any]):
         """Return the rows with these indices."""
         return Batch({name: _take(column, rows) for name, column in self._columns.items()})
 
-    def split(self, size: int) -> Iterator["Batch"]:
-        """Yield consecutive parts of at most `size` rows."""
-        for rows in torch.arange(self.num_rows).split(size):
-            yield self.take(rows)
+    def split(
+        self,
+        size: int,
+        apart: Sequence[str] = (),
+        together: str | None = None,
+        once: bool = False,
+    ) -> Iterator["Batch"]:
+        """Yield parts of at most `size` rows; none without rows.
+
+        Consecutive rows that differ in a column of `apart` are in different parts. Rows with one
+        value of the column `together` are in one part; if `once` is set, they count as one row.
+        Columns of `apart` that the batch does not have are ignored.
+        """
+        differ = torch.zeros(max(self.num_rows - 1, 0), dtype=torch.bool)
+        for name in self.keys() & {*apart}:
+            differ |= self[name][1:] != self[name][:-1]
+        bounds = [0, *(differ.nonzero()[:, 0] + 1).tolist(), self.num_rows]
+        for start, stop in pairwise(bounds):
+            rows = torch.arange(start, stop)
+            if together is None:
+                parts = rows.split(size)
+            else:
+                parts = _pack(rows, self[together][start:stop], size, once)
+            yield from (self.take(part) for part in parts if len(part))
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
@@ -132,6 +156,29 @@ class Batch(Mapping[str, Any]):
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tensors on a device."""
         return Batch({name: _move(column, device) for name, column in self._columns.items()})
+
+
+def _pack(
+    rows: Int[Tensor, "n"], label: Int[Tensor, "n"], size: int, once: bool
+) -> Sequence[Int[Tensor, "m"]]:
+    """Return parts of at most `size` rows that do not divide rows with one label.
+
+    With `once`, each part has at most `size` labels, in the order of the labels.
+    """
+    values, index = label.unique(return_inverse=True)
+    if len(values) == len(rows):
+        return rows.split(size)
+    if once:
+        starts = range(0, len(values), size)
+        return [rows[(index >= start) & (index < start + size)] for start in starts]
+    parts: list[Tensor] = []
+    for i in dict.fromkeys(index.tolist()):
+        members = rows[index == i]
+        if parts and len(parts[-1]) + len(members) <= size:
+            parts[-1] = torch.cat([parts[-1], members])
+        else:
+            parts.append(members)
+    return parts
 
 
 def _take(column: Values, rows: Int[Tensor, "m"]) -> Values:

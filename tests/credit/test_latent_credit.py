@@ -12,7 +12,7 @@ from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.branching import Comb
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.build_batch import build_batch
+from flowalign.training.policy_gradient.policy_gradient_loop import build_batch
 from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import collect_rollouts

@@ -14,8 +14,8 @@ from flowalign.sampling.branching import Comb
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.checks import replay_drift
+from flowalign.training.policy_gradient.chunks import join_spans
 from flowalign.training.policy_gradient.policy_gradient_loop import update
-from flowalign.training.policy_gradient.spans import join_spans
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests, step_of, steps_of
 from tests.fixtures.pixel import PixelPolicy

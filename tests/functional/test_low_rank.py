@@ -4,7 +4,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.training.matching.cold_start import merge_factors
+from flowalign.training.matching.reference_models import merge_factors
 
 
 def test_updates_of_orthogonal_directions_are_merged_exactly_if_the_rank_suffices():

@@ -15,8 +15,7 @@ from flowalign.functional.noise_matching import (
     space_factor,
     step_at,
 )
-from flowalign.training.matching.example_parts import num_examples
-from flowalign.training.matching.noising import NoiseLevels, noise_for
+from flowalign.training.matching.noising import NoiseLevels, noise_for, num_examples
 from flowalign.training.matching.reference_models import Teacher
 from flowalign.training.matching.residuals import divergence, matching_residuals
 from flowalign.training.matching.state_source import ForwardNoise
@@ -190,8 +189,9 @@ def test_a_part_keeps_pairs_with_their_draws_together():
     part = data.take(tensor([4, 1]))
     assert torch.equal(part["latents"], data.examples["latents"][[4, 1, 9, 6]])
     assert torch.equal(part["noise"], data.noise[[4, 1, 4, 1]])
-    assert [num_examples(some) for some in data.parts(2)] == [2, 2, 1]
-    sigmas = [some["sigma"].chunk(2)[0] for some in data.parts(2)]
+    parts = [data.take(rows["row"]) for rows in data.rows().split(2)]
+    assert [num_examples(some) for some in parts] == [2, 2, 1]
+    sigmas = [some["sigma"].chunk(2)[0] for some in parts]
     assert torch.equal(torch.cat(sigmas), data.sigma)
 
 

@@ -9,6 +9,7 @@ from flowalign.gradient_paths import AdjointMatching, DRaFT
 from flowalign.gradient_paths.adjoint_matching import draw_steps
 from flowalign.losses import Maximise
 from flowalign.rewards.composite import Rewards
+from flowalign.training.engine import Statistics, accumulate
 from flowalign.training.reward_gradient import FromNoisyRollouts, FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import plain_requests
@@ -44,8 +45,9 @@ def test_the_gradient_is_that_of_the_error_of_the_control():
     """By autograd through single steps of the initial model, for all rows together."""
     cfg = recipe()
     learner, loop = opened(cfg)
-    trajectory, first = loop.sample(0)
-    metrics = loop.metrics(loop.accumulate(0, trajectory, first))
+    trajectory, statistics = loop.sample(0).trajectory, Statistics(learner.processes)
+    accumulate(learner, loop.term(0, loop.sample(0), statistics), statistics)
+    metrics = loop.metrics(statistics)
     found = torch.cat([p.grad.flatten() for p in learner.parameters])
     policy, base, cond = learner.policy, learner.reference.policy, trajectory.cond
     trained = draw_steps(T - 1, 2, generator(SEED, "connection", 0))

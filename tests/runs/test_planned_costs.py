@@ -4,7 +4,7 @@ import pytest
 
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan, prompt_rows
-from flowalign.training.plan_rows import reward_rows
+from flowalign.training.recipe_plan import reward_rows
 from flowalign.types import JudgeCalls
 from reward_models.signals.jpeg import JpegSize
 

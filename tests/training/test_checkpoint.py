@@ -20,7 +20,7 @@ from flowalign.runs.run_directory import clear
 from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.checkpoint_paths import check_start
+from flowalign.training.checkpoint_files import check_start
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from tests.fixtures.pixel import PixelPolicy, Redness

@@ -7,8 +7,7 @@ from torch import nn
 from flowalign.training import checkpoint
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer
-from flowalign.training.reference import Guided, conditional
-from flowalign.training.trained_weights import TrainedWeights
+from flowalign.training.reference import Guided, TrainedWeights, conditional
 from flowalign.types import Request
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy

@@ -44,8 +44,8 @@ from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.gardo import UncertaintyGate
+from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.types import COLUMNS, Batch, RewardOutput, plain_requests
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.matching_losses import LOSSES
@@ -55,7 +55,7 @@ from tests.fixtures.scored import batch_of, groups, opened
 from tests.fixtures.training import credited, new_learner, new_recipe, new_rewards
 from tests.fixtures.video_pixel import GRID, VideoPixel
 
-NEVER_IN_A_MINIBATCH = {"mask", "rival", "log_ratio", "chunk", "span"}
+NEVER_IN_A_MINIBATCH = {"mask", "rival", "log_ratio", "chunk", "span", "row", "part"}
 
 
 def assert_documented(batch: Batch) -> None:

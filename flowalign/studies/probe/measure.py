@@ -14,8 +14,9 @@ from flowalign.runs.config import Run
 from flowalign.runs.session import RunParts, compute_batch, open_run
 from flowalign.studies.probe.probe_settings import Setting, Weights, remove_place
 from flowalign.studies.probe.sums import GradientSums, adam_scale
+from flowalign.training.engine import Statistics, Term, accumulate
 from flowalign.training.learner import Learner, TrainingFailure
-from flowalign.training.policy_gradient.batches import RolloutBatch, minibatch, portions
+from flowalign.training.policy_gradient.batches import RolloutBatch, policy_term
 from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
@@ -144,32 +145,22 @@ def gradients_of_steps(
         TrainingFailure: A gradient is not finite.
     """
     batch = batch.with_steps(weight=torch.ones_like(batch.weight))
-    local: dict[int, list[Tensor]] = {}
-    for k, chosen in portions(batch, torch.arange(len(batch.mask)), recipe.micro_batch):
-        local.setdefault(k, []).append(chosen)
+    everyone = torch.arange(len(batch.global_mask))
+    term = policy_term(recipe.algorithm, batch, everyone, learner, recipe.micro_batch)
     for k in batch.global_mask.any(0).nonzero().flatten().tolist():
-        yield k, _gradient(recipe, learner, batch, k, local.get(k, []))
+        rows = term.rows.take((term.rows["k"] == k).nonzero()[:, 0])
+        yield k, _gradient(learner, replace(term, rows=rows), k)
     learner.optimizer.zero_grad(set_to_none=True)
 
 
-def _gradient(
-    recipe: PolicyGradientSettings,
-    learner: Learner,
-    batch: RolloutBatch,
-    k: int,
-    local: Sequence[Tensor],
-) -> Float[Tensor, "p"]:
+def _gradient(learner: Learner, term: Term, k: int) -> Float[Tensor, "p"]:
     """Return the gradient of one step, over the samples of all processes.
 
     In fp16, the loss scale is lowered until the gradient is finite.
     """
-    num_trained = int(batch.global_mask.sum())
-    fields = batch.fields(learner.policy, learner.reference)
     while True:
         learner.optimizer.zero_grad(set_to_none=True)
-        for chosen in local:
-            loss, _ = recipe.algorithm.loss(fields, minibatch(batch, k, chosen))
-            learner.backward(len(chosen) / num_trained * loss)
+        accumulate(learner, term, Statistics(learner.processes))
         learner.processes.sum_gradients(learner.parameters)
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
         scale = learner.scaler.get_scale()

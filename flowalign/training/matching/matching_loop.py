@@ -7,8 +7,7 @@ A training *step* takes one batch from the data source and makes `updates_per_st
 """
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,27 +18,32 @@ from typing_extensions import override
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import FlowSDE
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
-from flowalign.training.engine import Accumulation, Part
+from flowalign.training.engine import EngineLoop, StepData, Term, make_update
 from flowalign.training.learner import Learner
-from flowalign.training.matching.displacement_checks import MatchingChecks
-from flowalign.training.matching.dividing import divide_updates
-from flowalign.training.matching.evaluation import measure_held_out
-from flowalign.training.matching.example_parts import num_examples, prepare
+from flowalign.training.matching.checks import MatchingChecks, measure_held_out
 from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
-from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.norms import means_by_third, norm_ratios
-from flowalign.training.matching.residuals import divergence, matching_residuals, select_fields
+from flowalign.training.matching.noising import NoiseLevels, divide_updates, noise_for, prepare
+from flowalign.training.matching.residuals import (
+    divergence,
+    matching_residuals,
+    means_by_third,
+    norm_ratios,
+    select_fields,
+)
 from flowalign.training.matching.source import BatchStream, StepExamples
-from flowalign.training.recipe import Log, Loop
+from flowalign.training.recipe import Log
 from flowalign.types import ALONE, Batch, LossContext, Trajectory
+from flowalign.types.losses import Loss
 from flowalign.utils.seeds import generator
 
 _MARGIN = "typical_margin"
 _MARGIN_DECAY = 0.99
 
 
-class MatchingLoop(Loop):
+class MatchingLoop(EngineLoop[StepExamples]):
     """Loop that noises batches of examples and evaluates policy and reference on them."""
+
+    stage, rate = "data", "pairs_per_second"
 
     def __init__(
         self,
@@ -50,30 +54,42 @@ class MatchingLoop(Loop):
         log: Log = lambda _: None,
     ):
         self.cfg, self.learner, self.stream, self.seed = cfg, learner, stream, seed
-        self.log = log
         self.held_out = stream.held_out()
         self.loss_state: dict[str, float] = {}
         """State of the loss and the checks that is kept between updates."""
+        self.updates = MatchingChecks(cfg, learner, self.loss_state, log)
+        self.checks = [self.updates.weights]
 
     @override
-    def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        checks = MatchingChecks(self.cfg, self.learner, self.loss_state, self.log)
-        steps = list(steps)
+    def data(self, steps: Sequence[int]) -> Iterator[StepData[StepExamples]]:
         batches = self.stream.batches(steps)
-        for step in steps:
-            start = time.perf_counter()
-            batch = next(batches)
-            ready = time.perf_counter()
-            metrics = dict(batch.metrics) | self._updates(batch, step, checks)
-            checks.weights.after_update(metrics)
-            done = time.perf_counter()
-            metrics |= {
-                "timing/data": ready - start,
-                "timing/update": done - ready,
-                "timing/step": done - start,
-                "pairs_per_second": batch.total / (done - start),
-            }
-            yield metrics | checks.metrics()
+        return (StepData(batch, batch.total, batch.metrics) for batch in batches)
+
+    @override
+    def train(self, step: int, data: StepExamples) -> dict[str, float]:
+        """Make the updates of one step, and return the metrics of the last update."""
+        cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
+        examples = prepare(data.examples, learner.policy, learner.processes.device)
+        grouped = "group" in cfg.loss.needs
+        for epoch in range(cfg.epochs_per_step):
+            key = seed, step, epoch
+            levels = noise_for(
+                cfg, learner.policy, examples, data.first, key, data.steps, data.visited
+            )
+            draw = generator(seed, "order", step, epoch)
+            for rows, total in divide_updates(
+                levels, cfg.updates_per_step, grouped, data.first, learner.processes, draw
+            ):
+                term = Term(
+                    rows=rows,
+                    total=total,
+                    losses=partial(self._losses, levels, self._context(data.visited)),
+                    micro_batch=cfg.micro_batch,
+                    together="group" if grouped else None,
+                    in_step=grouped or cfg.loss.whole_batch,
+                )
+                metrics = make_update(learner, [term], self._report)
+        return metrics | self.updates.metrics()
 
     @override
     def evaluate(self) -> dict[str, float]:
@@ -86,25 +102,9 @@ class MatchingLoop(Loop):
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.loss_state = dict(state["loss_state"])
+        self.loss_state.clear()
+        self.loss_state.update(state["loss_state"])
         self.stream.restore(state["data"])
-
-    def _updates(self, batch: StepExamples, step: int, checks: MatchingChecks) -> dict[str, float]:
-        """Make the updates of one step, and return the metrics of the last update."""
-        cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
-        examples = prepare(batch.examples, learner.policy, learner.processes.device)
-        for epoch in range(cfg.epochs_per_step):
-            key = seed, step, epoch
-            levels = noise_for(
-                cfg, learner.policy, examples, batch.first, key, batch.steps, batch.visited
-            )
-            draw = generator(seed, "order", step, epoch)
-            for update in divide_updates(cfg, levels, batch.first, learner.processes, draw):
-                parts = (levels.take(part) for part in update.parts)
-                context = self._context(batch.visited)
-                metrics = self._update(parts, update.total, checks, context)
-        learner.end_step()
-        return metrics
 
     def _context(self, visited: Trajectory | None) -> LossContext:
         """Return the context of an update on rollouts or on stored examples."""
@@ -115,28 +115,18 @@ class MatchingLoop(Loop):
             self.learner.policy.modality_sizes,
         )
 
-    def _update(
-        self, parts: Iterable[Batch], total: int, checks: MatchingChecks, context: LossContext
-    ) -> dict[str, float]:
-        """Make one update with this rank's micro-batches, and return metrics over all ranks.
+    def _losses(self, levels: NoiseLevels, context: LossContext, rows: Batch) -> list[Loss]:
+        part = levels.take(rows["row"])
+        return [micro_batch_loss(self.cfg, self.learner, part, context)]
 
-        `total` is the number of noise levels over all ranks.
-        """
-        gradient = Accumulation(self.learner)
-        gradient.add_all(
-            Part(
-                num_examples(part) / total,
-                partial(micro_batch_loss, self.cfg, self.learner, part, context),
-            )
-            for part in parts
-        )
-        metrics = means_by_third(gradient.means())
-        metrics = checks.terms.compare(metrics)
-        checks.before_update(metrics)
+    def _report(self, means: dict[str, float]) -> dict[str, float]:
+        """Check the means of an update before its step, and return what is logged."""
+        metrics = self.updates.terms.compare(means_by_third(means))
+        self.updates.before_update(metrics)
         if "margin_abs" in metrics:
             remember_margin(self.loss_state, metrics["margin_abs"])
-        checks.watch(metrics)
-        return metrics | self.learner.step()
+        self.updates.watch(metrics)
+        return metrics
 
 
 def micro_batch_loss(

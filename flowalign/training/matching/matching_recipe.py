@@ -9,10 +9,9 @@ from typing_extensions import override
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.training.learner import Learner
-from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
-from flowalign.training.matching.reference_models import FrozenBase
+from flowalign.training.matching.reference_models import FrozenBase, start_from
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import Log, Loop, Recipe, RunContext

@@ -6,10 +6,10 @@ from typing import get_args
 
 from flowalign.functional.noise_matching import Space
 from flowalign.losses.matching.dpo import DPO
-from flowalign.training.matching.cold_start import ColdStart
 from flowalign.training.matching.reference_models import (
     Average,
     AverageName,
+    ColdStart,
     FrozenBase,
     ReferenceModel,
     Teacher,

@@ -1,19 +1,56 @@
-"""Noise clean latents of pairs or samples to one or several noise levels."""
+"""Noise clean latents of pairs or samples, and divide their noise levels into updates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.noise_matching import step_at
-from flowalign.training.matching.example_parts import num_examples, of_rows, take
+from flowalign.distributed.processes import Processes
+from flowalign.functional.noise_matching import step_at, velocity_to_data
+from flowalign.functional.transition import mean_sensitivity, transition, travelled_velocity
 from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.source import StepAdvantages
-from flowalign.training.matching.visited import noise_of, steps_from
 from flowalign.types import Batch, Policy, Trajectory
+from flowalign.types.batch import Values
 from flowalign.utils.seeds import generator
+
+
+def num_examples(examples: Batch) -> int:
+    """Return the number of pairs, or of samples if there are no pairs."""
+    return examples.num_rows // 2 if "pair" in examples else examples.num_rows
+
+
+def pairs_of(columns: Mapping[str, Values]) -> Batch:
+    """Return pairs of weight 1, from columns of the winners followed by the losers."""
+    rows = Batch(columns)
+    count = rows.num_rows // 2
+    return rows.with_columns(
+        pair=torch.arange(count).repeat(2),
+        desirable=torch.arange(2 * count) < count,
+        weight=torch.ones(2 * count),
+    )
+
+
+def take(examples: Batch, indices: Int[Tensor, "k"]) -> Batch:
+    """Return the pairs, or samples, with these indices."""
+    losers = [indices + num_examples(examples)] if "pair" in examples else []
+    return examples.take(torch.cat([indices, *losers]))
+
+
+def of_rows(examples: Batch, values: Tensor) -> Tensor:
+    """Return the values of pairs, or samples, for each row."""
+    return torch.cat([values, values]) if "pair" in examples else values
+
+
+def prepare(examples: Batch, policy: Policy, device: torch.device) -> Batch:
+    """Return examples on a device, with float32 latents and users in their conditioning."""
+    rows = examples.to(device)
+    rows = rows.with_columns(latents=rows["latents"].float())
+    if "user" not in rows or not policy.user_conditioning:
+        return rows
+    return rows.with_columns(cond=policy.user_conditioning.add_users(rows["cond"], rows["user"]))
 
 
 @dataclass(frozen=True)
@@ -67,10 +104,11 @@ class NoiseLevels:
         """Return all examples at all their noise levels."""
         return self.take(torch.arange(len(self)))
 
-    def parts(self, size: int) -> Iterator[Batch]:
-        """Yield consecutive parts of at most `size` noise levels."""
-        for indices in torch.arange(len(self)).split(size):
-            yield self.take(indices)
+    def rows(self, indices: Int[Tensor, "k"] | None = None) -> Batch:
+        """Return one row for each of some noise levels, or of all, which `take` fills."""
+        row = torch.arange(len(self)) if indices is None else indices
+        group = {"group": self.group[row]} if "group" in self.examples else {}
+        return Batch({"row": row, **group})
 
 
 def noise_for(
@@ -145,3 +183,78 @@ def _of_steps(
     if steps.places is not None:
         found["places"] = steps.places[index, k].to(weight)
     return examples.with_columns(advantage=advantage, desirable=advantage > 0, **found)
+
+
+def divide_updates(
+    levels: NoiseLevels,
+    num_updates: int,
+    grouped: bool,
+    first: int,
+    processes: Processes,
+    draw: torch.Generator,
+) -> Iterator[tuple[Batch, int]]:
+    """Yield this process's rows of each update, in random order, and the rows of all processes.
+
+    All noise levels of an example are in the same update and, if `grouped` is set, all examples of
+    a group. `first` is the position of this process's first example.
+    """
+    unit = first + levels.index
+    if grouped:
+        unit = levels.examples["group"].cpu()[levels.index]
+    present, everywhere = processes.gather(unit).unique(return_inverse=True)
+    place = torch.randperm(len(present), generator=draw).argsort()
+    everywhere, at = place[everywhere], place[torch.searchsorted(present, unit)]
+    order = at.argsort(stable=True)
+    for places in torch.arange(len(present)).tensor_split(min(num_updates, max(len(present), 1))):
+        total = int(torch.isin(everywhere, places).sum())
+        if total:
+            yield levels.rows(order[torch.isin(at[order], places)]), total
+
+
+def noise_of(
+    trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
+) -> Float[Tensor, "m *latent"]:
+    """Return the noise that turns each sample into its visited state at sigma.
+
+    From x = (1 - sigma) x0 + sigma noise follows noise = x0 + (x - x0) / sigma.
+    """
+    x0 = trajectory.state(trajectory.num_steps, samples)
+    x = torch.empty_like(x0)
+    for k, rows in _by_step(trajectory, sigma):
+        x[rows] = trajectory.state(k, samples[rows])
+    return x0 + velocity_to_data(x, x0, sigma.to(x))
+
+
+def steps_from(
+    trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
+) -> dict[str, Tensor]:
+    """Return columns of the sampled steps at the given levels; none if one was deterministic.
+
+    The mean of a step is linear in the velocity: mean_a - mean_b = slope * (v_a - v_b).
+    """
+    steps = list(_by_step(trajectory, sigma))
+    if not all(bool((trajectory.eta[samples[rows], k] > 0).all()) for k, rows in steps):
+        return {}
+    x0 = trajectory.state(trajectory.num_steps, samples)
+    travelled, numbers = torch.empty_like(x0), x0.new_empty(4, len(x0))
+    kernel, sigmas = trajectory.kernel, trajectory.sigmas
+    for k, rows in steps:
+        some = samples[rows]
+        eta = trajectory.eta[some.to(trajectory.eta.device), k]
+        x, x_next = trajectory.state(k, some), trajectory.state(k + 1, some)
+        travelled[rows] = travelled_velocity(kernel, x, x_next, sigmas, k, eta)
+        std = transition(kernel, x, torch.zeros_like(x), sigmas, k, eta).std
+        slope = mean_sensitivity(kernel, sigmas, k, eta)
+        dt = (sigmas[k] - sigmas[k + 1]).expand_as(std)
+        numbers[:, rows] = torch.stack([slope, std, dt, trajectory.logp[some, k].to(std)])
+    names = "slope", "std", "dt", "logp_old"
+    return {"travelled": travelled, **dict(zip(names, numbers, strict=True))}
+
+
+def _by_step(
+    trajectory: Trajectory, sigma: Float[Tensor, "m"]
+) -> Iterator[tuple[int, Int[Tensor, "_"]]]:
+    """Yield each denoising step that starts at one of the levels, and its rows."""
+    at = step_at(sigma.cpu(), trajectory.sigmas.cpu())
+    for k in at.unique().tolist():
+        yield k, (at == k).nonzero()[:, 0]

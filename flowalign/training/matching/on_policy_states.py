@@ -24,11 +24,15 @@ from flowalign.training.matching.source import (
     StepExamples,
     StreamContext,
 )
-from flowalign.training.plan_rows import check_prompts_per_step, samples_row
-from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
+from flowalign.training.recipe import RunContext, TrainingPrompts
+from flowalign.training.recipe_plan import (
+    MemoryPart,
+    RecipePlan,
+    StepWork,
+    check_prompts_per_step,
+    samples_row,
+)
 from flowalign.training.rollouts.rollout_settings import SEVERAL
-from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import Batch, ModelPlan, Trajectory, plain_requests
 from flowalign.types.losses import STEPS
 from flowalign.types.ranges import PositiveInt, require_ranges

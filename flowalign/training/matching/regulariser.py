@@ -7,13 +7,12 @@ from functools import partial
 from math import ceil
 
 from flowalign.losses.matching.sft import SFT
-from flowalign.training.engine import Accumulation, Part
+from flowalign.training.engine import Term
 from flowalign.training.learner import Learner
-from flowalign.training.matching.example_parts import num_examples, prepare
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.matching_recipe import Matching
-from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.source import BatchStream, StepExamples, StreamContext
+from flowalign.training.matching.noising import NoiseLevels, noise_for, prepare
+from flowalign.training.matching.source import BatchStream, StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.recipe import Log, RunContext
@@ -81,11 +80,11 @@ class Regulariser:
         with _named():
             return self.matching.plan(run, model, world).parts
 
-    def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredGradient":
+    def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredTerms":
         """Read and encode the data."""
         context = StreamContext(run.rewards, run.seed, self.loss.needs, log, run.conditioning)
         stream = self.data.open(learner, context)
-        return StoredGradient(self, learner, stream, run.seed)
+        return StoredTerms(self, learner, stream, run.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,32 +119,28 @@ def _named() -> Iterator[None]:
         raise ValueError(f"in recipe.regulariser: {error}") from error
 
 
-class StoredGradient:
-    """Gradient of stored examples, accumulated step by step."""
+class StoredTerms:
+    """Losses on stored examples, one for each update."""
 
     def __init__(self, cfg: Regulariser, learner: Learner, stream: BatchStream, seed: int):
         self.cfg, self.learner, self.stream, self.seed = cfg, learner, stream, seed
         self.matching = cfg.matching
 
-    def steps(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        """Accumulate the weighted gradient of each step, and yield its mean loss."""
+    def terms(self, steps: Iterable[int]) -> Iterator[Term]:
+        """Yield the weighted loss of each step; the log has the loss before its weight."""
         for step, batch in zip(steps, self.stream.batches(steps), strict=True):
-            yield self._accumulate(step, batch)
+            policy, device = self.learner.policy, self.learner.processes.device
+            examples = prepare(batch.examples, policy, device)
+            key = self.seed, step, 0
+            levels = noise_for(self.matching, policy, examples, batch.first, key)
+            yield Term(
+                rows=levels.rows(),
+                total=batch.total,
+                losses=partial(self._losses, levels),
+                micro_batch=self.cfg.micro_batch,
+            )
 
-    def _accumulate(self, step: int, batch: StepExamples) -> dict[str, float]:
-        cfg, learner = self.cfg, self.learner
-        examples = prepare(batch.examples, learner.policy, learner.processes.device)
-        levels = noise_for(
-            self.matching, learner.policy, examples, batch.first, (self.seed, step, 0)
-        )
-        gradient = Accumulation(learner)
-        gradient.add_all(
-            Part(num_examples(part) / batch.total, partial(self._loss, part))
-            for part in levels.parts(cfg.micro_batch)
-        )
-        return gradient.means()
-
-    def _loss(self, part: Batch) -> Loss:
-        """Return the weighted loss, and the loss before its weight for the log."""
+    def _losses(self, levels: NoiseLevels, rows: Batch) -> list[Loss]:
+        part = levels.take(rows["row"])
         loss, _ = micro_batch_loss(self.matching, self.learner, part)
-        return self.cfg.weight * loss, {"regulariser": loss.detach()}
+        return [(self.cfg.weight * loss, {"regulariser": loss.detach()})]

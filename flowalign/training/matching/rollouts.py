@@ -15,16 +15,24 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.training.learner import Learner
-from flowalign.training.matching.outcome_pairs import OutcomePairStream
+from flowalign.training.matching.pair_streams import (
+    OutcomePairStream,
+    StepPairStream,
+    StepWeighting,
+    count_pairs,
+)
 from flowalign.training.matching.source import BatchStream, DataSource, StreamContext
-from flowalign.training.matching.step_pairs import StepPairStream, StepWeighting, count_pairs
-from flowalign.training.plan_rows import check_prompts_per_step, reward_rows, samples_row
-from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import RecipePlan, StepWork
+from flowalign.training.recipe import RunContext, TrainingPrompts
+from flowalign.training.recipe_plan import (
+    RecipePlan,
+    StepWork,
+    check_prompts_per_step,
+    reward_rows,
+    samples_row,
+)
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
-from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, ModelPlan
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.types.trajectory import Completion

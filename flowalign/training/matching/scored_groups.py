@@ -19,12 +19,11 @@ from flowalign.training.learner import Learner
 from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
-from flowalign.training.recipe import RunContext
+from flowalign.training.recipe import RunContext, TrainingPrompts
 from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
-from flowalign.training.rollouts.spatial import RewardMap
-from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, ModelPlan, Policy
 from flowalign.types.ranges import require_ranges
 

@@ -13,12 +13,10 @@ from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.fdfo import pair_contrast
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
-from flowalign.training.matching.credited_stream import CreditedStream
 from flowalign.training.matching.reward_ascent import RewardAscent, with_states
-from flowalign.training.matching.source import StepAdvantages, StepExamples
-from flowalign.training.rollouts.advantages import GatheredCredit
+from flowalign.training.matching.source import CreditedStream, StepAdvantages, StepExamples
+from flowalign.training.rollouts.advantages import GatheredCredit, RewardMap
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Batch, Cond, Trajectory
 

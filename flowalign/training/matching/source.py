@@ -7,11 +7,15 @@ from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
+from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.rollouts.credited import CreditedRollouts
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import (
     Batch,
     CreditEstimator,
@@ -197,3 +201,26 @@ def refuse_teachers(names: Sequence[str], source: str) -> None:
             f"recipe.teachers names {', '.join(names)}, but data of class {source} are matched to "
             "noise - latents: take OnPolicyStates, or StoredDataset with kind samples or attributes"
         )
+
+
+@dataclass(eq=False)
+class CreditedStream(BatchStream):
+    """Stream with credited rollouts, whose state is that of the rollouts."""
+
+    cfg: RolloutSettings
+    learner: Learner
+    rewards: Rewards
+    requests: Requests
+
+    def __post_init__(self) -> None:
+        """Prepare the rollouts."""
+        seed = self.requests.seed
+        self.rollouts = CreditedRollouts(self.cfg, self.learner, self.rewards, seed)
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return self.rollouts.state()
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rollouts.restore(state)

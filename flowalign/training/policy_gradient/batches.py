@@ -11,8 +11,12 @@ from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.distributed.processes import Processes
 from flowalign.functional.preference_loss import best_and_worst
 from flowalign.sampling.complete_states import take_rows
-from flowalign.types import Batch, Fields, Trajectory, VelocityField
+from flowalign.training.engine import Term
+from flowalign.training.learner import Learner
+from flowalign.types import Batch, Fields, PolicyLoss, Trajectory, VelocityField
 
+_DIVISION = {"apart": ("part", "k"), "together": "state", "once": True}
+"""Division of rows into micro-batches, as explained by `Batch.split`."""
 _OF_LOOP = ("mask", "rival", "log_ratio")
 """Columns of samples that no loss reads."""
 
@@ -46,6 +50,11 @@ class RolloutBatch:
     def weight(self) -> Float[Tensor, "T"]:
         """Return the weight of each denoising step in the loss."""
         return self.steps["weight"]
+
+    def local(self, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
+        """Return the local positions of the samples that are on this rank."""
+        start, stop = self.rank_offset, self.rank_offset + len(self.mask)
+        return samples[(samples >= start) & (samples < stop)] - start
 
     def with_samples(self, **columns: Tensor) -> "RolloutBatch":
         """Return the batch with columns of samples added or replaced."""
@@ -96,53 +105,67 @@ def parts(
         yield (part[:, None] * unit + torch.arange(unit)).flatten()
 
 
-def minibatches(batch: RolloutBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Batch]:
-    """Yield each trained transition of the given samples once, in batches of one step k.
+def rows_of(batch: RolloutBatch, samples: Int[Tensor, "n"]) -> Batch:
+    """Return one row per trained transition of the samples, or per pair or span, ordered by step.
 
-    A batch has the transitions from at most `size` states. Pairs are not split: the winners come
-    first, then the losers in the same order.
+    A pair has the row of its winner, and a span that of its first step.
     """
-    for k, chosen in portions(batch, rows, size):
-        yield minibatch(batch, k, chosen)
+    pairs = "rival" in batch.samples
+    trained = batch.samples["rival"] >= 0 if pairs else batch.mask
+    k, place = trained[samples].T.nonzero().unbind(1)
+    row = samples[place]
+    state = row if pairs else batch.trajectory.rows.source_row[row, k]
+    return Batch({"k": k, "row": row, "state": state})
 
 
-def portions(
-    batch: RolloutBatch, rows: Int[Tensor, "n"], size: int
-) -> Iterator[tuple[int, Int[Tensor, "m"]]]:
-    """Yield the step and the samples of each minibatch."""
-    if "rival" not in batch.samples:
-        for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
-            chosen = rows[batch.mask[rows, k]]
-            yield from ((k, part) for part in _of_states(batch.trajectory, k, chosen, size))
-        return
-    rival = batch.samples["rival"]
-    wins = rival[rows] >= 0
-    for k in wins.any(0).nonzero().flatten().tolist():
-        for winners in rows[wins[:, k]].split(max(size // 2, 1)):
-            yield k, torch.cat([winners, rival[winners, k]])
+def fill(batch: RolloutBatch, rows: Batch) -> Batch:
+    """Return the transitions of rows with one step k, with all columns that losses read.
 
-
-def _of_states(
-    trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"], size: int
-) -> Iterator[Int[Tensor, "m"]]:
-    """Yield parts of the chosen samples with at most `size` distinct states k each."""
-    states, row = trajectory.rows.source_row[chosen, k].unique(return_inverse=True)
-    if len(states) == len(chosen):
-        yield from chosen.split(size)
-        return
-    for start in range(0, len(states), size):
-        yield chosen[(row >= start) & (row < start + size)]
-
-
-def minibatch(batch: RolloutBatch, k: int, chosen: Int[Tensor, "n"]) -> Batch:
-    """Return transition k of the chosen samples; for losses of spans, all transitions of its span.
-
-    The rows of a span are ordered by step; those of its first step have its weight and advantage.
+    Of pairs, the winners come first, then the losers in the same order. The rows of a span are
+    ordered by step; those of its first step have its weight and advantage.
     """
+    k, chosen = int(rows["k"][0]), rows["row"]
+    if "rival" in batch.samples:
+        chosen = torch.cat([chosen, batch.samples["rival"][chosen, k]])
     if "span" not in batch.steps:
         return _transitions(batch, k, chosen)
     steps = (batch.steps["span"] == k).nonzero()[:, 0].tolist()
     return Batch.concat([_transitions(batch, step, chosen) for step in steps])
+
+
+def portions(batch: RolloutBatch, rows: Batch, size: int) -> Iterator[Batch]:
+    """Yield the rows of each micro-batch: one step k, and transitions from at most `size` states.
+
+    A pair counts as two transitions.
+    """
+    return rows.split(_rows_together(batch, size), **_DIVISION)
+
+
+def minibatches(batch: RolloutBatch, samples: Int[Tensor, "n"], size: int) -> Iterator[Batch]:
+    """Yield each trained transition of the given samples once, with all columns."""
+    return (fill(batch, part) for part in portions(batch, rows_of(batch, samples), size))
+
+
+def policy_term(
+    algorithm: PolicyLoss,
+    batch: RolloutBatch,
+    samples: Int[Tensor, "n"],
+    learner: Learner,
+    micro_batch: int,
+) -> Term:
+    """Return the loss on the transitions of some samples of all ranks."""
+    fields = batch.fields(learner.policy, learner.reference)
+    return Term(
+        rows=rows_of(batch, batch.local(samples)),
+        total=int(batch.global_mask[samples].sum()),
+        losses=lambda part: [algorithm.loss(fields, fill(batch, part))],
+        micro_batch=_rows_together(batch, micro_batch),
+        **_DIVISION,
+    )
+
+
+def _rows_together(batch: RolloutBatch, size: int) -> int:
+    return max(size // 2, 1) if "rival" in batch.samples else size
 
 
 def _transitions(batch: RolloutBatch, k: int, chosen: Int[Tensor, "n"]) -> Batch:

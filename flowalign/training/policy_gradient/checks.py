@@ -4,36 +4,40 @@ Each check detects a bug that occurred in a released code base: a rollout that t
 reproduce, a KL term without gradient, adapters that never change, ranks with diverging weights.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from flowalign.functional.transition import log_density
-from flowalign.training.auxiliary_terms import AuxiliaryTerms
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.recipe import Log
-from flowalign.training.update_checks import MOST_STEPS, OnFailure, WeightChecks
-from flowalign.types import Batch, PolicyLoss, VelocityField, step_of, steps_of
-from flowalign.utils.costs import stage
+from flowalign.training.update_checks import MOST_STEPS, AuxiliaryTerms, WeightChecks
+from flowalign.types import Batch, VelocityField, step_of, steps_of
+from flowalign.utils.costs import Costs, stage
 
 
 class PolicyGradientChecks:
     """Automatic checks of a run before its first update and after its first updates."""
 
-    def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure, log: Log):
-        self.algorithm, self.learner = algorithm, learner
-        self.weights = WeightChecks(learner, on_failure, log)
-        self.replayed, self.kl_due = False, "reference" in algorithm.needs
+    def __init__(self, cfg: PolicyGradientSettings, learner: Learner, costs: Costs, log: Log):
+        self.cfg, self.algorithm, self.learner, self.costs = cfg, cfg.algorithm, learner, costs
+        self.weights = WeightChecks(learner, cfg.on_failed_check, log, self._check_kl)
+        self.batch: RolloutBatch | None = None
+        """Batch of the current step, if the gradient of its KL is checked."""
+        self.replayed, self.kl_due = False, "reference" in cfg.algorithm.needs
         self.terms = AuxiliaryTerms(log)
 
     @stage("check")
-    def before_update(self, batch: RolloutBatch, micro_batch: int) -> None:
+    def before_update(self, batch: RolloutBatch) -> None:
         """Check before the first update that the ratio of every stored transition is 1."""
+        self.batch = batch if self.kl_due else None
         if self.replayed:
             return
-        drift = replay_drift(self.learner.policy, batch, micro_batch)
+        with self.costs.paused():  # checks are no cost of training
+            drift = replay_drift(self.learner.policy, batch, self.cfg.micro_batch)
         self.replayed = bool(drift)
         for k, deviation in drift.items():
             self.weights.found[f"check/ratio_drift_{k}"] = deviation
@@ -54,20 +58,15 @@ class PolicyGradientChecks:
                 "or widen the clip."
             )
 
-    @stage("check")
-    def after_update(
-        self, batch: RolloutBatch, micro_batch: int, metrics: Mapping[str, float]
-    ) -> None:
-        """Check that parameters and the KL have gradients, and that ranks agree."""
-        if self.weights.after_update(metrics) and self.kl_due:
-            self._kl_gradient(batch, micro_batch)
+    def _check_kl(self) -> None:
+        """Check that the KL has a gradient, until it had one."""
+        if not self.batch:
+            return
+        with self.costs.paused():
+            self._measure_kl(self.batch)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the measurements since the last call."""
-        return self.weights.metrics()
-
-    def _kl_gradient(self, batch: RolloutBatch, micro_batch: int) -> None:
-        loss, part = None, next(_all_minibatches(batch, micro_batch), None)
+    def _measure_kl(self, batch: RolloutBatch) -> None:
+        loss, part = None, next(_all_minibatches(batch, self.cfg.micro_batch), None)
         if part is not None:
             neutral = part.with_columns(advantage=torch.zeros_like(part["advantage"]))
             fields = batch.fields(self.learner.policy, self.learner.reference)

@@ -1,6 +1,7 @@
-"""Form chunks of rollout steps, and compute the log-ratios of the other steps of a chunk."""
+"""Form pairs, chunks and spans of rollout steps, and compute the log-ratios of chunks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -9,15 +10,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.distributed.processes import Processes
-from flowalign.functional.surrogate import chunks_of_change, chunks_of_sizes, latent_change
+from flowalign.functional.surrogate import (
+    chunks_of_change,
+    chunks_of_sizes,
+    find_spans,
+    latent_change,
+)
 from flowalign.functional.transition import log_density
 from flowalign.training.policy_gradient.batches import (
     RolloutBatch,
-    minibatch,
+    fill,
     pair_best_and_worst,
     portions,
+    rows_of,
 )
-from flowalign.training.policy_gradient.spans import join_spans
 from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
@@ -75,16 +81,36 @@ def check_chains(trajectory: Trajectory) -> None:
 
 @torch.no_grad()
 def with_log_ratios(
-    batch: RolloutBatch, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
+    batch: RolloutBatch, samples: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
 ) -> RolloutBatch:
     """Return the batch with the current log-ratios of its transitions.
 
     Only the given samples are evaluated.
     """
     fields, log_ratio = batch.fields(policy, policy), torch.zeros(batch.mask.shape)
-    for k, chosen in portions(batch, rows, micro_batch):
-        part = minibatch(batch, k, chosen)
+    for rows in portions(batch, rows_of(batch, samples), micro_batch):
+        part = fill(batch, rows)
         current = fields.transition(policy, part)
         logp = log_density(fields.kernel, part["x_next"].float(), current)
-        log_ratio[chosen, k] = (logp - part["logp_old"]).cpu()
+        log_ratio[rows["row"], rows["k"]] = (logp - part["logp_old"]).cpu()
     return batch.with_samples(log_ratio=log_ratio)
+
+
+def join_spans(batch: RolloutBatch, longest: int, processes: Processes) -> RolloutBatch:
+    """Return a batch of spans of consecutive trained steps, each stored at its first step.
+
+    A span has the mean of its steps' advantages and weights. If one of its steps is masked, the
+    whole span is.
+    """
+    trained = batch.trajectory.trained.any(0).nonzero().flatten().tolist()
+    span = torch.full((batch.trajectory.num_steps,), -1)
+    mask, advantage = torch.zeros_like(batch.mask), torch.zeros_like(batch.advantage)
+    weight = torch.zeros_like(batch.weight)
+    for steps in find_spans(trained, longest):
+        first = steps[0]
+        span[steps] = first
+        mask[:, first] = batch.mask[:, steps].all(1)
+        advantage[:, first] = batch.advantage[:, steps].mean(1)
+        weight[first] = batch.weight[steps].mean()
+    joined = batch.with_samples(mask=mask, advantage=advantage).with_steps(span=span, weight=weight)
+    return replace(joined, global_mask=processes.gather(mask))

@@ -20,7 +20,7 @@ from flowalign.reports.records import MAX_ROWS, PLACES, CreditRecord
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.training.policy_gradient.batches import RolloutBatch
-from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult
+from flowalign.training.policy_gradient.policy_gradient_loop import StepObserver, StepResult
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text

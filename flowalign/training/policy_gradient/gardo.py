@@ -1,6 +1,6 @@
 """Gate the KL of GRPO by the uncertainty of the reward, and reset its reference (GARDO)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
@@ -84,8 +84,9 @@ class MovingReference:
     def __init__(self, cfg: ResetReference, learner: Learner):
         self.cfg, self.learner, self.last = cfg, learner, learner.num_updates
 
-    def after_step(self, kl: float) -> dict[str, float]:
+    def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Reset the reference if it is due, and return whether it was reset."""
+        kl = metrics.get("kl", 0.0)
         due = kl > self.cfg.largest_kl or self.learner.num_updates - self.last >= self.cfg.every
         if due:
             self.learner.averages["reference"].restart()

@@ -8,32 +8,99 @@ the gradient over *micro-batches*. A *denoising step* k is one transition of a t
 """
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtyping import Int
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
+from flowalign.distributed.processes import Processes
+from flowalign.functional.surrogate import step_weights
 from flowalign.rewards.composite import Rewards
-from flowalign.training.engine import Accumulation, Part
+from flowalign.training.engine import EngineLoop, Statistics, StepData, Term, make_update
 from flowalign.training.learner import Learner
-from flowalign.training.matching.regulariser import StoredGradient
-from flowalign.training.policy_gradient.batches import RolloutBatch, minibatch, parts, portions
-from flowalign.training.policy_gradient.build_batch import StepObserver, StepResult, build_batch
+from flowalign.training.matching.regulariser import StoredTerms
+from flowalign.training.policy_gradient.batches import RolloutBatch, parts, policy_term
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
-from flowalign.training.policy_gradient.chunks import with_log_ratios
+from flowalign.training.policy_gradient.chunks import prepare_for_loss, with_log_ratios
+from flowalign.training.policy_gradient.measured import Averages
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import StepGradients
-from flowalign.training.recipe import Log, Loop
+from flowalign.training.recipe import Log
+from flowalign.training.rollouts.advantages import AdvantageEstimate
 from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
+from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.types import Batch, StepCredit, Trajectory
 from flowalign.utils.seeds import generator
 
 
-class PolicyGradientLoop(Loop):
+@dataclass(frozen=True)
+class StepResult:
+    """Samples, values and credit of this rank in one step, before the update."""
+
+    batch: RolloutBatch
+    """Transitions with their advantages."""
+    credit: StepCredit
+    """Credit before normalisation."""
+    values: CompletionValues
+    """Values of the states, with their trajectories."""
+
+
+class StepObserver(ABC):
+    """Observer of each step before its update."""
+
+    @abstractmethod
+    def __call__(self, step: int, result: StepResult) -> None:
+        """Observe a step; the time is attributed to the reward stage."""
+
+    @abstractmethod
+    def draw(self) -> float:
+        """Write the figures of the last step, if any, and return the seconds spent."""
+
+
+def build_batch(
+    cfg: PolicyGradientSettings,
+    processes: Processes,
+    values: CompletionValues,
+    estimate: AdvantageEstimate,
+    averages: Averages | None = None,
+) -> RolloutBatch:
+    """Return this rank's transitions with advantages, in pairs or chunks if the loss needs them.
+
+    `averages` determine measured step weights. If None, the starting weights are used.
+    """
+    trajectory, mask, local = values.trajectory, estimate.train_mask, estimate.gathered.local
+    everyone = estimate.gathered.outcome
+    advantage = estimate.advantage[local]
+    samples = {"advantage": advantage, "mask": mask[local]}
+    if cfg.kl_gate:
+        gate = cfg.kl_gate(everyone, values.rewards, values.rewards.weights)
+        samples |= {"has_kl": gate[local]}
+    if cfg.spatial and cfg.spatial.blend:
+        samples |= {"places": cfg.spatial(advantage, values)}
+    if estimate.process is not None:
+        samples |= {"process": estimate.process[local]}
+    steps = {"weight": _weights_of_steps(cfg, trajectory, averages)}
+    batch = RolloutBatch(trajectory, Batch(samples), Batch(steps), mask, local.start)
+    return prepare_for_loss(batch, cfg.algorithm, processes)
+
+
+def _weights_of_steps(
+    cfg: PolicyGradientSettings, trajectory: Trajectory, averages: Averages | None
+) -> Float[Tensor, "T"]:
+    eta = trajectory.eta.amax(0)
+    trained = trajectory.trained.any(0).to(eta.device)
+    weight = step_weights(cfg.step_rule, trajectory.kernel, trajectory.sigmas, eta, trained)
+    if cfg.measured is None:
+        return weight
+    return cfg.measured.weights(averages or Averages.none(len(weight)), weight, trained)
+
+
+class PolicyGradientLoop(EngineLoop[RolloutBatch]):
     """Loop that samples rollouts, credits rewards to denoising steps, and updates the policy."""
 
     def __init__(
@@ -45,59 +112,52 @@ class PolicyGradientLoop(Loop):
         seed: int,
         observer: StepObserver | None = None,
         log: Log = lambda _: None,
-        stored: StoredGradient | None = None,
+        stored: StoredTerms | None = None,
     ):
-        self.cfg, self.learner, self.seed = cfg, learner, seed
-        self.requests, self.observer, self.log = requests, observer, log
-        self.costs = rewards.costs
+        self.cfg, self.learner, self.seed, self.stored = cfg, learner, seed, stored
+        self.requests, self.observer = requests, observer
         self.rollouts = CreditedRollouts(cfg.rollouts, learner, rewards, seed)
         self.reference = cfg.reference.follow(learner) if cfg.reference else None
         """Reference of the KL that follows the policy; None if it is fixed."""
         self.steps = step_gradients(cfg, learner)
         """Measurement of the gradients of denoising steps; None if step weights are fixed."""
-        self.stored = stored
-        """Gradient of the stored data that regularises the run, or None."""
+        self.regularised: Iterator[Term] | None = None
+        """Losses of coming updates on the stored data that regularises the run, or None."""
+        self.first_steps = PolicyGradientChecks(cfg, learner, rewards.costs, log)
+        self.checks = [self.first_steps.weights]
 
     @override
-    def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        cfg, learner, seed = self.cfg, self.learner, self.seed
-        checks = PolicyGradientChecks(cfg.algorithm, learner, cfg.on_failed_check, self.log)
-        steps = list(steps)
+    def data(self, steps: Sequence[int]) -> Iterator[StepData[RolloutBatch]]:
+        cfg = self.cfg
         numbers = [step * cfg.updates + i for step in steps for i in range(cfg.updates)]
-        regularised = self.stored.steps(numbers) if self.stored else None
-        for step in steps:
-            start = time.perf_counter()
-            requests = self.requests.batch(step, cfg.prompts_per_step)
-            values = self.rollouts.sample(requests, step)
-            sampled = time.perf_counter()
-            credit = compute_credit(self.rollouts.cfg, values)
-            estimate = self.rollouts.estimate(values, credit)
-            averages = self.steps and self.steps.averages
-            batch = build_batch(cfg, learner.processes, values, estimate, averages)
-            metrics = {**estimate.metrics, **estimate.size_metrics, **estimate.transition_metrics}
-            metrics |= self.rollouts.learn(requests, values, estimate)
-            if self.observer:
-                self.observer(step, StepResult(batch, credit, values))
-            credited = time.perf_counter()
-            with self.costs.paused():  # checks are no cost of training
-                checks.before_update(batch, cfg.micro_batch)
-            checked = time.perf_counter()
-            metrics |= checks.terms.compare(
-                update(cfg, learner, batch, seed, step, self.steps, regularised)
-            )
-            with self.costs.paused():
-                checks.after_update(batch, cfg.micro_batch, metrics)
-            if self.reference:
-                metrics |= self.reference.after_step(metrics.get("kl", 0.0))
-            done = time.perf_counter()
-            metrics |= {
-                "timing/sample": sampled - start,
-                "timing/reward": credited - sampled,
-                "timing/update": done - checked,
-                "timing/step": done - start,
-                "throughput": len(batch.global_mask) / (done - start),
-            }
-            yield metrics | checks.metrics()
+        self.regularised = self.stored.terms(numbers) if self.stored else None
+        yield from map(self._sample, steps)
+
+    def _sample(self, step: int) -> StepData[RolloutBatch]:
+        """Return the rollouts of a step with their credit and advantages."""
+        cfg, start = self.cfg, time.perf_counter()
+        requests = self.requests.batch(step, cfg.prompts_per_step)
+        values = self.rollouts.sample(requests, step)
+        sampled = time.perf_counter()
+        credit = compute_credit(self.rollouts.cfg, values)
+        estimate = self.rollouts.estimate(values, credit)
+        averages = self.steps and self.steps.averages
+        batch = build_batch(cfg, self.learner.processes, values, estimate, averages)
+        metrics = {**estimate.metrics, **estimate.size_metrics, **estimate.transition_metrics}
+        metrics |= self.rollouts.learn(requests, values, estimate)
+        if self.observer:
+            self.observer(step, StepResult(batch, credit, values))
+        metrics["timing/sample"] = sampled - start
+        metrics["timing/reward"] = time.perf_counter() - sampled
+        self.first_steps.before_update(batch)
+        return StepData(batch, len(batch.global_mask), metrics)
+
+    @override
+    def train(self, step: int, data: RolloutBatch) -> dict[str, float]:
+        cfg = self.cfg
+        metrics = update(cfg, self.learner, data, self.seed, step, self.steps, self.regularised)
+        metrics = self.first_steps.terms.compare(metrics)
+        return metrics | (self.reference.after_step(metrics) if self.reference else {})
 
     @override
     def draw(self) -> float:
@@ -134,53 +194,24 @@ def update(
     seed: int,
     step: int,
     steps: StepGradients | None = None,
-    regularised: Iterator[dict[str, float]] | None = None,
+    stored: Iterator[Term] | None = None,
 ) -> dict[str, float]:
     """Make the updates of one step, and return metrics averaged over transitions and ranks.
 
-    Each update takes one item of `regularised`, which accumulates a gradient of stored data.
-    Step weights are measured only in the first epoch, because later the policy was already trained
-    on the samples.
+    Each update adds one term of `stored`, a loss on stored data. Step weights are measured only in
+    the first epoch, because later the policy was already trained on the samples.
     """
-    gradient, metrics = Accumulation(learner, 1 / cfg.updates), dict[str, float]()
+    statistics, metrics = Statistics(learner.processes, 1 / cfg.updates), dict[str, float]()
     sampled_with = learner.num_updates
     for epoch in range(cfg.epochs_per_step):
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
-            num_trained = int(batch.global_mask[part].sum())
             # Before the first update all ratios are 1, so chunks need no evaluation.
             if "chunk" in batch.steps and learner.num_updates > sampled_with:
-                local = _local(batch, part)
-                batch = with_log_ratios(batch, local, learner.policy, cfg.micro_batch)
-            backward = partial(_backward, cfg, gradient, num_trained)
-            if steps and num_trained:
-                steps.accumulate(batch, part, backward, measures=epoch == 0)
+                batch = with_log_ratios(batch, batch.local(part), learner.policy, cfg.micro_batch)
+            if steps:
+                term = steps.term(cfg, batch, part, measures=epoch == 0)
             else:
-                deque(backward(batch, part), maxlen=0)  # runs the generator, keeps nothing
-            stored = next(regularised) if regularised else {}
-            metrics |= stored | (learner.step() if num_trained or stored else {})
-    return metrics | gradient.means() | (steps.metrics(batch.weight) if steps else {})
-
-
-def _backward(
-    cfg: PolicyGradientSettings,
-    gradient: Accumulation,
-    num_trained: int,
-    batch: RolloutBatch,
-    samples: Int[Tensor, "n"],
-) -> Iterator[int]:
-    """Add the gradient of the samples; yield the step of each micro-batch."""
-    fields = batch.fields(gradient.learner.policy, gradient.learner.reference)
-    return gradient.add(
-        Part(
-            len(chosen) / num_trained,
-            partial(cfg.algorithm.loss, fields, minibatch(batch, k, chosen)),
-            k,
-        )
-        for k, chosen in portions(batch, _local(batch, samples), cfg.micro_batch)
-    )
-
-
-def _local(batch: RolloutBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
-    """Return the local positions of the samples that are on this rank."""
-    start, stop = batch.rank_offset, batch.rank_offset + len(batch.mask)
-    return samples[(samples >= start) & (samples < stop)] - start
+                term = policy_term(cfg.algorithm, batch, part, learner, cfg.micro_batch)
+            terms = [replace(term, statistics=statistics), *([next(stored)] if stored else [])]
+            metrics |= make_update(learner, terms)
+    return metrics | statistics.means() | (steps.metrics(batch.weight) if steps else {})

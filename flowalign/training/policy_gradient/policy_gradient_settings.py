@@ -13,15 +13,14 @@ from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.policy_gradient.measured import MeasuredWeight
-from flowalign.training.recipe import Recipe
+from flowalign.training.recipe import Recipe, TrainingPrompts
+from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.rollout_settings import (
     SEVERAL,
     RolloutFields,
     RolloutSettings,
     refuse_process,
 )
-from flowalign.training.rollouts.spatial import RewardMap
-from flowalign.training.training_prompts import TrainingPrompts
 from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 

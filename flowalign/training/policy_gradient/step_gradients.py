@@ -1,25 +1,27 @@
 """Weight the gradients of denoising steps, and measure them over two halves of the prompts."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
 from flowalign.functional.signal import moments_of_halves, project, random_signs
+from flowalign.training.engine import GradientObserver, Term
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.batches import RolloutBatch
+from flowalign.training.policy_gradient.batches import RolloutBatch, policy_term, rows_of
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
+from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
+from flowalign.types import Batch
 
 MOST_BYTES = 2**30
 """Memory limit for the gradients of all steps over both halves, in bytes; above it gradients are
 projected."""
 PROJECTED = 2**16
 """Number of dimensions of a projected gradient."""
-
-Backward = Callable[[RolloutBatch, Int[Tensor, "n"]], Iterable[int]]
-"""Function that accumulates the gradient of samples and yields the step of each minibatch."""
 
 
 class StepGradients:
@@ -40,30 +42,27 @@ class StepGradients:
         device = learner.processes.device
         self.signs = None if self.size == size else random_signs(size, device)
 
-    def accumulate(
-        self, batch: RolloutBatch, samples: Int[Tensor, "n"], backward: Backward, measures: bool
-    ) -> None:
-        """Set the parameters' gradients to the weighted gradient of the samples.
+    def term(
+        self,
+        cfg: PolicyGradientSettings,
+        batch: RolloutBatch,
+        samples: Int[Tensor, "n"],
+        measures: bool,
+    ) -> Term:
+        """Return the loss on samples of all ranks, with weighted gradients of denoising steps.
 
-        `backward` gets the batch with equal weights, one half of the prompts after the other. If
-        `measures` is set, the gradients of both halves update the averages.
+        Its rows are those of one half of the prompts after the other. If `measures` is set, the
+        gradients of both halves update the averages.
         """
-        scale = self._scale() if measures else None
-        steps = batch.global_mask[samples].any(0).nonzero()[:, 0]
-        place = {k: i for i, k in enumerate(steps.tolist())}
-        kept = torch.zeros(2, len(place), self.size, device=self.learner.processes.device)
         equal = batch.with_steps(weight=torch.ones_like(batch.weight))
-        weight, sums = batch.weight.tolist(), _Sums(self.learner.parameters)
+        term = policy_term(cfg.algorithm, equal, samples, self.learner, cfg.micro_batch)
         parts = halves(samples, batch.trajectory.group_size)
-        for half, part in zip(kept, parts, strict=True):
-            for k in backward(equal, part):
-                if scale is not None:
-                    half[place[k]] += self._keep(sums.latest().mul_(scale))
-                sums.take(weight[k])
-        sums.put()
-        if scale is not None:
-            first = len(parts[0]) / len(samples)
-            self._include(self.learner.processes.sum(kept), (first, 1 - first), steps)
+        found = [rows_of(batch, batch.local(part)) for part in parts]
+        rows = [
+            part.with_columns(part=torch.full((part.num_rows,), i)) for i, part in enumerate(found)
+        ]
+        observer = HalvesObserver(self, batch, samples, measures)
+        return replace(term, rows=Batch.concat(rows), observer=observer)
 
     def metrics(self, weight: Float[Tensor, "T"]) -> dict[str, float]:
         """Return the weights of a training step, and the averages of signal and noise after it.
@@ -104,7 +103,7 @@ class StepGradients:
             )
         self.averages = averages
 
-    def _include(
+    def include(
         self, kept: Float[Tensor, "2 K p"], shares: tuple[float, float], steps: Int[Tensor, "K"]
     ) -> None:
         """Add the gradients of all ranks to the averages, unless one is not finite."""
@@ -112,11 +111,11 @@ class StepGradients:
         if found.noise.isfinite().all():
             self.averages = self.averages.after(found, steps, self.decay)
 
-    def _keep(self, gradient: Float[Tensor, "p"]) -> Float[Tensor, "q"]:
+    def keep(self, gradient: Float[Tensor, "p"]) -> Float[Tensor, "q"]:
         """Return the gradient, or its projection."""
         return gradient if self.signs is None else project(gradient, self.signs, self.size)
 
-    def _scale(self) -> Tensor | None:
+    def scale(self) -> Tensor | None:
         """Return the factor from each gradient entry to the measured quantity.
 
         It is None if the updates are measured and AdamW has no second moment yet.
@@ -134,6 +133,44 @@ class StepGradients:
             )
             factors.append(1 / (second.sqrt() + group["eps"]).flatten())
         return torch.cat(factors).float() / loss_scale
+
+
+class HalvesObserver(GradientObserver):
+    """Weighted sum of the gradients of denoising steps, and their sums over both halves."""
+
+    def __init__(
+        self,
+        steps: StepGradients,
+        batch: RolloutBatch,
+        samples: Int[Tensor, "n"],
+        measures: bool,
+    ):
+        self.steps, self.sums = steps, _Sums(steps.learner.parameters)
+        self.weight = batch.weight.tolist()
+        self.scale = steps.scale() if measures else None
+        """Factor on measured gradients; None if they are not measured."""
+        self.trained = batch.global_mask[samples].any(0).nonzero()[:, 0]
+        """Denoising steps that any rank trains."""
+        first, second = map(len, halves(samples, batch.trajectory.group_size))
+        self.shares = first / len(samples), second / len(samples)
+        self.kept = torch.zeros(
+            2, len(self.trained), steps.size, device=steps.learner.processes.device
+        )
+
+    @override
+    def after(self, rows: Batch) -> None:
+        half, k = int(rows["part"][0]), int(rows["k"][0])
+        if self.scale is not None:
+            place = int((self.trained == k).nonzero())
+            self.kept[half, place] += self.steps.keep(self.sums.latest().mul_(self.scale))
+        self.sums.take(self.weight[k])
+
+    @override
+    def end(self) -> None:
+        self.sums.put()
+        if self.scale is not None:
+            kept = self.steps.learner.processes.sum(self.kept)
+            self.steps.include(kept, self.shares, self.trained)
 
 
 class _Sums:

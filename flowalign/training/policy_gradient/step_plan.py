@@ -8,12 +8,11 @@ import torch
 from flowalign.credit.branch import mask_extremes
 from flowalign.functional.surrogate import find_spans
 from flowalign.sampling.complete_states import credit_requirements
-from flowalign.training.plan_rows import evaluations_row
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import projected_size
 from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan, evaluations_row
 from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,

@@ -7,10 +7,9 @@ one *update*. A gradient path yields one or several *views* of each sample, whic
 scored. The gradient at their latents is then backpropagated to the steps that the path replays.
 """
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 
 import torch
 from jaxtyping import Float
@@ -22,20 +21,36 @@ from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.path_gradient import reward_gradient_loss
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout_replay import CachedReplay
+from flowalign.training.engine import EngineLoop, Statistics, StepData, Term, make_update
 from flowalign.training.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.learner import Learner
-from flowalign.training.matching.regulariser import StoredGradient
-from flowalign.training.recipe import Log, Loop
+from flowalign.training.matching.regulariser import StoredTerms
+from flowalign.training.recipe import Log
 from flowalign.training.reference import pull_back, unguided
-from flowalign.training.reward_gradient.frame_choice import chosen_frames
-from flowalign.training.reward_gradient.reward_gradient_settings import RewardGradientSettings
+from flowalign.training.reward_gradient.reward_gradient_settings import (
+    RewardGradientSettings,
+    chosen_frames,
+)
 from flowalign.training.update_checks import WeightChecks
-from flowalign.types import MediaBatch, RewardOutput, SampleView, Trajectory
-from flowalign.types.credit import MatchedLosses
+from flowalign.types import Batch, MediaBatch, RewardOutput, SampleView, Trajectory
+from flowalign.types.losses import Loss
 from flowalign.utils.seeds import generator
 
+_VIEWS = "views"
+"""Statistic with one row per view of a sample."""
 
-class RewardGradientLoop(Loop):
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of this process in one step."""
+
+    trajectory: Trajectory
+    """Trajectories, with the states that the gradient path replays."""
+    first: int
+    """Global index of the first sample."""
+
+
+class RewardGradientLoop(EngineLoop[Samples]):
     """Loop that samples, scores differentiably, and updates the policy."""
 
     def __init__(
@@ -45,39 +60,35 @@ class RewardGradientLoop(Loop):
         rewards: Rewards,
         requests: Requests,
         seed: int,
-        stored: StoredGradient | None = None,
+        stored: StoredTerms | None = None,
         log: Log = lambda _: None,
     ):
-        self.stored = stored
-        """Gradient of the stored data that regularises the run, or None."""
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
-        self.requests, self.log, self.views = requests, log, cfg.cost.views
+        self.requests, self.stored, self.views = requests, stored, cfg.cost.views
         self.conditional = unguided(learner.policy) if cfg.detach_unconditional else None
+        self.regularised: Iterator[Term] | None = None
+        """Losses of coming updates on the stored data that regularises the run, or None."""
+        self.checks = [WeightChecks(learner, cfg.on_failed_check, log)]
 
     @override
-    def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
-        checks = WeightChecks(self.learner, self.cfg.on_failed_check, self.log)
-        steps = list(steps)
-        regularised = self.stored.steps(steps) if self.stored else repeat({})
-        for step in steps:
-            start = time.perf_counter()
-            trajectory, first = self.sample(step)
-            sampled = time.perf_counter()
-            scores = self.accumulate(step, trajectory, first)
-            metrics = self.metrics(scores) | next(regularised)
-            metrics |= self.update(metrics["reward_invalid"])
-            checks.after_update(metrics)
-            done = time.perf_counter()
-            metrics |= {
-                "timing/sample": sampled - start,
-                "timing/update": done - sampled,
-                "timing/step": done - start,
-                "throughput": self.cfg.examples_per_step / (done - start),
-            }
-            yield metrics | checks.metrics()
+    def data(self, steps: Sequence[int]) -> Iterator[StepData[Samples]]:
+        self.regularised = self.stored.terms(steps) if self.stored else None
+        return (StepData(self.sample(step), self.cfg.examples_per_step) for step in steps)
 
-    def sample(self, step: int) -> tuple[Trajectory, int]:
-        """Return this rank's samples of a step, and the global index of its first sample."""
+    @override
+    def train(self, step: int, data: Samples) -> dict[str, float]:
+        statistics, metrics = Statistics(self.learner.processes), dict[str, float]()
+
+        def report(means: dict[str, float]) -> dict[str, float] | None:
+            metrics.update(self.metrics(statistics) | means)
+            return {} if metrics["reward_invalid"] < 1 else None
+
+        stored = [next(self.regularised)] if self.regularised else []
+        terms = [self.term(step, data, statistics), *stored]
+        return metrics | make_update(self.learner, terms, report)
+
+    def sample(self, step: int) -> Samples:
+        """Return this rank's samples of a step."""
         cfg, processes = self.cfg, self.learner.processes
         requests = self.requests.batch(step, cfg.prompts_per_step)
         local = processes.share(range(len(requests)))
@@ -87,44 +98,25 @@ class RewardGradientLoop(Loop):
                 [requests[i] for i in local],
                 [generator(self.seed, "noise", step, i) for i in local],
             )
-        return trajectory, local[0] * cfg.start.samples_per_prompt
+        return Samples(trajectory, local[0] * cfg.start.samples_per_prompt)
 
-    def accumulate(self, step: int, trajectory: Trajectory, first: int) -> Float[Tensor, "n _"]:
-        """Accumulate the gradient of all samples; return one row for the log per view.
+    def term(self, step: int, data: Samples, statistics: Statistics) -> Term:
+        """Return the loss on all views of the samples."""
+        cfg, row = self.cfg, torch.arange(len(data.trajectory.requests))
+        part = (data.first + row) // (cfg.samples_per_draw or data.first + len(row))
+        return Term(
+            rows=Batch({"row": row, "part": part}),
+            total=cfg.examples_per_step * self.views,
+            sums=True,
+            losses=partial(self._losses, step, data, statistics),
+            micro_batch=cfg.micro_batch,
+            apart=("part",),
+            statistics=statistics,
+        )
 
-        Columns: weighted reward, loss, root mean square of the gradient, the divergence if `kl` is
-        set, then the scores of all dimensions.
-        """
-        rows = []
-        for part, samples in self._micro_batches(first, len(trajectory.requests)):
-            keys = [(self.seed, step, first + int(i)) for i in samples]
-            policy = self.learner.policy
-            base = partial(pull_back, self.learner.reference)
-            replay = CachedReplay(policy, trajectory, samples, keys, self.conditional, base)
-            # The string is part of the seed. Changing it would change every recorded run.
-            drawn = generator(self.seed, "connection", step, *([part] if part else []))
-            for view in self.cfg.gradient_path(replay, drawn):
-                rows.append(self._backward(step, replay, view))
-                replay.evaluated.clear()  # frees the graph of this view before the next
-        return torch.cat(rows)
-
-    def _micro_batches(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the micro-batches of this rank's samples, with the index of their draw."""
-        part = (first + torch.arange(count)) // (self.cfg.samples_per_draw or first + count)
-        for draw in part.unique().tolist():
-            for samples in (part == draw).nonzero()[:, 0].split(self.cfg.micro_batch):
-                yield draw, samples
-
-    def update(self, invalid: float) -> dict[str, float]:
-        """Make the update; skip it if no sample of any process has a gradient."""
-        if invalid < 1:
-            return self.learner.step()
-        self.learner.optimizer.zero_grad(set_to_none=True)
-        return {}
-
-    def metrics(self, rows: Float[Tensor, "n _"]) -> dict[str, float]:
+    def metrics(self, statistics: Statistics) -> dict[str, float]:
         """Return means over the usable views of all processes; all processes must call it."""
-        rows = self.learner.processes.gather(rows)
+        rows = statistics.gathered(_VIEWS)
         usable = rows[rows[:, 0].isfinite()]
         names = ["reward_mean", "policy_loss", "latent_gradient", *(["kl"] if self.cfg.kl else [])]
         names += ["matched_loss"] if self.cfg.gradient_path.matches else []
@@ -135,35 +127,48 @@ class RewardGradientLoop(Loop):
             "reward_invalid": 1 - len(usable) / len(rows),
         }
 
-    def _backward(self, step: int, replay: CachedReplay, view: SampleView) -> Float[Tensor, "n _"]:
-        """Backpropagate the gradient of a view to the policy, and return its rows for the log."""
-        cfg = self.cfg
-        found = self._latent_gradient(step, replay, view)
+    def _losses(
+        self, step: int, data: Samples, statistics: Statistics, rows: Batch
+    ) -> Iterator[Loss]:
+        """Yield the losses of each view of samples, to be backpropagated before the next view."""
+        samples, part, policy = rows["row"], int(rows["part"][0]), self.learner.policy
+        keys = [(self.seed, step, data.first + int(i)) for i in samples]
+        base = partial(pull_back, self.learner.reference)
+        replay = CachedReplay(policy, data.trajectory, samples, keys, self.conditional, base)
+        # The string is part of the seed. Changing it would change every recorded run.
+        drawn = generator(self.seed, "connection", step, *([part] if part else []))
+        for view in self.cfg.gradient_path(replay, drawn):
+            yield from self._view_losses(step, replay, view, statistics)
+            replay.evaluated.clear()  # frees the graph of this view before the next
+
+    def _view_losses(
+        self, step: int, replay: CachedReplay, view: SampleView, statistics: Statistics
+    ) -> Iterator[Loss]:
+        """Yield the losses of a view, and add its rows for the log to the statistics.
+
+        Columns: weighted reward, loss, root mean square of the gradient, the divergence if `kl` is
+        set or the matched losses, then the scores of all dimensions.
+        """
+        cfg, found = self.cfg, self._latent_gradient(step, replay, view)
         weight = view.clean.new_ones(len(view.clean)) if view.weight is None else view.weight
         size = sample_error(found.gradient).sqrt().cpu()
-        logged, count = [found.total, weight.cpu() * found.loss, size], cfg.examples_per_step
+        logged = [found.total, weight.cpu() * found.loss, size]
         if view.matched is not None:
-            logged.append(self._match(view.matched, found))
-            return torch.cat([torch.stack(logged, 1), found.output.values], 1)
-        loss = reward_gradient_loss(view.clean, found.gradient, weight)
-        if cfg.kl:
-            away = self._divergence(replay)
-            loss = loss + cfg.kl * away.sum()
-            logged.append(away.detach().cpu())
-        self.learner.backward(loss / (count * self.views))
-        return torch.cat([torch.stack(logged, 1), found.output.values], 1)
-
-    def _match(self, matched: MatchedLosses, found: LatentGradient) -> Float[Tensor, "n"]:
-        """Backpropagate matched losses part by part, and return their sum for each sample.
-
-        Samples with a failed reward have no gradient.
-        """
-        usable, total = found.total.isfinite(), torch.zeros_like(found.loss)
-        for part in matched(found.gradient):
-            each = part * usable.to(part)
-            self.learner.backward(each.sum() / (self.cfg.examples_per_step * self.views))
-            total += each.detach().to(total)
-        return total
+            usable, total = found.total.isfinite(), torch.zeros_like(found.loss)
+            for part in view.matched(found.gradient):
+                each = part * usable.to(part)  # samples with a failed reward have no gradient
+                yield each.sum(), {}
+                total += each.detach().to(total)
+            logged.append(total)
+        else:
+            loss = reward_gradient_loss(view.clean, found.gradient, weight)
+            if cfg.kl:
+                away = self._divergence(replay)
+                loss = loss + cfg.kl * away.sum()
+                logged.append(away.detach().cpu())
+            yield loss, {}
+        rows = torch.cat([torch.stack(logged, 1), found.output.values], 1)
+        statistics.add({_VIEWS: rows}, 1.0)
 
     def _latent_gradient(self, step: int, replay: CachedReplay, view: SampleView) -> LatentGradient:
         cfg, rewards, policy = self.cfg, self.rewards, self.learner.policy

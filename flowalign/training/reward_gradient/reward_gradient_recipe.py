@@ -9,13 +9,20 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
-from flowalign.training.plan_rows import check_prompts_per_step, evaluations_row, samples_row
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
-from flowalign.training.reward_gradient.frame_choice import check_frames
+from flowalign.training.recipe import Log, Loop, Recipe, RunContext, TrainingPrompts
+from flowalign.training.recipe_plan import (
+    MemoryPart,
+    RecipePlan,
+    StepWork,
+    check_prompts_per_step,
+    evaluations_row,
+    samples_row,
+)
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
-from flowalign.training.reward_gradient.reward_gradient_settings import RewardGradientSettings
-from flowalign.training.training_prompts import TrainingPrompts
+from flowalign.training.reward_gradient.reward_gradient_settings import (
+    RewardGradientSettings,
+    check_frames,
+)
 from flowalign.types import ModelPlan, Policy, Request
 
 

@@ -1,5 +1,5 @@
 """Sample requests, value the samples and compare their rewards, for all online recipes."""
 
-from flowalign.training.rollouts.spatial import RewardMap
+from flowalign.training.rollouts.advantages import RewardMap
 
 __all__ = ["RewardMap"]

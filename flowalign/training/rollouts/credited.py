@@ -19,9 +19,8 @@ from flowalign.training.rollouts.advantages import (
     outcome_credit,
 )
 from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.training.rollouts.state_values import CompletionValues, Experience
+from flowalign.training.rollouts.state_values import CompletionValues, Experience, OutcomeHistory
 from flowalign.types import Request, StepCredit
 
 

@@ -5,17 +5,19 @@ from math import ceil, prod
 
 from flowalign.sampling.recording import DTYPES
 from flowalign.sampling.sde_windows import draw_frame_windows
-from flowalign.training.plan_rows import (
+from flowalign.training.recipe import RunContext
+from flowalign.training.recipe_plan import (
+    MemoryPart,
+    RecipePlan,
+    StepWork,
     check_prompts_per_step,
     evaluations_row,
     reward_rows,
     samples_row,
 )
-from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.reference import unguided
-from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
+from flowalign.training.rollouts.state_values import check_latent_dims
 from flowalign.types import ModelPlan
 from flowalign.utils.seeds import generator
 

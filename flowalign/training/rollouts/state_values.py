@@ -1,17 +1,18 @@
 """Value intermediate states by completing, decoding and scoring them, for credit methods."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.credit.critic import FittedCritic
+from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards, Scoring
-from flowalign.sampling.complete_states import CompletionRequest
-from flowalign.training.rollouts.latent_values import latent_scores
-from flowalign.training.rollouts.outcome_history import OutcomeHistory
+from flowalign.sampling.complete_states import CompletionRequest, take_rows
 from flowalign.types import (
     LatentReward,
     PastOutcomes,
@@ -34,6 +35,45 @@ class _Pending:
     """Distinct rows of each state."""
     scoring: Scoring
     """Scores in progress."""
+
+
+class OutcomeHistory:
+    """Outcomes of the last `length` training steps, of the prompts of all processes."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.steps: list[dict[str, list[list[float | None]]]] = []
+        """Outcomes of each step by request key; None if a reward failed."""
+
+    def add(self, keys: Sequence[str], outcome: Float[Tensor, "n R"]) -> None:
+        """Add the outcomes of a step with equal numbers of samples per request."""
+        if not self.length:
+            return
+        found: dict[str, list[list[float | None]]] = {}
+        for key, rows in zip(keys, outcome.chunk(len(keys)), strict=True):
+            plain = [[x if math.isfinite(x) else None for x in row] for row in rows.tolist()]
+            found[key] = found.get(key, []) + plain
+        self.steps = [*self.steps, found][-self.length :]
+
+    def of(self, keys: Sequence[str], like: Float[Tensor, "n R"], num_steps: int) -> PastOutcomes:
+        """Return past outcomes of the requests `keys`, with the dimensions of `like`."""
+        known = [
+            (i, row)
+            for i, key in enumerate(keys)
+            for step in self.steps[-num_steps:]
+            for row in step.get(key, [])
+        ]
+        rows = [[math.nan if x is None else x for x in row] for _, row in known]
+        value = like.new_tensor(rows).reshape(len(known), like.shape[1])
+        return PastOutcomes(value, torch.tensor([i for i, _ in known], dtype=torch.long))
+
+    def state(self) -> list[dict[str, list[list[float | None]]]]:
+        """Return the state for a checkpoint."""
+        return self.steps
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the state of a checkpoint."""
+        self.steps = [dict(step) for step in state]
 
 
 @dataclass(frozen=True)
@@ -196,3 +236,51 @@ class CompletionValues(ValueFunction):
                 lambda i: f"sample {rows[i]}, prompt {prompts[rows[i]]!r}",
                 f" at state {request[0]}",
             )
+
+
+@torch.no_grad()
+def latent_scores(
+    policy: Policy,
+    rewards: Rewards,
+    trajectory: Trajectory,
+    k: int,
+    reward: LatentReward,
+    micro_batch: int,
+) -> Float[Tensor, "B R"]:
+    """Return the scores of state k in the run's reward dimensions, NaN for missing dimensions.
+
+    Raises:
+        RewardFailure: A score of a weighted dimension is not finite, and `on_failure` is raise.
+    """
+    reward.attach(policy)
+    rows = trajectory.rows.unique_rows(k)
+    asked = (rows // trajectory.group_size).to(trajectory.device)
+    states = trajectory.unique_states(k).split(micro_batch)
+    with rewards.costs.paused():  # partial evaluations would be counted as whole ones
+        parts = [
+            reward.score(x, trajectory.sigmas[k], take_rows(trajectory.cond, row)).float().cpu()
+            for x, row in zip(states, asked.split(micro_batch), strict=True)
+        ]
+    rewards.costs.count_share(reward.evaluation_share, len(rows))
+    found = torch.cat(parts)
+    table = torch.full((len(found), len(rewards.dims)), torch.nan)
+    for column, dim in enumerate(rewards.dims):
+        if dim in reward.dims:
+            table[:, column] = found[:, reward.dims.index(dim)]
+    usable = rewards.usable(table.isfinite())
+    if rewards.on_failure == "raise" and not usable.all():
+        raise RewardFailure(
+            f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
+            "finite.\nSet on_failed_reward to drop_sample to continue without these samples."
+        )
+    return trajectory.rows.expand(table, k)
+
+
+def check_latent_dims(rewards: Rewards, reward: LatentReward, key: str) -> None:
+    """Raise ValueError unless a latent reward has all dimensions with a nonzero weight."""
+    weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
+    if missing := [dim for dim in weighted if dim not in reward.dims]:
+        raise ValueError(
+            f"{key} credits states by a latent reward of {', '.join(reward.dims)}; rewards "
+            f"give a weight to {missing[0]}, which it does not score"
+        )

@@ -11,7 +11,7 @@ from flowalign.losses import AWM, CRD, DGPO, NFT, LinearDPO
 from flowalign.training import checkpoint
 from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import TrainingFailure
-from flowalign.training.matching import norms
+from flowalign.training.matching import residuals
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import (
@@ -216,12 +216,12 @@ def test_norms_are_logged_by_thirds_of_the_noise_level_and_empty_thirds_are_left
         "target": target,
         "sigma": torch.tensor([0.1, 0.3, 0.7, 1.0]),
     }
-    found = {name: float(value) for name, value in norms.norm_ratios(Batch(columns)).items()}
-    logged = norms.means_by_third(found | {"other": 5.0})
+    found = {name: float(value) for name, value in residuals.norm_ratios(Batch(columns)).items()}
+    logged = residuals.means_by_third(found | {"other": 5.0})
     assert logged == pytest.approx(
         {"norm_ratio/low": (2 + 1.5) / 2, "norm_ratio/high": (0.5 + 0.5) / 2, "other": 5.0}
     )
-    assert norms.norm_ratios(Batch({"policy": target, "sigma": target[:, 0]})) == {}
+    assert residuals.norm_ratios(Batch({"policy": target, "sigma": target[:, 0]})) == {}
 
 
 def test_micro_batches_of_any_size_log_the_same_norms():

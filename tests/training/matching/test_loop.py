@@ -16,8 +16,7 @@ from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.sft import SFT
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import TrainingFailure
-from flowalign.training.matching.displacement_checks import MatchingChecks
-from flowalign.training.matching.evaluation import measure_held_out
+from flowalign.training.matching.checks import MatchingChecks, measure_held_out
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform

@@ -16,12 +16,11 @@ from flowalign.losses.matching.sft import SFT
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
 from flowalign.training.checkpoint import latest
-from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.matching_settings import STEP_FIELD
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.on_policy_states import OnPolicyStates
-from flowalign.training.matching.reference_models import Teacher
+from flowalign.training.matching.reference_models import Teacher, start_from
 from flowalign.training.matching.residuals import matching_residuals, select_fields
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.state_source import ForwardNoise, GuidedStep, VisitedStates

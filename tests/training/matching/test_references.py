@@ -314,7 +314,7 @@ def metrics(folder) -> list[dict]:
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight))
-    update, left = matching_loop.MatchingLoop._update, 2 * after + 1
+    update, left = matching_loop.make_update, 2 * after + 1
 
     def mortal(*args):
         nonlocal left
@@ -324,7 +324,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
         return update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(matching_loop.MatchingLoop, "_update", mortal)
+        patch.setattr(matching_loop, "make_update", mortal)
         with pytest.raises(Killed):
             go(new_run(broken))
     newest = checkpoint.latest(broken / "checkpoints")

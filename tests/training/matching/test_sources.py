@@ -32,7 +32,7 @@ from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.sft import SFT
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
-from flowalign.training.matching.evaluation import measure_held_out
+from flowalign.training.matching.checks import measure_held_out
 from flowalign.training.matching.reference_models import EMAReference
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext

@@ -15,9 +15,9 @@ from flowalign.sampling.branching import Comb
 from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.sampling.sde_windows import Fixed, NoSteps
 from flowalign.training.matching.noising import noise_for
+from flowalign.training.matching.pair_streams import count_pairs, pair_steps, weigh_gaps
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.step_pairs import count_pairs, pair_steps, weigh_gaps
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.rollouts.credited import compute_credit
 from flowalign.types.trajectory import Completion

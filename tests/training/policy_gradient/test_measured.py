@@ -14,9 +14,9 @@ from flowalign.training.policy_gradient import step_gradients
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 from flowalign.training.policy_gradient.policy_gradient_loop import update
-from flowalign.training.policy_gradient.step_gradients import StepGradients, halves
+from flowalign.training.policy_gradient.step_gradients import HalvesObserver, StepGradients, halves
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import plain_requests
+from flowalign.types import Batch, plain_requests
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.training import (
@@ -141,16 +141,20 @@ def bandit(learner, cfg: MeasuredWeight, count: int) -> StepGradients:
     steps, where = StepGradients(cfg, learner, 4, 1), learner.policy.denoiser[2].bias
     generator = torch.Generator().manual_seed(0)
 
-    def backward(_, samples):
-        for k in range(3):
-            prompts = len(samples) // 4
-            noise = SCALES[k] * torch.randn(prompts, 3, generator=generator)
-            where.grad = (MEANS[k] + noise).sum(0) / 3
-            yield k
-
     for _ in checked(2, range(count)):
-        steps.accumulate(batch, torch.arange(12), backward, measures=True)
+        observer = HalvesObserver(steps, batch, torch.arange(12), measures=True)
+        for half, prompts in enumerate((1, 2)):
+            for k in range(3):
+                noise = SCALES[k] * torch.randn(prompts, 3, generator=generator)
+                where.grad = (MEANS[k] + noise).sum(0) / 3
+                observer.after(row(half, k))
+        observer.end()
     return steps
+
+
+def row(half: int, k: int) -> Batch:
+    """The row of a micro-batch of step k."""
+    return Batch({"part": torch.tensor([half]), "k": torch.tensor([k])})
 
 
 @pytest.mark.slow
@@ -190,11 +194,10 @@ def test_an_update_that_is_not_finite_is_not_measured():
     _, batch = one_batch(learner)
     steps = StepGradients(MeasuredWeight(), learner, 4, 1)
 
-    def backward(_, samples):
-        learner.parameters[0].grad = torch.full_like(learner.parameters[0], torch.inf)
-        yield 1
-
-    steps.accumulate(batch, torch.arange(12), backward, measures=True)
+    observer = HalvesObserver(steps, batch, torch.arange(12), measures=True)
+    learner.parameters[0].grad = torch.full_like(learner.parameters[0], torch.inf)
+    observer.after(row(0, 1))
+    observer.end()
     assert steps.averages.evidence.sum() == 0
     assert learner.parameters[0].grad.isinf().all()
 

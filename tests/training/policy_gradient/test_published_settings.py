@@ -18,7 +18,7 @@ from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradie
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.outcome_history import OutcomeHistory
+from flowalign.training.rollouts.state_values import OutcomeHistory
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (

@@ -15,6 +15,7 @@ from flowalign.losses import Distance, Margin, Maximise
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import ControlWords
+from flowalign.training.engine import Statistics, accumulate
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import Reference, Request, RewardOutput, plain_requests
@@ -42,12 +43,18 @@ def loop_of(cfg, learner, model=None, requests=None, seed=5):
     return RewardGradientLoop(cfg, learner, rewards.weighted(), given, seed)
 
 
+def accumulated(loop, step):
+    """The metrics of a step's gradient, which the learner has afterwards."""
+    statistics = Statistics(loop.learner.processes)
+    accumulate(loop.learner, loop.term(step, loop.sample(step), statistics), statistics)
+    return loop.metrics(statistics)
+
+
 def gradients(cfg, model=None, requests=None, policy=None):
     """The accumulated gradient of one step before the update, and the logged metrics."""
     learner = new_learner(policy or bent_pixel())
     loop = loop_of(cfg, learner, model, requests)
-    trajectory, first = loop.sample(0)
-    metrics = loop.metrics(loop.accumulate(0, trajectory, first))
+    metrics = accumulated(loop, 0)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
     return torch.cat([g.flatten() for g in grads]), metrics
 
@@ -56,7 +63,7 @@ def by_autograd(loss=None, weight=None):
     """Of the same samples: the mean loss, differentiated through an unrolled sampler."""
     learner = new_learner(bent_pixel())
     loop = loop_of(recipe(), learner)
-    trajectory, _ = loop.sample(0)
+    trajectory = loop.sample(0).trajectory
     policy, x, sigmas = learner.policy, trajectory.state(0), trajectory.sigmas
     for k in range(T):
         x = x + (sigmas[k + 1] - sigmas[k]) * policy.velocity(x, sigmas[k], trajectory.cond)
@@ -191,8 +198,7 @@ def test_control_words_are_compared_on_the_same_media():
     learner = new_learner(bent_pixel())
     loop = loop_of(cfg, learner, WordyRedness(), plain_requests(["a", "bb", "ccc", "dddd"]))
     for step, scale in enumerate([1.5 * 2 - 1, 1.5 * 4 - 3, 1.5 * 2 - 0]):
-        trajectory, first = loop.sample(step)
-        relative = loop.metrics(loop.accumulate(step, trajectory, first))
+        trajectory, relative = loop.sample(step).trajectory, accumulated(loop, step)
         media = learner.policy.decode(trajectory.state(T))[:, 0, :, 0, 0]
         redness = 1.5 * (media[:, 0] - media[:, 2]).mean()
         assert relative["reward_mean"] == pytest.approx(scale * float(redness), rel=1e-4)
@@ -214,7 +220,7 @@ def test_photos_take_the_place_of_rollouts():
     cfg = recipe(DirectAlign(), start=FromPhotos(samples_per_prompt=2))
     learner = new_learner(bent_pixel())
     loop = loop_of(cfg, learner, requests=PHOTOS)
-    trajectory, _ = loop.sample(0)
+    trajectory = loop.sample(0).trajectory
     batch = loop.requests.batch(0, 3)
     shown = torch.stack([r.references[0].read()[0, :, 0, 0] for r in batch])
     wanted = shown.repeat_interleave(2, 0)

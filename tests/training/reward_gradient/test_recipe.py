@@ -14,7 +14,7 @@ from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.recipe import RunContext
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.dry_run import cost
-from flowalign.training.reward_gradient.frame_choice import chosen_frames
+from flowalign.training.reward_gradient.reward_gradient_settings import chosen_frames
 from flowalign.types import Policy
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness

@@ -17,8 +17,8 @@ from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.recipe import RunContext
+from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.spatial import RewardMap
 from flowalign.types import MediaBatch, RewardOutput, plain_requests, step_of
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.scored import batch_of, groups

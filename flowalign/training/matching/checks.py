@@ -1,12 +1,18 @@
-"""Check matching training automatically, and report likelihood displacement."""
+"""Check matching training automatically, and measure agreement with held-out pairs."""
 
 from collections.abc import Mapping
 
-from flowalign.training.auxiliary_terms import AuxiliaryTerms
+import torch
+
+from flowalign.functional.noise_matching import sample_error
 from flowalign.training.learner import Learner
 from flowalign.training.matching.matching_settings import MatchingSettings
+from flowalign.training.matching.noising import NoiseLevels, noise_for, num_examples, prepare
+from flowalign.training.matching.residuals import matching_residuals
+from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.training.recipe import Log
-from flowalign.training.update_checks import WeightChecks
+from flowalign.training.update_checks import AuxiliaryTerms, WeightChecks
+from flowalign.types import Batch
 
 _TOLERANCE = 1e-3
 _LARGEST_DRIFT = 1e-4
@@ -75,5 +81,60 @@ class MatchingChecks:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return the measurements since the last call."""
-        return self.weights.metrics() | {_DISPLACED: self.loss_state.get(_DISPLACED, 0.0)}
+        """Return the number of updates in a row with likelihood displacement."""
+        return {_DISPLACED: self.loss_state.get(_DISPLACED, 0.0)}
+
+
+DRAWS = 4
+"""Number of times and noises drawn for each pair."""
+
+
+@torch.no_grad()
+def measure_held_out(
+    cfg: MatchingSettings,
+    learner: Learner,
+    examples: Batch | None,
+    seed: int,
+) -> dict[str, float]:
+    """Return the implicit accuracy and the drift of errors on held-out pairs.
+
+    Times and noises are the same at every call. A pair counts as correct if the policy's error
+    relative to the reference is lower for the winner than for the loser, averaged over times. A tie
+    counts as half. The result is empty if there are no pairs.
+    """
+    processes, rows = learner.processes, torch.zeros(0, 3)
+    count = num_examples(examples) if examples is not None and "pair" in examples else 0
+    first = int(processes.gather(torch.tensor([count]))[: processes.rank].sum())
+    if examples is not None and count:
+        data = prepare(examples, learner.policy, processes.device)
+        draws = [
+            _drifts(cfg, learner, noise_for(cfg, learner.policy, data, first, (seed, d, -1)))
+            for d in range(DRAWS)
+        ]
+        rows = torch.stack(draws).mean(0)
+    gathered = processes.gather(rows)
+    if not len(gathered):
+        return {}
+    chosen, rejected, accurate = gathered.unbind(1)
+    return {
+        "eval/pairs/implicit_accuracy": float(_in_order(chosen, rejected).mean()),
+        "eval/pairs/accuracy_per_draw": float(accurate.mean()),
+        "eval/pairs/drift_chosen": float(chosen.mean()),
+        "eval/pairs/drift_rejected": float(rejected.mean()),
+    }
+
+
+def _drifts(cfg: MatchingSettings, learner: Learner, noised: NoiseLevels) -> torch.Tensor:
+    """Return [pairs, 3]: winner's drift, loser's drift, and 1 if the winner's drift is lower."""
+    found, fields = [], {name: learner.fields[name] for name in ("reference", *cfg.teachers)}
+    for rows in noised.rows().split(cfg.micro_batch):
+        states = ForwardNoise().build(noised.take(rows["row"]), learner.policy, None)
+        states = matching_residuals(cfg, learner.policy, states, fields)
+        drift = sample_error(states["policy"]) - sample_error(states["reference"])
+        chosen, rejected = drift.chunk(2)
+        found.append(torch.stack([chosen, rejected, _in_order(chosen, rejected)], 1))
+    return torch.cat(found).cpu()
+
+
+def _in_order(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    return (chosen < rejected).float() + 0.5 * (chosen == rejected).float()
