@@ -155,9 +155,10 @@ def policy_term(
 ) -> Term:
     """Return the loss on the transitions of some samples of all ranks."""
     fields = batch.fields(learner.policy, learner.reference)
+    transitions = int(batch.global_mask[samples].sum())
     return Term(
         rows=rows_of(batch, batch.local(samples)),
-        total=int(batch.global_mask[samples].sum()),
+        total=transitions // 2 if "rival" in batch.samples else transitions,
         losses=lambda part: [algorithm.loss(fields, fill(batch, part))],
         micro_batch=_rows_together(batch, micro_batch),
         **_DIVISION,
