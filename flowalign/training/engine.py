@@ -98,17 +98,14 @@ class Term:
     """Sums for the statistics of several updates, which the caller averages. None: the update
     averages its own."""
 
-    def micro_batches(self, processes: Processes) -> Iterator[Batch]:
-        """Yield the micro-batches of this process."""
-        parts = self.rows.split(self.micro_batch, self.apart, self.together, self.once)
-        if not self.in_step:
-            yield from parts
-            return
-        parts = list(parts)
-        yield from parts
-        most = int(processes.gather(torch.tensor([len(parts)])).max())
-        for _ in range(most - len(parts)):
-            yield self.rows.take(torch.zeros(0, dtype=torch.long))
+    def micro_batches(self, processes: Processes) -> list[Batch]:
+        """Return the micro-batches of this process."""
+        parts = list(self.rows.split(self.micro_batch, self.apart, self.together, self.once))
+        if self.in_step:
+            most = int(processes.gather(torch.tensor([len(parts)])).max())
+            none = self.rows.take(torch.zeros(0, dtype=torch.long))
+            parts += [none] * (most - len(parts))
+        return parts
 
 
 def accumulate(learner: Learner, term: Term, statistics: Statistics) -> None:

@@ -148,12 +148,12 @@ def test_a_history_keeps_the_last_steps_and_what_failed_in_them():
     assert history.of(["a"], torch.zeros(1, 1), 1).value.tolist() == [[20.0], [21.0]]
 
 
-def contrasting(history):
+def contrasting(history, learner=None):
     sampling = {"samples_per_prompt": 8, "seeds_per_prompt": 2}
     credit = Contrast(threshold=0.2, history=history)
     cfg = new_recipe(sampling, credit=credit, advantages={"scale": "given"}, prompts_per_step=5)
     requests = Requests(plain_requests(PROMPTS), 3)
-    return PolicyGradientLoop(cfg, new_learner(), new_rewards(), requests, 0)
+    return PolicyGradientLoop(cfg, learner or new_learner(), new_rewards(), requests, 0)
 
 
 def test_a_loop_compares_with_the_outcomes_of_earlier_steps():
@@ -172,8 +172,7 @@ def test_a_loop_that_resumes_remembers_what_it_saw():
     begun = contrasting(2)
     list(begun.run(range(2)))
     state = json.loads(json.dumps(begun.state()))
-    again = contrasting(2)
-    again.learner = again.rollouts.learner = begun.learner
+    again = contrasting(2, begun.learner)
     again.restore(state)
     list(again.run([2]))
     assert torch.equal(flat(again.learner.policy.denoiser), flat(whole.learner.policy.denoiser))
