@@ -61,13 +61,14 @@ def test_a_reference_that_is_taken_anew_is_not_late_after_a_skipped_update():
 
 
 def test_checks_end_once_all_kinds_of_parameters_had_a_gradient():
-    learner = new_learner()
-    weights = WeightChecks(learner, "raise", lambda _: None)
+    learner, counted = new_learner(), []
+    weights = WeightChecks(learner, "raise", lambda _: None, lambda: counted.append("step"))
     for step in range(12):
         for p in learner.parameters:
             p.grad = torch.full_like(p, 0.1)
         learner.step()
-        assert weights.after_update({}) == (step < 10)
+        weights.after_update({})
+        assert len(counted) == min(step + 1, 10)
         assert bool(weights.metrics()) == (step < 2)
 
 
@@ -79,7 +80,7 @@ def test_a_detached_loss_ends_a_run_whose_rewards_differ():
             p.grad = torch.zeros_like(p)
         learner.step()
         if flat == 1:
-            assert not weights.after_update({"zero_std_ratio": flat})
+            weights.after_update({"zero_std_ratio": flat})
     with pytest.raises(TrainingFailure, match="update 2 had no gradient"):
         weights.after_update({"zero_std_ratio": flat})
 
