@@ -15,13 +15,13 @@ from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import (
     RolloutBatch,
-    minibatch,
+    fill,
     minibatches,
     pair_best_and_worst,
 )
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import plain_requests
+from flowalign.types import Batch, plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     ALONE,
@@ -152,7 +152,8 @@ def test_the_update_is_the_mean_over_pairs_whatever_the_micro_batch(micro_batch)
     for k, winner, loser in sorted(duels(batch)):
         ratios = []
         for b in (winner, loser):
-            one = minibatch(batch, k, torch.tensor([b]))
+            alone = replace(batch, samples=batch.samples.without("rival"))
+            one = fill(alone, Batch({"k": torch.tensor([k]), "row": torch.tensor([b])}))
             fields = batch.fields(learner.policy, learner.reference)
             new, old = (
                 log_density(fields.kernel, one["x_next"], fields.transition(p, one))
