@@ -13,6 +13,7 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.sampling.stepping import FeatureRecorder, average_places, last_layers
 from flowalign.training.rollouts.collecting import collect_rollouts
+from flowalign.training.rollouts.state_values import Experience
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import new_sd3
@@ -72,7 +73,7 @@ def test_sampling_prompts_in_batches_changes_no_features():
         cfg = new_recipe(rollout_batch_prompts=size, **learning)
         requests, critic = plain_requests(PROMPTS[:3]), cfg.critic.start()
         values = collect_rollouts(
-            cfg.rollouts, new_learner(), new_rewards(), requests, 0, 0, critic
+            cfg.rollouts, new_learner(), new_rewards(), requests, 0, 0, Experience(critic)
         )
         found.append([values.trajectory.features(k) for k in (0, 1, 2)])
     for whole, batched in zip(*found, strict=True):
