@@ -26,6 +26,7 @@ from pipelines.text_encoder import TextEncoder
 from pipelines.video import Video
 from tests.fixtures.components import components
 from tests.fixtures.embedded import FOLDER, new_sd3
+from tests.fixtures.run_files import write_changed
 from tests.fixtures.stopped_runs import SMALL, state
 
 CPU = torch.device("cpu")
@@ -141,10 +142,11 @@ def test_video_policies_do_without_encoders_too(cls, folder, tmp_path):
     assert equal(encode_requests(policy, ASKED), one_by_one(plain, ASKED))
 
 
-def test_policies_that_need_their_encoders_are_refused():
-    path = ["policy.class_path=pipelines.AnyFlow", f"policy.init_args.path={FOLDER}"]
+def test_policies_that_need_their_encoders_are_refused(tmp_path):
+    policy = {"class_path": "pipelines.AnyFlow", "init_args": {"path": FOLDER}}
+    file = write_changed("configs/shapes.yaml", tmp_path, {"policy": policy})
     with pytest.raises(ConfigError, match=r"prompt_cache: AnyFlow needs the encoders while it"):
-        load("configs/shapes.yaml", [*path, "prompt_cache=x"])
+        load(file, ["prompt_cache=x"])
 
 
 def run_of(folder: Path, *settings: str) -> Run:
