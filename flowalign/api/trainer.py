@@ -8,17 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+from flowalign.api.composition import DATA, HELD_OUT, PROMPTS, compose_options
 from flowalign.api.data import write_requests
 from flowalign.api.objects import name_objects, share_rewards
-from flowalign.api.options import (
-    DATA,
-    HELD_OUT,
-    PROMPTS,
-    Options,
-    Prompts,
-    check_names,
-    compose_options,
-)
+from flowalign.api.options import Options, Prompts, check_names
 from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import LoadedRun, load_with_origins
 from flowalign.runs.planning import plan

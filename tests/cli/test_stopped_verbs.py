@@ -51,7 +51,7 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
 
 @STOPS
 def test_a_process_that_scores_a_shard_exits_alike(number, code, monkeypatch, capsys):
-    monkeypatch.setattr(score, "_run_one", lambda args: signal.raise_signal(number))
+    monkeypatch.setattr(score, "_open_job", lambda args: signal.raise_signal(number))
     argv = ["data", "--rewards", "a.B", "--out", "out", "--format", "jsonl", "--shard", "0/2"]
     assert exit_code("score", *argv) == code
     assert "to continue repeat the command" in capsys.readouterr().err
