@@ -2,6 +2,7 @@ from . import credit as credit, losses as losses, rewards as rewards
 from .api.scoring import Pairs as Pairs, Table as Table, make_pairs as make_pairs, score as score
 from .api.toy import toy_pipeline as toy_pipeline
 from .api.trainer import Result as Result, Trainer as Trainer, align as align
+from .rewards.direct import call_reward as call_reward
 from .runs.session import Callback as Callback
 
 __version__: str

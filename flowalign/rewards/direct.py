@@ -18,7 +18,7 @@ from flowalign.data.media.pixels import to_rgb
 from flowalign.types import Loadable, MediaBatch, RewardModel
 
 
-def score_directly(
+def call_reward(
     model: RewardModel, media: Any, prompts: Sequence[str] | str = "", **columns: Sequence[Any]
 ) -> list[float] | dict[str, list[float]]:
     """Return the scores of images or videos; see `RewardModel.__call__`.

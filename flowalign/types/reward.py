@@ -5,13 +5,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+import flowalign
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.ranges import Component
 from flowalign.types.request import Request
@@ -248,10 +248,8 @@ class RewardModel(Component, ABC):
         result is a list, or a list by name for models with several dimensions. A failed score is
         NaN, with a warning that has the reason.
         """
-        # Types are below rewards, which decode media, so this must not be an import of the module.
-        return import_module("flowalign.rewards.direct").score_directly(
-            self, media, prompts, **columns
-        )
+        # Types are below the rooms that decode media, so the package offers the function.
+        return flowalign.call_reward(self, media, prompts, **columns)
 
     @property
     def caveat(self) -> str:
