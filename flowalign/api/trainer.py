@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from flowalign.api.composition import DATA, HELD_OUT, PROMPTS, compose_options
 from flowalign.api.data import write_requests
+from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import name_objects, share_rewards
 from flowalign.api.options import Options, Prompts, check_names
 from flowalign.data.requests import read_located_requests
@@ -113,7 +114,7 @@ class Trainer:
             settings = name_objects(self._loaded)
             overwrite = self.options.get("overwrite", False)
             session = start(run, settings, log, resume, overwrite)
-            session.callbacks = self.options.get("callbacks", ())
+            session.callbacks = [*self.options.get("callbacks", ()), *notebook_callbacks()]
             self._session = session
             if session.processes.is_main:
                 for file, requests in self._requests.items():

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
+from PIL import Image
 
 import flowalign
+from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import share_rewards
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
@@ -85,6 +89,21 @@ def test_a_second_run_in_one_process_gets_its_own_folder(tmp_path, monkeypatch):
         for _ in range(2)
     ]
     assert names == ["runs/flow_grpo", "runs/flow_grpo-2"]
+
+
+def test_a_notebook_shows_the_samples_of_evaluations(monkeypatch):
+    shown = []
+    shell, display = SimpleNamespace(kernel=1), SimpleNamespace(display=shown.append)
+    ipython = SimpleNamespace(get_ipython=lambda: shell, display=display)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    (callback,) = notebook_callbacks()
+    red, blue = (Image.new("RGB", (4, 6), colour) for colour in ("red", "blue"))
+    callback.on_samples(0, [red, [blue, red]], ["a", "b"])
+    assert [row.size for row in shown] == [(12, 6)]
+    assert shown[0].getpixel((0, 0)) == (255, 0, 0)
+    assert shown[0].getpixel((6, 0)) == (0, 0, 255)
+    shell.__dict__.clear()
+    assert notebook_callbacks() == []
 
 
 def test_steps_can_be_iterated_and_left(tmp_path):
