@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
+from typing_extensions import override
 
 from flowalign.runs.session import Callback
 
@@ -14,6 +15,7 @@ _MOST, _GAP = 8, 2
 class NotebookSamples(Callback):
     """Row of the first samples of each evaluation, displayed below the cell; videos as frames."""
 
+    @override
     def on_samples(self, step: int, images: Sequence[Any], prompts: Sequence[str]) -> None:
         """Display up to eight samples, a video by its first frame."""
         shown = [one if isinstance(one, Image.Image) else one[0] for one in images[:_MOST]]
