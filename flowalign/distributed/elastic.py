@@ -160,9 +160,9 @@ def _date(failure: ProcessFailure) -> float:
     if failure.exitcode == -signal.SIGTERM:  # torch ends the others so
         return float("inf")
     if failure.exitcode < 0:  # torch itself kills processes 30 seconds after the first failure
-        return failure.timestamp - _SECONDS_TO_NOTICE
+        return float(failure.timestamp) - _SECONDS_TO_NOTICE
     file = Path(failure.error_file)
-    return file.stat().st_mtime if file.is_file() else failure.timestamp
+    return file.stat().st_mtime if file.is_file() else float(failure.timestamp)
 
 
 def _find_own_address(place: str) -> str:

@@ -551,9 +551,12 @@ def test_heads_refuse_what_they_cannot_be_built_for():
         late.build(4, 2, ["a", "b", "part", "overall"])
     for wrong, why in (
         (lambda: PromptGated({"overall": ["a"]}), "at least two dimensions"),
-        (lambda: PromptGated({"o": ["a", "b"]}, temperature=0.0), "temperature is 0"),
-        (lambda: MLP([]), "hidden is empty"),
-        (lambda: MLP([4], dropout=1.0), "dropout is 1"),
+        (
+            lambda: PromptGated({"o": ["a", "b"]}, temperature=0.0),
+            "temperature of PromptGated is 0",
+        ),
+        (lambda: MLP([]), "hidden"),
+        (lambda: MLP([4], dropout=1.0), "dropout"),
     ):
         with pytest.raises(ValueError, match=why):
             wrong()

@@ -601,7 +601,7 @@ def test_backbones_refuse_what_they_cannot_do(clip):
         ValueError, match=r"EfficientNet reads no prompts; its joint must be \[image\]"
     ):
         PooledFrames(EfficientNet())
-    with pytest.raises(ValueError, match="num_frames 0"):
+    with pytest.raises(ValueError, match="num_frames of PooledFrames is 0"):
         PooledFrames(Corners(), num_frames=0)
     with pytest.raises(ValueError, match=r"lora\.rank is 0"):
         Lora(rank=0)
