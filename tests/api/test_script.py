@@ -42,7 +42,7 @@ for i in range(5):
     del pipe
     gc.collect()
     used.append(psutil.Process().memory_info().rss)
-assert max(used) < 1.05 * used[0], used
+print(used[0], max(used))
 """
 
 
@@ -99,7 +99,8 @@ def test_the_script_of_a_user_of_ddpo_trainer_trains(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_of_a_finished_run_is_freed(tmp_path):
-    run_script(REPEATED, tmp_path, "script.py")
+    first, most = map(int, run_script(REPEATED, tmp_path, "script.py").splitlines()[-1].split())
+    assert most < 1.05 * first
 
 
 def test_commands_work_on_a_run_that_a_script_started(tmp_path, monkeypatch, capsys):
