@@ -55,7 +55,7 @@ def watch(session: Session, done: int, panel: Panel, state: Mapping[str, Any]) -
 
 
 def roll_back(session: Session, done: int) -> int:
-    """Return to the weights of the best evaluation, or of the start, as `evaluation.watch` requires.
+    """Return to the weights of the best evaluation or the start, as `evaluation.watch` requires.
 
     Return the number of steps that these weights were trained. Later checkpoints are removed.
     """
