@@ -17,7 +17,7 @@ from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import LoadedRun, load_with_origins
 from flowalign.runs.planning import plan
 from flowalign.runs.session import Session, start
-from flowalign.runs.train_session import iterate
+from flowalign.runs.train_session import iterate, measure
 from flowalign.training import checkpoint
 from flowalign.types import Request, RewardModel
 from flowalign.utils.console import get_log, table
@@ -129,14 +129,20 @@ class Trainer:
             log(f"report: {session.folder / 'report.html'}")
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the last evaluation; empty before the first one."""
-        rows = read_metrics(self.output_dir) if self._session else []
-        found = [row for row in rows if "evaluated_after" in row]
-        return (
-            {name: value for name, value in found[-1].items() if name.startswith("eval/")}
-            if found
-            else {}
-        )
+        """Evaluate `eval_prompts` now, between two steps; afterwards return the last evaluation.
+
+        Raises:
+            ValueError: There are no `eval_prompts`, or the run has not begun.
+        """
+        cfg = self._loaded.run.evaluation
+        if cfg is None or self._session is None:
+            why = "eval_prompts is not given" if cfg is None else "no step has been made"
+            raise ValueError(f"nothing to evaluate: {why}")
+        if not self._session.summary:
+            return measure(self._session, cfg).metrics
+        rows = read_metrics(self.output_dir)
+        last = [row for row in rows if "evaluated_after" in row][-1]
+        return {name: value for name, value in last.items() if name.startswith("eval/")}
 
     @property
     def output_dir(self) -> Path:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ from flowalign.runs.checks import VelocityCheck, get_state, roll_back, watch
 from flowalign.runs.config import Run
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
-from flowalign.training.held_out_evaluation import EvaluationResult, evaluate, save_grid
+from flowalign.training.held_out_evaluation import (
+    Evaluation,
+    EvaluationResult,
+    evaluate,
+    save_grid,
+)
 from flowalign.training.learner import TrainingFailure
 from flowalign.types import describe_conditioning, prompts_of
 from flowalign.utils.console import Progress
@@ -155,17 +160,8 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     if cfg is None:
         return None
     costs, start = _costs_so_far(session), time.perf_counter()
-    learner = session.learner
-    with session.costs.paused(), learner.averaged("ema") if learner.ema else nullcontext():
-        result: EvaluationResult = evaluate(
-            session.run.policy,
-            session.rewards,
-            cfg,
-            session.processes,
-            session.run.conditioning,
-            learner.reference,
-        )
-        metrics = result.metrics | session.loop.evaluate()
+    result = measure(session, cfg)
+    metrics = dict(result.metrics)
     if tracker:
         save_grid(session.folder, done, result)
     if session.monitor:
@@ -179,6 +175,16 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         _show(session, done, metrics, result)
     session.started += time.perf_counter() - start
     return metrics
+
+
+def measure(session: Session, cfg: Evaluation) -> EvaluationResult:
+    """Return the evaluation of the averaged weights, or of the current ones without an average."""
+    learner, run = session.learner, session.run
+    with session.costs.paused(), learner.averaged("ema") if learner.ema else nullcontext():
+        result: EvaluationResult = evaluate(
+            run.policy, session.rewards, cfg, session.processes, run.conditioning, learner.reference
+        )
+        return replace(result, metrics=result.metrics | session.loop.evaluate())
 
 
 def _show(session: Session, done: int, metrics: dict[str, float], result: EvaluationResult) -> None:

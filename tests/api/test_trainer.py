@@ -110,10 +110,22 @@ def test_steps_can_be_iterated_and_left(tmp_path):
     pipe = encode_once(open_sd3(tmp_path))
     before = describe(pipe)
     trainer = new_trainer(pipe, tmp_path)
+    with pytest.raises(ValueError, match="eval_prompts is not given"):
+        trainer.evaluate()
     steps = iter(trainer)
     assert "reward/redness" in next(steps)
     steps.close()
     assert describe(pipe) == before
+
+
+def test_an_evaluation_between_steps_measures_the_current_weights(tmp_path):
+    settings = SMALL["settings"] | {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
+    trainer = new_trainer(
+        open_sd3(tmp_path), tmp_path, eval_prompts=PROMPTS, settings=settings, learning_rate=0.1
+    )
+    between = [trainer.evaluate()["eval/redness"] for _ in trainer]
+    assert between[0] != between[1]
+    assert trainer.evaluate()["eval/redness"] == pytest.approx(between[1])
 
 
 def test_an_adapter_of_the_script_keeps_acting_and_is_not_trained(tmp_path):
