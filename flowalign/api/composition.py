@@ -52,27 +52,16 @@ def compose_options(
     Raises:
         ValueError: An argument does not apply to the pipeline or to the method.
     """
-    model = dict(options.get("model", {}))
-    policy = _find_policy(pipe, model.pop("class_path", None))
+    policy = _find_policy(pipe, options.get("model", {}).get("class_path"))
     method = find_method(options.get("method", "flow_grpo"))
     complete = "policy" in compose([method]).values
     files = [method] if complete else [find_model_file(policy, loaded_pipe.name_of(pipe)), method]
     base = compose(files).values
     folder = Path(options.get("output_dir") or _choose_folder(f"runs/{Path(method).stem}", options))
-    evaluation = None
-    if HELD_OUT in prompts:
-        evaluation = {
-            **{"num_steps": (base.get("evaluation") or {}).get("num_steps", 40)},
-            **{"micro_batch": options.get("micro_batch", 8), "every": options.get("eval_steps", 0)},
-            **{
-                "prompts": {"held_out": str(folder / HELD_OUT)},
-                "num_prompts": max(16, prompts[HELD_OUT]),
-            },
-        }
     values: dict[str, Any] = {
         "policy": _policy(pipe, policy, base.get("policy") or {}, options),
         "rewards": _rewards(rewards, options.get("reward_weights", {})),
-        "evaluation": evaluation,
+        "evaluation": _evaluation(base, options, folder, prompts.get(HELD_OUT)),
         "device": pipe.device.type,
         "seed": options.get("seed", 0),
         "output_dir": str(folder),
@@ -85,6 +74,23 @@ def compose_options(
         if name in options:
             values[key] = options[name]
     return Composition(files, values | dict(options.get("settings", {})), folder)
+
+
+def _evaluation(
+    base: Mapping[str, Any], options: Options, folder: Path, count: int | None
+) -> dict[str, Any] | None:
+    """Return the settings of evaluations on `count` held-out prompts; None without prompts."""
+    if count is None:
+        if "eval_steps" in options:
+            raise ValueError("eval_steps needs eval_prompts, the prompts to evaluate")
+        return None
+    return {
+        "prompts": {"held_out": str(folder / HELD_OUT)},
+        "num_prompts": max(16, count),
+        "num_steps": (base.get("evaluation") or {}).get("num_steps", 40),
+        "micro_batch": options.get("micro_batch", 8),
+        "every": options.get("eval_steps", 0),
+    }
 
 
 def find_method(name: str) -> str:

@@ -14,7 +14,7 @@ from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import name_objects, share_rewards
 from flowalign.api.options import Options, Prompts, check_names
 from flowalign.data.requests import read_located_requests
-from flowalign.runs.config.loading import LoadedRun, load_with_origins
+from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.planning import plan
 from flowalign.runs.session import Session, start
 from flowalign.runs.train_session import iterate, measure
@@ -89,7 +89,8 @@ class Trainer:
         self._inputs: dict[str, Any] = dict(self._requests)
         if not isinstance(data := options.get("data"), str | None):
             self._inputs[DATA] = data
-        self._loaded = self._load({**models, loaded_pipe.name_of(pipe): lent})
+        with share_objects({**models, **self._inputs, loaded_pipe.name_of(pipe): lent}):
+            self._loaded = load_with_origins(self._composed.files, self._composed.overrides())
 
     def train(self) -> Result:
         """Train to the last step.
@@ -165,10 +166,6 @@ class Trainer:
             self._session.summary,
             self.output_dir,
         )
-
-    def _load(self, objects: Mapping[str, Any]) -> LoadedRun:
-        with share_objects({**objects, **self._inputs}):
-            return load_with_origins(self._composed.files, self._composed.overrides())
 
     def _checkpoint(self) -> Path | None:
         return self.state or (self.output_dir if self.output_dir.is_dir() else None)

@@ -151,6 +151,7 @@ WRONG = {
     "precision": ({"model": {"precision": "bf16"}}, "has fp32"),
     "weights": ({"reward_weights": {"blue": 1.0}}, "names blue"),
     "data": ({"method": "diffusion_dpo", "samples_per_prompt": None}, "needs data"),
+    "evaluation": ({"eval_steps": 1}, "needs eval_prompts"),
     "frames": ({"num_frames": 5}, "makes images"),
     "quantized": ({"settings": {"quantization.denoiser": "int8"}}, "already loaded"),
 }
