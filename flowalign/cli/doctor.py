@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.pipeline is None:
         table("doctor", versions() | machine())
-        table("models that this machine can train, without rewards", describe_models(gpu_bytes()))
+        fitting, others = describe_models(gpu_bytes())
+        none = {"none": "the bundled toy models train on the CPU: flowalign demo"}
+        table("models that this machine can train, without rewards", fitting or none)
+        table("memory of a GPU that other models need", others)
         return 0
     inspect = importlib.import_module(_INSPECTION).inspect_pipeline
     rows = inspect(args.pipeline, args.height, args.width, _parse_arguments(args.argument))

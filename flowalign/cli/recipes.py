@@ -2,10 +2,11 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.utils.console import get_log, table
+from flowalign.utils.console import get_log
 from flowalign.utils.errors import convert_value_errors
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ HELP = "List the run files of the package with their test labels, or copy one."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the name, the choice of lists, and the path of a copy."""
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="name of a run file, or a prefix")
+    add(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="name of a run file, or a word of it, such as wan or dpo",
+    )
     add("--methods", action="store_true", help="list the methods that fit this model's file")
     add("--memory", action="store_true", help="add the planned memory; takes seconds per file")
     add("--out", metavar="FILE", help="path for a copy of the run file")
@@ -26,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the table of run files, or copy one, and return 0."""
-    from flowalign.runs.run_files import copy_recipe, find_recipe, recipes
+    from flowalign.runs.run_files import copy_recipe, find_recipe, search_recipes
 
     if args.out:
         copy_recipe(find_recipe(args.name or ""), Path(args.out))
@@ -36,20 +42,28 @@ def run(args: argparse.Namespace) -> int:
     if args.methods:
         from flowalign.runs.combinations import combinations
 
-        listed = combinations(find_recipe(args.name or ""))
+        _print(combinations(find_recipe(args.name or "")), args.memory)
     else:
-        listed = [one for one in recipes() if one.name.startswith(args.name or "")]
-        listed = listed or [find_recipe(args.name)]
-    rows = {recipe.name: _format_recipe(recipe, args.memory) for recipe in listed}
-    table("recipes, below configs/", rows)
+        _print(search_recipes(args.name or ""), args.memory)
     return 0
 
 
-def _format_recipe(recipe: "ShippedFile | Combination", with_memory: bool) -> str:
-    papers = ", ".join(f"arXiv:{paper}" for paper in recipe.papers)
-    rows = [f"[{recipe.label}] {recipe.about}", papers]
-    if with_memory:
-        from flowalign.runs.combinations import memory_of
+def _print(listed: "Sequence[ShippedFile | Combination]", with_memory: bool) -> None:
+    """Print a line per run file, cut at the width of a terminal unless it is the only one."""
+    from rich.console import Console
+    from rich.text import Text
 
-        rows.append(f"memory {memory_of(recipe)}")
-    return "\n".join(row for row in rows if row)
+    console, width = Console(), max((len(one.name) for one in listed), default=0)
+    is_cut = console.is_terminal and len(listed) > 1
+    for one in listed:
+        line = f"{one.name:{width}}  [{one.label}]  {_describe(one, with_memory)}"
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        console.print(text if is_cut else line, markup=False, highlight=False, soft_wrap=not is_cut)
+    console.print(f"{len(listed)} run files below configs/", markup=False, highlight=False)
+
+
+def _describe(recipe: "ShippedFile | Combination", with_memory: bool) -> str:
+    from flowalign.runs.combinations import memory_of
+
+    memory = [f"memory {memory_of(recipe)};"] if with_memory else []
+    return " ".join([*memory, recipe.about, *(f"arXiv:{paper}" for paper in recipe.papers)])

@@ -38,6 +38,8 @@ class ShippedFile:
     """First sentence of the header."""
     papers: tuple[str, ...]
     """arXiv identifiers in its header and in the headers of the files that it extends."""
+    bases: tuple[str, ...] = ()
+    """Files that it extends, and the class of its model."""
 
     @property
     def complete(self) -> bool:
@@ -98,12 +100,13 @@ def read_recipe(name: str, file: Path) -> ShippedFile:
         allowed = ", ".join(f"[{label}]" for label in get_args(Label))
         raise ValueError(f"{file}: the first line must begin with one of {allowed}: {line[:60]}")
     about = _END.split(header.partition("] ")[2], maxsplit=1)[0].rstrip(".:;")
-    extends = read_mapping(str(file)).get("extends", [])
+    content = read_mapping(str(file))
+    extends = content.get("extends", [])
     bases = [extends] if isinstance(extends, str) else extends
     named = [_PAPER.findall(_header(Path(bundled(base)))) for base in reversed(bases)]
     papers = tuple(dict.fromkeys(sum(named, _PAPER.findall(header))))
     label: Label = first[1]  # type: ignore[assignment]
-    return ShippedFile(name, file, label, about, papers)
+    return ShippedFile(name, file, label, about, papers, (*bases, str(content.get("policy", ""))))
 
 
 def _header(file: Path) -> str:
@@ -124,6 +127,31 @@ def find_recipe(name: str) -> ShippedFile:
     return known[name]
 
 
+def search_recipes(text: str) -> list[ShippedFile]:
+    """Return the run files with a text in their names, models, methods or papers, best hits first.
+
+    Case, points, hyphens and spaces do not matter: "sd3.5" finds sd35_medium.
+
+    Raises:
+        ValueError: There is none.
+    """
+    wanted = _plain(text.removeprefix("configs/").removesuffix(".yaml"))
+    ranked: list[tuple[int, ShippedFile]] = []
+    for one in recipes():
+        name = _plain(one.name)
+        about = _plain(" ".join((one.about, *one.papers, *one.bases)))
+        places = (name.startswith(wanted), wanted in name, wanted in about)
+        ranked += [(places.index(True), one)] if any(places) else []
+    if not ranked:
+        return [find_recipe(text)]
+    return [one for _, one in sorted(ranked, key=lambda hit: hit[0])]
+
+
+def _plain(text: str) -> str:
+    """Return a text in lower case without points, hyphens, underscores and spaces."""
+    return re.sub(r"[\W_]", "", text.lower())
+
+
 def copy_recipe(recipe: ShippedFile, out: Path) -> None:
     """Copy a run file with its comments; raise ValueError if `out` exists."""
     if out.exists():
@@ -137,21 +165,29 @@ _TABLE = Path(__file__).with_name("trainable.json")
 """Written by `assets/bench/trainable.py`."""
 
 
-def describe_models(available: int) -> dict[str, str]:
-    """Return a row per published model for a GPU of `available` bytes; 0: without a GPU.
+def describe_models(available: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a row per published model that a GPU of `available` bytes trains, and per other model.
 
     The rows hold for the image or clip size of the bundled run file, without rewards. They name the
     largest micro-batch, up to 8, that fits in the precision of the run file and with 4-bit weights.
+    Models that do not fit are ordered by the memory that they need.
     """
     table = json.loads(_TABLE.read_text(encoding="utf-8"))
-    return {
-        name: "; ".join(f"{kind}: {_describe(plan, available)}" for kind, plan in plans.items())
-        for name, plans in table.items()
+    least = {
+        name: min(min(plan.values()) for plan in plans.values()) for name, plans in table.items()
     }
+    fitting, others = dict[str, str](), dict[str, str]()
+    for name in sorted(table, key=lambda name: least[name]):
+        texts = {kind: _describe(plan, available) for kind, plan in table[name].items()}
+        if least[name] <= available:
+            fitting[name] = ", ".join(f"{kind}: {text}" for kind, text in texts.items() if text)
+        else:
+            needs = {kind: min(plan.values()) / 1e9 for kind, plan in table[name].items()}
+            others[name] = ", ".join(f"{kind}: {size:.0f} GB" for kind, size in needs.items())
+    return fitting, others
 
 
 def _describe(plan: Mapping[str, int], available: int) -> str:
-    """Return the largest micro-batch that fits, or the bytes that the smallest one needs."""
-    if fitting := [batch for batch, needed in plan.items() if needed <= available]:
-        return f"micro-batch {fitting[-1]} fits ({plan[fitting[-1]] / 1e9:.0f} GB)"
-    return f"needs {plan[min(plan, key=int)] / 1e9:.0f} GB"
+    """Return the largest micro-batch that fits; "" if none does."""
+    fitting = [batch for batch, needed in plan.items() if needed <= available]
+    return f"micro-batch {fitting[-1]} ({plan[fitting[-1]] / 1e9:.0f} GB)" if fitting else ""

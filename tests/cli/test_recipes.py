@@ -75,12 +75,31 @@ def test_a_first_line_without_a_label_is_refused(tmp_path, line):
 def test_the_list_has_label_source_and_what_it_is(capsys):
     code, out, _ = told(capsys, "shapes")
     assert code == 0
-    text = " ".join(out.replace("│", " ").split())
-    assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on Shapes, the bundled toy" in text
-    assert "shapes_edit [run on CPU]" in text
-    assert "arXiv:2508.04324" in text
+    lines = out.splitlines()
+    first = " ".join(lines[0].split())
+    assert first.startswith("shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on Shapes, the ")
+    assert "shapes_edit " in out
+    assert "arXiv:2508.04324" in out
     assert named()["credit/toy_shapes/mixgrpo"].papers[0] == "2507.21802v7"
-    assert "credit/toy_shapes/mixgrpo" not in text
+    assert len(lines) == int(lines[-1].split()[0]) + 1  # a line per file
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("wan", "models/wan22_5b"),
+        ("wan21", "models/wan21_1_3b"),
+        ("grpo", "methods/flow_grpo"),
+        ("DPO", "methods/step_dpo"),
+        ("sd3.5", "models/sd35_medium"),
+        ("2507.21802", "methods/mixgrpo"),
+        ("DiffusionNFT", "methods/nft"),
+    ],
+)
+def test_a_word_finds_files_by_name_model_method_and_paper(capsys, word, found):
+    code, out, _ = told(capsys, word)
+    assert code == 0
+    assert found in {line.split()[0] for line in out.splitlines()}
 
 
 def test_a_copy_is_the_file_with_its_comments_and_replaces_nothing(capsys, tmp_path):
