@@ -62,9 +62,9 @@ class Flux1(DiffusersPolicy):
         max_sequence_length: PositiveInt = 512,
         gradient_checkpointing: bool = False,
     ):
+        codec = Codec(height, width)
         super().__init__(
-            *(path, Codec(height, width), lora, precision, 1.0),
-            *(max_sequence_length, gradient_checkpointing),
+            path, codec, lora, precision, 1.0, max_sequence_length, gradient_checkpointing
         )
         self.embedded_guidance = embedded_guidance
 
@@ -177,8 +177,14 @@ class Flux1Fill(Flux1):
             references=(1, 1), mask=True, kind="source", crop=(height, width)
         )
         super().__init__(
-            *(path, height, width, embedded_guidance, lora, precision),
-            *(max_sequence_length, gradient_checkpointing),
+            path,
+            height,
+            width,
+            embedded_guidance,
+            lora,
+            precision,
+            max_sequence_length,
+            gradient_checkpointing,
         )
 
     def condition_channels(self, vae: Config) -> int:

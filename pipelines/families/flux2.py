@@ -59,9 +59,9 @@ class Flux2(DiffusersPolicy):
         max_sequence_length: PositiveInt = 512,
         gradient_checkpointing: bool = False,
     ):
+        codec = PatchCodec(height, width)
         super().__init__(
-            *(path, PatchCodec(height, width), lora, precision, 1.0),
-            *(max_sequence_length, gradient_checkpointing),
+            path, codec, lora, precision, 1.0, max_sequence_length, gradient_checkpointing
         )
         self.embedded_guidance = embedded_guidance
 

@@ -51,8 +51,14 @@ class Krea2(QwenImage):
         gradient_checkpointing: bool = False,
     ):
         super().__init__(
-            *(path, height, width, guidance, lora, precision),
-            *(max_sequence_length, gradient_checkpointing),
+            path,
+            height,
+            width,
+            guidance,
+            lora,
+            precision,
+            max_sequence_length,
+            gradient_checkpointing,
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

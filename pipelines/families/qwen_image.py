@@ -59,9 +59,9 @@ class QwenImage(DiffusersPolicy):
         max_sequence_length: PositiveInt = 512,
         gradient_checkpointing: bool = False,
     ):
+        codec = self.codec_class(height, width)
         super().__init__(
-            *(path, self.codec_class(height, width), lora, precision, guidance),
-            *(max_sequence_length, gradient_checkpointing),
+            path, codec, lora, precision, guidance, max_sequence_length, gradient_checkpointing
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
@@ -175,8 +175,14 @@ class QwenImage21(QwenImage):
         gradient_checkpointing: bool = False,
     ):
         super().__init__(
-            *(path, height, width, guidance, lora, precision),
-            *(max_sequence_length, gradient_checkpointing),
+            path,
+            height,
+            width,
+            guidance,
+            lora,
+            precision,
+            max_sequence_length,
+            gradient_checkpointing,
         )
 
     def shape_of_latents(

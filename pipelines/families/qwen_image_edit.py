@@ -82,8 +82,14 @@ class QwenImageEdit(QwenImage):
     ):
         self.input_spec = InputSpec(references=(1, references.most), kind="source")
         super().__init__(
-            *(path, height, width, guidance, lora, precision),
-            *(references.max_tokens, gradient_checkpointing),
+            path,
+            height,
+            width,
+            guidance,
+            lora,
+            precision,
+            references.max_tokens,
+            gradient_checkpointing,
         )
         self.references, self.codec.options = references, (references.area,)
 

@@ -53,9 +53,9 @@ class Sana(DiffusersPolicy):
                 "policy.precision is fp16, in which Sana's linear attention gives NaN; "
                 "allowed here: bf16, fp32"
             )
+        codec = Codec(height, width)
         super().__init__(
-            *(path, Codec(height, width), lora, precision, guidance),
-            *(max_sequence_length, gradient_checkpointing),
+            path, codec, lora, precision, guidance, max_sequence_length, gradient_checkpointing
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

@@ -36,9 +36,9 @@ class SD3(DiffusersPolicy):
         max_sequence_length: PositiveInt = 256,
         gradient_checkpointing: bool = False,
     ):
+        codec = Codec(height, width)
         super().__init__(
-            *(path, Codec(height, width), lora, precision, guidance),
-            *(max_sequence_length, gradient_checkpointing),
+            path, codec, lora, precision, guidance, max_sequence_length, gradient_checkpointing
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

@@ -48,9 +48,9 @@ class UNetPolicy(DiffusersPolicy):
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
     ):
+        codec = Codec(height, width)
         super().__init__(
-            *(path, Codec(height, width), lora, precision, guidance),
-            gradient_checkpointing=gradient_checkpointing,
+            path, codec, lora, precision, guidance, gradient_checkpointing=gradient_checkpointing
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

@@ -51,9 +51,9 @@ class ZImage(DiffusersPolicy):
         max_sequence_length: PositiveInt = 512,
         gradient_checkpointing: bool = False,
     ):
+        codec = Codec(height, width)
         super().__init__(
-            *(path, Codec(height, width), lora, precision, guidance),
-            *(max_sequence_length, gradient_checkpointing),
+            path, codec, lora, precision, guidance, max_sequence_length, gradient_checkpointing
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
