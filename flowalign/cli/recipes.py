@@ -57,8 +57,10 @@ def _print(listed: "Sequence[ShippedFile | Combination]", with_memory: bool) -> 
     is_cut = console.is_terminal and len(listed) > 1
     for one in listed:
         line = f"{one.name:{width}}  [{one.label}]  {_describe(one, with_memory)}"
-        text = Text(line, no_wrap=True, overflow="ellipsis")
-        console.print(text if is_cut else line, markup=False, highlight=False, soft_wrap=not is_cut)
+        if is_cut:
+            console.print(Text(line), no_wrap=True, overflow="ellipsis")
+        else:
+            console.print(Text(line), soft_wrap=True)
     console.print(f"{len(listed)} run files below configs/", markup=False, highlight=False)
 
 
