@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -69,7 +69,7 @@ class _OwnPackages(MetaPathFinder):
 
     @override
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, path: object, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         own = _INSTALLED / fullname
         if fullname not in _OWN or not (own / "__init__.py").is_file():
