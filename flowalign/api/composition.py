@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flowalign.api.objects import describe
 from flowalign.api.options import Options
 from flowalign.runs.config.loading import compose
 from flowalign.runs.run_files import find_recipe, recipes
@@ -53,11 +54,14 @@ def compose_options(
         ValueError: An argument does not apply to the pipeline or to the method.
     """
     policy = _find_policy(pipe, options.get("model", {}).get("class_path"))
-    method = find_method(options.get("method", "flow_grpo"))
-    complete = "policy" in compose([method]).values
-    files = [method] if complete else [find_model_file(policy, loaded_pipe.name_of(pipe)), method]
+    method = options.get("method", "flow_grpo")
+    name = Path(method).stem if isinstance(method, str) else type(method).__name__
+    files = [find_method(method)] if isinstance(method, str) else []
+    if not files or "policy" not in compose(files).values:
+        files.insert(0, find_model_file(policy, loaded_pipe.name_of(pipe)))
     base = compose(files).values
-    folder = Path(options.get("output_dir") or _choose_folder(f"runs/{Path(method).stem}", options))
+    recipe = base["recipe"] if isinstance(method, str) else describe(method)
+    folder = Path(options.get("output_dir") or _choose_folder(f"runs/{name}", options))
     values: dict[str, Any] = {
         "policy": _policy(pipe, policy, base.get("policy") or {}, options),
         "rewards": _rewards(rewards, options.get("reward_weights", {})),
@@ -66,9 +70,8 @@ def compose_options(
         "seed": options.get("seed", 0),
         "output_dir": str(folder),
         "trackers": list(options.get("report_to", ())),
-        **_recipe(
-            base["recipe"], options, method, str(folder / PROMPTS) if PROMPTS in prompts else None
-        ),
+        **({} if isinstance(method, str) else {"recipe": recipe}),
+        **_recipe(recipe, options, name, str(folder / PROMPTS) if PROMPTS in prompts else None),
     }
     for name, key in (("num_steps", "num_steps"), ("learning_rate", "optimizer.learning_rate")):
         if name in options:
@@ -201,7 +204,7 @@ def _rewards(
 
 
 def _recipe(
-    recipe: Mapping[str, Any], options: Options, method: str, prompts: str | None
+    recipe: Mapping[str, Any], options: Options, name: str, prompts: str | None
 ) -> dict[str, Any]:
     """Return the overrides of the recipe; each argument has its own place in each recipe."""
     known = _arguments(recipe)
@@ -211,11 +214,10 @@ def _recipe(
     if "sampling" not in known and "sampling" not in stored:
         sampling = "recipe.start" if "start" in known else ""
     needs = "data" if "path" in stored else "prompts"
-    given = [name for name, one in (("data", "data" in options), ("prompts", prompts)) if one]
-    if given != [needs]:
-        raise ValueError(
-            f"the method {Path(method).stem} needs {needs}; got {' and '.join(given) or 'neither'}"
-        )
+    given = [one for one, there in (("data", "data" in options), ("prompts", prompts)) if there]
+    own = not isinstance(options.get("method", ""), str) and not given
+    if given != [needs] and not own:
+        raise ValueError(f"the method {name} needs {needs}; got {' and '.join(given) or 'neither'}")
     places: dict[str, list[str]] = {
         "samples_per_prompt": [f"{sampling}.samples_per_prompt"] * sampling.endswith("sampling"),
         "num_inference_steps": [f"{sampling}.num_steps"] * bool(sampling),
@@ -224,16 +226,18 @@ def _recipe(
         "micro_batch": ["recipe.micro_batch"] + [f"{sampling}.micro_batch"] * bool(sampling),
     }
     values: dict[str, Any] = {}
-    for name, keys in places.items():
-        if name in options and not keys:
-            raise ValueError(f"{name} does not apply to the method {Path(method).stem}")
-        values |= dict.fromkeys(keys, options[name]) if name in options else {}
+    for option, keys in places.items():
+        if option in options and not keys:
+            raise ValueError(f"{option} does not apply to the method {name}")
+        values |= dict.fromkeys(keys, options[option]) if option in options else {}
     if prompts:
         return values | {f"{inside}.prompts": prompts}
+    if own:
+        return values
     data = options.get("data")
     path = data if isinstance(data, str) else DATA
-    own = {"path": path, "schema": "auto", "cache": None, "held_out": None}
-    return values | {f"recipe.data.{name}": value for name, value in own.items()}
+    stored = {"path": path, "schema": "auto", "cache": None, "held_out": None}
+    return values | {f"recipe.data.{name}": value for name, value in stored.items()}
 
 
 def _arguments(component: Any) -> Mapping[str, Any]:

@@ -1,16 +1,17 @@
-"""Share a script's rewards with a run, and name those that a run file can name."""
+"""Share a script's rewards with a run, and name rewards and recipes as run files do."""
 
 import importlib
 import inspect
-import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, get_args
 
 from torch.nn import Module
 
 from flowalign.rewards.function_reward import CallableReward
 from flowalign.runs.config.loading import LoadedRun
 from flowalign.types import RewardModel
+from flowalign.types.ranges import Component, get_annotations
 from flowalign.utils.live_objects import PREFIX
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml
 
@@ -52,36 +53,63 @@ def name_objects(loaded: LoadedRun) -> str:
     settings = parse_yaml(loaded.text)
     models = [reward.model for reward in loaded.run.rewards]
     for entry, model in zip(settings["rewards"], models, strict=True):
-        entry |= _describe(model)
+        entry |= _describe_reward(model)
     text = dump_yaml(settings)
     lines = [
         f"{line}  # an object of the script: name a class, function or folder to load it"
-        if f" {PREFIX}" in line
+        if f" {PREFIX}" in line or ": __main__." in line
         else line
         for line in text.splitlines()
     ]
     return "\n".join(lines) + "\n"
 
 
-def _describe(model: RewardModel) -> dict[str, Any]:
-    """Return class path and arguments of a reward; empty if they are not known."""
-    if isinstance(model, CallableReward):
-        path = f"{model.function.__module__}.{getattr(model.function, '__qualname__', '')}"
-        if model.function.__module__ == "__main__" or _import(path) is not model.function:
-            return {}
-        arguments = {"function": path, "name": model.spec.name, "images": model.images}
-        return {"class_path": _FUNCTION, "init_args": arguments}
-    kind = type(model)
+def describe(one: Any, annotation: Any = Any) -> Any:
+    """Return an object as settings: class paths with arguments, and plain values.
+
+    Raises:
+        ValueError: A part of it cannot be named, or does not keep an argument of its constructor.
+    """
+    if one is None or isinstance(one, str | int | float | bool):
+        return one
+    if isinstance(one, Mapping):
+        return {str(name): describe(inner, annotation) for name, inner in one.items()}
+    if isinstance(one, list | tuple):
+        return [describe(inner, annotation) for inner in one]
+    kind = type(one)
     path = f"{kind.__module__}.{kind.__qualname__}"
-    names = list(inspect.signature(kind.__init__).parameters)[1:]
-    known = {name: vars(model)[name] for name in names if name in vars(model)}
-    if kind.__module__ == "__main__" or _import(path) is not kind or known.keys() != set(names):
+    if not (is_dataclass(kind) or isinstance(one, Component)) or _import(path) is not kind:
+        raise ValueError(
+            f"{path} has no name in a run file: define the class of a component at the top of a "
+            "module or script"
+        )
+    hints, arguments = get_annotations(kind), dict[str, Any]()
+    for name in inspect.signature(kind).parameters:
+        if name not in vars(one):
+            raise ValueError(f"{path} does not keep its argument {name}: set self.{name}")
+        arguments[name] = describe(vars(one)[name], hints.get(name, Any))
+    if is_dataclass(kind) and kind in _flatten(annotation):
+        return arguments
+    return {"class_path": path, "init_args": arguments}
+
+
+def _flatten(annotation: Any) -> set[Any]:
+    """Return an annotation and all types inside it."""
+    return {annotation}.union(*map(_flatten, get_args(annotation)))
+
+
+def _describe_reward(model: RewardModel) -> dict[str, Any]:
+    """Return class path and arguments of a reward; empty if they are not known."""
+    if not isinstance(model, CallableReward):
+        try:
+            return {} if type(model).__module__ == "__main__" else describe(model)
+        except ValueError:
+            return {}
+    path = f"{model.function.__module__}.{getattr(model.function, '__qualname__', '')}"
+    if model.function.__module__ == "__main__" or _import(path) is not model.function:
         return {}
-    try:
-        json.dumps(known)
-    except TypeError:
-        return {}
-    return {"class_path": path, "init_args": known}
+    arguments = {"function": path, "name": model.spec.name, "images": model.images}
+    return {"class_path": _FUNCTION, "init_args": arguments}
 
 
 def _import(path: str) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from flowalign.runs.session import Callback
+from flowalign.training.recipe import Recipe
 
 Prompts = str | Sequence[str] | Sequence[Mapping[str, Any]] | Any
 """Prompts: a file, a list of texts, a list of rows with a column `prompt`, or a dataset of rows."""
@@ -13,8 +14,10 @@ Prompts = str | Sequence[str] | Sequence[Mapping[str, Any]] | Any
 class Options(TypedDict, total=False):
     """Keyword arguments of `align` and `Trainer`; an absent one keeps the run file's value."""
 
-    method: str
-    """Name of a file in configs/methods, or a run file (default: flow_grpo)."""
+    method: str | Recipe
+    """Name of a file in configs/methods, a run file, or a recipe such as
+    `flowalign.training.PolicyGradient`, whose prompts or data are used unless the call has its own
+    (default: flow_grpo)."""
     data: Any
     """Preference data, for methods that train on stored pairs or labels: a path or name, a dataset,
     or rows with columns as in Pick-a-Pic or TRL."""
