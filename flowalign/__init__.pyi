@@ -5,9 +5,10 @@ from . import (
     sampling as sampling,
     training as training,
 )
+from .api.result import Result as Result
 from .api.scoring import Pairs as Pairs, Table as Table, make_pairs as make_pairs, score as score
 from .api.toy import toy_pipeline as toy_pipeline
-from .api.trainer import Result as Result, Trainer as Trainer, align as align
+from .api.trainer import Trainer as Trainer, align as align
 from .rewards.direct import call_reward as call_reward
 from .runs.session import Callback as Callback
 

@@ -121,6 +121,11 @@ def accepts(policy: type[Policy], name: str) -> bool:
     return name in inspect.signature(policy.__init__).parameters
 
 
+def has_adapter(pipe: Any) -> bool:
+    """Return whether a pipeline has the trained adapter."""
+    return any(TRAINED in _adapters(network) for network in _networks(pipe).values())
+
+
 def save_trained(pipe: Any, folder: str) -> None:
     """Write the trained adapter for diffusers, ComfyUI and PEFT, or the whole pipeline."""
     adapted = {n: p for n, p in _networks(pipe).items() if TRAINED in _adapters(p)}

@@ -53,6 +53,7 @@ def compose_options(
     Raises:
         ValueError: An argument does not apply to the pipeline or to the method.
     """
+    _refuse_settings(options)
     policy = _find_policy(pipe, options.get("model", {}).get("class_path"))
     method = options.get("method", "flow_grpo")
     name = Path(method).stem if isinstance(method, str) else type(method).__name__
@@ -77,6 +78,23 @@ def compose_options(
         if name in options:
             values[key] = options[name]
     return Composition(files, values | dict(options.get("settings", {})), folder)
+
+
+def _refuse_settings(options: Options) -> None:
+    """Raise ValueError for settings that would contradict the pipeline or an argument."""
+    keys = {key.replace(".init_args", "") for key in options.get("settings", {})}
+    keys |= {f"policy.{key}" for key in options.get("model", {})}
+    for key, instead in _FOLLOW.items():
+        if key in keys:
+            raise ValueError(f"{key} cannot be set: {instead}")
+
+
+_FOLLOW = {
+    "output_dir": "give output_dir=... to the call",
+    "device": "it is that of the pipeline; call pipe.to(...)",
+    "policy.path": "it is that of the pipeline; load another one",
+}
+"""Settings that follow from the pipeline or from an argument, with what to do instead."""
 
 
 def _evaluation(

@@ -1,4 +1,4 @@
-"""Write prompts that a script hands over into the run directory."""
+"""Write prompts that a script hands over, and read rows as columns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,3 +32,9 @@ def _path(reference: Reference, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     write_picture(path, reference.read()[0])
     return str(path.absolute())
+
+
+def to_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns by name; None where a row has no such value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}

@@ -65,6 +65,14 @@ class Options(TypedDict, total=False):
     """Objects that are called after steps and evaluations."""
     report_to: Sequence[Literal["tensorboard", "wandb", "trackio"]]
     """Trackers in addition to metrics.jsonl (default: none)."""
+    push_to_hub: bool
+    """Whether to publish the weights after training, with a model card (default: False)."""
+    hub_model_id: str
+    """Name of the published model: owner/name."""
+    hub_private_repo: bool
+    """Whether the published model is private (default: False)."""
+    license: str
+    """Licence of the published weights, by its hub id; that of the base model binds them."""
     model: Mapping[str, Any]
     """Further settings of the policy, as in a run file; `class_path` chooses another class."""
     settings: Mapping[str, Any]

@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from flowalign.api.data import to_columns
 from flowalign.api.objects import share_rewards
 from flowalign.curation.pairing_job import PairingJob, find_pairs, format_pair
 from flowalign.curation.score_table import PairingRule, read_table
@@ -93,7 +94,7 @@ def score(
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
         finish(folder, blocks, "parquet", settings).check(max_failed_fraction)
-    return Table(_columns(list(PartFiles(folder / "parts").rows(blocks))), folder, temporary)
+    return Table(to_columns(list(PartFiles(folder / "parts").rows(blocks))), folder, temporary)
 
 
 def _load_rewards(rewards: Any) -> list[RewardModel]:
@@ -169,8 +170,3 @@ def _write(medium: Any, folder: Path, i: int) -> Path:
     else:
         write_clip(path, clip, _FPS)
     return path
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}

@@ -3,18 +3,19 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from flowalign.api.composition import DATA, HELD_OUT, PROMPTS, compose_options
-from flowalign.api.data import write_requests
+from flowalign.api.data import to_columns, write_requests
 from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import name_objects, share_rewards
 from flowalign.api.options import Options, Prompts, check_names
+from flowalign.api.result import Result, check_publishing, is_main
 from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import load_with_origins
+from flowalign.runs.model_card import describe_subject
 from flowalign.runs.planning import plan
 from flowalign.runs.session import Session, start
 from flowalign.runs.train_session import iterate, measure
@@ -33,24 +34,6 @@ Rewards = (
     | Mapping[str, Callable[..., Any] | RewardModel | type[RewardModel]]
 )
 """Reward functions and models: one, a list, or a mapping by name."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of a training run."""
-
-    pipe: Any
-    """Pipeline that was given, with the trained adapter, or with trained weights."""
-    history: dict[str, list[float | None]]
-    """Metrics by name, one entry per step, as a table; None where a step has no such metric."""
-    summary: dict[str, Any]
-    """Rewards before and after training, costs and seconds: content of summary.json."""
-    output_dir: Path
-    """Run directory, with checkpoints and report.html."""
-
-    def save(self, folder: str | Path) -> None:
-        """Write the adapter as `load_lora_weights` reads it, or the whole pipeline."""
-        loaded_pipe.save_trained(self.pipe, str(folder))
 
 
 class Trainer:
@@ -91,6 +74,7 @@ class Trainer:
             self._inputs[DATA] = data
         with share_objects({**models, **self._inputs, loaded_pipe.name_of(pipe): lent}):
             self._loaded = load_with_origins(self._composed.files, self._composed.overrides())
+        check_publishing(options, self._loaded.run)
 
     def train(self) -> Result:
         """Train to the last step.
@@ -105,10 +89,10 @@ class Trainer:
     def __iter__(self) -> Iterator[dict[str, float]]:
         """Run the remaining steps, and yield the metrics of each."""
         log, run = get_log(), self._loaded.run
-        world, main = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
+        world = int(os.environ.get("WORLD_SIZE", 1))
         with ExitStack() as stack:
             stack.enter_context(share_objects(self._inputs))
-            if main:
+            if is_main():
                 table(f"plan of {run.output_dir}", plan(run, world))
             keep = stack.enter_context(loaded_pipe.borrow(self.pipe))
             resume = self._checkpoint() if self.options.get("resume") else None
@@ -124,10 +108,10 @@ class Trainer:
             if session.summary["status"] == "interrupted":
                 log("interrupted; continue with resume=True")
                 raise KeyboardInterrupt
-            if session.learner.ema:
-                session.learner.ema.write()
+            _use_average(session)
             keep()
             log(f"report: {session.folder / 'report.html'}")
+        self._publish()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate `eval_prompts` now, between two steps; afterwards return the last evaluation.
@@ -160,12 +144,26 @@ class Trainer:
         """Return the outcome of a finished run."""
         if self._session is None or not self._session.summary:
             raise ValueError("the run has not ended: call train() first")
+        rows = [
+            {name: None if value is None else float(value) for name, value in row.items()}
+            for row in read_metrics(self.output_dir)
+            if "evaluated_after" not in row
+        ]
         return Result(
             self.pipe,
-            _columns(read_metrics(self.output_dir)),
+            to_columns(rows),
             self._session.summary,
             self.output_dir,
+            describe_subject(self._loaded.run),
         )
+
+    def _publish(self) -> None:
+        """Publish the weights if the options ask for it."""
+        if self.options.get("push_to_hub"):
+            name, license = self.options.get("hub_model_id", ""), self.options.get("license", "")
+            private = self.options.get("hub_private_repo", False)
+            if address := self.result.push_to_hub(name, license=license, private=private):
+                get_log()(f"published: {address}")
 
     def _checkpoint(self) -> Path | None:
         return self.state or (self.output_dir if self.output_dir.is_dir() else None)
@@ -196,11 +194,9 @@ def _read_prompts(prompts: Any) -> list[tuple[str, Request]]:
     return read_located_requests(prompts)
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Return the metrics of the steps as columns."""
-    steps = [row for row in rows if "evaluated_after" not in row]
-    names = dict.fromkeys(name for row in steps for name in row)
-    return {
-        name: [None if row.get(name) is None else float(row[name]) for row in steps]
-        for name in names
-    }
+def _use_average(session: Session) -> None:
+    """Give the policy its averaged weights, which evaluations measure."""
+    if (ema := session.learner.ema) and ema.num_updates:
+        ema.write()
+    elif ema:
+        session.log("no update was averaged yet: the pipeline has the weights of the last step")

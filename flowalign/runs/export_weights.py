@@ -12,7 +12,15 @@ import yaml
 from flowalign import __version__
 from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
-from flowalign.runs.model_card import SAMPLES, SAMPLES_BEFORE, Evidence, draw_curves, model_card
+from flowalign.runs.model_card import (
+    SAMPLES,
+    SAMPLES_BEFORE,
+    Evidence,
+    Subject,
+    describe_subject,
+    draw_curves,
+    model_card,
+)
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
 from flowalign.utils.files import atomic_write, write_json
@@ -122,19 +130,24 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
         difference = policy.network.export(policy, str(partial), form.target, form.dtype)
         if difference is not None and not difference < float("inf"):
             raise ValueError(f"the exported weights differ by {difference} when read back")
-        if form.target != "merged":
-            stamp_adapter(partial, yaml.safe_load(trained.config.read_text(encoding="utf-8")))
-        for name, grid in trained.grids.items():
-            shutil.copyfile(grid, partial / name)
-        settings = hide_in_settings(trained.config.read_text(encoding="utf-8"))
-        (partial / "flowalign.yaml").write_text(settings, encoding="utf-8")
-        curves = draw_curves(trained.run_folder) if trained.run_folder else None
-        if curves:
-            (partial / "curves.png").write_bytes(curves)
-        shown = Evidence([*trained.grids], bool(curves), form.benchmarks)
-        card = model_card(run, trained.config, trained.summary, form.target, form.license, shown)
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        describe_folder(partial, describe_subject(run), trained, form)
     return difference
+
+
+def describe_folder(folder: Path, subject: Subject, trained: Trained, form: Form) -> None:
+    """Add model card, settings, curves and grids to weights, and metadata to adapter files."""
+    text = trained.config.read_text(encoding="utf-8")
+    if form.target != "merged":
+        stamp_adapter(folder, yaml.safe_load(text))
+    for name, grid in trained.grids.items():
+        shutil.copyfile(grid, folder / name)
+    (folder / "flowalign.yaml").write_text(hide_in_settings(text), encoding="utf-8")
+    curves = draw_curves(trained.run_folder) if trained.run_folder else None
+    if curves:
+        (folder / "curves.png").write_bytes(curves)
+    shown = Evidence([*trained.grids], bool(curves), form.benchmarks)
+    card = model_card(subject, trained.config, trained.summary, form.target, form.license, shown)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 _PEFT = "adapter_config.json"

@@ -16,6 +16,7 @@ from flowalign.rewards.config import read_weights
 from flowalign.runs.config import Run
 from flowalign.runs.sampling_job import hash_weights
 from flowalign.types import ExportTarget, describe_conditioning
+from flowalign.utils.live_objects import PREFIX
 from flowalign.utils.tracking import read_metrics
 
 SAMPLES, SAMPLES_BEFORE = "samples.png", "samples_before.png"
@@ -40,8 +41,24 @@ class Evidence:
     """Titles and Markdown of benchmark results."""
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What the weights of a run do."""
+
+    task: str
+    """Task, by its name on the hub."""
+    words: str
+    """Words that are added to a prompt; "": none."""
+
+
+def describe_subject(run: Run) -> Subject:
+    """Return the subject of a run, which outlives its models."""
+    task = _TASKS.get((run.policy.fps is not None, run.policy.input_spec.kind), "text-to-image")
+    return Subject(task, describe_conditioning(run.conditioning))
+
+
 def model_card(
-    run: Run,
+    subject: Subject,
     config: Path,
     summary: Mapping[str, Any],
     target: ExportTarget,
@@ -50,9 +67,10 @@ def model_card(
 ) -> str:
     """Return the card: front matter, use, training settings, measured rewards and benchmarks."""
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-    base = settings["policy"]["init_args"].get("path", "")
-    task = _TASKS.get((run.policy.fps is not None, run.policy.input_spec.kind), "text-to-image")
-    front: dict[str, Any] = {"base_model": base, "library_name": "diffusers", "pipeline_tag": task}
+    path, task = str(settings["policy"]["init_args"].get("path", "")), subject.task
+    base = "" if path.startswith(PREFIX) else path
+    front: dict[str, Any] = {"base_model": base} if base else {}
+    front |= {"library_name": "diffusers", "pipeline_tag": task}
     front |= {"license": license} if license else {}
     front["tags"] = ["flowalign", task, "diffusers", *([] if target == "merged" else ["lora"])]
     if evidence.grids:
@@ -65,7 +83,7 @@ def model_card(
         base=base,
         target=target,
         evidence=evidence,
-        words=describe_conditioning(run.conditioning),
+        words=subject.words,
         training=_describe_training(settings, summary),
         rewards={
             name: (before[name], value)

@@ -66,7 +66,7 @@ def cached_file(model: str, name: str, subfolder: str | None = None) -> Path | N
 def check_name(name: str) -> None:
     """Raise ValueError if a text is not the name of a model of the Hub."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ValueError(f"--push-to-hub {name!r} is not a model name such as owner/name")
+        raise ValueError(f"{name!r} is not a model name such as owner/name")
 
 
 def check_publishing(name: str) -> None:
@@ -109,7 +109,7 @@ def _unpublished(name: str, error: Any) -> str:
         reason = " ".join(str(error).split())[:160]
         return f"the Hugging Face Hub refused {name}: {reason}"
     offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
-    return f"the Hugging Face Hub could not be reached{offline}; export without --push-to-hub"
+    return f"the Hugging Face Hub could not be reached{offline}: publish later"
 
 
 def why_not(model: str, what: str, error: Exception) -> str:

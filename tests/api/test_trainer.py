@@ -81,6 +81,12 @@ def test_ctrl_c_saves_a_checkpoint_and_a_later_call_continues_it(tmp_path):
         assert torch.equal(tensor, adapter(resumed.pipe)[name]), name
 
 
+def test_a_run_with_fewer_updates_than_an_average_needs_returns_its_weights(tmp_path):
+    settings = {"threads": 1, "ema.every": 8}
+    result = new_trainer(open_sd3(tmp_path), tmp_path, settings=settings).train()
+    assert any(one.abs().max() > 0 for n, one in adapter(result.pipe).items() if "lora_B" in n)
+
+
 def test_a_second_run_in_one_process_gets_its_own_folder(tmp_path, monkeypatch):
     folder = golden(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -153,6 +159,9 @@ WRONG = {
     "data": ({"method": "diffusion_dpo", "samples_per_prompt": None}, "needs data"),
     "evaluation": ({"eval_steps": 1}, "needs eval_prompts"),
     "frames": ({"num_frames": 5}, "makes images"),
+    "folder": ({"settings": {"output_dir": "b"}}, "output_dir cannot be set: give output_dir="),
+    "path": ({"model": {"path": "b"}}, "policy.path cannot be set"),
+    "moved": ({"settings": {"device": "cuda"}}, r"device cannot be set: .* pipe.to"),
     "quantized": ({"settings": {"quantization.denoiser": "int8"}}, "already loaded"),
 }
 

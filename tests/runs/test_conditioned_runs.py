@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.extra import RewardLevels, RewardWords
-from flowalign.runs.model_card import Evidence, model_card
+from flowalign.runs.model_card import Evidence, describe_subject, model_card
 from flowalign.runs.planning import plan
 from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
@@ -26,12 +26,13 @@ def test_the_folder_of_a_run_says_how_to_ask(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("policy: {init_args: {path: base}}\nrecipe: {class_path: Recipe}\n")
     nothing = Evidence(grids=(), has_curves=False, benchmarks=())
-    card = model_card(run, config, {}, "diffusers", None, nothing)
+    card = model_card(describe_subject(run), config, {}, "diffusers", None, nothing)
     assert "## Words" in card
     assert "\n    PROMPT, vivid\n" in card
     plain = new_run(tmp_path / "plain", num_steps=1)
     assert "sampling asks" not in plan(plain)
-    assert "## Words" not in model_card(plain, config, {}, "diffusers", None, nothing)
+    subject = describe_subject(plain)
+    assert "## Words" not in model_card(subject, config, {}, "diffusers", None, nothing)
     parrot = RewardWords(words={"redness": "<r>"})
     told = plan(new_run(tmp_path / "parrot", conditioning=parrot))["sampling asks"]
     assert told == "<r> PROMPT; weight 5, PROMPT alone 5, the empty prompt the remaining weight"
