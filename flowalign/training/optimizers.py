@@ -96,7 +96,11 @@ def new_optimizer(
         return OffloadedAdamW(parameters, **settings)
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit(parameters, **settings)
+    updated = list(parameters)
+    optimizer = AdamW8bit(updated, **settings)
+    # its kernels write through pointers, and copies of the parameters must notice
+    optimizer.register_step_post_hook(lambda *_: torch.autograd.graph.increment_version(updated))
+    return optimizer
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:

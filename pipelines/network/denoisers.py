@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.types import Offload, Setup
+from pipelines.network.lora_layers import restore_adapters, speed_up_adapters
 from pipelines.network.quantization import cast_layerwise, quantizers
 from pipelines.network.speed import current_precision, speed_up
 from pipelines.network.weights import (
@@ -41,10 +42,11 @@ def keep_dtype(network: nn.Module) -> None:
 
 
 def release(network: nn.Module) -> None:
-    """Remove the hooks and the compiled blocks of a network that was prepared for training."""
+    """Remove the changes that prepared a network for training, except its adapter."""
     for norm in _norms(network):
         for key in [key for key, hook in norm._forward_hooks.items() if hook is _cast_output]:
             del norm._forward_hooks[key]
+    restore_adapters(network)
     for module in network.modules():
         module._compiled_call_impl = None
 
@@ -198,6 +200,8 @@ class Denoisers:
             denoiser = self.components[name]
             prepare_training(denoiser, self.lora)
             place_adapter(denoiser, denoiser.device)
+            if self.lora and self.setup.quantization.denoiser == "none":
+                speed_up_adapters(denoiser, self._keeps_parameters)
             if self.gradient_checkpointing:
                 denoiser.enable_gradient_checkpointing()
         for name in self.names:
@@ -206,6 +210,12 @@ class Denoisers:
         for name in self.trained:
             speed_up(self.components[name], self.setup.speed)
         return self.join({})
+
+    @property
+    def _keeps_parameters(self) -> bool:
+        """Return whether evaluations in eager mode find the same parameters in each layer."""
+        replaced = self.loads_to_cpu or self.setup.offload != "none"
+        return not replaced and not self.setup.speed.compile
 
     def cast_layerwise(self, denoiser: Any) -> None:
         """Store a denoiser's layers and adapter in float8 if the setup asks for it."""

@@ -1,0 +1,105 @@
+"""Computes LoRA layers with fewer operations than peft; outputs and gradients keep their bits.
+
+peft casts the input of a layer to the dtype of the adapter, float32, and autocast casts it back. It
+also multiplies the whole output of an adapter by alpha / rank.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import frexp
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from flowalign.utils.adapters import TRAINED
+from pipelines.parts.libraries import peft
+
+
+@dataclass
+class LowPrecisionCopy:
+    """Copy of a weight for evaluations without gradient, which would cast the weight each time.
+
+    It is refreshed in place if the weight was replaced or written. torch counts the writes to a
+    tensor, except through `.data` or a pointer.
+    """
+
+    weight: Tensor | None = None
+    state: tuple[Any, ...] = ()
+    value: Tensor | None = None
+
+    def of(self, weight: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+        """Return `weight` in this dtype, times `scale`."""
+        state = weight._version, weight.data_ptr(), dtype, scale
+        if self.value is not None and self.weight is weight and self.state == state:
+            return self.value
+        fresh = weight.detach().to(dtype) * scale
+        old, self.weight, self.state = self.value, weight, state
+        in_place = old is not None and (old.dtype, old.device) == (dtype, weight.device)
+        self.value = old.copy_(fresh) if old is not None and in_place else fresh
+        return self.value
+
+
+def speed_up_adapters(network: nn.Module, keep_copies: bool) -> None:
+    """Replace the forward pass of linear layers with plain adapters.
+
+    Layers with DoRA, dropout, a bias or quantized weights keep the forward pass of peft. Copies in
+    low precision (`keep_copies`) need parameters that stay the same objects between updates.
+    """
+    for layer in _plain_layers(network):
+        layer.forward = MethodType(_forward, layer)
+        layer.copies = (LowPrecisionCopy(), LowPrecisionCopy()) if keep_copies else None
+
+
+def restore_adapters(network: nn.Module) -> None:
+    """Restore the forward pass of peft."""
+    for layer in _plain_layers(network):
+        for name in ("forward", "copies"):
+            vars(layer).pop(name, None)
+
+
+def _plain_layers(network: nn.Module) -> list[Any]:
+    modules: Iterable[Any] = network.modules()
+    return [
+        layer
+        for layer in modules
+        if type(layer) is peft.tuners.lora.Linear
+        and not layer.lora_variant
+        and not any(layer.lora_bias.values())
+        and all(isinstance(one, nn.Identity) for one in layer.lora_dropout.values())
+    ]
+
+
+def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the output of a layer under autocast, which converts the operands of each product."""
+    if args or kwargs or layer.merged or not torch.is_autocast_enabled(x.device.type):
+        return type(layer).forward(layer, x, *args, **kwargs)
+    result = layer.base_layer(x)
+    if layer.disable_adapters:
+        return result
+    dtype = result.dtype
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            result = result + _low_rank(layer, name, x)
+    return result.to(dtype)
+
+
+def _low_rank(layer: Any, name: str, x: Tensor) -> Tensor:
+    """Return scale B A x.
+
+    In bfloat16 a power of two commutes with rounding, so the scale is applied to the small product
+    A x, or to the copy of B. float16 has too few exponents.
+    """
+    down, up, scale = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    inside = scale == 1 or (dtype == torch.bfloat16 and frexp(scale)[0] == 0.5)
+    if layer.copies and name == TRAINED and not torch.is_grad_enabled():
+        first, second = layer.copies
+        small = linear(x, first.of(down.weight, dtype, 1.0))
+        out = linear(small, second.of(up.weight, dtype, scale if inside else 1.0))
+    else:
+        small = down(x)
+        out = up(small if scale == 1 or not inside else small * scale)
+    return out if inside else out * scale
