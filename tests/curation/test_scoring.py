@@ -139,6 +139,20 @@ def test_little_memory_makes_batches_smaller_not_scores_different(tmp_path, monk
     assert whole(job(data, tmp_path / "b", Brightness())) == expected
 
 
+def test_large_items_make_smaller_batches(tmp_path, monkeypatch):
+    counts = []
+
+    class Counting(Brightness):
+        def score(self, batch):
+            counts.append(len(batch))
+            return super().score(batch)
+
+    item = 3 * 12 * 8
+    monkeypatch.setattr(scoring, "_BATCH_BYTES", 2 * item)
+    whole(job(pairs(tmp_path, 5), tmp_path / "out", Counting()))
+    assert counts == [3, 3, 3, 1]
+
+
 def test_each_model_fails_for_itself_and_says_why(tmp_path):
     video(tmp_path / "v.mp4", 6)
     picture(tmp_path / "p.png", 1, (32, 32))

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,96 @@ def test_a_picture_in_bytes_is_no_animation(tmp_path):
     buffer = io.BytesIO()
     Image.new("RGB", (5, 9)).save(buffer, format="PNG")
     assert Inspection().shape(Media(data=buffer.getvalue())) == (5, 9, 1)
+
+
+ANIMATED = {"a.png": {}, "default.png": {"default_image": True}, "a.avif": {}, "a.webp": {}}
+
+
+@pytest.mark.parametrize(("name", "options"), ANIMATED.items(), ids=ANIMATED)
+def test_an_animation_is_a_clip_by_path_and_by_bytes(tmp_path, name, options):
+    first, *others = [Image.new("RGB", (8, 8), (50 * k, 0, 0)) for k in (0, 2, 3, 4)]
+    first.save(tmp_path / name, save_all=True, append_images=others, duration=250, **options)
+    medium, count = Media(str(tmp_path / name)), 3 if options else 4
+    for one in (medium, as_bytes(medium)):
+        found = decode(one)
+        assert (len(found.pixels), found.fps) == (count, 4.0)
+        assert Inspection().shape(one) == (8, 8, count)
+        reds = found.pixels[:, 0, 0, 0].int() - 50 * torch.tensor([0, 2, 3, 4][-count:])
+        assert reds.abs().max() <= 5
+
+
+def test_the_content_of_a_file_decides_what_it_is_and_not_its_name(tmp_path):
+    Image.new("RGB", (5, 9)).save(tmp_path / "image.avif")
+    write_clip(tmp_path / "clip.gif", clip(1), 8.0)
+    write_clip(tmp_path / "clip.mp4", clip(1), 8.0)
+    names = {"image.avif": "image.gif", "clip.gif": "clip.png", "clip.mp4": "clip.jpg"}
+    for right, wrong in names.items():
+        (tmp_path / wrong).write_bytes((tmp_path / right).read_bytes())
+        media = [Media(str(tmp_path / right)), Media(str(tmp_path / wrong))]
+        media.append(as_bytes(media[0]))
+        found = [decode(medium) for medium in media]
+        assert len({(tuple(one.pixels.shape), one.fps) for one in found}) == 1
+        assert len({Inspection().shape(medium) for medium in media}) == 1
+
+
+def tagged_video(path: Path, aspect: int = 1, transfer: int = 1) -> Media:
+    """Write two frames of 16 x 8 with an aspect ratio of pixels and a transfer function."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 16, 8, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = Fraction(aspect)
+        stream.codec_context.color_trc = transfer
+        for _ in range(2):
+            light = np.full((8, 16, 3), 80, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(light, "rgb24")))
+        container.mux(stream.encode())
+    return Media(str(path))
+
+
+def test_pixels_that_are_not_square_are_scaled_in_width(tmp_path):
+    medium = tagged_video(tmp_path / "a.mp4", aspect=2)
+    assert decode(medium).pixels.shape == (2, 3, 8, 32)
+    assert Inspection().shape(medium) == (32, 8, 2)
+
+
+@pytest.mark.parametrize(("code", "name"), [(16, "PQ"), (18, "HLG")])
+def test_a_video_in_hdr_is_refused(tmp_path, code, name):
+    medium = tagged_video(tmp_path / "a.mp4", transfer=code)
+    for read in (decode, Inspection().shape):
+        with pytest.raises(MediaProblem, match=rf"^HDR video: .*a\.mp4 .* {name}; convert it"):
+            read(medium)
+
+
+def test_small_files_of_huge_images_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # a script may switch off this limit
+    Image.new("1", (13_000, 13_000)).save(tmp_path / "a.png")
+    for read in (decode, Inspection().shape):
+        with pytest.raises(MediaProblem, match=r"^too large image: .*a\.png has 13000 x 13000"):
+            read(Media(str(tmp_path / "a.png")))
+    most = 6 * clip(1).shape[-2:].numel()
+    monkeypatch.setattr("flowalign.data.media.decode._MOST_PIXELS", most)
+    for name in ("a.webp", "a.mp4", "a"):
+        write_clip(tmp_path / name, clip(1), 8.0)
+        with pytest.raises(MediaProblem, match=f"^too large: the frames of .* more than {most} p"):
+            decode(Media(str(tmp_path / name), fps=8.0))
+        assert len(decode(Media(str(tmp_path / name), fps=8.0), 6).pixels) == 6
+
+
+def test_a_path_that_is_no_readable_file_is_explained(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "caf\u00e9.png").write_bytes(b"x")
+    names = {
+        "pipe.png": "no regular file",
+        "empty.png": "empty file",
+        "cafe\u0301.png": "missing file: .*, but .* exists, with accents in the form NFC",
+    }
+    for name, said in names.items():
+        for read in (decode, Inspection().shape):
+            with pytest.raises(MediaProblem, match=f"^{said}"):
+                read(Media(str(tmp_path / name)))
 
 
 def test_folders_are_equal_where_names_and_contents_of_their_frames_are(tmp_path):

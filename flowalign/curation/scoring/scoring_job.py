@@ -34,6 +34,9 @@ are blocks modulo processes; Ray workers take the next free block."""
 _MEMORY = 1 << 29
 """Bytes of decoded pixels that may wait for a batch; unfinished batches may hold the same
 amount."""
+_BATCH_BYTES = 1 << 27
+"""Bytes of decoded pixels of a batch that is full with fewer than `batch_size` items; models get
+four times as many, in float32."""
 _BATCHES_AHEAD = 2
 ROWS_BEFORE_CHECK = 100
 
@@ -271,7 +274,7 @@ class _ScoreBlock:
 
     def _send_full(self) -> None:
         for shape, bucket in list(self._buckets.items()):
-            if len(bucket) >= self._job.batch_size:
+            if len(bucket) >= self._job.batch_size or bucket[0].size * len(bucket) > _BATCH_BYTES:
                 self._send(self._buckets.pop(shape))
         while self._held > _MEMORY:
             largest = max(self._buckets, key=lambda shape: math.prod(shape[:4]))
@@ -282,10 +285,11 @@ class _ScoreBlock:
             self._collect()
         self._held -= sum(item.size for item in items)
         self._items.append(items)
-        self._futures.append(self._scorer.submit(self._score, items, assemble(items)))
+        self._futures.append(self._scorer.submit(self._score, items))
 
-    def _score(self, items, batch) -> list[dict[str, Column]]:
-        start, rows = time.perf_counter(), score(self._job.models, items, batch, self._job.folder)
+    def _score(self, items: Sequence[DecodedMedium]) -> list[dict[str, Column]]:
+        batch, start = assemble(items), time.perf_counter()
+        rows = score(self._job.models, items, batch, self._job.folder)
         self._speed.in_model += time.perf_counter() - start
         self._speed.rows += len(rows)
         return rows

@@ -79,7 +79,7 @@ def assemble(items: Sequence[DecodedMedium]) -> MediaBatch:
     clips = [item.clip for item in items if item.clip]
     rates = [clip.fps for clip in clips if clip.fps is not None]
     return MediaBatch(
-        torch.stack([clip.pixels for clip in clips]).float() / 255,
+        torch.stack([clip.pixels for clip in clips]).float().div_(255),
         [item.record.prompt for item in items],
         [item.record.metadata for item in items],
         rates,

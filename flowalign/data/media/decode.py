@@ -1,6 +1,7 @@
 """Decode images and videos to tensors, from a path or from bytes."""
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import ImageSequence
+from PIL import Image
 from torch import Tensor
 
 from flowalign.data.media.media import (
@@ -19,22 +20,30 @@ from flowalign.data.media.media import (
     Media,
     MediaProblem,
     TimedFrame,
-    describe_missing,
     estimate_rate,
     is_cut,
     list_frame_files,
+    require_file,
 )
 from flowalign.data.media.pixels import (
     Orientation,
     count_frames,
     explain_damage,
     open_picture,
+    skip_default,
     to_rgb,
 )
 from flowalign.utils.imports import import_optional
 
 _ROUNDING = 2e-3
 """Tolerance in seconds, because video headers round to milliseconds."""
+_MOST_PIXELS = 1 << 30
+"""Largest number of pixels in the frames of a clip."""
+_IMAGE_HEAD = re.compile(
+    rb"(?s)\x89PNG|\xff\xd8\xff|BM|II\*\0|MM\0\*|RIFF....WEBP|....ftyp(?:avi[fs]|mi[af]1|hei[cx])"
+)
+_VIDEO_HEAD = re.compile(rb"(?s)....ftyp|\x1aE\xdf\xa3|GIF8|RIFF....AVI ")
+"""First bytes of MP4 and related formats, Matroska, GIF and AVI."""
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """Decoders that read transparency, by the name of FFmpeg's own decoder."""
 
@@ -75,21 +84,23 @@ def decode(
     path = Path(medium.path) if medium.path else None
     if path and path.is_dir():
         return _decode_folder(path, medium, choice)
-    if path and not path.is_file():
-        raise MediaProblem(describe_missing(path))
+    if path:
+        require_file(path)
     return (_decode_video if is_video(medium) else _decode_picture)(medium, choice)
 
 
 def is_video(medium: Media) -> bool:
-    """Return whether a file is a video, by its name or first bytes; otherwise it is an image."""
-    if medium.path:
-        return Path(medium.path).suffix.lower() in VIDEOS
-    return _looks_like_video(medium.data or b"")
+    """Return whether a file is a video, by its first bytes; its name decides if they are unknown.
 
-
-def _looks_like_video(data: bytes) -> bool:
-    """Return whether bytes begin like MP4 and related formats, Matroska, GIF or AVI."""
-    return data[4:8] == b"ftyp" or data[:4] in (b"\x1aE\xdf\xa3", b"GIF8") or data[8:12] == b"AVI "
+    A file that is not a video is an image.
+    """
+    head, path = medium.data or b"", Path(medium.path or "")
+    if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(16)
+    if _IMAGE_HEAD.match(head):
+        return False
+    return bool(_VIDEO_HEAD.match(head)) or path.suffix.lower() in VIDEOS
 
 
 def _stack_frames(
@@ -109,7 +120,10 @@ def _stack_frames(
             seconds.append(one.second)
             yield one
 
-    arrays = [pixels(frame) for _, frame in choice.of(noted(), total, name)]
+    arrays: list[np.ndarray] = []
+    for _, frame in choice.of(noted(), total, name):
+        arrays.append(pixels(frame))
+        _check_pixels(name, arrays[0].size // 3 * len(arrays))
     if not arrays:
         raise MediaProblem(f"no frames: {name}")
     if len(sizes := {array.shape for array in arrays}) > 1:
@@ -119,29 +133,51 @@ def _stack_frames(
     return Clip(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous(), rate)
 
 
+def _check_pixels(name: str, count: int) -> None:
+    if count > _MOST_PIXELS:
+        raise MediaProblem(
+            f"too large: the frames of {name} have more than {_MOST_PIXELS} pixels; "
+            "select fewer frames, or shorten it"
+        )
+
+
 # Images -------------------------------------------------------------------------------------------
 
 
 def _decode_picture(medium: Media, choice: FrameSelection) -> Clip:
-    """Decode an image, or all frames of an animated WebP."""
+    """Decode an image, or all frames of an animated WebP, PNG or AVIF."""
     with open_picture(medium.source, medium.name) as image:
+        count = count_frames(image)
+        most = min(count, choice.max_frames or choice.num_frames or count)
+        _check_pixels(medium.name, image.width * image.height * most)
         with explain_damage(medium.name):
-            frames = ImageSequence.all_frames(image) if count_frames(image) > 1 else [image]
-        starts = np.cumsum([0.0] + [frame.info.get("duration", 0) / 1000 for frame in frames])
+            lasting = [frame.info.get("duration", 0) for frame in _iterate_animation(image)]
+        starts = np.cumsum([0.0, *lasting]) / 1000
         known = starts[-1] > 0
-        shown = [
+        shown = (
             TimedFrame(float(starts[i]) if known else np.nan, frame)
-            for i, frame in enumerate(frames)
-        ]
-        stated = len(frames) / float(starts[-1]) if known else medium.fps
+            for i, frame in enumerate(_iterate_animation(image))
+        )
+        stated = count / float(starts[-1]) if known else medium.fps
         return _stack_frames(
             medium.name,
             shown,
-            len(frames),
+            count,
             choice,
             lambda frame: to_rgb(frame, medium.name, medium.background),
-            stated if len(frames) > 1 else None,
+            stated if count > 1 else None,
         )
+
+
+def _iterate_animation(image: Image.Image) -> Iterator[Image.Image]:
+    """Yield copies of the frames of an animation, one at a time, or an image itself."""
+    if (count := count_frames(image)) == 1:
+        yield image
+        return
+    first = skip_default(image)
+    for i in range(first, first + count):
+        image.seek(i)
+        yield image.copy()
 
 
 def _decode_folder(folder: Path, medium: Media, choice: FrameSelection) -> Clip:
@@ -172,7 +208,7 @@ def _decode_video(medium: Media, choice: FrameSelection) -> Clip:
             _iterate_frames(container, stream, stated, medium),
             total,
             choice,
-            Orientation(medium).show,
+            Orientation(medium, stream).show,
             stated,
             float(stream.time_base or 0),
         )
@@ -239,11 +275,12 @@ def open_video(medium: Media, fault: str = "truncated or damaged") -> Iterator[t
         ValueError: av is not installed.
     """
     av = import_optional("av", "video")
-    try:
-        with av.open(medium.source) as container:
-            yield container, _find_video_stream(container, medium.name)
-    except av.FFmpegError as error:
-        raise MediaProblem(f"{fault} video: {medium.name} ({error.strerror})") from error
+    with explain_damage(medium.name, "video"):
+        try:
+            with av.open(medium.source, metadata_errors="ignore") as container:
+                yield container, _find_video_stream(container, medium.name)
+        except av.FFmpegError as error:
+            raise MediaProblem(f"{fault} video: {medium.name} ({error.strerror})") from error
 
 
 def _find_video_stream(container: Any, name: str) -> Any:

@@ -258,7 +258,7 @@ def _decode_sound(source: Any) -> Sound | None:
     import av
 
     container: Any
-    with av.open(source) as container:
+    with av.open(source, metadata_errors="ignore") as container:
         stream = next(iter(container.streams.audio), None)
         if stream is None:
             return None

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,7 +49,21 @@ def describe_missing(path: Path) -> str:
     """Return the problem of a path without a file, as "kind: details"."""
     if path.is_symlink():
         return f"broken link: {path} points to {path.readlink()}"
+    if path.exists():
+        return f"no regular file: {path}"
+    for form in ("NFC", "NFD"):
+        if os.path.exists(other := unicodedata.normalize(form, str(path))):
+            return f"missing file: {path}, but {other} exists, with accents in the form {form}"
     return f"missing file: {path}"
+
+
+def require_file(path: Path) -> int:
+    """Return the size of a file; raise MediaProblem if it is missing, empty or not regular."""
+    if not path.is_file():
+        raise MediaProblem(describe_missing(path))
+    if not (size := path.stat().st_size):
+        raise MediaProblem(f"empty file: {path}")
+    return size
 
 
 def list_frame_files(folder: Path) -> list[Path]:

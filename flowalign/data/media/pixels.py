@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image, UnidentifiedImageError
+from PIL.AvifImagePlugin import AvifImageFile
+from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
@@ -24,6 +26,12 @@ from flowalign.data.media.media import Media, MediaProblem
 # Pillow raises any of these errors for broken files, depending on the format.
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError, TypeError)
 _BROKEN += (AttributeError, RuntimeError, struct.error)
+_MOST_PIXELS = 1 << 27
+"""Largest image that is read. A small file can declare more pixels than memory holds."""
+_SQUARE = 0.02
+"""Largest deviation of a pixel's aspect ratio from 1 that comes from rounded sides."""
+_HDR = {16: "PQ", 18: "HLG"}
+"""Transfer functions of HDR videos by their codes in video headers."""
 _ORIENTATION = 0x0112
 """EXIF tag of the orientation of an image."""
 _TURNS = {
@@ -39,8 +47,8 @@ _TURNS = {
 
 
 @contextmanager
-def explain_damage(name: str) -> Iterator[None]:
-    """Raise MediaProblem for any error of Pillow in the block."""
+def explain_damage(name: str, kind: str = "image") -> Iterator[None]:
+    """Raise MediaProblem for any error of Pillow or FFmpeg in the block."""
     try:
         yield
     except MediaProblem:
@@ -49,8 +57,10 @@ def explain_damage(name: str) -> Iterator[None]:
         raise MediaProblem(f"unreadable image: {name} has an unknown format") from error
     except Image.DecompressionBombError as error:
         raise MediaProblem(f"too large image: {name} ({error})") from error
+    except MemoryError as error:
+        raise MediaProblem(f"too large {kind}: {name} needs more memory than there is") from error
     except _BROKEN as error:
-        raise MediaProblem(f"truncated or damaged image: {name} ({error})") from error
+        raise MediaProblem(f"truncated or damaged {kind}: {name} ({error})") from error
 
 
 @contextmanager
@@ -65,12 +75,21 @@ def open_picture(
     with explain_damage(name):
         image = Image.open(source, formats=formats)
     with image:
+        if image.width * image.height > _MOST_PIXELS:
+            size = f"{image.width} x {image.height} pixels"
+            raise MediaProblem(f"too large image: {name} has {size}; up to {_MOST_PIXELS} are read")
         yield image
 
 
 def count_frames(image: Image.Image) -> int:
-    """Return the number of frames of an opened image; 1 for formats other than WebP."""
-    return image.n_frames if isinstance(image, WebPImageFile) else 1
+    """Return the number of frames of an opened image; pages and views of one moment count as 1."""
+    animated = isinstance(image, WebPImageFile | PngImageFile | AvifImageFile)
+    return image.n_frames - skip_default(image) if animated else 1
+
+
+def skip_default(image: Image.Image) -> int:
+    """Return the index of the first frame: 1 if a PNG begins with a still image, otherwise 0."""
+    return int(image.info.get("default_image", False))
 
 
 def read_upright_size(image: Image.Image, name: str) -> tuple[int, int]:
@@ -128,16 +147,28 @@ class _Turn(NamedTuple):
 class Orientation:
     """Conversion of the frames of one clip to RGB, rotated by the display matrix of the first.
 
+    Frames with pixels that are not square are scaled in width.
+
     Two traps: PyAV frees a frame only at garbage collection once its side data was read, so only
     the first frame's side data is read. Frames must not convert themselves, because after a fork
     the threads of their converter deadlock.
     """
 
-    def __init__(self, medium: Media):
-        """Prepare for the clip `medium`; av must be installed."""
+    def __init__(self, medium: Media, stream: Any):
+        """Prepare for the stream of the clip `medium`; av must be installed.
+
+        Raises:
+            MediaProblem: The video is HDR, which looks grey without tone mapping.
+        """
         from av.video.reformatter import VideoReformatter
 
+        if kind := _HDR.get(stream.codec_context.color_trc):
+            raise MediaProblem(
+                f"HDR video: {medium.name} has the brightness of {kind}; convert it to SDR"
+            )
         self.medium = medium
+        aspect = float(stream.sample_aspect_ratio or 1)
+        self._aspect = 1.0 if abs(aspect - 1) < _SQUARE else aspect
         self._converter = VideoReformatter()
         self._turn: _Turn | None = None
 
@@ -150,7 +181,10 @@ class Orientation:
         self._turn = self._turn or _read_turn(frame, self.medium.name)
         transparent = any(one.is_alpha for one in frame.format.components)
         colours = "rgba" if transparent else "rgb24"
-        pixels = self._converter.reformat(frame, format=colours).to_ndarray()
+        width = round(frame.width * self._aspect)
+        if width * frame.height > _MOST_PIXELS:
+            raise MediaProblem(f"too large video: {self.medium.name} is {width} x {frame.height}")
+        pixels = self._converter.reformat(frame, width=width, format=colours).to_ndarray()
         if transparent:
             pixels = np.asarray(flatten(Image.fromarray(pixels), self.medium.background))
         pixels = pixels.transpose(1, 0, 2) if self._turn.swapped else pixels

@@ -11,9 +11,9 @@ from flowalign.data.media.decode import is_video, open_video
 from flowalign.data.media.media import (
     Media,
     MediaProblem,
-    describe_missing,
     digest_media,
     list_frame_files,
+    require_file,
 )
 from flowalign.data.media.pixels import Orientation, count_frames, open_picture, read_upright_size
 from flowalign.data.preference.preference_data import Pair, Sample
@@ -178,10 +178,8 @@ class Inspection:
             return len(medium.data or b"")
         if medium.path not in self._sizes:
             path = Path(medium.path)
-            if not path.exists():
-                raise MediaProblem(describe_missing(path))
             files = list_frame_files(path) if path.is_dir() else [path]
-            self._sizes[medium.path] = sum(file.stat().st_size for file in files)
+            self._sizes[medium.path] = sum(map(require_file, files))
         return self._sizes[medium.path]
 
 
@@ -206,7 +204,7 @@ def _picture(medium: Media) -> Shape:
 def _video(medium: Media) -> Shape:
     """Return the shape of a video; frames are counted if the header lacks their number."""
     with open_video(medium, "unreadable") as (container, stream):
-        orientation, sides, count = Orientation(medium), None, 0
+        orientation, sides, count = Orientation(medium, stream), None, 0
         for packet in container.demux(stream):
             count += packet.size > 0
             sides = sides or next(_sizes(packet, orientation), None)
