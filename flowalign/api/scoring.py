@@ -9,9 +9,14 @@ from flowalign.api.data import to_columns
 from flowalign.api.objects import share_rewards
 from flowalign.curation.pairing_job import PairingJob, find_pairs, format_pair
 from flowalign.curation.score_table import PairingRule, read_table
-from flowalign.curation.scoring.part_files import PartFiles, Throughput, hold_lock
+from flowalign.curation.scoring.part_files import (
+    PartFiles,
+    Throughput,
+    hold_lock,
+    join_own_columns,
+)
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
-from flowalign.curation.scoring.table_rows import join_fingerprints
+from flowalign.curation.scoring.table_rows import check_prompts, join_fingerprints
 from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.readers import Columns, open_dataset
 from flowalign.rewards.checked import load
@@ -88,13 +93,15 @@ def score(
     job = ScoringJob(
         dataset, models, folder, batch_size, limit=limit, max_failed_fraction=max_failed_fraction
     )
+    check_prompts(dataset, models)
     settings: dict[str, Any] = {"identity": dataset.identity(), "schema": dataset.schema.name}
     settings |= {"fingerprint": join_fingerprints(job.models), "limit": limit}
     record_settings(folder / "manifest.json", settings, "flowalign.score")
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
         finish(folder, blocks, "parquet", settings).check(max_failed_fraction)
-    return Table(to_columns(list(PartFiles(folder / "parts").rows(blocks))), folder, temporary)
+    rows = [join_own_columns(row) for row in PartFiles(folder / "parts").rows(blocks)]
+    return Table(to_columns(rows), folder, temporary)
 
 
 def _load_rewards(rewards: Any) -> list[RewardModel]:
@@ -120,7 +127,8 @@ def make_pairs(
     Args:
         table: Result of `score`, or a folder or table of `flowalign score`.
         rule: best_worst, gap, dominance or per_dimension, as in `flowalign pairs`.
-        dimensions: Dimensions that count. Empty: all.
+        dimensions: Dimensions that count, or columns of annotators such as `votes/overall`. Empty:
+            all dimensions.
         weights: Weight of each dimension in the total (default: 1).
         min_gap: Smallest lead of a winner.
         max_per_prompt: Largest number of pairs per prompt. None: all.
@@ -132,9 +140,8 @@ def make_pairs(
     file = file / "scores.parquet" if file.is_dir() else file
     scored = read_table(file, list(dimensions))
     chosen = dict.fromkeys(scored.dims, 1.0) | dict(weights or {})
-    job = PairingJob(
-        scored, PairingRule(rule, chosen, min_gap=min_gap, max_per_prompt=max_per_prompt)
-    )
+    chosen_rule = PairingRule(rule, chosen, min_gap=min_gap, max_per_prompt=max_per_prompt)
+    job = PairingJob(scored, chosen_rule, chosen_rule.compares_labels)
     found = find_pairs(job)
     if not found.choices:
         reasons = [*found.media.lines(), *found.pairs.lines()][:3] or ["no gap is large enough"]

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="best_worst: best against worst sample per prompt; gap: all pairs; dominance: all "
         "Pareto-dominating pairs; per_dimension: all pairs, separately in each dimension",
     )
-    add("--dimensions", nargs="+", default=[], metavar="NAME", help="dimensions (default: all)")
+    names = "dimensions, or columns of annotators such as votes/overall (default: all dimensions)"
+    add("--dimensions", nargs="+", default=[], metavar="NAME", help=names)
     add(
         "--weights",
         nargs="+",
@@ -109,10 +110,11 @@ def _build_job(args: argparse.Namespace) -> "PairingJob":
     weights = _parse_weights(args.weights)
     dims = list(dict.fromkeys(args.dimensions)) or list(weights)
     scored = read_table(find_table(Path(args.table)), dims, args.root)
+    rule = _build_rule(args, scored.dims, weights)
     return PairingJob(
         scored,
-        _build_rule(args, scored.dims, weights),
-        args.by == "record",
+        rule,
+        args.by == "record" or rule.compares_labels,
         args.stages or 0,
         args.stages_by or "score",
         args.mixed_shapes,

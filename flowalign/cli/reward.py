@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,10 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bins", type=whole(1), default=10, help="bins of the calibration curve (default: 10)")
     add("--seed", type=whole(*SEED), default=0, help="seed of folds and resamples (default: 0)")
     direct = parser.add_argument_group("to score a dataset first, into --out")
-    direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
+    files = "YAML files with a list `rewards:`, and classes such as reward_models.JpegSize"
+    direct.add_argument("--rewards", nargs="+", metavar="FILE", help=files)
+    columns = "columns of the data by their names in flowalign, such as prompt=caption"
+    direct.add_argument("--columns", nargs="+", metavar="NAME=COLUMN", help=columns)
     direct.add_argument("--schema", help="schema of the data (default: detected from the columns)")
     direct.add_argument("--root", metavar="FOLDER", help="folder where relative paths begin")
     direct.add_argument("--limit", type=whole(1), help="number of records, from the first one")
@@ -155,7 +157,8 @@ def run_fit(args: argparse.Namespace) -> int:
 def _score_first(args: argparse.Namespace) -> int:
     """Score the dataset and set `args.data` to its table; return the exit code, 0 if not needed."""
     options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
-    options = {f"--{name}": str(value) for name, value in options.items() if value is not None}
+    options = {f"--{name}": [str(value)] for name, value in options.items() if value is not None}
+    options |= {"--columns": args.columns} if args.columns else {}
     if args.rewards is None:
         if options:
             raise ValueError(f"--rewards is missing for {', '.join(options)}")
@@ -163,7 +166,8 @@ def _score_first(args: argparse.Namespace) -> int:
     if args.out is None:
         raise ValueError("--rewards needs --out, the folder that the scores are written to")
     command = [sys.executable, "-m", "flowalign", "score", args.data]
-    command += ["--rewards", args.rewards, "--out", args.out, *chain(*options.items())]
+    command += ["--rewards", *args.rewards, "--out", args.out]
+    command += [word for name, words in options.items() for word in (name, *words)]
     code = subprocess.run(command, check=False, **tie_to_parent()).returncode
     args.data = args.out
     return code

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a .jsonl, .json, .csv, .parquet or .tar file, or a quoted pattern such as "
         "'shards/{000..012}.tar'",
     )
-    add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
+    files = "YAML files with a list `rewards:`, and classes such as reward_models.JpegSize"
+    add("--rewards", required=True, nargs="+", metavar="FILE", help=files)
     add("--out", required=True, metavar="FOLDER", help="output folder; an earlier job is resumed")
     add("--schema", default="auto", help="schema of the data (default: detected from the columns)")
     add("--root", metavar="FOLDER", help="base of relative paths (default: folder of the data)")
@@ -132,12 +133,14 @@ def load_job(args: argparse.Namespace) -> "ScoringJob":
 def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
     """Return the job, before its weights are read, and the settings that decide its scores."""
     from flowalign.curation.scoring.scoring_job import ScoringJob
+    from flowalign.curation.scoring.table_rows import check_prompts
     from flowalign.data.readers import open_dataset, parse_columns
     from flowalign.rewards.config import load_rewards
 
     columns = parse_columns(args.columns)
     dataset = open_dataset(args.data, args.schema, args.root, columns)
-    models, text = load_rewards(args.rewards)
+    models, text = load_rewards(*args.rewards)
+    check_prompts(dataset, models)
     job = ScoringJob(
         dataset,
         models,

@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FOLDER", help="folder of votes.jsonl (default: SAMPLES/votes)")
     add("--schema", default="auto", help="format of a dataset (default: detected)")
     add("--root", metavar="FOLDER", help="folder where relative paths of a dataset begin")
+    columns = "columns of a dataset by their names in flowalign, such as prompt=caption"
+    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=columns)
     add_address(parser, 8413)
 
 
@@ -107,11 +109,12 @@ def _serve(args: argparse.Namespace, poll: "Poll", reward: "VoteReward", token: 
 
 def _find_questions(args: argparse.Namespace, source: Path, out: Path) -> "Sequence[Question]":
     from flowalign.curation.votes.questions import find_run_questions, make_questions
-    from flowalign.data.readers import open_dataset
+    from flowalign.data.readers import open_dataset, parse_columns
 
     if (source / "config.yaml").is_file() and (source / "samples" / "index.json").is_file():
         return find_run_questions(source, out, args.candidates)
-    dataset = open_dataset(str(source), args.schema, args.root)
+    columns = parse_columns(args.columns)
+    dataset = open_dataset(str(source), args.schema, args.root, columns)
     questions, problems = make_questions(dataset, args.candidates)
     kinds = Counter(problem.partition(":")[0] for problem in problems)
     told = "; ".join(f"{count:,} {kind}" for kind, count in kinds.items())

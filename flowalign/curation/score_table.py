@@ -23,6 +23,8 @@ from flowalign.functional import pairing
 
 _NEEDED = ("record", "medium", "prompt", "path")
 _MAP = "map/"
+_LABELS = ("rating/", "votes/", "rank/")
+"""Beginnings of the columns of annotators. Ranks count from 1, so they are negated."""
 _TABLES = ("scores.parquet", "scores.jsonl", VOTES)
 
 
@@ -85,6 +87,8 @@ def find_table(source: Path) -> Path:
 def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
     """Read the samples of a table and their scores in `dims`, or in all dimensions if it is empty.
 
+    `dims` may also name columns of annotators, such as `votes/overall`.
+
     Relative paths of samples begin at `root`, or in the current folder.
 
     Raises:
@@ -118,14 +122,15 @@ def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[st
     columns = _fields(first)
     missing = [name for name in _NEEDED if name not in columns]
     known = [name for name in columns if f"{name}_valid" in columns]
+    labels = [name for name in columns if name.startswith(_LABELS)]
     if missing or not known:
         lacks = f"column {', '.join(missing)}" if missing else "scored dimension"
         raise ValueError(f"{path} has no {lacks}: is it a table of `flowalign score`?")
     for name in requested:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+        if name not in (*known, *labels):
+            near = difflib.get_close_matches(name, [*known, *labels], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            there = ", ".join(known)
+            there = ", ".join([*known, *labels])
             raise ValueError(f"{path} has no dimension {name!r}{hint}\nthere are {there}"[:400])
     return requested or known
 
@@ -159,11 +164,12 @@ def _make_absolute(path: str | None, root: str) -> str:
 
 def _score(fields: Mapping[str, Any], dim: str, where: str) -> float:
     value = fields.get(dim)
-    if value is None or not fields.get(f"{dim}_valid"):
+    if value is None or not (dim.startswith(_LABELS) or fields.get(f"{dim}_valid")):
         return math.nan
     if not isinstance(value, int | float):
         raise ValueError(f"{where}: {dim} is {value!r}, not a number")
-    return float(value) if math.isfinite(value) else math.nan
+    sign = -1 if dim.startswith("rank/") else 1
+    return sign * float(value) if math.isfinite(value) else math.nan
 
 
 PER_DIMENSION = "per_dimension"
@@ -220,6 +226,11 @@ class PairingRule:
     def needs_all(self) -> bool:
         """Whether a sample needs a score in every dimension to be compared."""
         return self.name != PER_DIMENSION
+
+    @property
+    def compares_labels(self) -> bool:
+        """Whether it compares ranks or votes, which have no meaning across records."""
+        return any(dim.startswith(("rank/", "votes/")) for dim in self.weights)
 
     @property
     def comparison(self) -> rules.Rule:

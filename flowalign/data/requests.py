@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,14 @@ from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import read_reference
 from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.schema import REQUEST_MASK, Fields
-from flowalign.data.readers.sources import Columns, FileRows, RowSource, Source, open_rows
+from flowalign.data.readers.sources import (
+    Columns,
+    FileRows,
+    RowSource,
+    Source,
+    open_rows,
+    parse_columns,
+)
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled
 from flowalign.utils.live_objects import find_object
@@ -66,7 +74,8 @@ def read_requests(source: Source, columns: Columns | None = None) -> list[Reques
     """Read requests from a file, a dataset, or a list of prompts, dictionaries or requests.
 
     A file is text with one prompt per line, JSONL or a table; blank lines are skipped. `columns`
-    gives flowalign's names to columns, such as `{"prompt": "caption"}`.
+    gives flowalign's names to columns, such as `{"prompt": "caption"}`. A path may end with them:
+    `captions.csv:caption`, or `edits.csv:prompt=instruction,image=source`.
 
     Raises:
         ValueError: The source is missing or empty or of another kind, or a row has no prompt or
@@ -84,6 +93,8 @@ def read_located_requests(
         ValueError: For the same reasons as `read_requests`.
     """
     path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if path is not None and not columns and (named := _split_columns(path)):
+        source, columns = named
     if path is not None and not columns and not path.startswith("hub:"):
         return _read_file(path)
     if path is None and not columns and isinstance(source, Sequence):
@@ -91,6 +102,15 @@ def read_located_requests(
         if prompts and None not in prompts:
             return [entry for entry in prompts if entry is not None]
     return _read_rows(open_rows(source, columns))
+
+
+def _split_columns(path: str) -> tuple[str, Columns] | None:
+    """Return file and columns of `FILE:COLUMN` or `FILE:NAME=COLUMN,...`; None for other paths."""
+    name, colon, text = path.rpartition(":")
+    if not (colon and text and Path(bundled(name)).is_file()) or Path(bundled(path)).exists():
+        return None
+    pairs = text.split(",") if "=" in text else [f"prompt={text}"]
+    return bundled(name), parse_columns(pairs) or {}
 
 
 def _read_prompt(index: int, entry: Any) -> tuple[str, Request] | None:
@@ -205,7 +225,14 @@ def _parse_requests(
 def _parse_request(row: Any, folder: Path, where: str) -> Request:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {row!s:.60}")
+        texts = (
+            [name for name in row if isinstance(row[name], str)] if isinstance(row, dict) else []
+        )
+        name = re.split(r"(?: row |:)\d+$", where)[0]
+        hint = f"\nname the column of the prompts, such as {name}:{texts[0]}" if texts else ""
+        raise ValueError(
+            f"{where}: expected an object with a text field 'prompt', got {row!s:.60}{hint}"
+        )
     named = [name for name in _REFERENCES if name in row]
     if len(named) > 1:
         raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")

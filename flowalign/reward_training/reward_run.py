@@ -38,6 +38,9 @@ class Data:
     schema: str = "auto"
     root: str | None = None
     """Folder where relative paths begin. Null: the folder of the file."""
+    columns: dict[str, str | list[str]] | None = None
+    """Columns of the dataset by their names in flowalign, such as `prompt: caption`. Null: as they
+    are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +181,7 @@ def _device(run: RewardRun) -> torch.device:
 
 def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
     """Gather the table of all datasets; return it with its fingerprint."""
-    sets = [open_dataset(d.path, d.schema, d.root) for d in run.data]
+    sets = [open_dataset(d.path, d.schema, d.root, d.columns) for d in run.data]
     records: list[Record] = [record for some in sets for record in some]
     kinds: dict[str, LabelKind] = {
         name: dimension.labels for name, dimension in run.dimensions.items()

@@ -83,14 +83,19 @@ class RewardFile:
     """Reward models."""
 
 
-def load_rewards(source: str) -> tuple[list[RewardModel], str]:
-    """Build the reward models of a YAML file, or of a path like `reward_models.JpegSize`.
+def load_rewards(*sources: str) -> tuple[list[RewardModel], str]:
+    """Build the reward models of YAML files, and of paths like `reward_models.JpegSize`.
 
     Returns the models and the resolved YAML, for the record. Weights are not read.
 
     Raises:
-        ConfigError: The file or a class in it is wrong; the message names it.
+        ConfigError: A file or a class in it is wrong; the message names it.
     """
+    found = [_load_source(source) for source in sources]
+    return [model for models, _ in found for model in models], "---\n".join(t for _, t in found)
+
+
+def _load_source(source: str) -> tuple[list[RewardModel], str]:
     path = Path(bundled(source))
     if path.exists():
         return build_reward_models(read_yaml(path, source), source)

@@ -158,8 +158,9 @@ class TrainingPrompts:
     """Setting of recipes and data sources that sample the policy for prompts of one file."""
 
     prompts: str
-    """Path of the training prompts: a text file, one prompt per line, or JSONL with a field
-    `prompt`, plus `image`, `images` or `mask` if the policy takes them."""
+    """Path of the training prompts: a text file, one prompt per line, or a table (JSONL, JSON, CSV,
+    TSV, parquet) with a column `prompt`, plus `image`, `images` or `mask` if the policy takes them.
+    `captions.csv:caption` names another column."""
 
     @property
     def prompt_files(self) -> list[str]:

@@ -118,8 +118,12 @@ def test_columns_of_two_schemas_are_ambiguous_until_one_is_chosen(tmp_path):
 
 def test_wrong_schemas_are_refused_with_what_there_is(tmp_path):
     path = jsonl(tmp_path, {"prompt": "p", "picture": "a.png"})
-    with pytest.raises(ValueError, match=r"no schema fits the columns picture, prompt"):
+    with pytest.raises(ValueError, match=r"no schema fits the columns picture, prompt") as found:
         open_dataset(path)
+    assert str(found.value).splitlines()[1] == (
+        "generic lacks images|videos|image|video|path|file_name: map a column, such as "
+        "--columns image=picture"
+    )
     with pytest.raises(ValueError, match=r"needs the columns jpg_0, jpg_1"):
         open_dataset(path, "pick_a_pic")
     with pytest.raises(ValueError, match="'picapic' is unknown; there are auto, generic"):

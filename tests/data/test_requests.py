@@ -131,6 +131,21 @@ def test_tables_hold_prompts_and_their_other_columns_are_metadata(tmp_path, name
         read_requests(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["p.csv", "p.jsonl", "p.parquet"])
+def test_a_path_may_name_the_columns(tmp_path, name):
+    Image.new("RGB", (3, 2)).save(tmp_path / "a.png")
+    table(tmp_path / name, [{"caption": "a red fox", "source": "a.png", "n": "1"}])
+    plain = tmp_path / name
+    (request,) = read_requests(f"{plain}:caption")
+    assert (request.prompt, request.metadata) == ("a red fox", {"source": "a.png", "n": "1"})
+    (request,) = read_requests(f"{plain}:prompt=caption,image=source")
+    assert (len(request.references), request.metadata) == (1, {"n": "1"})
+    with pytest.raises(ValueError, match=f"name the column of the prompts, such as .*{name}:cap"):
+        read_requests(plain)
+    with pytest.raises(ValueError, match=r"has no column 'text'\nthere are caption, n, source"):
+        read_requests(f"{plain}:text")
+
+
 def test_a_row_of_a_table_that_cannot_be_read_is_named(tmp_path):
     path = tmp_path / "p.csv"
     for content, why in (

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ REFERENCES = "references"
 """Column of the paths of a record's references, in tables of records that have some."""
 _REQUEST = {REFERENCES: "strings", REQUEST_MASK: "string"}
 """Types of the columns that only tables of records with references or a mask have."""
+OWN_COLUMNS = "columns"
+"""Field of a saved row with the columns of the dataset that have no meaning for flowalign."""
 _ROWS_AT_ONCE = 4096
 _STAMPS = "stamps"
 _DIGITS = 8
@@ -143,7 +145,10 @@ def hold_lock(lock: Path) -> Iterator[None]:
 def merge(parts: PartFiles, blocks: Sequence[int], table: Path) -> None:
     """Write the rows of all blocks, in order, to one .parquet or .jsonl file."""
     columns = _column_types(parts.rows(blocks))
-    rows = ({name: row.get(name) for name in columns} for row in parts.rows(blocks))
+    saved = map(join_own_columns, parts.rows(blocks))
+    rows = (
+        {name: _convert(row.get(name), kind) for name, kind in columns.items()} for row in saved
+    )
     with atomic_write(table) as partial:
         if table.suffix == ".parquet":
             _write_parquet(partial, rows, columns)
@@ -152,15 +157,37 @@ def merge(parts: PartFiles, blocks: Sequence[int], table: Path) -> None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def join_own_columns(row: Row) -> dict[str, Any]:
+    """Return a row with the dataset's own columns next to the columns of scores."""
+    return {**{name: row[name] for name in row if name != OWN_COLUMNS}, **row.get(OWN_COLUMNS, {})}
+
+
+def _convert(value: Any, kind: str) -> Any:
+    """Return the value of a cell; in a column of texts, also numbers are texts."""
+    return json.dumps(value) if kind == "string" and isinstance(value, int | float) else value
+
+
+def _find_kind(types: Set[type]) -> str:
+    """Return the type of a column with values of these types."""
+    kinds = {"bool": {bool}, "int64": {int}, "double": {int, float}}
+    return next((kind for kind, known in kinds.items() if types <= known), "string")
+
+
 def _column_types(rows: Iterator[Row]) -> dict[str, str]:
     """Return names and types of all columns; labels that only some rows have are included."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names, own = dict[str, None](), dict[str, set[type]]()
+    for row in rows:
+        names |= dict.fromkeys(row)
+        for name, value in row.get(OWN_COLUMNS, {}).items():
+            own.setdefault(name, set()).update({type(value)} - {type(None)})
+    names.pop(OWN_COLUMNS, None)
     prefixes = {name: name.partition("/")[0] for name in sorted(names) if "/" in name}
     labels = {name: _LABELS[kind] for name, kind in prefixes.items() if kind in _LABELS}
     asked = {name: kind for name, kind in _REQUEST.items() if name in names}
     known = FIXED | asked | labels
     scored = [name for name in names if name not in known]
-    return known | {name: "bool" if name.endswith("_valid") else "double" for name in scored}
+    known |= {name: "bool" if name.endswith("_valid") else "double" for name in scored}
+    return known | {name: _find_kind(types) for name, types in own.items()}
 
 
 def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) -> None:

@@ -1,30 +1,38 @@
 """Turn samples into rows of the table: decode them, score them in batches, name the columns."""
 
+import itertools
+import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowalign.curation.scoring.part_files import REFERENCES
+from flowalign.curation.scoring.part_files import FIXED, OWN_COLUMNS, REFERENCES
 from flowalign.data.media.decode import Clip, decode, is_video
 from flowalign.data.media.encode import read_sound
 from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media_record import Record
+from flowalign.data.readers import Dataset
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.resizing import average_on_grid
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, Sound
 from flowalign.utils.files import atomic_write
 
+_LOOKED_AT = 20
+"""Number of first records that are searched for a prompt."""
 _MAP_SIDE = 64
 """Largest side of a map that is written; losses resize it to the grid of latents."""
 
-Column = str | int | float | bool | list[str | None] | None
+Cell = str | int | float | bool | None
+Column = Cell | list[str | None] | dict[str, Cell]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,18 @@ class DecodedMedium:
     def size(self) -> int:
         """Number of bytes of its pixels."""
         return self.clip.pixels.numel() if self.clip else 0
+
+
+def check_prompts(dataset: Dataset, models: Sequence[RewardModel]) -> None:
+    """Raise ValueError if a reward needs prompts, and none of the first records has one."""
+    asking = [model.spec.name for model in models if "prompt" in model.spec.needs]
+    first = itertools.islice(dataset, _LOOKED_AT) if asking else ()
+    if asking and not any(record.prompt or record.problem for record in first):
+        raise ValueError(
+            f"{dataset.name} has no prompts, which {', '.join(asking)} needs. Write each into a\n"
+            "text file with the name of its image, list them in metadata.csv (file_name,prompt),\n"
+            "or name their column: --columns prompt=COLUMN"
+        )
 
 
 def prepare(
@@ -235,4 +255,24 @@ def _make_row(
         "fingerprint": join_fingerprints(models),
         **labels,
         **scores,
+        **({OWN_COLUMNS: own} if (own := _format_own(record.metadata, scores)) else {}),
     }
+
+
+def _format_own(metadata: Mapping[str, Any], scores: Mapping[str, Column]) -> dict[str, Cell]:
+    """Return the dataset's other columns; a name that the table uses gets the prefix `data/`."""
+    own = {}
+    for name, value in metadata.items():
+        is_taken = name in (*FIXED, *scores, REFERENCES, REQUEST_MASK, OWN_COLUMNS) or "/" in name
+        is_taken |= name.endswith(("_valid", "_uncertainty"))
+        own[f"data/{name}" if is_taken else name] = _format_cell(value)
+    return own
+
+
+def _format_cell(value: Any) -> Cell:
+    """Return a text, a number of 64 bits or a boolean as it is, and other values as JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) < 1 << 63:
+        return value
+    return value if isinstance(value, str | None) else json.dumps(value, ensure_ascii=False)

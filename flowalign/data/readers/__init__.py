@@ -149,8 +149,12 @@ def _detect(name: str, columns: frozenset[str], schemas: Sequence[Schema]) -> Sc
         names = ", ".join(schema.name for schema in published)
         raise ValueError(f"{name} fits several schemas: {names}; choose one with --schema")
     if not found:
-        needs = "; ".join(f"{schema.name}: {schema.needs()}" for schema in schemas)
+        near = min(schemas, key=lambda schema: len(schema.missing(columns)))
+        names = near.missing(columns)[0].split("|")
+        wanted = "image" if "image" in names else names[0]
         raise ValueError(
-            f"no schema fits the columns {', '.join(sorted(columns))} of {name};\n{needs}"
+            f"no schema fits the columns {', '.join(sorted(columns))} of {name};\n{near.name} "
+            f"lacks {', '.join(near.missing(columns))}: map a column, such as "
+            f"--columns {wanted}={min(columns - NAMES or columns)}"
         )
     return (published or found)[0]

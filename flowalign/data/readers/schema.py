@@ -179,7 +179,11 @@ class Schema:
 
     def fits(self, columns: Set[str]) -> bool:
         """Return whether all required columns are present."""
-        return all(any(name in columns for name in names) for names in self.columns)
+        return not self.missing(columns)
+
+    def missing(self, columns: Set[str]) -> list[str]:
+        """Return the required columns that are absent, with their alternatives."""
+        return ["|".join(names) for names in self.columns if columns.isdisjoint(names)]
 
     def group_of(self, row: Row) -> object:
         """Return the group name of a row, equal for all rows of one record."""
