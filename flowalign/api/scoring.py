@@ -100,8 +100,11 @@ def score(
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
         finish(folder, blocks, "parquet", settings).check(max_failed_fraction)
-    rows = [join_own_columns(row) for row in PartFiles(folder / "parts").rows(blocks)]
-    return Table(to_columns(rows), folder, temporary)
+    return Table(_read_columns(folder, blocks), folder, temporary)
+
+
+def _read_columns(folder: Path, blocks: Sequence[int]) -> dict[str, list[Any]]:
+    return to_columns([join_own_columns(row) for row in PartFiles(folder / "parts").rows(blocks)])
 
 
 def _load_rewards(rewards: Any) -> list[RewardModel]:
