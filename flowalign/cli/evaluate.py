@@ -113,9 +113,10 @@ def _check_processes(run_file: "Run", prompts: int, processes: int) -> None:
 def _check_weights(folder: Path) -> None:
     """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
     from flowalign.training import checkpoint
+    from flowalign.training.checkpoint_files import require_weights
 
-    if not folder.is_dir():
-        raise ConfigError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
+    with convert_value_errors():
+        require_weights(folder)
     if newest := checkpoint.latest(folder / "checkpoints"):
         raise ConfigError(f"--weights {folder} is a run directory; its newest weights: {newest}")
     if not any(path.is_file() for path in folder.rglob("*")):

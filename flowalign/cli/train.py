@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from flowalign.cli.options import (
     read_settings,
     whole,
 )
-from flowalign.distributed.launch import Launch, is_restarted, relaunch, starts_others
+from flowalign.distributed.launch import RUN_ID, Launch, is_restarted, relaunch, starts_others
 from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.run_events import Journal, notify, notify_failure
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from flowalign.runs.config import LoadedRun, Run
 
 HELP = "Train from a run file."
+_PROCESS_OPTIONS = {
+    "processes": 1,
+    "restarts": 0,
+    "nodes": 1,
+    "rendezvous": None,
+    "executor": "local",
+    "address": None,
+}
+"""Options of the processes of a run, with their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         relaunch(launch, args.words)
     if is_restarted() and (Path(loaded.run.output_dir) / CONFIG).is_file():
         args.resume = "latest"
-    return execute(loaded, args.resume, args.overwrite, args.command)
+    return execute(loaded, args)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -120,8 +130,8 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
     plan(run_file, args.processes * args.nodes)
 
 
-def execute(loaded: "LoadedRun", resume: str | None, overwrite: bool, command: str) -> int:
-    """Print the plan, train, and print the outcome; store `command` in the run directory."""
+def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
+    """Print the plan, train, and print the outcome; store the command in the run directory."""
     from flowalign.runs.planning import plan
     from flowalign.runs.session import start
     from flowalign.runs.train_session import train
@@ -132,7 +142,7 @@ def execute(loaded: "LoadedRun", resume: str | None, overwrite: bool, command: s
     world = int(os.environ.get("WORLD_SIZE", 1))
     is_main = os.environ.get("RANK", "0") == "0"
     with convert_value_errors():
-        from_checkpoint = _find_checkpoint(run_file, resume) if resume else None
+        from_checkpoint = _find_checkpoint(run_file, args.resume) if args.resume else None
         if is_main and from_checkpoint and from_checkpoint != folder:
             checkpoint.check_complete(from_checkpoint)  # before the plan, which builds modules
         rows = plan(run_file, world)
@@ -140,8 +150,8 @@ def execute(loaded: "LoadedRun", resume: str | None, overwrite: bool, command: s
             table(f"plan of {folder}", rows)
         notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
         with _explain_shortage(run_file, world), notice:
-            session = start(run_file, loaded.annotate(), log, from_checkpoint, overwrite)
-            with Journal(folder, command) if is_main else nullcontext():
+            session = start(run_file, loaded.annotate(), log, from_checkpoint, args.overwrite)
+            with Journal(folder, args.command) if is_main else nullcontext():
                 summary = train(session)
     if is_main:
         table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))
@@ -152,9 +162,20 @@ def execute(loaded: "LoadedRun", resume: str | None, overwrite: bool, command: s
             averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if run_file.ema else ""
             log(f"weights: {saved}{averaged}")
     if summary["status"] == "interrupted":
-        log(f"interrupted; continue with: flowalign train {folder / 'config.yaml'} --resume")
+        log(f"interrupted; continue with: {_continuation(folder, args)}")
         return 128 + signal.Signals[summary["stopped_by"]]
     return 0
+
+
+def _continuation(folder: Path, args: argparse.Namespace) -> str:
+    """Return the command that continues a run with the same processes."""
+    words = ["flowalign", "train", str(folder / "config.yaml"), "--resume"]
+    for name, usual in _PROCESS_OPTIONS.items():
+        if (value := getattr(args, name)) != usual:
+            words += [f"--{name}", str(value)]
+    known = os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID or args.executor == "ray"
+    by_others = "RANK" in os.environ and not known
+    return shlex.join(words) + (", started by the same launcher" if by_others else "")
 
 
 @contextmanager

@@ -34,6 +34,8 @@ from flowalign.utils.hosts import is_foreign
 
 RETRY_AFTER_S = 1
 """Seconds until a client should retry after status 503."""
+_NEEDS_TOKEN = "a token is needed: send it as 'Authorization: Bearer TOKEN'; RemoteReward reads it "
+_NEEDS_TOKEN += "from the environment variable FLOWALIGN_REWARD_TOKEN"
 _PATH = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"(),]+/)+([^\s/'\"(),]*)")
 REMEMBERED = 256
 """Number of answers in the cache, for requests that are sent again with the same id."""
@@ -63,7 +65,7 @@ class Service:
         """Raise Refusal unless the header carries the token."""
         sent = header.removeprefix("Bearer ")
         if self.token and not hmac.compare_digest(sent.encode(), self.token.encode()):
-            raise Refusal(401, "a token is needed: send it as 'Authorization: Bearer TOKEN'")
+            raise Refusal(401, _NEEDS_TOKEN)
 
     async def score(self, body: bytes, content_type: str, hold: Callable[[int], None]) -> bytes:
         """Answer a request; a repeated request gets the same answer without new scoring."""

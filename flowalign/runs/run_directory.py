@@ -14,7 +14,7 @@ from flowalign.utils import folders
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import Claim, is_unused
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
-from flowalign.utils.tracking import FILE
+from flowalign.utils.tracking import FILE, read_metrics
 
 ACCEPTED = (
     "num_steps",
@@ -136,6 +136,13 @@ def is_opening(folder: Path, recipe: Recipe) -> bool:
     return begun and not trained
 
 
+def is_untrained(folder: Path) -> bool:
+    """Return whether a run ended before its first step, so that the same command may begin it."""
+    if not (folder / CONFIG).is_file() or any((folder / "checkpoints").glob("*")):
+        return False
+    return all(any(name.startswith("eval/") for name in row) for row in read_metrics(folder))
+
+
 def check_start(run: Run, config: str, overwrite: bool) -> None:
     """Check that a run may begin in its directory.
 
@@ -147,7 +154,7 @@ def check_start(run: Run, config: str, overwrite: bool) -> None:
         _check_removable(folder)
     elif is_opening(folder, run.recipe) and (folder / CONFIG).is_file():
         check_resume(run, config, folder)
-    elif not is_unused(folder):
+    elif not (is_unused(folder) or is_untrained(folder)):
         raise ValueError(
             f"{folder} already holds a run and is not overwritten.\n"
             "Add --resume to continue it, --overwrite to replace it (from Python: resume=True, "

@@ -21,6 +21,8 @@ from flowalign.runs.run_directory import (
     claim,
     clear,
     compare_settings,
+    is_opening,
+    is_untrained,
     write_config,
 )
 from flowalign.training import checkpoint
@@ -155,7 +157,8 @@ def _open_session(
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
-    if processes.is_main and overwrite:
+    unused = begins and is_untrained(folder) and not is_opening(folder, run.recipe)
+    if processes.is_main and (overwrite or unused):
         clear(folder)
     processes.barrier()
     before_opening = time.perf_counter()

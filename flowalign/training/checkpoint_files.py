@@ -60,6 +60,17 @@ def check_complete(folder: Path) -> None:
     check_files(folder, lambda _: True)
 
 
+def require_weights(folder: Path) -> None:
+    """Raise ValueError unless the folder of `--weights` exists."""
+    if folder.is_dir():
+        return
+    why = f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})"
+    if folder.name == "ema" and folder.parent.is_dir():
+        why = f"{folder.parent} has no averaged weights, because the run sets ema: null;\ngive "
+        why += f"--weights {folder.parent}"
+    raise ValueError(why)
+
+
 def check_weights(folder: Path) -> None:
     """Compare weights with the manifest of their checkpoint, if there is one.
 

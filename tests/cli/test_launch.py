@@ -58,7 +58,7 @@ def test_several_machines_meet_at_one_address(launched, tmp_path):
 
 def test_a_restarted_process_resumes_a_run_that_began(launched, monkeypatch, tmp_path):
     resumes = []
-    monkeypatch.setattr(train, "execute", lambda loaded, resume, *_: resumes.append(resume) or 0)
+    monkeypatch.setattr(train, "execute", lambda _, args: resumes.append(args.resume) or 0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("FLOWALIGN_STARTS", "1")
     argv = ["train", SHAPES, "--output_dir", str(tmp_path)]
@@ -135,7 +135,7 @@ def test_what_no_process_could_do_is_refused_before_any_starts(launched, capsys,
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_any_process_starts(launched, capsys, tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 1, "reward_mean": 0.5}\n')
     (tmp_path / "config.yaml").touch()
     argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes", "2"]
     assert launched(*argv) == []

@@ -378,7 +378,7 @@ def test_loading_refuses_other_dimensions_unknown_models_and_absent_servers():
 
 def test_a_token_is_asked_for(monkeypatch):
     with Running(Mean(), token="secret") as there:
-        with pytest.raises(ValueError, match="401"):
+        with pytest.raises(ValueError, match=r"401.*environment variable FLOWALIGN_REWARD_TOKEN"):
             client(there.url).load()
         monkeypatch.setenv("FLOWALIGN_REWARD_TOKEN", "secret")
         assert client(there.url).score(batch_of()).valid.all()

@@ -4,7 +4,9 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.fixtures.stopped_runs import (
     wait_for_steps,
     workers,
 )
+from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +97,38 @@ def test_a_stop_saves_after_the_step_in_progress_and_exits_as_shells_expect(tmp_
     wait_for_steps(folder, 1, process)
     process.send_signal(number)
     stopped_at(folder, code, finish(process, code))
+
+
+def test_ctrl_c_prints_the_command_that_continues_with_the_same_processes(tmp_path):
+    """The newcomer on a cluster copies the printed command."""
+    folder = tmp_path / "run"
+    process = start(folder, "--checkpoints.every", 100, "--processes", 2)
+    wait_for_steps(folder, 1, process)
+    for pid in (process.pid, *workers(process)):  # a terminal sends it to all of them
+        os.kill(pid, signal.SIGINT)
+    output = finish(process, 130)
+    done = stopped_at(folder, 130, output)
+    printed = re.search(
+        r"continue with: flowalign (train .* --resume --processes 2)$", output, re.M
+    )
+    assert printed, output
+    command = [python(), "-m", "flowalign", *shlex.split(printed[1])]
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"after {done} steps" in again.stdout + again.stderr
+    assert summary(folder)["status"] == "finished"
+
+
+def test_a_run_that_failed_in_its_first_step_is_repeated_as_it_was(tmp_path, capsys):
+    broken = ("--rewards", '[{"class_path": "tests.fixtures.stopped_runs.Broken", "weight": 1.0}]')
+    train_here(tmp_path / "run", *broken, code=1)
+    assert (tmp_path / "run/failure.txt").exists()
+    (tmp_path / "run/left.txt").touch()
+    train_here(tmp_path / "run")
+    assert summary(tmp_path / "run")["steps"] == 8
+    assert not (tmp_path / "run/failure.txt").exists()
+    assert not (tmp_path / "run/left.txt").exists()
+    train_here(tmp_path / "run", code=2)
+    assert "already holds a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["launcher", "worker"])
