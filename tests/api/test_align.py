@@ -17,6 +17,8 @@ from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl
 from tests.fixtures.tiny_video import build_wan
 
+pytestmark = pytest.mark.slow
+
 CLIP = {"height": 32, "width": 64, "num_frames": 5, "model": {"memory": {}}}
 CALL = {"arguments": {"guidance_scale": 1.0}}
 

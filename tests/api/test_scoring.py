@@ -37,6 +37,7 @@ def test_a_published_reward_scores_images_paths_and_tensors(tmp_path):
         model([3])
 
 
+@pytest.mark.slow
 def test_images_in_memory_become_a_table_pairs_and_a_trained_pipeline(tmp_path):
     table = flowalign.score(images(), redness, ["a", "a", "b", "b"])
     assert table["redness"] == pytest.approx([1.0, 0.0, 128 / 255, 64 / 255])
@@ -72,6 +73,7 @@ def test_a_job_with_a_folder_is_continued_and_read_by_pandas(tmp_path):
     assert pd.read_parquet(tmp_path / "scores/scores.parquet")["half"].tolist() == table["half"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pick_a_pic", "trl", "kto"])
 def test_preference_data_trains_as_the_ecosystem_names_it(kind, tmp_path):
     (good, bad, *_) = images()

@@ -16,6 +16,8 @@ from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, redness
 from tests.fixtures.tiny_unet import build_sd15
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 
@@ -62,7 +64,6 @@ def run_command(*words: str) -> int:
     return int(end.value.code or 0)
 
 
-@pytest.mark.slow
 def test_a_script_under_torchrun_trains_like_in_one_process(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
     run_script(SCRIPT, tmp_path, *launcher, "script.py", "two")
@@ -97,7 +98,6 @@ def test_the_script_of_a_user_of_ddpo_trainer_trains(tmp_path, monkeypatch):
     assert adapter(pipe)
 
 
-@pytest.mark.slow
 def test_memory_of_a_finished_run_is_freed(tmp_path):
     first, most = map(int, run_script(REPEATED, tmp_path, "script.py").splitlines()[-1].split())
     assert most < 1.05 * first

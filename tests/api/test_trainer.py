@@ -16,6 +16,8 @@ from flowalign.api.objects import share_rewards
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
 
+pytestmark = pytest.mark.slow
+
 
 def describe(pipe):
     """Everything that training may change, except the values of weights."""
