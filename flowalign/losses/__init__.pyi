@@ -8,6 +8,7 @@ from .matching.kto import KTO as KTO
 from .matching.linear_dpo import LinearDPO as LinearDPO
 from .matching.links import IPO as IPO, Hinge as Hinge, Link as Link, Sigmoid as Sigmoid
 from .matching.mapo import MaPO as MaPO
+from .matching.mend import MEND as MEND
 from .matching.nft import NFT as NFT
 from .matching.opd import OPD as OPD
 from .matching.opsd import OPSD as OPSD

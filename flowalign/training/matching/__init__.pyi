@@ -7,6 +7,7 @@ from .reference_models import (
     Teacher as Teacher,
 )
 from .reward_ascent import RewardAscent as RewardAscent
+from .reward_proposals import RewardProposals as RewardProposals
 from .rollouts import Rollouts as Rollouts
 from .scored_groups import ScoredGroups as ScoredGroups
 from .state_source import GuidedStep as GuidedStep, VisitedStates as VisitedStates

@@ -3,13 +3,17 @@
 rollout -> state at a low noise level -> clean prediction -> ascent and descent of the reward
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
+from flowalign.distributed.processes import Processes
 from flowalign.functional.reward_ascent import ascend_and_descend
 from flowalign.functional.transition import per_row
 from flowalign.losses.reward_gradient import Maximise
@@ -21,8 +25,63 @@ from flowalign.types import Batch, Policy, Request, SharedRows, Trajectory
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, require_ranges
 
 
+class Mover(ABC):
+    """Mover of latents along the reward gradient, with the state of a run."""
+
+    @abstractmethod
+    def move(
+        self,
+        policy: Policy,
+        rewards: Rewards,
+        trajectory: Trajectory,
+        examples: Batch,
+        samples: Int[Tensor, "n"],
+    ) -> tuple[Batch, Trajectory, dict[str, float]]:
+        """Return the examples of `samples` with their targets, the queried states, and metrics.
+
+        The clean latents of the examples become the clean predictions of the current weights.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have no state)
+        """Restore the state of a checkpoint."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RewardAscent:
+class Moves(ABC):
+    """Settings of a mover of latents, which asks the policy at one state of its rollout."""
+
+    key: ClassVar[str]
+    """Key of the settings in a run file."""
+
+    query: NonNegativeInt
+    """Index of the denoising step that starts at the query state, at least 1."""
+    micro_batch: PositiveInt = 8
+    """Number of samples per decode and reward call."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges, and pure noise as the query."""
+        require_ranges(self, self.key)
+        if self.query < 1:
+            raise ValueError(
+                f"{self.key}.query is 0, which is pure noise: choose a late denoising step, such "
+                "as the one that starts near noise level 0.28"
+            )
+
+    @abstractmethod
+    def extend_plan(self, plan: RecipePlan, examples: int, models: int) -> RecipePlan:
+        """Add the cost of the moves of `examples` samples with `models` reward models."""
+
+    @abstractmethod
+    def open(self, processes: Processes) -> Mover:
+        """Return the mover of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardAscent(Moves, Mover):
     """Ascent and descent of the weighted reward from one clean prediction per sample.
 
     Source: DiffusionOPSD, arXiv:2608.24646, and its code. Each sample gives one query state of its
@@ -30,28 +89,17 @@ class RewardAscent:
     2 * steps - 1 reward gradients.
     """
 
-    query: NonNegativeInt
-    """Index of the denoising step that starts at the query state, at least 1."""
+    key = "recipe.data.ascent"
+
     steps: PositiveInt = 2
     """Number M of steps in each direction."""
     radius: PositiveFloat = 0.1
     """Radius of the ball around a clean prediction, in units of its norm."""
     share: PositiveFloat = 1.0
     """Length of all steps together, in units of the radius."""
-    micro_batch: PositiveInt = 8
-    """Number of samples per decode and reward call with gradient."""
 
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges, and pure noise as the query."""
-        require_ranges(self, "recipe.data.ascent")
-        if self.query < 1:
-            raise ValueError(
-                "recipe.data.ascent.query is 0, which is pure noise: choose a late denoising step, "
-                "such as the one that starts near noise level 0.28"
-            )
-
+    @override
     def extend_plan(self, plan: RecipePlan, examples: int, models: int) -> RecipePlan:
-        """Add the cost of `examples` clean predictions with gradients of `models` reward models."""
         gradients = examples * (2 * self.steps - 1)
         calls = gradients * models
         rows = {
@@ -67,6 +115,11 @@ class RewardAscent:
         )
         return replace(plan, rows={**plan.rows, **rows}, work=work)
 
+    @override
+    def open(self, processes: Processes) -> Mover:
+        return self
+
+    @override
     def move(
         self,
         policy: Policy,
@@ -74,27 +127,15 @@ class RewardAscent:
         trajectory: Trajectory,
         examples: Batch,
         samples: Int[Tensor, "n"],
-    ) -> tuple[Batch, Trajectory]:
-        """Return the examples of `samples` with their targets, and the queried states.
-
-        The clean latents of the examples become the clean predictions of the current weights.
-        """
-        sigma = trajectory.sigmas[self.query].to(trajectory.device)
-        x = trajectory.state(self.query, samples)
-        parts = []
-        for rows in torch.arange(len(x)).split(self.micro_batch):
-            cond, level = examples.take(rows)["cond"], sigma.expand(len(rows))
-            with torch.no_grad():
-                v = conditional(policy).velocity(x[rows], level, cond)
-            clean = x[rows] - per_row(level, v) * v
+    ) -> tuple[Batch, Trajectory, dict[str, float]]:
+        found, states = predict_clean(policy, trajectory, examples, samples, self)
+        clean, parts = found["latents"], []
+        for rows in torch.arange(len(clean)).split(self.micro_batch):
             asked = [trajectory.requests[int(i)] for i in samples[rows]]
-            parts.append((clean, *self._displacements(policy, rewards, clean, asked)))
-        if not parts:
-            parts = [(x, x, x)]
-        clean, up, down = (torch.cat(column) for column in zip(*parts, strict=True))
-        found = examples.with_columns(latents=clean, ascent=up, descent=down)
-        states = {self.query: x, trajectory.num_steps: clean}
-        return found, with_states(trajectory, states, samples)
+            parts.append(self._displacements(policy, rewards, clean[rows], asked))
+        up, down = (torch.cat(side) for side in zip(*parts, strict=True)) if parts else (clean,) * 2
+        found = found.with_columns(ascent=up, descent=down)
+        return found, with_states(trajectory, states, samples), {}
 
     def _displacements(
         self,
@@ -116,6 +157,25 @@ class RewardAscent:
             return -found.gradient
 
         return ascend_and_descend(clean, gradient, self.steps, self.radius, self.share)
+
+
+def predict_clean(
+    policy: Policy,
+    trajectory: Trajectory,
+    examples: Batch,
+    samples: Int[Tensor, "n"],
+    cfg: Moves,
+) -> tuple[Batch, dict[int, Float[Tensor, "n *latent"]]]:
+    """Return the examples with their clean predictions, and the states at query and end."""
+    sigma = trajectory.sigmas[cfg.query].to(trajectory.device)
+    x = trajectory.state(cfg.query, samples)
+    clean = torch.empty_like(x)
+    for rows in torch.arange(len(x)).split(cfg.micro_batch) if len(x) else ():
+        cond, level = examples.take(rows)["cond"], sigma.expand(len(rows))
+        with torch.no_grad():
+            v = conditional(policy).velocity(x[rows], level, cond)
+        clean[rows] = x[rows] - per_row(level, v) * v
+    return examples.with_columns(latents=clean), {cfg.query: x, trajectory.num_steps: clean}
 
 
 def with_states(

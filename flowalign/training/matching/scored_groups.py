@@ -16,7 +16,8 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
-from flowalign.training.matching.reward_ascent import RewardAscent
+from flowalign.training.matching.reward_ascent import Moves, RewardAscent
+from flowalign.training.matching.reward_proposals import RewardProposals
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RunContext, TrainingPrompts
@@ -56,6 +57,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     """Distribution of advantages over latent positions, for `NFT`. Null: equal advantages."""
     ascent: RewardAscent | None = None
     """Clean predictions at one step, moved along the reward gradient, for `OPSD`. Null: none."""
+    proposals: RewardProposals | None = None
+    """Moves of the samples along the reward gradient that are worth their length, for `MEND`. Null:
+    none."""
     contrast: bool = False
     """Whether all visited states are matched, with the direction from the other of the two samples
     of a prompt, for `FDFO`."""
@@ -71,7 +75,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, self.key)
         self.rollouts.check_groups()
-        _check_ascent(self)
+        _check_moves(self)
         if self.contrast:
             _check_contrast(self)
         for iteration in (0, SEVERAL):
@@ -85,10 +89,15 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         return RolloutSettings(**self.rollout_fields(), also_kept=kept, key=self.key)
 
     @property
+    def moves(self) -> Moves | None:
+        """Return the moves along the reward gradient; None without any."""
+        return self.ascent or self.proposals
+
+    @property
     @override
     def gives(self) -> Set[str]:
         options = {
-            "ascent": self.ascent,
+            "ascent": self.moves,
             "descent": self.ascent,
             "places": self.spatial,
             "contrast": self.contrast,
@@ -101,12 +110,12 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     @override
     def trajectory_steps(self) -> int | None:
         """Return the number of denoising steps if their states are matched, else None."""
-        return self.sampling.num_steps if self.ascent or self.contrast else None
+        return self.sampling.num_steps if self.moves or self.contrast else None
 
     @property
     @override
     def query(self) -> int | None:
-        return self.ascent.query if self.ascent else None
+        return self.moves.query if self.moves else None
 
     @property
     @override
@@ -133,8 +142,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         _check_map(self, run.rewards)
         if self.spatial:
             self.spatial.check(f"{self.key}.spatial", run.rewards)
-        if self.ascent:
-            check_gradients(run.rewards, f"{self.key}.ascent")
+        if self.moves:
+            check_gradients(run.rewards, self.moves.key)
         _check_modalities(self, run.rewards)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
@@ -148,9 +157,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         self._check_parts(run.policy)
         rows = {"examples per step": f"{self.examples_per_step}"}
         plan = plan_credited(self.rollouts, run, model, world, rows)
-        if self.ascent:
+        if self.moves:
             models = len(run.rewards.weighted().models)
-            plan = self.ascent.extend_plan(plan, self.examples_per_step, models)
+            plan = self.moves.extend_plan(plan, self.examples_per_step, models)
         batches = {f"{self.key}.sampling.micro_batch": self.sampling.micro_batch}
         return replace(plan, decode_batches=batches)
 
@@ -168,7 +177,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             self.weights,
             completed,
             self.weight_map,
-            self.ascent,
+            self.moves.open(learner.processes) if self.moves else None,
             self.spatial,
             self.contrast,
             self.modalities,
@@ -212,17 +221,18 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             )
 
 
-def _check_ascent(cfg: ScoredGroups) -> None:
+def _check_moves(cfg: ScoredGroups) -> None:
     """Raise ValueError if the rollout has no state at the query, or options do not combine."""
-    if cfg.ascent is None:
+    if cfg.moves is None:
         return
-    query, sampling = cfg.ascent.query, cfg.sampling
+    query, sampling, key = cfg.moves.query, cfg.sampling, cfg.moves.key
     if query >= sampling.num_steps or query in sampling.skipped(cfg.rollouts.window(0)):
         raise ValueError(
-            f"{cfg.key}.ascent.query is {query}, which is not among the denoising steps that "
+            f"{key}.query is {query}, which is not among the denoising steps that "
             f"{cfg.key}.sampling makes: choose another step, or another num_steps or tail_ratio"
         )
     for name, value, plain in (
+        ("proposals", cfg.proposals if cfg.ascent else None, None),
         ("credit", cfg.credit, None),
         ("weight_map", cfg.weight_map, None),
         ("spatial", cfg.spatial, None),
@@ -230,7 +240,7 @@ def _check_ascent(cfg: ScoredGroups) -> None:
     ):
         if value != plain:
             raise ValueError(
-                f"{cfg.key}.{name} is {value}, but {cfg.key}.ascent makes the examples from clean "
+                f"{cfg.key}.{name} is {value}, but {key} makes the examples from clean "
                 f"predictions at one step: set {name} to {plain or 'null'}"
             )
 
@@ -247,6 +257,7 @@ def _check_contrast(cfg: ScoredGroups) -> None:
         )
     for name, value, plain in (
         ("ascent", cfg.ascent, None),
+        ("proposals", cfg.proposals, None),
         ("credit", cfg.credit, None),
         ("weight_map", cfg.weight_map, None),
         ("spatial", cfg.spatial, None),
@@ -271,7 +282,7 @@ def _check_modalities(cfg: ScoredGroups, rewards: Rewards) -> None:
             f"{cfg.key}.modalities names the rewards {', '.join(sorted(routed)) or 'none'}; those "
             f"with a weight are {', '.join(sorted(weighted))}: name each of these at least once"
         )
-    if cfg.credit is not None or cfg.ascent is not None or cfg.contrast:
+    if cfg.credit is not None or cfg.moves is not None or cfg.contrast:
         raise ValueError(
             f"{cfg.key}.modalities divides the advantage of the outcome at every noise level: set "
             "credit and ascent to null, and contrast to false"

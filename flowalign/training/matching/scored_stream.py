@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,7 +14,7 @@ from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.fdfo import pair_contrast
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
-from flowalign.training.matching.reward_ascent import RewardAscent, with_states
+from flowalign.training.matching.reward_ascent import Mover, with_states
 from flowalign.training.matching.source import CreditedStream, StepAdvantages, StepExamples
 from flowalign.training.rollouts.advantages import GatheredCredit, RewardMap
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
@@ -38,8 +39,9 @@ class ScoredStream(CreditedStream):
     """Completed state of each trained step, noised instead of the sample. None: the sample."""
     weight_map: str | None = None
     """Name of a reward model with a map that weights each sample's error. None: equal weights."""
-    ascent: RewardAscent | None = None
-    """Ascent of the reward from clean predictions, which replace the samples. None: none."""
+    mover: Mover | None = None
+    """Mover of latents along the reward gradient; clean predictions replace the samples. None:
+    none."""
     spatial: RewardMap | None = None
     """Distribution of advantages over latent positions. None: equal advantages."""
     contrast: bool = False
@@ -70,11 +72,23 @@ class ScoredStream(CreditedStream):
             columns |= {} if places is None else {"places": places[:, 0]}
             columns |= self._route(estimate.gathered, local, kept) if self.modalities else {}
             examples = examples.with_columns(**columns)
-            examples, visited = self._visit(values.trajectory, examples, kept)
+            examples, visited, found = self._visit(values.trajectory, examples, kept)
+            metrics |= found
             return StepExamples(examples, first, total, metrics, visited=visited)
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         steps = replace(steps, places=places)
         return StepExamples(examples, first, total, metrics, steps)
+
+    @override
+    def state(self) -> dict[str, Any]:
+        moves = {"moves": self.mover.state()} if self.mover else {}
+        return {**super().state(), **moves}
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        if self.mover:
+            self.mover.restore(state["moves"])
 
     def _route(
         self, gathered: GatheredCredit, local: slice, kept: Int[Tensor, "n"]
@@ -86,16 +100,18 @@ class ScoredStream(CreditedStream):
 
     def _visit(
         self, trajectory: Trajectory, examples: Batch, kept: Int[Tensor, "n"]
-    ) -> tuple[Batch, Trajectory | None]:
-        """Return the kept samples with their directions or targets, and the states to match."""
+    ) -> tuple[Batch, Trajectory | None, dict[str, float]]:
+        """Return the kept samples with their directions or targets, the states to match, and
+        metrics."""
         if self.contrast:
             direction = pair_contrast(trajectory.state(trajectory.num_steps))[kept]
             states = {k: trajectory.state(k, kept) for k in range(trajectory.num_steps + 1)}
-            return examples.with_columns(contrast=direction), with_states(trajectory, states, kept)
-        if self.ascent is None:
-            return examples, None
+            examples = examples.with_columns(contrast=direction)
+            return examples, with_states(trajectory, states, kept), {}
+        if self.mover is None:
+            return examples, None, {}
         with self._sampling_weights():
-            return self.ascent.move(self.learner.policy, self.rewards, trajectory, examples, kept)
+            return self.mover.move(self.learner.policy, self.rewards, trajectory, examples, kept)
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the policy has the sampling weights."""
