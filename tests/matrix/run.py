@@ -51,8 +51,20 @@ def main() -> None:
                     file.write(json.dumps(vars(result)) + "\n")
     print(dict(Counter(done.values())))  # noqa: T201
     if args.table:
-        write_table(args.table, done)
-        write_labels(done)
+        known = read_table(args.table) | done
+        write_table(args.table, known)
+        write_labels(known)
+
+
+def read_table(file: Path) -> dict[tuple[str, str], str]:
+    """Return the state of each combination of (model, method) in a table; empty without one."""
+    if not file.exists():
+        return {}
+    with file.open(newline="") as table:
+        header, *rows = csv.reader(table)
+    return {
+        (a, b): state for b, *states in rows for a, state in zip(header[1:], states, strict=True)
+    }
 
 
 def write_table(file: Path, states: Mapping[tuple[str, str], str]) -> None:
