@@ -1,7 +1,9 @@
 """Validate a run file without reading weights, and print its plan: `flowalign check`."""
 
 import argparse
+import re
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flowalign.cli.options import add_config, add_processes, number, read_settings, whole
@@ -12,6 +14,11 @@ if TYPE_CHECKING:
     from flowalign.runs.capacity import Cluster
 
 HELP = "Validate a run file without reading weights, and print its plan."
+_COST = re.compile(r"(?!updates|decodes|transitions)(.+) per step")
+"""Rows of a plan that count the main work of a step."""
+_ASKED = ("sampling asks", "memory of the device")
+"""Further rows of the short plan."""
+_LIST = re.compile(r"\[\d+(?:, \d+){4,}\]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="shows_settings",
         help="print the complete settings instead, each with the file that set it",
     )
+    parser.add_argument("--full", action="store_true", help="print every row of the plan")
     add = parser.add_argument_group("seconds per step on many GPUs").add_argument
     add("--gpus", type=whole(1), metavar="N", help="number of GPUs, one process each")
     add("--gpu", metavar="TYPE", help="type of the GPUs, such as h100-80gb")
@@ -56,11 +64,48 @@ def run(args: argparse.Namespace) -> int:
         settings.recipe.check_data(settings.context(settings.build_rewards()))
         cluster = _read_cluster(args)
         world = cluster.count if cluster else args.processes
-        table(f"plan of {' '.join(args.config)}", plan(settings, world))
+        rows, title = plan(settings, world), f"plan of {' '.join(args.config)}"
+        if args.full:
+            table(title, {name: join_ranges(value) for name, value in rows.items()})
+        else:
+            time = "--gpus N --gpu TYPE estimates the seconds per step"
+            short = shorten_plan(rows) | ({} if cluster else {"time": time})
+            table(f"{title} (every row: --full)", short)
         if cluster:
             found = plan_capacity(settings, cluster)
             table(f"step on {cluster.count} x {cluster.name}", capacity_rows(settings, found))
     return 0
+
+
+def shorten_plan(rows: Mapping[str, str]) -> dict[str, str]:
+    """Return the trained parts, the cost of a step, the memory and the warnings of a plan."""
+    counts = {found[1]: text for name, text in rows.items() if (found := _COST.fullmatch(name))}
+    memory, smallest = rows["memory, about"], rows["fits a GPU of"]
+    if main := rows.get("main memory, about"):
+        memory += f"; main memory {main.partition(':')[0]}"
+    if smallest.startswith("none") and (advice := rows.get("to fit 80 GB")):
+        smallest += f"; to fit 80 GB: {advice}"
+    trained, _, share = rows["trainable parameters"].partition(" ")
+    return {
+        **{name: rows[name] for name in _ASKED if name in rows},
+        "trains": f"{trained} of {rows['denoiser parameters']} parameters {share}; "
+        f"updates per step: {rows['updates per step']}",
+        "a step": "; ".join(f"{name}: {text}" for name, text in counts.items()),
+        "memory": memory,
+        "smallest GPU": smallest,
+        **{name: text for name, text in rows.items() if name.startswith("warning")},
+    }
+
+
+def join_ranges(text: str) -> str:
+    """Return a text with lists of five or more consecutive numbers as ranges, such as [0-18]."""
+    return _LIST.sub(lambda found: _join_range(found[0]), text)
+
+
+def _join_range(text: str) -> str:
+    numbers = [int(word) for word in text[1:-1].split(",")]
+    consecutive = numbers == [*range(numbers[0], numbers[-1] + 1)]
+    return f"[{numbers[0]}-{numbers[-1]}]" if consecutive else text
 
 
 def _read_cluster(args: argparse.Namespace) -> "Cluster | None":

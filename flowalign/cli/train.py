@@ -132,6 +132,7 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
 
 def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
     """Print the plan, train, and print the outcome; store the command in the run directory."""
+    from flowalign.cli.check import shorten_plan
     from flowalign.runs.planning import plan
     from flowalign.runs.session import start
     from flowalign.runs.train_session import train
@@ -147,7 +148,7 @@ def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
             checkpoint.check_complete(from_checkpoint)  # before the plan, which builds modules
         rows = plan(run_file, world)
         if is_main:
-            table(f"plan of {folder}", rows)
+            table(f"plan of {folder}", shorten_plan(rows))
         notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
         with _explain_shortage(run_file, world), notice:
             session = start(run_file, loaded.annotate(), log, from_checkpoint, args.overwrite)

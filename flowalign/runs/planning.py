@@ -97,7 +97,7 @@ def fit_rows(parts: Sequence[MemoryPart], counts_encoders: bool) -> dict[str, st
     """Return the rows of the plan table about GPU sizes, and whether encoders are included."""
     whole = peak(parts)
     fit = [gb for gb in SIZES if whole <= gb * 10**9]
-    shown = ", ".join(f"{gb} GB ({size(gb * 10**9 - whole)} to spare)" for gb in fit)
+    shown = f"{fit[0]} GB ({size(fit[0] * 10**9 - whole)} to spare) or more" if fit else ""
     beside = "" if counts_encoders else "; text encoders and VAE not included"
     table = {"fits a GPU of": (shown or f"none of {SIZES[-1]} GB or less") + beside}
     return table | {f"to fit {gb} GB": advice(parts, gb * 10**9) for gb in SIZES if gb not in fit}

@@ -47,7 +47,8 @@ def method(tmp_path) -> Path:
 
 
 def test_check_plans_what_its_files_say_together(model, method, capsys):
-    assert exit_code("check", model, method, "recipe.sampling.samples_per_prompt=5") == 0
+    words = ("check", model, method, "recipe.sampling.samples_per_prompt=5", "--full")
+    assert exit_code(*words) == 0
     told = capsys.readouterr().out
     assert "10 = 2 prompts x 5" in told
     assert re.search(r"samples in the whole run\W+10\b", told)

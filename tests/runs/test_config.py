@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowalign.cli import main as cli
+from flowalign.cli.check import join_ranges
 from flowalign.cli.main import run_verb
 from flowalign.runs.config import LoadedRun, load
 from flowalign.runs.config.loading import load_with_origins
@@ -330,7 +331,19 @@ def test_a_folder_that_cannot_be_written_is_a_message_and_no_traceback(
 @pytest.mark.usefixtures("unloadable")
 def test_check_prints_the_plan_without_reading_weights(capsys):
     assert exit_code("check", SHAPES) == 0
-    assert "192 = 16 prompts x 12" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "192 = 16 prompts x 12" in told
+    names = [line.split("│")[1].strip() for line in told.splitlines() if line.startswith("│ ")]
+    assert list(filter(None, names)) == ["trains", "a step", "memory", "smallest GPU", "time"]
+    assert exit_code("check", SHAPES, "--full") == 0
+    assert "memory of activations" in capsys.readouterr().out
+
+
+def test_long_lists_of_steps_are_ranges():
+    assert join_ranges(f"trained {[*range(19)]}") == "trained [0-18]"
+    assert join_ranges("trained [0, 1, 2], then [0, 2, 4, 6, 8]") == (
+        "trained [0, 1, 2], then [0, 2, 4, 6, 8]"
+    )
 
 
 def test_the_plan_counts_by_hand():

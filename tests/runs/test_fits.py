@@ -35,7 +35,7 @@ def test_each_size_has_its_verdict_and_the_settings_that_make_it_fit():
         "recipe.sampling.states.device: cpu",
     )
     batch = "recipe.micro_batch: 1"
-    assert rows["fits a GPU of"] == "80 GB (6 GB to spare)"
+    assert rows["fits a GPU of"] == "80 GB (6 GB to spare) or more"
     assert rows["to fit 48 GB"] == f"{recomputing} (then about 47 GB)"
     exact = f"{recomputing}, {states}, {batch}"
     assert rows["to fit 24 GB"] == f"{exact}, quantization.denoiser: int8 (then about 21.5 GB)"

@@ -209,7 +209,7 @@ def test_fewer_pairs_than_processes_are_refused(written):
 
 
 def test_check_prints_loss_and_evaluations_without_reading_weights(written, capsys):
-    assert exit_code("check", written({DATA + "batch_size": 64})) == 0
+    assert exit_code("check", written({DATA + "batch_size": 64}), "--full") == 0
     printed = capsys.readouterr().out
     assert "DPO, reference FrozenBase" in printed
     assert "128 training + 128 reference" in printed

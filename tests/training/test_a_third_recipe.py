@@ -110,7 +110,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_recipe_of_ones_own_is_planned_trained_and_evaluated(run_file, capsys):
     assert exit_code("check", run_file) == 0
-    assert "latents per step" in capsys.readouterr().out
+    assert "latents: " in capsys.readouterr().out
     assert exit_code("train", run_file) == 0
     folder = run_file.parent / "run"
     found = losses(folder)
