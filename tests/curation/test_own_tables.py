@@ -109,7 +109,7 @@ def test_own_pairs_train_with_dpo(tmp_path):
 
 def test_the_rows_of_the_documentation_are_read(tmp_path):
     page = Path("docs/guides/score_a_dataset.md").read_text()
-    blocks = [block.partition("```")[0] for block in page.split("```json\n")[1:]]
+    blocks = [block.partition("```")[0] for block in page.split("```text\n")[1:]]
     for k in range(3):
         picture(tmp_path / f"fox_{k}.png", k)
     found = []
