@@ -12,7 +12,6 @@ from flowalign.curation.score_table import PairingRule, read_table
 from flowalign.curation.scoring.part_files import (
     PartFiles,
     Throughput,
-    hold_lock,
     join_own_columns,
 )
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
@@ -22,7 +21,7 @@ from flowalign.data.readers import Columns, open_dataset
 from flowalign.rewards.checked import load
 from flowalign.rewards.direct import read_clips
 from flowalign.types import RewardModel
-from flowalign.utils.folders import record_settings
+from flowalign.utils.folders import hold_lock, record_settings
 from flowalign.utils.imports import import_optional
 
 _FPS = 8.0

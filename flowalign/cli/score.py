@@ -14,7 +14,12 @@ from flowalign.cli.options import add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import read_object
-from flowalign.utils.folders import check_folder_path, compare_settings, record_settings
+from flowalign.utils.folders import (
+    check_folder_path,
+    compare_settings,
+    hold_lock,
+    record_settings,
+)
 
 if TYPE_CHECKING:
     from flowalign.curation.scoring.scoring_job import ScoringJob
@@ -178,7 +183,7 @@ def _score(
     from rich.console import Console
 
     from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import Throughput, TooManyFailures, hold_lock
+    from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
     from flowalign.curation.scoring.progress import show_progress
 
     if args.executor != "ray" and args.processes > 1:

@@ -32,7 +32,7 @@ from flowalign.data.readers.sources import (
     parse_columns,
 )
 from flowalign.types import PromptConditioning, Reference, Request
-from flowalign.utils.files import bundled
+from flowalign.utils.files import bundled, parse_json
 from flowalign.utils.live_objects import find_object
 
 _REFERENCES = ("image", "images", "references")
@@ -263,13 +263,13 @@ def _open_references(
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError:
         return False
 
 
 def _parse_json(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+        return parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error

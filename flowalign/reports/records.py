@@ -1,6 +1,5 @@
 """Read the files of a run: metrics, scores of evaluated samples, and the credit of a step."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from flowalign.utils.files import parse_json
 
 Series = dict[int, float]
 """Value by step; NaN if it was measured but not finite."""
@@ -43,7 +44,7 @@ def number(value: Any) -> float:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; empty if it is missing or truncated."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,6 +1,5 @@
 """Read scores and human labels of a scored table as tensors, pair them, and fit weights to them."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from flowalign.functional.agreement import list_pairs
 from flowalign.types import Fit, Fittable, RewardModel
+from flowalign.utils.files import read_objects
 from flowalign.utils.imports import import_optional
 
 Columns = Mapping[str, Sequence[Any]]
@@ -188,8 +188,7 @@ def _read(path: Path) -> Columns:
         return parquet.read_table(path).to_pydict()
     if path.suffix != ".jsonl":
         raise ValueError(f"{path} is neither a .parquet nor a .jsonl file")
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+    rows = [row for _, row in read_objects(path)]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

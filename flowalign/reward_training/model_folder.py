@@ -29,7 +29,7 @@ from flowalign.reward_training.labels import (
 )
 from flowalign.reward_training.training import RewardTrainer
 from flowalign.training.optimizers import put_back, state_tensors
-from flowalign.utils.files import atomic_write, write_json
+from flowalign.utils.files import atomic_write, parse_json, write_json
 
 FORMAT = "flowalign trained reward 1"
 
@@ -61,9 +61,9 @@ def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
     """
     try:
         with safe_open(path, "pt") as file:
-            counters = json.loads((file.metadata() or {})["counters"])
+            counters = parse_json((file.metadata() or {})["counters"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     here = {"data": data, "backbone": trainer.backbone.fingerprint}
     if changed := [key for key, value in here.items() if counters[key] != value]:

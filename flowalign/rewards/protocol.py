@@ -30,6 +30,7 @@ from flowalign.rewards.request_pixels import (
     unpack_pixels,
 )
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
+from flowalign.utils.files import parse_json
 
 VERSION = 1
 CONTENT_TYPE = "application/x-flowalign"
@@ -97,7 +98,7 @@ def read_request(
     if content_type.startswith(CONTENT_TYPE):
         try:
             header, tensors = _open_safetensors(body)
-        except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
+        except (SafetensorError, KeyError, TypeError, UnicodeDecodeError) as error:
             name = type(error).__name__
             raise ValueError(f"not a message of flowalign: {name} {error}") from error
         reserve([tensor.shape for tensor in tensors.values()])
@@ -110,7 +111,7 @@ def read_request(
 def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # safetensors can read metadata only from files, so the header is parsed here.
     size = int.from_bytes(body[:8], "little")
-    header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["request"])
+    header = parse_json(parse_json(body[8 : 8 + size])["__metadata__"]["request"])
     tensors = load(body)
     if header["version"] != VERSION:
         raise ValueError(f"version {header['version']!r}; this side speaks {VERSION}")
@@ -147,8 +148,8 @@ def _decode_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) ->
 
 def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
     try:
-        header = json.loads(body)
-    except (RecursionError, ValueError) as error:
+        header = parse_json(body)
+    except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(header, dict) or "images" not in header:
         raise ValueError("need a JSON object with prompts and images")

@@ -1,6 +1,5 @@
 """Connect to one model of a reward server; callers decide how to treat failures."""
 
-import json
 import ssl
 import time
 import uuid
@@ -21,6 +20,7 @@ from flowalign.rewards.protocol import (
     pack_batch,
 )
 from flowalign.types import MAY_PASS, Column, MediaBatch, RewardOutput, RewardSpec
+from flowalign.utils.files import parse_json
 
 _LONGEST_WAIT_S = 30.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
@@ -123,7 +123,7 @@ class RewardClient:
         if reply.status_code != 200:
             raise ValueError(f"{self.url} refuses the request, {why}")
         try:
-            return output_from_json(json.loads(reply.content), spec, count)
+            return output_from_json(parse_json(reply.content), spec, count)
         except ValueError as error:  # truncated, or not JSON
             return NoAnswer(f"an answer that cannot be read: {error}")
 

@@ -3,7 +3,6 @@
 GPU seconds of a stage = count x seconds of a unit. Every GPU does its share of each stage in turn.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -14,6 +13,7 @@ from flowalign.runs.planning import Gpu, parts_of, plan_step
 from flowalign.runs.run_memory import peak, size
 from flowalign.training.recipe_plan import RecipePlan, StepWork
 from flowalign.types import ModelPlan
+from flowalign.utils.files import read_object
 
 DECODE_PASSES = 3
 """Cost of a decode with gradient in decodes: forward, recomputation and backward."""
@@ -147,7 +147,7 @@ def read_costs(path: str) -> UnitCosts:
         ValueError: The file has none.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = read_object(Path(path))
         found = {name: float(values[MEASURED + name]) for name in UnitCosts.__dataclass_fields__}
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise ValueError(

@@ -1,7 +1,6 @@
 """Write the model card of exported weights, in the format of the Hugging Face hub."""
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from flowalign.rewards.config import read_weights
 from flowalign.runs.config import Run
 from flowalign.runs.sampling_job import hash_weights
 from flowalign.types import ExportTarget, describe_conditioning
+from flowalign.utils.files import read_object
 from flowalign.utils.live_objects import PREFIX
 from flowalign.utils.tracking import read_metrics
 
@@ -143,7 +143,7 @@ def _read_benchmark(folder: Path, digest: str, weights: Path) -> tuple[str, str]
             f"--benchmark {folder} has no results.json: name the output folder of "
             "`flowalign eval --benchmark`, after all of its shards"
         )
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_object(file)
     if digest not in content["weights"].values():
         evaluated = ", ".join(content["weights"])
         raise ValueError(

@@ -23,7 +23,7 @@ from flowalign.functional.noise_calibration import (
     paper_rule,
 )
 from flowalign.types.ranges import PositiveFloat, PositiveInt, require_ranges
-from flowalign.utils.files import write_text
+from flowalign.utils.files import read_object, write_text
 
 Rule = Literal["damped", "paper"]
 Gains = Callable[[Tensor, int], Tensor]
@@ -182,7 +182,7 @@ def calibrate(
 def read_calibration(path: Path) -> History:
     """Read the calibration in a file; raise ValueError if it holds none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
         rows = [Iteration(**row) for row in content.pop("iterations")]
         return History(**content, iterations=rows)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -4,7 +4,6 @@ OUT/<run file>/seed<k>/   run directory of each run, with its output in seed<k>.
 OUT/compare.json, .png, .html
 """
 
-import json
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ from flowalign.runs.run_directory import find_changes, shorten_list
 from flowalign.training import checkpoint
 from flowalign.training.learner import TrainingFailure
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.files import read_object
 from flowalign.utils.folders import is_unused
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.subprocesses import CommandJob, run_all
@@ -228,7 +228,7 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
             f"{folder} holds a run with other settings (there -> now):\n{differing}\n{way_out}"
         )
     summary = folder / "summary.json"
-    if summary.exists() and json.loads(summary.read_text())["status"] == "finished":
+    if summary.exists() and read_object(summary).get("status") == "finished":
         return "keep"
     return "resume" if checkpoint.latest(folder / "checkpoints") else "overwrite"
 

@@ -1,6 +1,5 @@
 """Evaluate the methods of a comparison on a benchmark, all seeds of a method in one command."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from flowalign.reports.comparison_page import write_comparison
 from flowalign.studies.compare import Benchmark, ComparisonRequest, Log
 from flowalign.training.checkpoint_files import latest
 from flowalign.training.learner import TrainingFailure
+from flowalign.utils.files import read_object
 from flowalign.utils.subprocesses import CommandJob, run_all
 
 
@@ -69,7 +69,7 @@ def find_weights(run: Path) -> Path:
 
 def read_lines(folders: dict[str, Path]) -> list[BenchmarkLine]:
     """Return the numbers of all methods, given the results folder of each; the baseline first."""
-    read = {name: json.loads((at / "results.json").read_text()) for name, at in folders.items()}
+    read = {name: read_object(at / "results.json") for name, at in folders.items()}
     first, *others = read
     lines = []
     for k, line in enumerate(read[first]["lines"]):

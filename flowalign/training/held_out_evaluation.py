@@ -23,7 +23,7 @@ from flowalign.training.sample_bounds import SampleBounds
 from flowalign.training.watch import DIVERSITY, KL, SIGNALS, Watch, measure_panel
 from flowalign.types import Policy, PromptConditioning, Request, VelocityField, prompts_of
 from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
-from flowalign.utils.files import write_text
+from flowalign.utils.files import read_object, write_text
 from flowalign.utils.seeds import generator
 
 GRID_COLUMNS = 8
@@ -258,7 +258,7 @@ def save_grid(folder: Path, step: int, evaluated: EvaluationResult) -> None:
     """
     samples, name = folder / "samples", f"step-{step:06d}"
     index = samples / "index.json"
-    steps = json.loads(index.read_text())["steps"] if index.exists() else []
+    steps = read_object(index).get("steps", []) if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))
     write_grid(samples / f"{name}.png", evaluated.grid, columns, evaluated.fps)
     content = {

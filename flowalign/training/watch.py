@@ -8,7 +8,6 @@ failed, but nothing was hacked. A rise on held-out prompts is not required, beca
 does not generalise is hacked on training prompts alone.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from flowalign.functional.degradation import (
 )
 from flowalign.types import Request
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
-from flowalign.utils.files import write_json
+from flowalign.utils.files import read_object, write_json
 
 Action = Literal["warn", "stop", "roll_back"]
 """Reaction to an alarm. warn: a message. stop: the run ends. roll_back: it ends with the weights of
@@ -191,7 +190,7 @@ class HackingMonitor:
         """Read the verdicts of an earlier process up to a training step."""
         path = self.folder / FILE
         if first_step and path.exists():
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_object(path)
             nan = math.nan
             self.base = {
                 name: [nan if value is None else value for value in values]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+_LONG_NUMBER = re.compile(r"\d{309}")
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 GRID_PADDING = 2
 """Pixels around every image of a grid file, at which reports cut the grid into its images again."""
 
@@ -32,14 +35,74 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ValueError with the file's name if it holds none."""
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: It is no JSON, nested too deep, or holds numbers that no float can hold, or
+            characters that no file can hold: NUL and half of a character.
+    """
+    text = text if isinstance(text, str) else text.decode("utf-8-sig")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text, parse_int=_parse_int if _LONG_NUMBER.search(text) else None)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if "\\u0000" in text or "\\ud" in text.replace("D", "d"):
+        content = json.dumps(value, ensure_ascii=False)
+        if any("\ud800" <= character <= "\udfff" for character in content):
+            raise ValueError("has half of a character (a lone surrogate)")
+        if _NUL.search(content):
+            raise ValueError("has a NUL character")
+    return value
+
+
+def _parse_int(digits: str) -> int:
+    if _LONG_NUMBER.search(digits):
+        raise ValueError(f"has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file; raise ValueError with the file's name if it holds none."""
+    try:
+        return parse_json(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # invalid JSON or UTF-8
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield file and line, and the object of every line that is not blank.
+
+    Raises:
+        ValueError: A line holds no JSON object.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: expected a JSON object, got {str(row)[:40]}")
+            yield f"{path}:{number}", row
+
+
+@contextmanager
+def explain_shape(path: Path, remedy: str) -> Iterator[None]:
+    """Raise ValueError with a remedy if the block finds a stored value of another shape."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__} {error}): {remedy}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise ValueError with the file's name if it holds none."""
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: expected an object, got {str(content)[:40]}")
     return content

@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from flowalign.utils.files import write_text
+from flowalign.utils.files import read_object, write_text
 
 LOCK = "run.lock"
 """Lock file of the process that works in a folder. A killed process may leave the file, but the
@@ -145,6 +146,23 @@ def _refusal(folder: Path) -> str:
     )
 
 
+@contextmanager
+def hold_lock(lock: Path) -> Iterator[None]:
+    """Hold a lock file, which is released whenever the process ends, even by a kill.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        # flock is released with the process; a file that marks a lock would outlive a kill.
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is scoring into {lock.parent}") from error
+        yield
+
+
 def record_settings(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
     """Write the settings of a folder, after comparing them with the settings of an earlier run.
 
@@ -163,7 +181,7 @@ def compare_settings(manifest: Path, settings: Mapping[str, Any], maker: str) ->
         if any(not name.startswith(".") for name in found):
             raise ValueError(f"{folder} holds files that {maker} did not write")
         return
-    earlier = json.loads(manifest.read_text(encoding="utf-8"))
+    earlier = read_object(manifest)
     differs = [name for name in settings if settings[name] != earlier.get(name)]
     if differs:
         was, now = (str(side.get(differs[0])) for side in (earlier, settings))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from flowalign.utils.files import write_text
+from flowalign.utils.files import parse_json, write_text
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 FILE = "metrics.jsonl"
@@ -156,12 +156,15 @@ def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
 def _rows(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    lines = file.read_bytes().removesuffix(b"\n").split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+            if not isinstance(row["step"], int):
+                raise TypeError("step is no number")
+            rows.append(row)
+        except (ValueError, LookupError, TypeError) as error:
             if number < len(lines):
-                raise ValueError(f"{file}:{number} is not JSON: {line[:60]!r}") from error
+                raise ValueError(f"{file}:{number} is not JSON with a step: {error}") from error
     return rows

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.utils.adapters import TRAINED
-from flowalign.utils.files import read_object
+from flowalign.utils.files import parse_json, read_object
 from pipelines.parts.libraries import diffusers, peft
 from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
 
@@ -228,5 +228,5 @@ def _read_diffusers(part: str, denoiser: Any, file: Path) -> tuple[dict[str, Ten
     }
     state = {names.get(k) or _peft_name(k.removeprefix(f"{part}.")): v for k, v in found.items()}
     with safe_open(file, "pt") as opened:
-        about = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
+        about = parse_json((opened.metadata() or {}).get(_METADATA, "{}"))
     return state, about.get(f"{part}.lora_alpha", denoiser.peft_config[TRAINED].r)

@@ -1,7 +1,6 @@
 """Reads published weights safely, and accounts for every key."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flowalign.utils.files import bundled
+from flowalign.utils.files import bundled, read_object
 from flowalign.utils.hub import contact, file_of, why_not
 from reward_models.backbones.libraries import accelerate, transformers
 
@@ -72,7 +71,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         if path.name.endswith(".index.json"):
-            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            shards = sorted(set(read_object(path)["weight_map"].values()))
             return {k: v for shard in shards for k, v in read_tensors(path.parent / shard).items()}
         if path.suffix == ".safetensors":
             return load_file(path)

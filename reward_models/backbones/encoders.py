@@ -7,7 +7,6 @@ Paddings, batch-norm epsilon and pixel range therefore follow TensorFlow.
 Source: EfficientNet, arXiv:1905.11946v5.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import Component, Loadable, PositiveInt, RewardSpec
+from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     Renames,
     find_file,
@@ -150,7 +150,7 @@ class OpenClip(_Towers):
         config = find_file(self.path, "open_clip_config.json")
         weights = find_file(self.path, "open_clip_model.safetensors")
         towers = read_open_clip(str(config), str(weights))
-        if "hf_tokenizer_name" in json.loads(config.read_text())["model_cfg"]["text_cfg"]:
+        if "hf_tokenizer_name" in read_object(config)["model_cfg"]["text_cfg"]:
             towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
         self._take(towers)
 

@@ -15,6 +15,7 @@ from anyio.from_thread import start_blocking_portal
 
 from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
+from flowalign.utils.files import parse_json
 from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 
 T = TypeVar("T")
@@ -189,7 +190,7 @@ class _Session:
                 f"key_variable is {self.server.key_variable}"
             )
         try:
-            names = [entry["id"] for entry in response.json()["data"]]
+            names = [entry["id"] for entry in parse_json(response.content)["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{url}/models is not a list of models (HTTP {response.status_code}); "
@@ -232,7 +233,7 @@ class _Session:
         if status != 200:
             raise ChatError(f"the server refused the request: HTTP {status} {response.text[:200]}")
         try:
-            return _parse_completion(response.json())
+            return _parse_completion(parse_json(response.content))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServerDown(f"not a chat completion: {response.text[:80]!r}") from error
 

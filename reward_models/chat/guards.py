@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flowalign.utils.files import parse_json
+
 _MOST_IN_MEMORY = 20_000
 
 
@@ -28,7 +30,7 @@ class AnswerCache:
         if self.folder is None:
             return self._memory.get(key)
         try:
-            return json.loads(self._path(key).read_bytes())
+            return parse_json(self._path(key).read_bytes())
         except (FileNotFoundError, ValueError):
             return None
 

@@ -1,11 +1,11 @@
 """Parses judges' answers; ambiguous answers are rejected and never guessed."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowalign.utils.files import parse_json
 from reward_models.chat.chat_client import ChatAnswer
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?![.,]?\w|%)"
@@ -83,7 +83,7 @@ def parse_json_object(text: str) -> Mapping[str, Any]:
     """Parse a JSON object that may have curly quotes or lack its outer braces."""
     text = text.strip().translate(str.maketrans("“”", '""'))
     try:
-        found = json.loads(text if text.startswith("{") else f"{{{text}}}")
+        found = parse_json(text if text.startswith("{") else f"{{{text}}}")
     except ValueError as error:
         raise Unparsable(f"not JSON: {text[:60]!r}") from error
     if not isinstance(found, dict):
@@ -120,7 +120,7 @@ def yes_probabilities(answers: Sequence[ChatAnswer]) -> list[float]:
 def _find_json_scores(text: str) -> list[Any] | None:
     start, end = text.find("{"), text.rfind("}")
     try:
-        found = json.loads(text[start : end + 1]) if 0 <= start < end else None
+        found = parse_json(text[start : end + 1]) if 0 <= start < end else None
     except ValueError:
         return None
     if not isinstance(found, dict) or "score" not in found:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.utils.files import bundled
+from flowalign.utils.files import bundled, read_object
 from flowalign.utils.imports import import_optional
 
 Answers = Literal["hard", "soft"]
@@ -100,10 +100,10 @@ def read_question_set(source: str) -> QuestionSet:
     own = Path(__file__).parent / "data" / f"{source}.json"
     path = own if own.is_file() else Path(bundled(source))
     try:
-        content = json.loads(path.read_text())
+        content = read_object(path)
         items = [Item(**item) for item in content.pop("items")]
         return QuestionSet(items=items, **content)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source} is not a checklist: {error}") from error
 
 

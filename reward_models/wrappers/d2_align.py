@@ -4,7 +4,6 @@ Source: D2-Align, arXiv:2512.24146, from its formulas; no code was found. The po
 the gradient path `DirectAlign`.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from flowalign.types import (
     RewardModel,
     RewardOutput,
 )
+from flowalign.utils.files import explain_shape, read_objects
 from reward_models.backbones.checkpoints import fingerprint_of
 from reward_models.backbones.clip_towers import Towers, guide_text
 from reward_models.backbones.reward_bases import NetworkReward
@@ -122,9 +122,11 @@ def read_listing(folder: str) -> list[tuple[Path, str]]:
             f"media of D2Align is {folder!r}, which has no metadata.jsonl: make images of the "
             f"initial policy with flowalign sample RUN.yaml --out {folder}"
         )
-    lines = listing.read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line]
-    found = [(Path(folder) / row["file_name"], str(row["prompt"])) for row in rows]
+    with explain_shape(listing, "every line needs file_name and prompt"):
+        found = [
+            (Path(folder) / row["file_name"], str(row["prompt"]))
+            for _, row in read_objects(listing)
+        ]
     if not found or any(path.suffix != ".png" for path, _ in found):
         raise ValueError(f"{listing} must name at least one image, and PNG files only")
     return found

@@ -20,7 +20,6 @@ from flowalign.curation.scoring.part_files import (
     RunningStats,
     Throughput,
     TooManyFailures,
-    hold_lock,
 )
 from flowalign.curation.scoring.scoring_job import BlockScorer, ScoringJob, finish, run
 from flowalign.curation.scoring.table_rows import DecodedMedium, make_unscored_row
@@ -28,7 +27,7 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MAY_PASS, RewardModel, RewardOutput
-from flowalign.utils.folders import record_settings
+from flowalign.utils.folders import hold_lock, record_settings
 from reward_models.chat.chat_client import Server
 from reward_models.chat.judge import Sampling
 from reward_models.chat.unified_reward import AXES, UnifiedRewardPoint

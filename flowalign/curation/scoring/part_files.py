@@ -1,6 +1,5 @@
 """Store scores on disk, in parts that are merged into one table, and count rows and failures."""
 
-import fcntl
 import itertools
 import json
 import math
@@ -8,14 +7,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.types import MAY_PASS
-from flowalign.utils.files import atomic_write
+from flowalign.utils.files import atomic_write, read_objects
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -40,6 +38,7 @@ OWN_COLUMNS = "columns"
 """Field of a saved row with the columns of the dataset that have no meaning for flowalign."""
 _ROWS_AT_ONCE = 4096
 _STAMPS = "stamps"
+_DELETE = "; delete this file, and its rows are scored again"
 _DIGITS = 8
 
 
@@ -91,18 +90,20 @@ class PartFiles:
         """Yield the saved rows of `blocks`, in order.
 
         Raises:
-            ValueError: A block is missing.
+            ValueError: A block is missing or damaged.
         """
         for block in blocks:
             if block not in self:
                 raise ValueError(f"block {block} of {self.folder} has not been scored yet")
-            with self._path(block).open(encoding="utf-8") as file:
-                yield from map(json.loads, itertools.islice(file, 1, None))
+            for where, row in itertools.islice(self._lines(block), 1, None):
+                if not row.keys() >= FIXED.keys():
+                    raise ValueError(f"{where} is no row of scores{_DELETE}")
+                yield row
 
     def drop_changed(self, block: int, stamps: Sequence[str]) -> int:
         """Delete a block if stamps of its records differ; return the number of these records."""
-        with self._path(block).open(encoding="utf-8") as file:
-            saved = json.loads(file.readline()).get(_STAMPS, [])
+        _, head = next(self._lines(block), ("", {}))
+        saved = head.get(_STAMPS, [])
         changed = sum(a != b for a, b in itertools.zip_longest(saved, stamps))
         if changed:
             self._path(block).unlink()
@@ -110,12 +111,19 @@ class PartFiles:
 
     def blocks(self) -> list[int]:
         """Return the saved blocks, in order."""
-        return sorted(int(path.stem) for path in self.folder.glob("*.jsonl"))
+        names = (path.stem for path in self.folder.glob("*.jsonl"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def complete(self, blocks: Iterable[int]) -> list[int]:
         """Return the saved blocks among `blocks` without a failure that may pass."""
         saved = (block for block in blocks if block in self)
         return [block for block in saved if not any(map(_may_pass, self.rows([block])))]
+
+    def _lines(self, block: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        try:
+            yield from read_objects(self._path(block))
+        except ValueError as error:
+            raise ValueError(f"{error}{_DELETE}") from error
 
     def _path(self, block: int) -> Path:
         return self.folder / f"{block:0{_DIGITS}}.jsonl"
@@ -123,23 +131,6 @@ class PartFiles:
 
 def _may_pass(row: Row) -> bool:
     return MAY_PASS in (row["reason"] or "")
-
-
-@contextmanager
-def hold_lock(lock: Path) -> Iterator[None]:
-    """Hold a lock file, which is released whenever the process ends, even by a kill.
-
-    Raises:
-        ValueError: Another process holds it.
-    """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        # flock is released with the process; a file that marks a lock would outlive a kill.
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is scoring into {lock.parent}") from error
-        yield
 
 
 def merge(parts: PartFiles, blocks: Sequence[int], table: Path) -> None:

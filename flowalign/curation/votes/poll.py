@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -78,10 +79,11 @@ class Poll:
         with self.changed:
             mine = self._votes(annotator)
             asked = [row["question"] for row in mine]
-            due = [id for id in asked if self._is_due(id, asked)]
-            early = [id for id in due if len(asked) - asked.index(id) <= _BETWEEN]
+            due = self._find_due(asked)
+            recent = set(asked[-_BETWEEN:])
+            early = [id for id in due if id in recent]
             new = self._open_questions(asked, annotator)
-            late = [id for id in due if id not in early]
+            late = [id for id in due if id not in recent]
             left = [*late, *new, *early]
             if not left:
                 return None
@@ -131,8 +133,8 @@ class Poll:
         """Return the number of votes of an annotator, and of questions that are left for them."""
         with self.changed:
             asked = [row["question"] for row in self._votes(annotator)]
-            due = sum(self._is_due(id, asked) for id in asked)
-            return len(asked), len(self._open_questions(asked, annotator)) + due
+            left = self._open_questions(asked, annotator) + self._find_due(asked)
+            return len(asked), len(left)
 
     def answers(self, id: str) -> list[Mapping[str, Sequence[int]]]:
         """Return the answers to a question, without repeats."""
@@ -158,8 +160,11 @@ class Poll:
     def _is_repeated(self, id: str) -> bool:
         return is_in_share(id, self.settings.repeats, 0)
 
-    def _is_due(self, id: str, asked: Sequence[str]) -> bool:
-        return self._is_repeated(id) and id in self.questions and asked.count(id) == 1
+    def _find_due(self, asked: Sequence[str]) -> list[str]:
+        """Return the questions that an annotator answered once and is asked again."""
+        times = Counter(asked)
+        once = (id for id in asked if times[id] == 1 and id in self.questions)
+        return [id for id in once if self._is_repeated(id)]
 
     def _columns(self, question: Question) -> dict[str, Any]:
         relative = self.table.relative

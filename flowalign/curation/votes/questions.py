@@ -24,7 +24,7 @@ from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.pairing import beaten_share
 from flowalign.reports.records import read_json
 from flowalign.reports.samples import cut_grid
-from flowalign.utils.files import atomic_write, sync_file
+from flowalign.utils.files import atomic_write, parse_json, sync_file
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,9 @@ def _cut(folder: Path, out: Path, step: int, count: int, columns: int) -> None:
 
 
 VOTES = "votes.jsonl"
+_COLUMNS = dict.fromkeys(("id", "question", "user_id", "prompt"), str)
+_COLUMNS |= {"images": list, "repeat": bool}
+"""Columns of every vote, with their types."""
 
 
 class VoteTable:
@@ -167,11 +170,13 @@ class VoteTable:
         lines = content.split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
+                _check_vote(row)
                 self.rows[row["id"]] = row
-            except (ValueError, TypeError, KeyError) as error:
-                if number < len(lines) or not isinstance(error, ValueError):
-                    raise ValueError(f"{path} line {number} is no vote: {line[:60]!r}") from error
+            except (ValueError, TypeError) as error:
+                if number < len(lines) or isinstance(error, TypeError):
+                    where = f"{path} line {number}"
+                    raise ValueError(f"{where} is no vote: {error}: {line[:60]!r}") from error
         self._is_cut = bool(lines[-1])
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -210,6 +215,21 @@ class VoteTable:
         path, folder = os.path.abspath(medium.path or ""), self.path.parent.absolute()
         near = Path(path).is_relative_to(folder.parent)
         return Path(os.path.relpath(path, folder)).as_posix() if near else path
+
+
+def _check_vote(row: Any) -> None:
+    """Raise TypeError unless a row has the columns of a vote."""
+    if not isinstance(row, dict):
+        raise TypeError("it is no object")
+    for name, kind in _COLUMNS.items():
+        if not isinstance(row.get(name), kind):
+            raise TypeError(f"{name} is {row.get(name)!s:.40}")
+    for name in ("ranks", "ratings"):
+        answers = row.get(name, {})
+        for one in answers.values() if isinstance(answers, dict) else [None]:
+            fits = isinstance(one, list) and len(one) == len(row["images"])
+            if not fits or not all(isinstance(x, int | float) for x in one):
+                raise TypeError(f"{name} are no numbers of the {len(row['images'])} images")
 
 
 def read_votes(path: Path) -> Iterator[Row]:

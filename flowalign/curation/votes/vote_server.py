@@ -4,7 +4,6 @@ A page on another site cannot vote: its requests lack the JSON content type, or 
 first, and this server does not answer such a question.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from flowalign.data.preference.validate import Inspection
 from flowalign.reports.pages import render
 from flowalign.rewards.batching import Refusal
 from flowalign.rewards.reward_server import Service, application, receive
+from flowalign.utils.files import parse_json
 
 HEADERS = {
     "Cache-Control": "no-cache",
@@ -99,11 +99,11 @@ async def _store(
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise Refusal(415, "send application/json")
     try:
-        content = json.loads(await receive(request, _LONGEST_VOTE, seconds))
+        content = parse_json(await receive(request, _LONGEST_VOTE, seconds))
         if not isinstance(content, dict):
             raise ValueError("need a JSON object")
         await run_in_threadpool(store, content)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(400, str(error)) from error
     except OSError as error:
         raise Refusal(507, str(error)) from error

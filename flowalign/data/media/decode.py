@@ -84,8 +84,8 @@ def decode(
     path = Path(medium.path) if medium.path else None
     if path and path.is_dir():
         return _decode_folder(path, medium, choice)
-    if path:
-        require_file(path)
+    if path and not require_file(path):
+        raise MediaProblem(f"empty file: {path}")
     return (_decode_video if is_video(medium) else _decode_picture)(medium, choice)
 
 

@@ -58,12 +58,10 @@ def describe_missing(path: Path) -> str:
 
 
 def require_file(path: Path) -> int:
-    """Return the size of a file; raise MediaProblem if it is missing, empty or not regular."""
+    """Return the size of a file; raise MediaProblem if it is missing or not regular."""
     if not path.is_file():
         raise MediaProblem(describe_missing(path))
-    if not (size := path.stat().st_size):
-        raise MediaProblem(f"empty file: {path}")
-    return size
+    return path.stat().st_size
 
 
 def list_frame_files(folder: Path) -> list[Path]:

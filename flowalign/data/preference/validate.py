@@ -164,7 +164,8 @@ class Inspection:
             return _shape(medium)
         if medium.path not in self._shapes:
             try:
-                self._size(medium)
+                if not self._size(medium):
+                    raise MediaProblem(f"empty file: {medium.path}")
                 self._shapes[medium.path] = _shape(medium)
             except MediaProblem as problem:
                 self._shapes[medium.path] = str(problem)

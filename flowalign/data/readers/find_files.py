@@ -1,7 +1,6 @@
 """Find the files of a dataset by path or pattern, and the reader of their format."""
 
 import glob
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from flowalign.data.readers.formats import (
     read_parquet,
     read_tar,
 )
+from flowalign.utils.files import explain_shape, read_object
 
 FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_jsonl,
@@ -39,6 +39,7 @@ _SCORES = "scores.parquet"
 _LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files in which `datasets.save_to_disk` describes a dataset, or a dataset with splits."""
+_SAVE_AGAIN = "save the dataset again with save_to_disk"
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 
@@ -85,13 +86,15 @@ def _check_files(source: str, files: Sequence[Path]) -> list[Path]:
 
 def _find_in_folder(folder: Path) -> list[Path]:
     if (folder / _SPLITS).is_file():
-        splits = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        with explain_shape(folder / _SPLITS, _SAVE_AGAIN):
+            splits = [*map(str, read_object(folder / _SPLITS)["splits"])]
         raise ValueError(
             f"{folder} holds the splits {', '.join(splits)}; name one, such as {folder / splits[0]}"
         )
     if (folder / _SAVED).is_file():
-        state = json.loads((folder / _SAVED).read_text(encoding="utf-8"))
-        return [folder / file["filename"] for file in state["_data_files"]]
+        with explain_shape(folder / _SAVED, _SAVE_AGAIN):
+            state = read_object(folder / _SAVED)
+            return [folder / file["filename"] for file in state["_data_files"]]
     for name in _LISTINGS:
         if (folder / name).is_file() or (folder / name).is_symlink():
             return [folder / name]

@@ -15,11 +15,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
 
 from flowalign.data.media.media import PICTURES, VIDEOS
+from flowalign.utils.files import parse_json
 from flowalign.utils.imports import import_optional
 
 _CHARACTERS_AT_ONCE = 1 << 16
-_LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')
-"""Pattern of the beginning of the list in a JSON file of rows."""
+_KEY, _SCALAR = r'"[^"\\]*"\s*:\s*', r'(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'
+_LIST = re.compile(rf"\s*(?:\{{\s*(?:{_KEY}{_SCALAR}\s*,\s*)*{_KEY})?\[")
+"""Pattern of the beginning of the list in a JSON file of rows; single values may come before it."""
 ROWS_AT_ONCE = 64
 """Number of rows that are in memory at a time."""
 
@@ -59,22 +61,13 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 yield _parse_line(number, path, line)
 
 
-def _parse_line(number: int, path: Path, line: bytes) -> Row:
+def _parse_line(number: int, path: Path, line: str | bytes) -> Row:
     try:
-        return _check_object(number, path, json.loads(line), line)
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or nested too deep
+        item = parse_json(line)
+    except ValueError as error:  # neither UTF-8 nor JSON
         return Row(number, path, problem=f"is not JSON ({error})")
-
-
-def _check_object(number: int, path: Path, item: Any, source: bytes) -> Row:
-    """Return the value of a JSON text as a row, with a problem unless it is an object."""
     if not isinstance(item, dict):
         return Row(number, path, problem="is not a JSON object")
-    try:
-        if b"\\ud" in source.lower():  # may be half of a pair, which no file can hold
-            json.dumps(item, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return Row(number, path, problem="has half of a character (a lone surrogate)")
     return Row(number, path, item)
 
 
@@ -96,28 +89,31 @@ def read_json(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: The file is not a JSON list, or is truncated.
     """
-    for number, (item, source) in enumerate(_iterate_items(path), 1):
-        yield _check_object(number, path, item, source.encode(errors="surrogatepass"))
+    for number, item in enumerate(_iterate_items(path), 1):
+        yield _parse_line(number, path, item)
 
 
-def _iterate_items(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the items of a JSON list and their texts; read on where the buffer ends in an item."""
-    decoder, at_end = json.JSONDecoder(), False
+def _iterate_items(path: Path) -> Iterator[str]:
+    """Yield the texts of the items of a JSON list; read on where the buffer ends in an item."""
+    decoder, at_end = json.JSONDecoder(parse_int=str), False
     with _open_text(path) as file:
         text = file.read(_CHARACTERS_AT_ONCE)
         if not (start := _LIST.match(text)):
-            raise ValueError(f"{path} is not a JSON list of rows")
+            hint = "; rename it to .jsonl if it has one object per line" if "}" in text else ""
+            raise ValueError(f"{path} is not a JSON list of rows{hint}")
         text = text[start.end() :]
         while not (text := text.lstrip().removeprefix(",").lstrip()).startswith("]"):
             try:
-                item, end = decoder.raw_decode(text)
+                _, end = decoder.raw_decode(text)
+            except RecursionError as error:
+                raise ValueError(f"{path} is nested too deep: {text[:40]!r}") from error
             except json.JSONDecodeError as error:
                 if at_end:
                     raise ValueError(f"{path} is truncated or not JSON: {error}") from error
                 more = file.read(max(_CHARACTERS_AT_ONCE, len(text)))
                 text, at_end = text + more, not more
             else:
-                yield item, text[:end]
+                yield text[:end]
                 text = text[end:]
         _check_rest(path, (text[1:] + file.read()).strip(), "{" in start[0])
 
@@ -125,8 +121,8 @@ def _iterate_items(path: Path) -> Iterator[tuple[Any, str]]:
 def _check_rest(path: Path, rest: str, is_in_object: bool) -> None:
     """Raise ValueError unless only single values of the object follow its list of rows."""
     try:
-        others = json.loads("{" + rest.removeprefix(",")) if is_in_object else {}
-    except json.JSONDecodeError:
+        others = parse_json("{" + rest.removeprefix(",")) if is_in_object else {}
+    except ValueError:
         others, is_in_object = {}, False
     if lists := [name for name, value in others.items() if isinstance(value, list | dict)]:
         raise ValueError(f"{path} also holds {', '.join(lists)}; put each list in its own file")
@@ -286,7 +282,7 @@ def _parse_value(kind: str, content: bytes) -> Any:
     """Return the text of a text file, the value of a JSON file, or the bytes of other files."""
     try:
         if kind == "json":
-            return json.loads(content)
+            return parse_json(content)
         return decode_text(content).strip() if _COLUMNS[kind] == "prompt" else content
     except ValueError as error:
         raise RowProblem(f"has a .{kind} file that cannot be read ({error})") from error

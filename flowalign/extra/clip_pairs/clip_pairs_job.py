@@ -31,7 +31,7 @@ from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.extra.clip_pairs.generators import ClipPair
 from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.types import Request
-from flowalign.utils.files import atomic_write, write_text
+from flowalign.utils.files import atomic_write, read_object, write_text
 from flowalign.utils.seeds import is_in_share
 
 TRAIN, HELD_OUT, SUMMARY = "train.jsonl", "held_out.jsonl", "summary.json"
@@ -87,7 +87,7 @@ class BatchOutcome:
     @staticmethod
     def read(path: Path) -> "BatchOutcome":
         """Read an outcome written by `save`."""
-        fields = json.loads(path.read_text())
+        fields: Any = read_object(path)
         names = "rows", "faults", "expected", "costs", "stamps"
         return BatchOutcome(*(fields.get(name) for name in names))
 

@@ -9,7 +9,6 @@ write `<name>_eval_results.json`: a mapping from each dimension to its score and
 clips. Their scripts count a missing dimension as 0; here it is an error.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from flowalign.studies.benchmark.card import Card, Group
 from flowalign.studies.benchmark.items import BenchmarkItem, ModelFolder, Place
 from flowalign.types import Request
-from flowalign.utils.files import read_object
+from flowalign.utils.files import read_object, read_objects
 
 
 def read_scores(
@@ -80,18 +79,7 @@ def _check_complete(
 def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"--scores {path} does not exist (looked in {Path.cwd()})")
-    rows = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{n}: not JSON ({error.msg})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{n}: expected an object with model, row, copy and scores")
-        rows.append((f"{path}:{n}", row))
-    return rows
+    return list(read_objects(path))
 
 
 def _read_number(row: Mapping[str, Any], dim: str, where: str) -> float:

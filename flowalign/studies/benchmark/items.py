@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from flowalign.data.requests import read_requests
 from flowalign.studies.benchmark.card import Card, PromptSource
 from flowalign.types import Request
-from flowalign.utils.files import bundled, write_text
+from flowalign.utils.files import bundled, explain_shape, read_json, read_object, write_text
 
 _TABLES = {".csv": ",", ".tsv": "\t"}
 
@@ -87,7 +87,7 @@ def _read(path: Path, name: str, source: PromptSource) -> list[Request]:
             rows = list(csv.DictReader(stream, delimiter=_TABLES[path.suffix]))
         return [_parse(row, f"{name}:{n}", source.column) for n, row in enumerate(rows, 2)]
     if path.suffix == ".json" and path.is_file():
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json(path)
         rows = list(content.values()) if isinstance(content, dict) else content
         if not isinstance(rows, list):
             raise ValueError(f"{name} must hold a list of rows, got {type(rows).__name__}")
@@ -185,13 +185,14 @@ class ModelFolder:
         path = self._block(block)
         if not path.is_file():
             return None
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["settings"] != self.settings:
-            raise ValueError(
-                f"{path} was made with other settings than this command;\n"
-                "run all shards with the same options, or choose another --out"
-            )
-        return [BenchmarkItem(**row) for row in content["items"]]
+        content = read_object(path)
+        with explain_shape(path, "delete it, and its images are scored again"):
+            if content["settings"] != self.settings:
+                raise ValueError(
+                    f"{path} was made with other settings than this command;\n"
+                    "run all shards with the same options, or choose another --out"
+                )
+            return [BenchmarkItem(**row) for row in content["items"]]
 
     def is_done(self, block: int, places: Sequence[Place], dims: Sequence[str]) -> bool:
         """Return whether a block has all images, and a score of each dimension."""
