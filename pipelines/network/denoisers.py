@@ -29,8 +29,12 @@ _NAMES = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
 """Attributes of attention layers of diffusers with the norms of queries and keys."""
 
 
+_INPUTS = "hidden_states", "encoder_hidden_states"
+"""First arguments of the attention layers of diffusers."""
+
+
 def keep_dtype(network: nn.Module) -> None:
-    """Let the norms of queries and keys return the dtype that they are given.
+    """Let the norms of queries and keys return the dtype that they are given, and cast inputs once.
 
     CUDA autocast computes `nn.LayerNorm`, and from torch 2.12 `nn.RMSNorm`, in float32; a norm of
     diffusers with float32 weights returns float32 on every device. Autocast then converts the
@@ -39,13 +43,17 @@ def keep_dtype(network: nn.Module) -> None:
     """
     for norm in _norms(network):
         norm.register_forward_hook(_cast_output)
+    for attention in _attentions(network):
+        attention.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
 
 def release(network: nn.Module) -> None:
     """Remove the changes that prepared a network for training, except its adapter."""
-    for norm in _norms(network):
-        for key in [key for key, hook in norm._forward_hooks.items() if hook is _cast_output]:
-            del norm._forward_hooks[key]
+    changed = [(one._forward_hooks, _cast_output) for one in _norms(network)]
+    changed += [(one._forward_pre_hooks, _cast_inputs) for one in _attentions(network)]
+    for hooks, ours in changed:
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
     restore_adapters(network)
     for module in network.modules():
         module._compiled_call_impl = None
@@ -60,6 +68,35 @@ def _norms(network: nn.Module) -> Iterator[nn.Module]:
 
 def _cast_output(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
     return output.to(args[0].dtype)
+
+
+def _attentions(network: nn.Module) -> Iterator[nn.Module]:
+    return (one for one in network.modules() if hasattr(one, "processor") and hasattr(one, "to_q"))
+
+
+def _cast_inputs(
+    attention: nn.Module,  # noqa: ARG001
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Cast the inputs of an attention once, where each of its linear layers would cast them.
+
+    CUDA autocast computes the norm before it in float32. With gradient each layer casts, so that
+    the gradients to the input are summed in float32.
+    """
+    if torch.is_grad_enabled():
+        return None
+    first = [_cast(one) for one in args[:2]]
+    named = {name: _cast(one) if name in _INPUTS else one for name, one in kwargs.items()}
+    return (*first, *args[2:]), named
+
+
+def _cast(value: Any) -> Any:
+    """Return a float32 tensor as autocast converts it for a product, and other values unchanged."""
+    wide = isinstance(value, Tensor) and value.dtype == torch.float32
+    if not wide or not torch.is_autocast_enabled(value.device.type):
+        return value
+    return value.to(torch.get_autocast_dtype(value.device.type))
 
 
 def place(network: Any, device: torch.device, offload: Offload) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.fixtures.simulated_families import (
+    cast_once,
     decode_peaks,
     modules_from_main_memory,
     offload,
@@ -18,6 +19,9 @@ NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 DISPATCHING = ("flux1", "flux2", "qwen_image", "krea2", "z_image", "wan", "wan22_5b", "ltx")
 DISPATCHING += ("ltx2", "hunyuan", "hunyuan15")
 """Families whose layers take an attention backend."""
+NORMS_IN_FLOAT32 = ("sd", "flux", "qwen", "hunyuan", "cogvideox")
+"""Beginnings of the names of families with norms that autocast computes in float32. The norms of
+other families cast their results."""
 READS = {"wan22": 1}
 """Reads of the host in each evaluation: of Wan 2.2 the timestep chooses the network."""
 
@@ -36,6 +40,14 @@ def test_a_family_runs_on_a_gpu_with_one_dtype_in_attention(name, tmp_path):
 def test_weights_are_read_to_the_gpu_tensor_by_tensor(name, tmp_path):
     """Otherwise each process of a machine would hold a whole pipeline in main memory."""
     assert on_simulated_gpu(modules_from_main_memory, name, tmp_path)[0] == []
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_attention_casts_its_inputs_once_with_the_same_bits(name, tmp_path):
+    (same, once, before), _ = on_simulated_gpu(cast_once, name, tmp_path)
+    assert same
+    assert (once < before) == name.startswith(NORMS_IN_FLOAT32)
+    assert once <= before
 
 
 def test_offloaded_weights_give_the_same_gradient_and_stay_in_main_memory():

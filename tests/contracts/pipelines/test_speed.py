@@ -167,8 +167,8 @@ def eager_backend(monkeypatch):
     The comparison of annotations in tests cannot be traced.
     """
     torch._dynamo.reset()
-    plain = inspect.unwrap(denoisers._cast_output)
-    monkeypatch.setattr(denoisers, "_cast_output", plain)
+    for name in ("_cast_output", "_cast_inputs", "_cast"):
+        monkeypatch.setattr(denoisers, name, inspect.unwrap(getattr(denoisers, name)))
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     yield
