@@ -9,7 +9,7 @@ from typing import Any
 from flowalign.api.options import Options
 from flowalign.runs.config import Run
 from flowalign.runs.export_weights import Form, Trained, describe_folder
-from flowalign.runs.model_card import Subject
+from flowalign.runs.model_card import Subject, check_plots
 from flowalign.utils import hub
 from flowalign.utils.files import atomic_write
 from flowalign.utils.live_objects import PREFIX
@@ -98,6 +98,7 @@ def check_target(repo_id: str, license: str, base: str | None) -> None:
     Raises:
         ValueError: The name is invalid, the base model has no name, or the hub is not reachable.
     """
+    check_plots()
     hub.check_name(repo_id)
     if not license:
         raise ValueError("license is empty; the licence of the base model binds the weights")

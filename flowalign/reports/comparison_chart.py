@@ -6,6 +6,7 @@ from typing import Any
 
 from flowalign.reports.comparison import Axis, Comparison
 from flowalign.reports.pages import INK, Chart, Line
+from flowalign.utils.imports import import_optional
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
 COLOURS = (
@@ -88,7 +89,7 @@ def _page_colour(colour: str) -> str:
 
 def picture(comparison: Comparison) -> bytes:
     """Return a PNG of all learning curves, with the legend below."""
-    import matplotlib
+    matplotlib = import_optional("matplotlib", "plots")
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):

@@ -17,6 +17,7 @@ from flowalign.runs.model_card import (
     SAMPLES_BEFORE,
     Evidence,
     Subject,
+    check_plots,
     describe_subject,
     draw_curves,
     model_card,
@@ -101,6 +102,7 @@ def prepare(trained: Trained, form: Form, base: str | None) -> Run:
         ValueError: The folder exists, the policy exports nothing, or the weights do not fit.
         ConfigError: The settings of the run cannot be read any more.
     """
+    check_plots()
     if form.out.exists():
         raise ValueError(f"{form.out} exists and is not overwritten; name another folder by --out")
     overrides = [f"--quantization.{part}=none" for part in ("denoiser", "text_encoders")]

@@ -16,6 +16,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.sampling_job import hash_weights
 from flowalign.types import ExportTarget, describe_conditioning
 from flowalign.utils.files import read_object
+from flowalign.utils.imports import import_optional
 from flowalign.utils.live_objects import PREFIX
 from flowalign.utils.tracking import read_metrics
 
@@ -153,9 +154,14 @@ def _read_benchmark(folder: Path, digest: str, weights: Path) -> tuple[str, str]
     return content["title"], (folder / "results.md").read_text(encoding="utf-8").strip()
 
 
+def check_plots() -> None:
+    """Raise ValueError if the library is missing that draws the curves of a card."""
+    import_optional("matplotlib", "plots")
+
+
 def draw_curves(folder: Path) -> bytes | None:
     """Return a PNG with the reward of every step and the held-out values; None without metrics."""
-    import matplotlib
+    matplotlib = import_optional("matplotlib", "plots")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

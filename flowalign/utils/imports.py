@@ -39,16 +39,25 @@ def pause_garbage_collection() -> Iterator[None]:
 class LazyModule(ModuleType):
     """Module that is imported when one of its attributes is first used.
 
-    Type checkers need a plain import of the same module under `TYPE_CHECKING`.
+    Type checkers need a plain import of the same module under `TYPE_CHECKING`. `extra` is the extra
+    of flowalign that installs it.
     """
+
+    def __init__(self, name: str, extra: str | None = None) -> None:
+        super().__init__(name)
+        self._extra = extra
+
+    def _load(self) -> Any:
+        name, extra = self.__name__, self._extra
+        return import_optional(name, extra) if extra else import_module(name)
 
     def __getattr__(self, name: str) -> Any:
         """Import the module and return its attribute."""
-        return getattr(import_module(self.__name__), name)
+        return getattr(self._load(), name)
 
     def __dir__(self) -> list[str]:
         """Import the module and return its names."""
-        return dir(import_module(self.__name__))
+        return dir(self._load())
 
 
 def import_optional(module: str, extra: str) -> Any:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import transformers
     from torchvision.transforms import functional as TF
 else:
-    accelerate, open_clip = LazyModule("accelerate"), LazyModule("open_clip")
-    peft, timm, transformers = (LazyModule(name) for name in ("peft", "timm", "transformers"))
+    accelerate, peft, transformers = map(LazyModule, ("accelerate", "peft", "transformers"))
+    open_clip, timm = LazyModule("open_clip", "clip"), LazyModule("timm", "clip")
     TF = LazyModule("torchvision.transforms.functional")
 _outputs = LazyModule("transformers.modeling_outputs")
 

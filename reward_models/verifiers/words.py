@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from string import ascii_uppercase
 
-import matplotlib
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardSpec
+from flowalign.utils.imports import import_optional
 from reward_models.backbones.reward_bases import ScreenedReward
 from reward_models.detection.ocr import character_accuracy, normalise_text
 
@@ -29,6 +29,7 @@ INKS = {"red": (200, 30, 30), "green": (20, 130, 40), "blue": (30, 50, 190), "bl
 PAPERS = {"white": (245, 245, 245), "yellow": (240, 220, 110)}
 FONTS = {"sans": "DejaVuSans-Bold.ttf", "serif": "DejaVuSerif-Bold.ttf"}
 """Font files in matplotlib's data folder, in the DejaVu (Bitstream Vera) licence."""
+_matplotlib = import_optional("matplotlib", "plots")
 LETTERS = ascii_uppercase
 Placed = tuple[str, int, int]
 """Letter with its first column and the column after its last, in pixels."""
@@ -70,7 +71,7 @@ def parse_prompt(prompt: str) -> Label:
 @cache
 def load_glyphs(font: str) -> dict[str, tuple[Float[np.ndarray, "h w"], int]]:
     """Return the coverage of every letter in [0, 1] and its advance in pixels."""
-    file = Path(matplotlib.get_data_path(), "fonts", "ttf", FONTS[font])
+    file = Path(_matplotlib.get_data_path(), "fonts", "ttf", FONTS[font])
     face = ImageFont.truetype(str(file), _FONT_SIZE)
     glyphs = {}
     for letter in LETTERS:
