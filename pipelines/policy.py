@@ -13,15 +13,20 @@ from flowalign.functional.diffusion import norm
 from flowalign.types import ModelPlan, Policy, Setup
 from flowalign.utils.files import bundled
 from pipelines.codec import Codec
-from pipelines.network.checkpoint_checks import check_finite, check_folder, missing_keys_context
+from pipelines.network.checkpoint_checks import (
+    check_finite,
+    check_folder,
+    check_headers,
+    missing_keys_context,
+)
 from pipelines.network.estimates import evaluation_flops, plan_activations, plan_network
 from pipelines.network.network import Network, check_setup
-from pipelines.network.schedules import build_scheduler, shift_schedule
+from pipelines.network.schedules import build_scheduler, check_sigmas, shift_schedule
 from pipelines.network.verification import verify_saved
 from pipelines.network.weights import JOINT_ATTENTION, Lora, Precision, load_pipeline
 from pipelines.parts.folder import Config, Folder
 from pipelines.parts.recorded_plans import find_plan
-from pipelines.text_encoder import TextEncoder
+from pipelines.text_encoder import PREFIXES, TextEncoder
 
 
 class DiffusersPolicy(Policy):
@@ -43,6 +48,9 @@ class DiffusersPolicy(Policy):
     """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     skip_components: Mapping[str, Any] = {}
     """Arguments to `from_pretrained` that skip components which the policy does not need."""
+    fixed: Mapping[str, Any] = {}
+    """Settings that the policy does not read, such as "vae.latents_mean", and the only value that
+    it supports."""
     conditions_on_size: bool = False
     """Whether the conditioning contains the image size, as SDXL's does."""
     default_lora: Lora = Lora(target_modules=JOINT_ATTENTION)
@@ -149,7 +157,7 @@ class DiffusersPolicy(Policy):
         self.latent_shape = self.shape_of_latents(transformer, pipe.vae.config)
 
     def schedule(self, num_steps: int) -> Tensor:
-        return self.sigmas(self.pipe.scheduler, num_steps).to(self.device)
+        return schedule_of(self, self.pipe.scheduler, num_steps).to(self.device)
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         x = torch.randn(num_samples, *self.latent_shape, generator=generator, dtype=torch.float32)
@@ -197,6 +205,7 @@ def compute_plan(policy: DiffusersPolicy) -> ModelPlan:
         policy.folder.config(name) for name in (policy.denoiser_name, "vae", "scheduler")
     )
     with missing_keys_context(policy.path):
+        check_headers(policy.folder, PREFIXES if policy.network.setup.prompt_cache else ())
         scheduler = build_scheduler(shift_schedule(scheduler, policy.codec.shift, policy.path))
         latent_shape = policy.shape_of_latents(transformer, vae)
         denoiser, counts = plan_network(policy.network)
@@ -208,20 +217,35 @@ def compute_plan(policy: DiffusersPolicy) -> ModelPlan:
         latent_shape=latent_shape,
         activation_bytes=activation_bytes,
         evaluation_flops=partial(evaluation_flops, denoiser, latent_shape, tokens, text),
-        sigmas=partial(policy.sigmas, scheduler),
+        sigmas=partial(schedule_of, policy, scheduler),
         **counts,
     )
     return policy.codec.extend_plan(plan, policy.text_encoder.stored_bytes)
+
+
+def schedule_of(policy: DiffusersPolicy, scheduler: Any, num_steps: int) -> Tensor:
+    """Return the checked schedule of a policy."""
+    kind = f" ({type(scheduler).__name__})" if scheduler else ""
+    name = f"the scheduler of {policy.path}{kind}"
+    return check_sigmas(partial(policy.sigmas, scheduler), num_steps, name)
 
 
 def _check(policy: DiffusersPolicy) -> None:
     """Check the settings and the folder of a policy. Only configuration files are read.
 
     Raises:
-        ValueError: The folder belongs to another family or lacks a component, the model cannot
-            produce the requested size, or `max_sequence_length` is below 1.
+        ValueError: The folder belongs to another family or lacks a component, a component has a
+            setting that the policy does not read, the model cannot produce the requested size, or
+            `max_sequence_length` is below 1.
     """
     check_folder(policy.folder, policy.denoiser_name, policy.network.kind)
+    for setting, value in policy.fixed.items():
+        component, _, key = setting.partition(".")
+        if (got := policy.folder.config(component).get(key, value)) != value:
+            raise ValueError(
+                f"{policy.path}: {key} of its {component} is {str(got)[:40]}, which "
+                f"{type(policy).__name__} does not use; supported: {value}"
+            )
     if policy.max_sequence_length < 1:
         raise ValueError(
             f"max_sequence_length is {policy.max_sequence_length}; it must be at least 1"

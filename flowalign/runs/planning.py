@@ -6,7 +6,7 @@ gaps between tensors.
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 
 from flowalign.data.requests import read_requests
 from flowalign.runs import run_memory
@@ -175,6 +175,9 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     check_trackers(run.trackers)
     groups = run.sharding.groups(world)
     model = run.policy.plan()
+    if not model.trusted:
+        for count in sorted({1, *_list_steps(run.recipe), *_list_steps(run.evaluation)}):
+            model.sigmas(count)
     divided = run.sharding.weights != "replicated" and model.trainable == model.parameters
     check_kind(run.optimizer.kind, divided)
     if run.evaluation and len(run.evaluation.items()) < groups:
@@ -199,6 +202,17 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         **run_memory.loading(run, model, groups),
         **fit_rows(parts, model.text_bytes > 0),
     }
+
+
+def _list_steps(settings: object) -> list[int]:
+    """Return all numbers of denoising steps in settings."""
+    if isinstance(settings, list | tuple):
+        return [count for one in settings for count in _list_steps(one)]
+    if not is_dataclass(settings):
+        return []
+    found = vars(settings)
+    counts = [found[name] for name in ("num_steps", "schedule_steps") if name in found]
+    return [*counts, *(count for one in found.values() for count in _list_steps(one))]
 
 
 def prompt_rows(run: Run, prompts_per_step: int) -> dict[str, str]:

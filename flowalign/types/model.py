@@ -258,7 +258,7 @@ class ModelPlan:
     activation_bytes: int
     """Bytes kept for the backward pass, per sample of a micro-batch; a rough estimate."""
     sigmas: Callable[[int], Float[Tensor, "S"]]
-    """Function from a number of steps to the schedule."""
+    """Function from a number of steps to the schedule; it raises ValueError for a wrong one."""
     decode_bytes: int = 0
     """Peak bytes of decoding, per sample that is decoded at once; a rough estimate."""
     decodes_together: bool = True
@@ -286,3 +286,5 @@ class ModelPlan:
     without gradient. It returns 0 if the number is unknown."""
     decode_flops: Callable[[], int] = field(default=int, compare=False)
     """The same for decoding one sample."""
+    trusted: bool = field(default=False, compare=False)
+    """Whether the schedule is known to be right for any number of steps."""

@@ -34,7 +34,7 @@ from pipelines.any_pipeline.replay import (
 from pipelines.any_pipeline.stock_call import StockCall
 from pipelines.any_pipeline.wrapping import check_arguments, check_replay, find_classes
 from pipelines.codec import Codec
-from pipelines.network.checkpoint_checks import check_folder
+from pipelines.network.checkpoint_checks import check_folder, check_headers
 from pipelines.network.estimates import evaluation_flops, kept_per_token, plan_masks, plan_network
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, prepare_training
@@ -46,7 +46,7 @@ from pipelines.parts.encoding import (
     probe_request,
 )
 from pipelines.parts.folder import Config
-from pipelines.policy import DiffusersPolicy, Precision
+from pipelines.policy import DiffusersPolicy, Precision, schedule_of
 
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter."""
@@ -145,6 +145,7 @@ class AnyFlow(DiffusersPolicy):
     def plan(self) -> ModelPlan:
         self.identify()
         check_folder(self.folder, self.denoiser_name, self.network.kind)
+        check_headers(self.folder)
         latent_shape, _ = self.stock.trace(2)
         denoiser, counts = plan_network(self.network)
         with torch.device("meta"):
@@ -161,7 +162,7 @@ class AnyFlow(DiffusersPolicy):
             latent_shape=latent_shape,
             activation_bytes=self.network.dtype.itemsize * kept + masks,
             evaluation_flops=partial(evaluation_flops, *given),
-            sigmas=partial(self.sigmas, None),
+            sigmas=partial(schedule_of, self, None),
             decodes_together=not self.call.decode_one,
             **counts,
         )

@@ -51,6 +51,7 @@ class CogVideoX(VideoPolicy):
 
     pipeline_class = "CogVideoXPipeline"
     transformer_class = "CogVideoXTransformer3DModel"
+    fixed = dict.fromkeys(["transformer.ofs_embed_dim"])
     default_lora = LORA
 
     def __init__(

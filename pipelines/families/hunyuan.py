@@ -97,6 +97,7 @@ class HunyuanVideo(HunyuanPolicy):
 
     pipeline_class = "HunyuanVideoPipeline"
     transformer_class = "HunyuanVideoTransformer3DModel"
+    fixed = dict.fromkeys(["transformer.image_condition_type"])
 
     def __init__(
         self,
@@ -158,6 +159,7 @@ class HunyuanVideo15(HunyuanPolicy):
     """
 
     pipeline_class = "HunyuanVideo15Pipeline"
+    fixed = dict.fromkeys(["transformer.use_meanflow"], False)
     transformer_class = "HunyuanVideo15Transformer3DModel"
     extra_text_tokens = 256 + 729  # of text to render and of the first frame, also if there is none
 

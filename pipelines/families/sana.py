@@ -34,6 +34,7 @@ class Sana(DiffusersPolicy):
 
     pipeline_class = "SanaPipeline"
     transformer_class = "SanaTransformer2DModel"
+    fixed = dict.fromkeys(["transformer.guidance_embeds"], False)
     default_lora = LORA
 
     def __init__(

@@ -58,7 +58,7 @@ class SD3(DiffusersPolicy):
         return height * width // transformer["patch_size"] ** 2 + text
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return scheduler_sigmas(scheduler, num_steps, self.path)
+        return scheduler_sigmas(scheduler, num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:

@@ -12,11 +12,21 @@ from pipelines.codec import Codec
 from pipelines.network.schedules import predict_flow, trailing_sigmas
 from pipelines.network.weights import Lora
 from pipelines.parts.evaluation import grid_of, guide
-from pipelines.parts.folder import Config
+from pipelines.parts.folder import Config, check_channels
 from pipelines.policy import DiffusersPolicy, Precision
 
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
 """Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO."""
+
+
+UNREAD = dict.fromkeys(
+    f"unet.{name}"
+    for name in (
+        *("time_cond_proj_dim", "class_embed_type", "num_class_embeds", "encoder_hid_dim_type"),
+        "addition_embed_type",
+    )
+)
+"""Inputs of UNets of other pipelines, such as the guidance of latent consistency models."""
 
 
 class UNetPolicy(DiffusersPolicy):
@@ -35,6 +45,7 @@ class UNetPolicy(DiffusersPolicy):
 
     transformer_class = "UNet2DConditionModel"
     default_lora = LORA
+    fixed = UNREAD
     denoiser_name = "unet"
     latents_argument = "sample"
 
@@ -54,6 +65,8 @@ class UNetPolicy(DiffusersPolicy):
         )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        kinds = "a UNet for inpainting or editing takes more, and is not supported"
+        check_channels(self, transformer, vae["latent_channels"], kinds)
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         return transformer["in_channels"], *grid_of(self, factor)
 
@@ -111,6 +124,11 @@ class SDXL(UNetPolicy):
     """
 
     pipeline_class = "StableDiffusionXLPipeline"
+    fixed = (
+        UNREAD
+        | {"unet.addition_embed_type": "text_time"}
+        | dict.fromkeys(("vae.latents_mean", "vae.latents_std"))
+    )
     conditions_on_size = True
     skip_components = dict.fromkeys(("feature_extractor", "image_encoder")) | {
         "add_watermarker": False

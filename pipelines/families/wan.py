@@ -136,7 +136,7 @@ class Wan(VideoPolicy):
         return count_patches(latent_shape, transformer["patch_size"])
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return scheduler_sigmas(scheduler, num_steps, self.path)
+        return scheduler_sigmas(scheduler, num_steps)
 
     def load(self, device: torch.device) -> None:
         super().load(device)

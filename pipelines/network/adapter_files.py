@@ -12,7 +12,7 @@ flowalign itself reads the second file.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,23 @@ from torch import Tensor
 from flowalign.utils.adapters import TRAINED
 from flowalign.utils.files import parse_json, read_object
 from pipelines.parts.libraries import diffusers, peft
-from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
+from pipelines.parts.tensors import (
+    read_tensors,
+    require_file,
+    require_finite,
+    require_same_shapes,
+)
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _METADATA = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
+_UNREAD = (
+    *("use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "use_qalora", "use_bdlora"),
+    *("lora_bias", "modules_to_save", "layer_replication", "kasa_config", "velora_config"),
+)
+_INITIALS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initial values of adapters that leave the base model as it is."""
 _WAN_LAYERS = {
     **{f"attn1.to_{one}": f"self_attn.{one}" for one in "qkv"},
     **{f"attn2.to_{one}": f"cross_attn.{one}" for one in "qkv"},
@@ -108,24 +119,43 @@ def load_adapter(part: str, denoiser: Any, folder: str) -> None:
     """Load files that `save_adapter` or PEFT wrote, or a single file for diffusers.
 
     Raises:
-        ValueError: Tensors are missing or unexpected, or the adapter was trained with another
-            alpha.
+        ValueError: Tensors are missing, unexpected or not finite, or the adapter was trained with
+            another rank, alpha or formula.
     """
     name, where = adapter_place(part, folder)
     file = where / PEFT_FILE
     if file.is_file():
-        state, trained = _read_peft(where)
+        state, about = _read_peft(where)
     else:
         file = require_file(where / LORA_FILE)
-        state, trained = _read_diffusers(name, denoiser, file)
-    require_same_shapes(state, adapter_tensors(denoiser), file)
-    alpha = denoiser.peft_config[TRAINED].lora_alpha
-    if trained != alpha:
-        raise ValueError(
-            f"{file} was trained with lora.alpha {trained}, not {alpha}: "
-            f"set policy.init_args.lora.alpha to {trained}"
+        state, about = _read_diffusers(name, denoiser, file)
+    check_formula(about, file)
+    config = denoiser.peft_config[TRAINED]
+    pairs = {"rank": (about.get("r"), config.r), "alpha": (about["lora_alpha"], config.lora_alpha)}
+    if wrong := {name: pair for name, pair in pairs.items() if pair[0] not in (None, pair[1])}:
+        told = " and ".join(f"lora.{name} {was}, not {now}" for name, (was, now) in wrong.items())
+        remedy = " and ".join(
+            f"policy.init_args.lora.{n} to {was}" for n, (was, _) in wrong.items()
         )
+        raise ValueError(f"{file} was trained with {told}: set {remedy}")
+    require_same_shapes(state, adapter_tensors(denoiser), file)
+    require_finite(state, file)
     peft.set_peft_model_state_dict(denoiser, state)
+
+
+def check_formula(about: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError if an adapter's settings scale or change layers in a way that is not read.
+
+    Only alpha / rank is read, equal in all layers.
+    """
+    changed = {name: about[name] for name in _UNREAD if about.get(name)}
+    if about.get("init_lora_weights") not in _INITIALS:
+        changed["init_lora_weights"] = about["init_lora_weights"]  # it changes the base model
+    for name, value in changed.items():
+        raise ValueError(
+            f"{file} was trained with {name} {str(value)[:60]}, which is not supported: merge the "
+            "adapter into its base model with PEFT, and set policy.init_args.path to the result"
+        )
 
 
 def load_into_pipeline(pipe: Any, part: str, folder: str, name: str | None = None) -> None:
@@ -213,15 +243,17 @@ def adapter_tensors(denoiser: Any) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
-def _read_peft(where: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors as they were trained, and alpha."""
+def _read_peft(where: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors as they were trained, and their settings."""
     found = read_tensors(require_file(where / PEFT_FILE))
     state = {k.removeprefix(_PEFT_PREFIX): v for k, v in found.items() if not k.endswith(".alpha")}
-    return state, read_object(require_file(where / PEFT_CONFIG)).get("lora_alpha")
+    return state, {"lora_alpha": None} | read_object(require_file(where / PEFT_CONFIG))
 
 
-def _read_diffusers(part: str, denoiser: Any, file: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return tensors and alpha of a diffusers file that has no PEFT file next to it."""
+def _read_diffusers(
+    part: str, denoiser: Any, file: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and settings of a diffusers file that has no PEFT file next to it."""
     found = read_tensors(file)
     names = {
         key: name for name, key in adapter_keys(part, denoiser, adapter_tensors(denoiser)).items()
@@ -229,4 +261,6 @@ def _read_diffusers(part: str, denoiser: Any, file: Path) -> tuple[dict[str, Ten
     state = {names.get(k) or _peft_name(k.removeprefix(f"{part}.")): v for k, v in found.items()}
     with safe_open(file, "pt") as opened:
         about = parse_json((opened.metadata() or {}).get(_METADATA, "{}"))
-    return state, about.get(f"{part}.lora_alpha", denoiser.peft_config[TRAINED].r)
+    rank = next((len(t) for name, t in state.items() if ".lora_A." in name), None)
+    own = {name.removeprefix(f"{part}."): value for name, value in about.items()}
+    return state, {"r": rank, "lora_alpha": rank} | own

@@ -3,12 +3,14 @@
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from flowalign.utils.files import read_object
@@ -24,6 +26,9 @@ _REFUSALS = (
 )
 """Errors that these libraries raise for files that they cannot read."""
 _LONGEST = 240
+_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+"""Names of the files with weights, without endings."""
+_LFS = b"version https://git-lfs"
 
 
 def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
@@ -48,7 +53,7 @@ def check_folder(folder: Folder, denoiser: str, kind: str) -> None:
 def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
     """Return the first difference between the folder and its pipeline class, or None."""
     parameters = inspect.signature(folder.pipeline.__init__).parameters
-    index, components = folder.index(), folder.components()
+    components = folder.components()
     own_kind = components.get(denoiser, ("", "missing"))[1]
     if own_kind != kind.rpartition(".")[2]:
         return f"its {denoiser} is {own_kind}, not {kind}"
@@ -56,7 +61,7 @@ def _describe_mismatch(folder: Folder, denoiser: str, kind: str) -> str | None:
     if encoders := sorted(name for name in unexpected if name.startswith("text_encoder")):
         return f"it has {encoders[0]}"
     needed = {n for n, p in parameters.items() if n != "self" and p.default is p.empty}
-    lacking = sorted(needed - index.keys() - set(folder.skipped))
+    lacking = sorted(needed - components.keys() - set(folder.skipped))
     return f"it lacks {lacking[0]}" if lacking else None
 
 
@@ -69,6 +74,108 @@ def _check_configurations(folder: Path, library: str, kind: str) -> None:
         unknown = {kind, config.get("_class_name", "without _class_name")} - {*dir(diffusers)}
         if unknown:
             raise ValueError(f"{file} is damaged: diffusers has no class {min(unknown)}")
+
+
+def check_headers(folder: Folder, unread: Collection[str] = ()) -> None:
+    """Compare the tensors in the weight files of a local folder with those of its networks.
+
+    Only the headers of files are read. Components with a name prefix in `unread` are left out.
+
+    Raises:
+        ValueError: A file is missing or damaged, or tensors are missing or have other shapes.
+    """
+    if folder.loaded or not Path(folder.root).exists():
+        return
+    for name, (library, kind) in folder.components().items():
+        if library in _STEMS and name not in folder.skipped and not name.startswith((*unread, "/")):
+            place = Path(folder.root, name)
+            files = tuple((file, file.stat().st_mtime_ns) for file in sorted(place.iterdir()))
+            if problem := _find_problem(place, library, kind, files):
+                raise ValueError(f"{folder.path} cannot be loaded: {name}: {problem}")
+
+
+@lru_cache(maxsize=256)
+def _find_problem(place: Path, library: str, kind: str, _files: object) -> str:
+    """Return the problem of a component's weight files, or an empty text."""
+    cls, stem = getattr(import_module(library), kind, None), _STEMS[library]
+    if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
+        return ""  # a tokenizer
+    single, index = place / f"{stem}.safetensors", place / f"{stem}.safetensors.index.json"
+    config = read_object(place / "config.json")
+    if index.is_file() and (library == "diffusers" or not single.is_file()):
+        files = sorted({place / file for file in read_object(index)["weight_map"].values()})
+    elif not single.is_file() and any(place.glob("*pytorch_model.bin*")):
+        return ""  # a format without header
+    else:
+        files = [single]
+    try:
+        headers = _read_headers(files)
+    except (SafetensorError, OSError) as error:
+        return _describe_file(files, error)
+    if "quantization_config" in config:
+        return ""  # packed tensors
+    compare = _compare_diffusers if library == "diffusers" else _compare_transformers
+    absent, other = compare(cls, place, config, headers)
+    if absent:
+        return f"{len(absent)} tensors are missing, for example {min(absent)}"
+    return f"{len(other)} tensors have another shape, for example {min(other)}" if other else ""
+
+
+def _read_headers(files: Collection[Path]) -> dict[str, Any]:
+    """Return the tensors of safetensors files on the meta device."""
+    found: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (a file is no mapping)
+                shape = opened.get_slice(name).get_shape()
+                found[name] = torch.empty(shape, device="meta")
+    return found
+
+
+def _describe_file(files: Collection[Path], error: Exception) -> str:
+    """Return which file is missing, a pointer or damaged."""
+    for file in files:
+        if not file.is_file():
+            there = ", ".join(sorted(one.name for one in file.parent.iterdir()))
+            return f"{file.name} is missing; there are {there or 'no files'}"
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                return f"{file.name} is a pointer of Git LFS: run `git lfs pull` in its folder"
+    return f"a safetensors file is damaged: {error}"
+
+
+Names = tuple[Collection[str], Collection[str]]
+"""Names of missing tensors, and of tensors with another shape."""
+
+
+def _compare_diffusers(cls: Any, _: Path, config: dict[str, Any], headers: dict[str, Any]) -> Names:
+    with torch.device("meta"):
+        network = cls.from_config(config)
+    network._fix_state_dict_keys_on_load(headers)  # names of attention layers in old files
+    wanted = dict(network.named_parameters())
+    there = headers.keys() & wanted.keys()
+    return wanted.keys() - there, {n for n in there if headers[n].shape != wanted[n].shape}
+
+
+def _compare_transformers(
+    cls: Any, place: Path, _: dict[str, Any], headers: dict[str, Any]
+) -> Names:
+    messages = transformers.utils.logging
+    messages.disable_progress_bar()
+    level = messages.get_verbosity()
+    messages.set_verbosity(messages.CRITICAL)  # it would print a table
+    try:
+        _, about = cls.from_pretrained(
+            None,
+            config=cls.config_class.from_pretrained(place),
+            state_dict=headers,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    finally:
+        messages.set_verbosity(level)
+    return about["missing_keys"], {name for name, *_ in about["mismatched_keys"]}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pipelines.network.adapter_files import (
     adapter_place,
     adapter_tensors,
     alphas,
+    check_formula,
     load_into_pipeline,
     save_for_diffusers,
     save_for_peft,
@@ -70,6 +71,7 @@ def check_export(network: Denoisers, folder: str, target: ExportTarget) -> None:
 def _check_fits(network: Denoisers, part: str, folder: str) -> None:
     _, where = adapter_place(part, folder)
     about = read_object(require_file(where / PEFT_CONFIG))
+    check_formula(about, where / PEFT_CONFIG)
     lora = Lora(
         rank=about["r"],
         alpha=about["lora_alpha"],

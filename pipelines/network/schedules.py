@@ -4,7 +4,7 @@ Models with discrete timesteps get flow schedules and velocities.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.diffusion import (
+    Prediction,
     even_times,
     flow_sigmas,
     flow_velocity,
@@ -50,20 +51,36 @@ def shift_schedule(config: Mapping[str, Any], shift: float | None, path: str) ->
     return {**config, name: shift}
 
 
-def scheduler_sigmas(scheduler: Any, num_steps: int, path: str) -> Tensor:
-    """Return the sigmas that the scheduler of a pipeline at `path` sets for `num_steps` steps.
+def scheduler_sigmas(scheduler: Any, num_steps: int) -> Tensor:
+    """Return the sigmas that a scheduler sets for `num_steps` steps."""
+    scheduler.set_timesteps(num_steps)
+    return scheduler.sigmas.clone()
+
+
+def check_sigmas(compute: Callable[[int], Tensor], num_steps: int, scheduler: str) -> Tensor:
+    """Return the sigmas that `compute` returns for `num_steps` steps; `scheduler` names its origin.
 
     Raises:
-        ValueError: The first sigma is above 1, so they do not belong to a flow.
+        ValueError: It fails, or they are not `num_steps` + 1 finite values that fall from at most 1
+            to 0.
     """
-    scheduler.set_timesteps(num_steps)
-    if scheduler.sigmas[0] > 1:
+    try:
+        sigmas = compute(num_steps)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{scheduler} sets no schedule of {num_steps} steps: {error}") from error
+    first, falls = float(sigmas[0]), bool((sigmas.diff() < 0).all())
+    if first > 1:
         raise ValueError(
-            f"the scheduler of {path} ({type(scheduler).__name__}) has sigmas up to "
-            f"{float(scheduler.sigmas[0]):.3g}, but those of a flow are at most 1;\n"
+            f"{scheduler} has sigmas up to {first:.3g}, but those of a flow are at most 1;\n"
             "UniPC needs use_flow_sigmas and prediction_type flow_prediction"
         )
-    return scheduler.sigmas.clone()
+    if len(sigmas) != num_steps + 1 or not falls or sigmas[-1] != 0:
+        shown = ", ".join(f"{x:.3g}" for x in sigmas[:6].tolist())
+        raise ValueError(
+            f"{scheduler} sets {len(sigmas)} sigmas for {num_steps} steps: {shown}, ...;\n"
+            "they must be one more than the steps, and fall from at most 1 to 0"
+        )
+    return sigmas
 
 
 def has_whole_times(scheduler: Any) -> bool:
@@ -103,8 +120,17 @@ def round_times(sigma: Tensor, count: int, precision: Precision) -> Tensor:
 
 
 def trailing_sigmas(scheduler: Any, num_steps: int) -> Float[Tensor, "S"]:
-    """Return the flow sigmas of evenly spaced timesteps that start at the last one, then 0."""
-    table = _table(scheduler)
+    """Return the flow sigmas of evenly spaced timesteps that start at the last one, then 0.
+
+    Raises:
+        ValueError: The network predicts something else, or noise where the state is pure noise.
+    """
+    table, kind = _table(scheduler), scheduler.config.prediction_type
+    if kind not in get_args(Prediction) or (kind == "epsilon" and table[-1] == 1):
+        raise ValueError(
+            f"prediction_type is {kind}, and the last sigma {float(table[-1]):.4g}; supported: "
+            "v_prediction and sample, and epsilon for sigmas below 1"
+        )
     return torch.cat([table[even_times(num_steps, len(table))], table.new_zeros(1)])
 
 

@@ -15,7 +15,12 @@ from pipelines.network.checkpoint_checks import check_complete, loading_context
 from pipelines.network.speed import blocks_of
 from pipelines.parts.folder import INDEX, Folder
 from pipelines.parts.libraries import diffusers, fsdp, peft, state_dict, transformers
-from pipelines.parts.tensors import read_tensors, require_file, require_same_shapes
+from pipelines.parts.tensors import (
+    read_tensors,
+    require_file,
+    require_finite,
+    require_same_shapes,
+)
 
 
 def count_gathered(network: Any) -> int:
@@ -252,4 +257,5 @@ def load_weights(part: str, denoiser: Any, folder: str) -> None:
     file = Path(folder) / part / "diffusion_pytorch_model.safetensors"
     state = read_tensors(require_file(file))
     require_same_shapes(state, denoiser.state_dict(), file)
+    require_finite(state, file)
     load_whole(denoiser, state)

@@ -80,6 +80,7 @@ def restore(fields: Mapping[str, Any], compute: Callable[[], ModelPlan]) -> Mode
         "latent_shape": tuple(fields["latent_shape"]),
         "savings": tuple(Saving(**saving) for saving in fields["savings"]),
         "sigmas": partial(_schedule, fields["sigmas"], compute),
+        "trusted": True,
     }
     return ModelPlan(**{**fields, **special, **counted})
 

@@ -43,6 +43,13 @@ def require_same_shapes(
         )
 
 
+def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raise ValueError if a tensor of a file has NaN or infinite values."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{file} has values that are not finite, in {name}")
+
+
 def dequantize(tensor: Tensor) -> Tensor:
     """Return the values of a tensor that may be quantized."""
     if type(tensor) in (Tensor, nn.Parameter):

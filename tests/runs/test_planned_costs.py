@@ -1,12 +1,17 @@
 """The plan counts judge answers, updates of all roles, and prompts that do not suffice."""
 
+from dataclasses import replace
+
 import pytest
+import yaml
 
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan, prompt_rows
 from flowalign.training.recipe_plan import reward_rows
 from flowalign.types import JudgeCalls
 from reward_models.signals.jpeg import JpegSize
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.stopped_runs import PIXELS
 
 
 class Judged(JpegSize):
@@ -50,3 +55,12 @@ def test_too_few_prompts_and_evaluation_on_training_prompts_are_reported(run_of)
     assert "warning: few prompts" in plan(run)
     apart = run_of(["a red circle", "a blue square"], ["a green star"])
     assert prompt_rows(apart, 2) == {}
+
+
+def test_the_plan_builds_the_schedule_of_every_number_of_steps(tmp_path, monkeypatch):
+    asked, made = [], PixelPolicy.plan
+    monkeypatch.setattr(PixelPolicy, "plan", lambda self: replace(made(self), sigmas=asked.append))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(PIXELS))
+    evaluation = {"prompts": {"held": "assets/shapes/prompts/unseen.txt"}, "num_steps": 7}
+    plan(load(str(tmp_path / "run.yaml"), [f"--evaluation={evaluation}"])[0])
+    assert asked == [1, 3, 7]

@@ -62,6 +62,7 @@ KINDS = {
     "cogvideox": Kind(build_cogvideox, partial(of_clips, CogVideoX, **PLAIN)),
 }
 FIXED_TOKENS = {"sd15", "sdxl", "cogvideox"}
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 335000000\n"
 
 
 def _cut(file: Path) -> None:
@@ -107,11 +108,16 @@ def _lose_a_shard(folder: Path) -> None:
     file.unlink()
 
 
+def _rename_to_variant(folder: Path) -> None:
+    file = _weights(folder)
+    file.rename(file.with_suffix(".fp16.safetensors"))
+
+
 def _empty(file: Path) -> None:
     file.write_text("{}")
 
 
-DAMAGES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
+DAMAGES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "no network": ("plan", "network", shutil.rmtree),
     "no vae": ("plan", "vae", shutil.rmtree),
     "no scheduler": ("plan", "scheduler", shutil.rmtree),
@@ -123,20 +129,22 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "empty scheduler": ("plan", "scheduler", lambda f: _empty(f / "scheduler_config.json")),
     "cut text encoder config": ("plan", "text_encoder", lambda f: _cut(f / "config.json")),
     "cut tokenizer": ("load", "tokenizer", lambda f: _cut(f / "tokenizer.json")),
-    "cut network": ("load", "network", lambda f: _cut(_weights(f))),
-    "cut vae": ("load", "vae", lambda f: _cut(_weights(f))),
-    "cut text encoder": ("load", "text_encoder", lambda f: _cut(_weights(f))),
-    "no weights": ("load", "network", lambda f: _weights(f).unlink()),
-    "no shard": ("load", "network", _lose_a_shard),
-    "no shard of the text encoder": ("load", "text_encoder", _lose_a_shard),
-    "missing tensor": ("load", "network", lambda f: _edit(f, lambda s, n: s.pop(n))),
+    "cut network": ("plan", "network", lambda f: _cut(_weights(f))),
+    "cut vae": ("plan", "vae", lambda f: _cut(_weights(f))),
+    "cut text encoder": ("plan", "text_encoder", lambda f: _cut(_weights(f))),
+    "pointer": ("plan", "network", lambda f: _weights(f).write_bytes(_POINTER)),
+    "no weights": ("plan", "network", lambda f: _weights(f).unlink()),
+    "only a variant": ("plan", "network", _rename_to_variant),
+    "no shard": ("plan", "network", _lose_a_shard),
+    "no shard of the text encoder": ("plan", "text_encoder", _lose_a_shard),
+    "missing tensor": ("plan", "network", lambda f: _edit(f, lambda s, n: s.pop(n))),
     "missing tensor of the text encoder": (
-        *("load", "text_encoder: 1 tensors are missing"),
+        *("plan", "text_encoder: 1 tensors are missing"),
         lambda f: _edit(f, lambda s, n: s.pop(n)),
     ),
-    "renamed tensors of the text encoder": ("load", "tensors are missing", _rename),
-    "wrong shape": ("load", "network", lambda f: _edit(f, _shorten)),
-    "wrong shape of the text encoder": ("load", "text_encoder", lambda f: _edit(f, _shorten)),
+    "renamed tensors of the text encoder": ("plan", "tensors are missing", _rename),
+    "wrong shape": ("plan", "network", lambda f: _edit(f, _shorten)),
+    "wrong shape of the text encoder": ("plan", "text_encoder", lambda f: _edit(f, _shorten)),
     "NaN": ("load", "network", lambda f: _edit(f, _spoil)),
     "NaN in the text encoder": ("load", "text_encoder", lambda f: _edit(f, _spoil)),
 }
@@ -240,3 +248,72 @@ def test_a_pickle_in_place_of_weights_is_refused_without_advice_to_load_it(tmp_p
         KINDS["sd3"].on(folder).load(torch.device("cpu"))
     assert "safetensors" in str(refused.value)
     assert "weights_only" not in str(refused.value)
+
+
+def _change(**settings: Any) -> Callable[[Path], None]:
+    def work(file: Path) -> None:
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return work
+
+
+SCHEDULER = "scheduler/scheduler_config.json"
+RELATED = {
+    "an LCM": ("sd15", "unet/config.json", {"time_cond_proj_dim": 256}, "time_cond_proj_dim"),
+    "classes": ("sd15", "unet/config.json", {"class_embed_type": "timestep"}, "class_embed_type"),
+    "a UNet for inpainting": ("sd15", "unet/config.json", {"in_channels": 9}, "takes 9 channels"),
+    "noise of pure noise": (
+        *("sd15", SCHEDULER, {"rescale_betas_zero_snr": True}),
+        "prediction_type is epsilon, and the last sigma 1",
+    ),
+    "latent statistics": (
+        *("sdxl", "vae/config.json", {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 4}),
+        "latents_mean of its vae",
+    ),
+    "EDM": (
+        *(
+            "sdxl",
+            SCHEDULER,
+            {"_class_name": "EDMEulerScheduler", "sigma_min": 0.1, "sigma_max": 9},
+        ),
+        "(EDMEulerScheduler) sets no schedule of 10 steps",
+    ),
+    "Heun": (
+        *("sd3", SCHEDULER, {"_class_name": "FlowMatchHeunDiscreteScheduler"}),
+        "(FlowMatchHeunDiscreteScheduler) sets 20 sigmas for 10 steps",
+    ),
+    "Heun by size": (
+        *("flux1", SCHEDULER, {"_class_name": "FlowMatchHeunDiscreteScheduler"}),
+        "(FlowMatchHeunDiscreteScheduler) sets no schedule of 10 steps",
+    ),
+    "shift by size": ("sd3", SCHEDULER, {"use_dynamic_shifting": True}, "`mu` must be passed"),
+    "rising sigmas": ("sd3", SCHEDULER, {"invert_sigmas": True}, "fall from at most 1 to 0"),
+    "an end above 0": ("sd3", SCHEDULER, {"shift_terminal": 0.1}, "sigmas for 1 steps: nan, 0"),
+    "no T5": ("sd3", "model_index.json", {"text_encoder_3": [None, None]}, "lacks text_encoder_3"),
+}
+
+
+@pytest.mark.parametrize("case", RELATED)
+def test_a_related_model_with_another_formula_or_schedule_is_refused(folders, tmp_path, case):
+    name, file, settings, message = RELATED[case]
+    shutil.copytree(folders[name], tmp_path / "related")
+    _change(**settings)(tmp_path / "related" / file)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        [KINDS[name].on(tmp_path / "related").plan().sigmas(num) for num in (10, 1)]
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda file: file.write_bytes(_POINTER), "is a pointer of Git LFS: run `git lfs pull`"),
+        (
+            lambda file: file.rename(file.with_suffix(".fp16.safetensors")),
+            "model.safetensors is missing; there are config.json, "
+            "diffusion_pytorch_model.fp16.safetensors",
+        ),
+    ],
+)
+def test_a_file_that_is_a_pointer_or_another_variant_is_named(folders, tmp_path, work, message):
+    shutil.copytree(folders["sd15"], tmp_path / "sd15")
+    work(_weights(tmp_path / "sd15" / "unet"))
+    assert message in refused(KINDS["sd15"].on(tmp_path / "sd15"), "plan")

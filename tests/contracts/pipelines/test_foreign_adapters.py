@@ -1,5 +1,9 @@
 """Adapters that other toolkits saved load as the networks that they trained."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from diffusers import (
@@ -77,7 +81,7 @@ def test_a_file_of_the_scripts_of_diffusers_for_sd3(tmp_path):
     network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=list(LAYERS)))
     stir(network)
     state = get_peft_model_state_dict(network)
-    StableDiffusion3Pipeline.save_lora_weights(tmp_path, transformer_lora_layers=state)
+    StableDiffusion3Pipeline.save_lora_weights(tmp_path, transformer_lora_layers={**state})
     network.fuse_lora()
     network.unload_lora()
     assert_same_network(new_sd3(lora=lora(4)), network, tmp_path)
@@ -95,11 +99,63 @@ def test_a_file_of_the_dpo_script_of_diffusers_for_unets(tmp_path):
     assert_same_network(new_sd15(folder, lora=lora(4)), network, tmp_path / "lora")
 
 
-def test_another_alpha_is_refused_with_the_setting_to_change(tmp_path):
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS))
-    wrapped = get_peft_model(trained_sd3(), config)
-    wrapped.save_pretrained(str(tmp_path))
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (lora(4), "lora.alpha 8, not 4: set policy.init_args.lora.alpha to 8"),
+        (
+            Lora(rank=2, alpha=2, target_modules=LAYERS),
+            "lora.rank 4, not 2 and lora.alpha 8, not 2: "
+            "set policy.init_args.lora.rank to 4 and policy.init_args.lora.alpha to 8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("program", ["peft", "diffusers"])
+def test_another_rank_or_alpha_is_refused_with_the_settings_to_change(
+    tmp_path, own, message, program
+):
+    save(program, tmp_path, {})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        new_sd3(lora=own).load_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize("program", ["peft", "diffusers"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_rslora": True}, "was trained with use_rslora True, which is not supported: merge"),
+        ({"alpha_pattern": {"to_q": 32}}, "was trained with alpha_pattern {'to_q': 32}"),
+        ({"rank_pattern": {"to_q": 2}}, "was trained with rank_pattern {'to_q': 2}"),
+        ({"use_dora": True}, "was trained with use_dora True"),
+        ({"init_lora_weights": "pissa"}, "was trained with init_lora_weights pissa"),
+    ],
+)
+def test_an_adapter_with_another_formula_is_refused(tmp_path, program, settings, message):
+    save(program, tmp_path, settings)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        new_sd3(lora=lora(8)).load_weights(str(tmp_path))
+
+
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path):
+    policy = new_sd3(lora=lora(8))
+    next(p for n, p in policy.denoiser.named_parameters() if ".lora_B." in n).data[0, 0] = torch.nan
+    policy.save_weights(str(tmp_path))
     with pytest.raises(
-        ValueError, match=r"alpha 8, not 4: set policy\.init_args\.lora\.alpha to 8"
+        ValueError, match=r"safetensors has values that are not finite, in .*lora_B"
     ):
-        new_sd3(lora=lora(4)).load_weights(str(tmp_path))
+        new_sd3(lora=lora(8)).load_weights(str(tmp_path))
+
+
+def save(program: str, folder: Path, settings: dict[str, Any]) -> None:
+    """Save an adapter of rank 4 and alpha 8 as PEFT, or the scripts of diffusers, save it."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS), **settings)
+    if program == "peft":
+        get_peft_model(trained_sd3(), config).save_pretrained(str(folder))
+        return
+    network = trained_sd3()
+    network.add_adapter(config)
+    StableDiffusion3Pipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers={**get_peft_model_state_dict(network)},
+        transformer_lora_adapter_metadata=network.peft_config["default"].to_dict(),
+    )
