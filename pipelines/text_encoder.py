@@ -4,7 +4,6 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import stored_bytes
 from pipelines.network.weights import float32_bytes, load_pipeline
 from pipelines.parts.encoding import digest, probe_request
-from pipelines.parts.folder import INDEX
 from pipelines.parts.libraries import transformers
 
 PREFIXES = ("text_encoder", "image_encoder")
@@ -24,9 +22,6 @@ PREFIXES = ("text_encoder", "image_encoder")
 _CHANGES_NOTHING = {"self", "path", "lora", "gradient_checkpointing", "memory"}
 """Settings of policies that do not affect `encode`. The path is identified by its files. Every
 other setting is an attribute with the name of its constructor argument."""
-_WHOLE, _PIECES, _PIECE = 1 << 20, 1024, 4096
-"""Bytes that the digest of a file reads at its beginning, the maximum number of further pieces, and
-the bytes of each piece."""
 
 
 class TextEncoder(PromptEncoder):
@@ -144,29 +139,12 @@ class TextEncoder(PromptEncoder):
 
     def digest_files(self) -> str:
         folder = self.network.folder
-        if not Path(folder.path).is_dir():  # on the hub: id and commit
-            return f"{folder.path} {folder.file(INDEX).resolve().parent.name}"
-        content = hashlib.sha256()
         vae = () if self.input_spec.references[1] else ("vae",)
-        for name in sorted(folder.components()):
-            if not name.startswith(("scheduler", self.network.name, *vae)):
-                for file in sorted(Path(folder.path, name).rglob("*")):
-                    content.update(_sample(file) if file.is_file() else b"")
-        return content.hexdigest()
+        others = "scheduler", self.network.name, *vae
+        return folder.digest([name for name in folder.components() if not name.startswith(others)])
 
     def describe_settings(self, policy: Policy) -> str:
         names = inspect.signature(type(policy).__init__).parameters.keys() - _CHANGES_NOTHING
         settings = {name: vars(policy)[name] for name in sorted(names)}
         quantization = self.network.setup.quantization.text_encoders
         return repr((type(policy).__name__, quantization, settings))
-
-
-def _sample(file: Path) -> bytes:
-    """Return name, size, beginning and equally spaced pieces of a file."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        pieces = [f"{file.name} {size}".encode(), opened.read(_WHOLE)]
-        for place in range(_WHOLE, size, max(_PIECE, (size - _WHOLE) // _PIECES)):
-            opened.seek(place)
-            pieces.append(opened.read(_PIECE))
-    return b"".join(pieces)

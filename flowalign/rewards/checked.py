@@ -1,7 +1,6 @@
 """Call reward models, which may be user code, and check their outputs."""
 
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.console import Patience, say
-from flowalign.utils.errors import RunFailure
+from flowalign.utils.errors import RunFailure, describe_error
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
 """Reaction to a failed reward. raise: end the run. drop_sample: drop the samples that need it.
@@ -74,8 +73,11 @@ class CheckedReward(RewardModel):
                 output = self.model.score(own)
         except RewardGone:
             raise
-        except Exception as error:  # a plug-in may raise anything: it ends the run or is logged
-            broken = RewardError(spec, f"raised {_describe_error(error, self.model)}")
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a plug-in may raise anything: it ends the run or is logged
+            broken = RewardError(spec, f"raised {describe_error(error, _file_of(self.model))}")
             if self.on_failure == "raise" or not self.answered:
                 raise broken from error
             nothing = torch.full((len(batch), len(spec.dims)), torch.nan, dtype=torch.float32)
@@ -104,8 +106,11 @@ def load(model: RewardModel) -> None:
             model.load()
     except (ValueError, OSError):
         raise
-    except Exception as error:  # a plug-in may raise anything: the user gets its name and text
-        described = _describe_error(error, model)
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a plug-in may raise anything: the user gets its name and text
+        described = describe_error(error, _file_of(model))
         raise RewardError(model.spec, f"could not be loaded: {described}") from error
 
 
@@ -201,20 +206,14 @@ def _mark_invalid(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
     )
 
 
+def _file_of(model: RewardModel) -> str | None:
+    return vars(sys.modules[type(model).__module__]).get("__file__")
+
+
 def _describe_type(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _describe_error(error: Exception, model: RewardModel) -> str:
-    """Return type, message and location of an error, preferably in the model's own file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = vars(sys.modules[type(model).__module__]).get("__file__")
-    own = [frame for frame in frames if frame.filename == file]
-    place = (own or frames)[-1]
-    message = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {message:.300} ({place.filename}:{place.lineno})"
 
 
 def drop_failed(

@@ -27,6 +27,7 @@ def get_state(session: Session, spent: Costs) -> dict[str, Any]:
         "seconds": session.seconds,
         "before": session.before,
         "owes_evaluation": session.owes_evaluation,
+        "inputs": session.inputs,
         "loop": session.loop.state(),
     }
 

@@ -11,8 +11,9 @@ from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.recipe import Recipe
 from flowalign.utils import folders
-from flowalign.utils.files import write_text
+from flowalign.utils.files import bundled, digest_file, write_text
 from flowalign.utils.folders import Claim, is_unused
+from flowalign.utils.local_modules import list_files
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.tracking import FILE, read_metrics
 
@@ -181,8 +182,10 @@ def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
         ValueError: A setting differs that cannot change, or the checkpoint has more than
             `num_steps` steps.
     """
+    inputs: list[str] = []
     if resume != Path(run.output_dir):
-        done = checkpoint.read_loop(resume)["step"]
+        loop = checkpoint.read_loop(resume)
+        done, inputs = loop["step"], _find_changed_inputs(run, config, loop)
         if run.num_steps < done:
             raise ValueError(
                 f"num_steps is {run.num_steps}, but {resume} has {done} steps:\n"
@@ -190,7 +193,38 @@ def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
             )
     before = read_yaml(resume / CONFIG)
     found = check_resumable(before, parse_yaml(config), str(resume))
-    return shorten_list(found, _MOST_CHANGES)
+    return shorten_list([*inputs, *found], _MOST_CHANGES)
+
+
+_WEIGHTS = "weights"
+
+
+def digest_inputs(run: Run, config: str) -> dict[str, str]:
+    """Return digests of the prompt files and the user's code of a run, and of the base weights."""
+    names = [
+        path if Path(bundled(path)).is_file() else path.rpartition(":")[0]
+        for path in run.prompt_files
+    ]
+    files = [*(Path(bundled(name)) for name in names), *list_files(config)]
+    digests = {str(file): digest_file(file) for file in files if file.is_file()}
+    network = run.policy.network
+    return digests | ({_WEIGHTS: network.digest_files()} if network else {})
+
+
+def _find_changed_inputs(run: Run, config: str, loop: Mapping[str, Any]) -> list[str]:
+    """Return the files that changed since a checkpoint.
+
+    Raises:
+        ValueError: The base weights changed.
+    """
+    earlier, now = loop.get("inputs", {}), digest_inputs(run, config)
+    changed = [name for name in earlier.keys() & now.keys() if earlier[name] != now[name]]
+    if _WEIGHTS in changed:
+        raise ValueError(
+            f"the model has other weights than in the first {loop['step']} steps, which cannot be "
+            "continued: restore them, or choose another output_dir"
+        )
+    return [f"content of {name} since step {loop['step']}" for name in sorted(changed)]
 
 
 def claim(

@@ -21,6 +21,7 @@ from flowalign.runs.run_directory import (
     claim,
     clear,
     compare_settings,
+    digest_inputs,
     is_opening,
     is_untrained,
     write_config,
@@ -97,6 +98,8 @@ class Session:
     """Claim of the run directory, held by the main process during training; None on other ranks."""
     callbacks: Sequence[Callback] = ()
     """Observers of steps and evaluations."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files that the main process read, see `digest_inputs`."""
     summary: dict[str, Any] = field(default_factory=dict)
     """Content of summary.json, once the run has ended."""
 
@@ -178,6 +181,7 @@ def _open_session(
         messages,
         seconds_before=time.perf_counter() - before_opening,  # includes encoding
         monitor=HackingMonitor(watch, folder) if watch else None,
+        inputs=digest_inputs(run, config) if processes.is_main else {},
     )
 
 

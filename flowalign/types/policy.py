@@ -228,6 +228,10 @@ class TrainedNetwork(ABC):
         """Compute velocities in a lower precision inside the context; weights do not change."""
 
     @abstractmethod
+    def digest_files(self) -> str:
+        """Return a digest of the untrained networks' files; empty for networks of a script."""
+
+    @abstractmethod
     def check_export(self, folder: str, target: ExportTarget) -> None:
         """Raise ValueError if the output of `save_weights` in `folder` cannot be exported.
 

@@ -1,7 +1,10 @@
 """Define errors that a command reports in a few lines."""
 
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -22,3 +25,17 @@ def convert_value_errors(prefix: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def describe_error(error: BaseException, own: str | None = None) -> str:
+    """Return type, message and place of an error, if possible in the file `own` or a user's file.
+
+    The message is cut after its first line.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    paths = sysconfig.get_paths()
+    libraries = "<", str(Path(__file__).parents[1]), paths["stdlib"], paths["purelib"]
+    users = [f for f in frames if f.filename == own or not f.filename.startswith(libraries)]
+    place = (users or frames)[-1]
+    message = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message:.300} ({place.filename}:{place.lineno})"

@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from flowalign.types.ranges import find_annotations, get_item_annotation, is_component
-from flowalign.utils.errors import ConfigError
+from flowalign.utils.errors import ConfigError, describe_error
+from flowalign.utils.files import digest_file
 
 FUNCTION_REWARD = "flowalign.rewards.FunctionReward"
 """Class path of the reward model that calls a plain function."""
@@ -27,6 +28,8 @@ _REWARDS = "rewards", "reward", "model"
 _IN_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)$")
 _files: dict[str, Path] = {}
 """Imported files by module name."""
+_digests: dict[str, str] = {}
+"""Digests of the imported files."""
 
 
 def resolve_components(
@@ -120,6 +123,11 @@ def name_files(settings: Any, key: str = "") -> Any:
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{name}"
 
 
+def list_files(config: str) -> list[Path]:
+    """Return the imported user files that a run's complete settings name."""
+    return [file for file in _files.values() if f"{file.name}:" in config]
+
+
 def _is_free(module: str, file: Path) -> bool:
     """Return whether a module name is free or already belongs to `file`."""
     if module in _files:
@@ -131,6 +139,10 @@ def _is_free(module: str, file: Path) -> bool:
 def _import_file(file: Path, component: str) -> str:
     """Import a file that must define `component`, and return its module name."""
     name = next((module for module, known in _files.items() if known == file), None)
+    if name and _digests[name] != digest_file(file):  # edited since, in a notebook
+        sys.modules.pop(name, None)
+        Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)  # equal in size, time
+        name = None
     if name is None:
         name = file.stem
         if not name.isidentifier() or not _is_free(name, file):
@@ -141,9 +153,9 @@ def _import_file(file: Path, component: str) -> str:
         _add_to_path(file.parent)
         try:
             module = importlib.import_module(name)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"{file} cannot be imported: {error}") from error
-        _files[name] = file
+        except (Exception, SystemExit) as error:  # a user's file may raise anything
+            raise ConfigError(f"{file} cannot be imported: {describe_error(error)}") from error
+        _files[name], _digests[name] = file, digest_file(file)
     module = sys.modules[name]
     if not hasattr(module, component):
         raise ConfigError(f"{file} defines no {component}; it defines {_list_names(module)}")
@@ -176,7 +188,13 @@ def _wrap_function(component: dict[str, Any]) -> dict[str, Any]:
         return component
     if not inspect.isfunction(found):
         return component
-    first = next(iter(inspect.signature(found).parameters), None)
-    if first not in FIRST_PARAMETERS:
+    names = [*inspect.signature(found).parameters]
+    if names[:1] and names[0] not in FIRST_PARAMETERS and module in _files:
+        raise ConfigError(
+            f"{_files[module]}: {name}({', '.join(names)}) is no reward function: its first "
+            "parameter must be called images or videos, the others prompts, metadata, or as "
+            "columns of the prompts"
+        )
+    if not names or names[0] not in FIRST_PARAMETERS:
         return component
     return component | {_CLASS: FUNCTION_REWARD, _ARGS: {_FUNCTION: component[_CLASS]}}

@@ -263,6 +263,9 @@ class Network(Denoisers, TrainedNetwork):
     def reduce_precision(self, precision: Reduced) -> AbstractContextManager[None]:
         return reduce_precision(precision)
 
+    def digest_files(self) -> str:
+        return "" if self.folder.loaded else self.folder.digest(self.names)
+
     def check_export(self, folder: str, target: ExportTarget) -> None:
         check_export(self, folder, target)
 

@@ -1,8 +1,9 @@
 """Reads the configuration files of a pipeline folder before weights are read, and checks them."""
 
+import hashlib
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ Config = Mapping[str, Any]
 """Config of a pipeline component."""
 _FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}
 """Names of configuration files that are not `config.json`."""
+_WHOLE, _PIECES, _PIECE = 1 << 20, 1024, 4096
+"""Bytes that the digest of a file reads at its beginning, the maximum number of further pieces, and
+the bytes of each piece."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,19 @@ class Folder:
             for component in self.published.components:
                 self._compare(component, _FILES.get(component, "config.json"))
 
+    def digest(self, components: Iterable[str]) -> str:
+        """Return a digest of the files of components, or the id and the commit on the hub.
+
+        Of large files, equally spaced pieces are read.
+        """
+        if not Path(self.path).is_dir():
+            return f"{self.path} {self.file(INDEX).resolve().parent.name}"
+        content = hashlib.sha256()
+        for name in sorted(components):
+            for file in sorted(Path(self.path, name).rglob("*")):
+                content.update(_sample(file) if file.is_file() else b"")
+        return content.hexdigest()
+
     def describe(self) -> list[Any]:
         """Return the names and texts of the files that a plan reads, as values for JSON."""
         if self.published:
@@ -171,6 +188,17 @@ class Folder:
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
         return f"{self.path} is not a {self.kind} folder: {reason}"
+
+
+def _sample(file: Path) -> bytes:
+    """Return name, size, beginning and equally spaced pieces of a file."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        pieces = [f"{file.name} {size}".encode(), opened.read(_WHOLE)]
+        for place in range(_WHOLE, size, max(_PIECE, (size - _WHOLE) // _PIECES)):
+            opened.seek(place)
+            pieces.append(opened.read(_PIECE))
+    return b"".join(pieces)
 
 
 def check_channels(policy: Any, transformer: Config, channels: int, kinds: str) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import yaml
 
+from flowalign.rewards.checked import RewardError
+from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import load_rewards
 from flowalign.runs.config import load
 from flowalign.types import MediaBatch
@@ -216,6 +218,10 @@ def test_scores_that_are_missing_fail_and_a_wrong_number_of_them_is_an_error(fol
         ("nowhere.py:Warmth", "there is no file nowhere.py"),
         ("my_reward.py:Warmness", "defines no Warmness; it defines Warmth, redness"),
         ("broken.py:Warmth", "broken.py cannot be imported"),
+        ("divides.py:x", r"divides.py cannot be imported: ZeroDivisionError: .*divides.py:2\)"),
+        ("leaves.py:x", r"leaves.py cannot be imported: SystemExit: 0 .*leaves.py:2\)"),
+        ("unclosed.py:x", r"unclosed.py cannot be imported: SyntaxError: .*unclosed.py, line 1"),
+        ("swapped.py:score", r"score\(prompts, images\) is no reward function: its first param"),
         ("json.py:Warmth", "cannot be imported as 'json', which is another module"),
     ],
 )
@@ -223,8 +229,48 @@ def test_files_that_cannot_be_used_are_refused_by_name(folder, monkeypatch, name
     monkeypatch.chdir(folder)
     (folder / "broken.py").write_text("import not_installed_at_all\n")
     (folder / "json.py").write_text("class Warmth: pass\n")
+    (folder / "divides.py").write_text("x = 0\n1 / x\n")
+    (folder / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "unclosed.py").write_text("x = (\n")
+    (folder / "swapped.py").write_text("def score(prompts, images): return []\n")
     with pytest.raises(ConfigError, match=words):
         load_rewards(name)
+
+
+def test_a_file_that_was_edited_is_imported_again(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    scores = []
+    for number in (1, 2):
+        Path("my_number.py").write_text(f"def ok(images): return [{number}.0] * len(images)\n")
+        (model,), _ = load_rewards("my_number.py:ok")
+        scores += model.score(MediaBatch(torch.zeros(1, 1, 3, 2, 2), ["x"])).values.tolist()
+    assert scores == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("return [0.5, 0.25], {}", [[0.5], [0.25]]),
+        ("return numpy.array([[0.5], [0.25]])", [[0.5], [0.25]]),
+        ("return torch.tensor([[0.5], [0.25]])", [[0.5], [0.25]]),
+        ("raise KeyError('face')", r"raised KeyError: 'face' \(.*my_score.py:3\)"),
+        ("sys.exit(3)", r"raised SystemExit: 3 \(.*my_score.py:3\)"),
+        ("return torch.zeros(2) @ torch.zeros(3)", r"raised RuntimeError: .*my_score.py:3\)"),
+    ],
+)
+def test_a_function_returns_scores_with_details_or_fails_at_a_line_of_its_file(
+    folder, monkeypatch, line, expected
+):
+    monkeypatch.chdir(folder)
+    text = f"import sys, numpy, torch\ndef score(images, prompts):\n    {line}\n"
+    Path("my_score.py").write_text(text)
+    (model,), _ = load_rewards("my_score.py:score")
+    batch = MediaBatch(torch.zeros(2, 1, 3, 2, 2), ["x"] * 2)
+    if isinstance(expected, list):
+        assert Rewards([model], {"score": 1.0}).score(batch).values.tolist() == expected
+    else:
+        with pytest.raises(RewardError, match=expected):
+            Rewards([model], {"score": 1.0}).score(batch)
 
 
 @pytest.mark.slow

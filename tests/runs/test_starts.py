@@ -2,14 +2,18 @@
 
 import contextlib
 import os
+import shutil
 import signal
 from importlib import util
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 
 from flowalign import runs
+from flowalign.runs.config import load_with_origins
 from flowalign.runs.run_directory import begin_directory
 from flowalign.studies.compare import todo
 from flowalign.training import PolicyGradient, checkpoint
@@ -18,7 +22,7 @@ from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.utils.interrupts import Terminated, sigterm_stops
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
-from tests.fixtures.stopped_runs import assert_same_run
+from tests.fixtures.stopped_runs import PIXELS, SMALL, assert_same_run, metrics, train_here
 
 
 def quiet(_: str) -> None: ...
@@ -143,6 +147,43 @@ def test_a_resumption_says_what_it_changes_and_writes_it_down(tmp_path):
     said = resumed(folder, "num_steps: 3\nthreads: 2\n", num_steps=3)
     assert said[:2] == ["changed num_steps: 2 -> 3", "changed threads: 1 -> 2"]
     assert (folder / "config.yaml").read_text() == "num_steps: 3\nthreads: 2\n"
+
+
+def test_a_resumption_names_prompts_and_code_that_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prompts, code, said = tmp_path / "prompts.txt", tmp_path / "my_sign.py", []
+    reward = {"class_path": "my_sign.py:ok", "weight": {"ok": 1.0}}
+    recipe = {
+        "class_path": "flowalign.training.PolicyGradient",
+        "init_args": {**PIXELS["recipe"]["init_args"], "prompts": str(prompts)},
+    }
+    content = {**PIXELS, "rewards": [reward], "output_dir": "run", "recipe": recipe}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+
+    def train(sign: str, words: str, steps: int, resume: Path | None = None) -> None:
+        prompts.write_text(words)
+        code.write_text(f"def ok(images): return [{sign}float(one.mean()) for one in images]\n")
+        loaded = load_with_origins("run.yaml", [f"--num_steps={steps}"])
+        runs.train(runs.start(loaded.run, loaded.text, said.append, resume))
+
+    train("", "red\nblue\n", 1)
+    train("-", "red\ngreen\nblue\n", 2, Path("run/checkpoints/step-000001"))
+    assert f"changed content of {code} since step 1" in said
+    assert f"changed content of {prompts} since step 1" in said
+    first, second = (row["reward_mean"] for row in metrics(Path("run")))
+    assert first > 0 > second
+
+
+@pytest.mark.slow
+def test_a_resumption_with_other_base_weights_is_refused(tmp_path, capsys):
+    model, folder = tmp_path / "sd3", tmp_path / "run"
+    shutil.copytree(SMALL["policy"]["init_args"]["path"], model)
+    path = "--policy.init_args.path", model
+    train_here(folder, *path, "--num_steps", 1)
+    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name: 1.3 * tensor for name, tensor in load_file(file).items()}, file)
+    train_here(folder, *path, "--num_steps", 2, "--resume", code=2)
+    assert "the model has other weights than in the first 1 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
