@@ -15,6 +15,7 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import stored_bytes
 from pipelines.network.weights import float32_bytes, load_pipeline
 from pipelines.parts.encoding import digest, probe_request
+from pipelines.parts.folder import digest_files
 from pipelines.parts.libraries import transformers
 
 PREFIXES = ("text_encoder", "image_encoder")
@@ -141,7 +142,9 @@ class TextEncoder(PromptEncoder):
         folder = self.network.folder
         vae = () if self.input_spec.references[1] else ("vae",)
         others = "scheduler", self.network.name, *vae
-        return folder.digest([name for name in folder.components() if not name.startswith(others)])
+        return digest_files(
+            folder, (name for name in folder.components() if not name.startswith(others))
+        )
 
     def describe_settings(self, policy: Policy) -> str:
         names = inspect.signature(type(policy).__init__).parameters.keys() - _CHANGES_NOTHING

@@ -27,6 +27,7 @@ from pipelines.network.export_formats import check_export, export
 from pipelines.network.quantization import PACKAGES
 from pipelines.network.speed import blocks_of, check_attention, reduce_precision, usable_attention
 from pipelines.network.weights import DTYPES
+from pipelines.parts.folder import digest_files
 from pipelines.parts.libraries import attention_dispatch
 
 _CONTEXT_NETWORKS = {
@@ -264,7 +265,7 @@ class Network(Denoisers, TrainedNetwork):
         return reduce_precision(precision)
 
     def digest_files(self) -> str:
-        return "" if self.folder.loaded else self.folder.digest(self.names)
+        return "" if self.folder.loaded else digest_files(self.folder, self.names)
 
     def check_export(self, folder: str, target: ExportTarget) -> None:
         check_export(self, folder, target)

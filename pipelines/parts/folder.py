@@ -129,19 +129,6 @@ class Folder:
             for component in self.published.components:
                 self._compare(component, _FILES.get(component, "config.json"))
 
-    def digest(self, components: Iterable[str]) -> str:
-        """Return a digest of the files of components, or the id and the commit on the hub.
-
-        Of large files, equally spaced pieces are read.
-        """
-        if not Path(self.path).is_dir():
-            return f"{self.path} {self.file(INDEX).resolve().parent.name}"
-        content = hashlib.sha256()
-        for name in sorted(components):
-            for file in sorted(Path(self.path, name).rglob("*")):
-                content.update(_sample(file) if file.is_file() else b"")
-        return content.hexdigest()
-
     def describe(self) -> list[Any]:
         """Return the names and texts of the files that a plan reads, as values for JSON."""
         if self.published:
@@ -188,6 +175,20 @@ class Folder:
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
         return f"{self.path} is not a {self.kind} folder: {reason}"
+
+
+def digest_files(folder: Folder, components: Iterable[str]) -> str:
+    """Return a digest of the files of components, or the id and the commit on the hub.
+
+    Of large files, equally spaced pieces are read.
+    """
+    if not Path(folder.path).is_dir():
+        return f"{folder.path} {folder.file(INDEX).resolve().parent.name}"
+    content = hashlib.sha256()
+    for name in sorted(components):
+        for file in sorted(Path(folder.path, name).rglob("*")):
+            content.update(_sample(file) if file.is_file() else b"")
+    return content.hexdigest()
 
 
 def _sample(file: Path) -> bytes:
