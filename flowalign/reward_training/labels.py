@@ -78,12 +78,14 @@ def gather_preferences(
     Raises:
         ValueError: A dimension has no label at all, or there are too few prompts to divide.
     """
-    kept: list[Record] = []
+    records, kept = list(records), list[Record]()
+    has_prompts = any(record.prompt.strip() for record in records)
     problems: list[str] = []
     unlabelled = 0
     for record in records:
-        if record.problem:
-            problems.append(record.problem)
+        missing = "" if record.prompt.strip() or not has_prompts else f"no prompt: {record.id}"
+        if problem := record.problem or missing:
+            problems.append(problem)
         elif any(_labels(record, dim, kind) for dim, kind in kinds.items()):
             kept.append(record)
         else:

@@ -311,6 +311,18 @@ def test_ratings_alone_make_pairs(folder):
     assert (names(found), found.dimension, found.gap) == (("b", "a"), "overall", 1.75)
 
 
+def test_rows_without_a_prompt_are_dropped_if_others_have_one(folder):
+    rows = [
+        {"prompt": prompt, "images": ["a.png", "b.png"], "ranks": [1, 2]}
+        for prompt in ("p", None, " ")
+    ]
+    found, tally = read_pairs(jsonl(folder, *rows))
+    assert [pair.prompt for pair in found] == ["p"]
+    assert dropped(tally) == "2 no prompt: data.jsonl row 2; data.jsonl row 3"
+    found, tally = read_pairs(jsonl(folder, rows[1]))
+    assert ([pair.prompt for pair in found], tally.total) == ([""], 0)
+
+
 def test_single_media_are_no_pairs(folder):
     row = {"prompt": "p", "image": "a.png", "annotation": {"good hands": 1}}
     found, tally = read_pairs(jsonl(folder, row))

@@ -292,12 +292,13 @@ def test_records_become_a_table_divided_by_prompt():
     ]
     records[5] = replace(records[5], prompt="PROMPT  2", problem="")  # of records 4 and 5
     records.append(replace(records[0], problem="duplicate id: x"))
+    records.append(replace(records[1], id="e", prompt=" "))
     records.append(Record("#u", "prompt 1", [Media(path="u.png")], ranks={"a": [1.0]}))
     table = gather_preferences(records, {"a": "ranks", "b": "ratings"}, 0, (0.2, 0.1))
     assert table.labels.shape == (40, 3, 2)
     assert table.labels[0, :, 0].isnan().all()
     assert table.labels[1, :, 0].tolist() == [1, 2, 2]
-    assert table.problems == ["duplicate id: x"]
+    assert table.problems == ["duplicate id: x", "no prompt: e"]
     assert table.num_unlabelled == 1  # one candidate is no comparison
     prompts = [" ".join(r.prompt.casefold().split()) for r in records[:40]]
     parts = [

@@ -147,9 +147,12 @@ def _keep_media(sample: Sample, keep: Keep) -> Sample:
 
 
 def _read_usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
+    has_prompts = dataset.has_prompts()
     for where, record in dataset.iter_located():
         if record.problem:
             report.add(record.problem)  # the problem already names the row
+        elif has_prompts and not record.prompt.strip():
+            report.add("no prompt", where)
         elif problem := _describe_missing_reference(record) or _describe_contradiction(
             record, dataset.schema.name
         ):

@@ -34,6 +34,8 @@ SCHEMAS = {
         KTO,
     )
 }
+_LOOKED_AT = 20
+"""Number of first records that are searched for a prompt."""
 _TRAINING = (GENERIC, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO, KTO)
 """Schemas with flowalign's own column names."""
 
@@ -71,6 +73,10 @@ class Dataset:
                 record = Record(record.id, record.prompt, (), problem=problem)
             seen.add(digest)
             yield rows[0].where, record
+
+    def has_prompts(self) -> bool:
+        """Return whether any of the first records has a prompt; then one without is an error."""
+        return any(record.prompt.strip() for record in itertools.islice(self, _LOOKED_AT))
 
     def size(self) -> int | None:
         """Return the approximate number of records; None if counting would be slow."""

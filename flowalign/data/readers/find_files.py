@@ -1,8 +1,11 @@
 """Find the files of a dataset by path or pattern, and the reader of their format."""
 
 import glob
+import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +18,9 @@ from flowalign.data.readers.formats import (
     read_json,
     read_jsonl,
     read_parquet,
-    read_tar,
 )
+from flowalign.data.readers.tar_samples import read_tar
+from flowalign.utils.console import get_log
 from flowalign.utils.files import explain_shape, read_object
 
 FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
@@ -41,6 +45,12 @@ _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files in which `datasets.save_to_disk` describes a dataset, or a dataset with splits."""
 _SAVE_AGAIN = "save the dataset again with save_to_disk"
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_MOST_FILES, _LONGEST_NUMBER = 100_000, 15
+"""Largest number of files that braces name, and of digits in a brace."""
+_SPLIT = re.compile(r"(?i)(train|test|valid|val|dev|eval)(ing|ation|uation)?(?![a-z])")
+"""Beginning of the names of files and folders with one split of a dataset."""
+_CAPTIONS = (".txt", ".TXT", ".caption")
+_NAMED = 5
 _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 
 
@@ -58,6 +68,9 @@ def find_files(source: str) -> list[Path]:
         return _check_files(source, _find_in_folder(path))
     if path.exists() or path.is_symlink() or not re.search(r"[{*?\[]", source):
         return _check_files(source, [path])
+    count = math.prod(_count_names(inner) for inner in _BRACES.findall(source))
+    if not 0 < count <= _MOST_FILES:
+        raise ValueError(f"{source!r:.200} names {count} files; from 1 to {_MOST_FILES} are read")
     named = [found for name in _expand_braces(source) for found in _match_files(name)]
     return _check_files(source, [Path(name) for name in named])
 
@@ -95,10 +108,13 @@ def _find_in_folder(folder: Path) -> list[Path]:
         with explain_shape(folder / _SAVED, _SAVE_AGAIN):
             state = read_object(folder / _SAVED)
             return [folder / file["filename"] for file in state["_data_files"]]
-    for name in _LISTINGS:
-        if (folder / name).is_file() or (folder / name).is_symlink():
-            return [folder / name]
+    listings = [name for name in _LISTINGS if os.path.lexists(folder / name)]
+    if len(listings) > 1:
+        raise ValueError(f"{folder} holds {' and '.join(listings)}; name one of them")
     below = list(list_files(folder))
+    if listings:
+        _report_unlisted(folder, folder / listings[0], below)
+        return [folder / listings[0]]
     shards = [file for file in below if file.name.lower().endswith(_SHARDS)]
     media = any(map(is_medium, below))
     if media:
@@ -107,7 +123,50 @@ def _find_in_folder(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} holds no images, videos, parquet files or tar files")
     if media and shards and not shards[0].suffix == ".parquet":
         raise ValueError(f"{folder} holds media and {shards[0].name}; name one, or move it away")
+    read = set(shards or filter(is_medium, below))
+    _check_splits(folder, read)
+    used = read | {find_caption(path) for path in read}
+    used |= set(filter(is_medium, below))  # rows of a table may name them
+    _report_others(folder, [path for path in below if path not in used])
     return shards or [folder]
+
+
+def _check_splits(folder: Path, files: Iterable[Path]) -> None:
+    """Raise ValueError if shards, or the folders of files, have the names of several splits."""
+    splits: dict[str, str] = {}
+    for file in files:
+        parts = file.relative_to(folder).parts
+        for i, part in enumerate(parts[:-1] if is_medium(file) else parts):
+            if found := _SPLIT.match(part):
+                place = folder.joinpath(*parts[:i], part if i + 1 < len(parts) else f"{found[0]}*")
+                splits.setdefault(found[0].lower(), str(place))
+    if len(splits) > 1:
+        raise ValueError(
+            f"{folder} holds the splits {', '.join(sorted(splits))}; "
+            f"name one, such as {min(splits.values())!r}"
+        )
+
+
+def _report_others(folder: Path, files: Sequence[Path]) -> None:
+    """Print the number of files that are left out, by their endings."""
+    kinds = Counter(file.name if file.name in _LISTINGS else file.suffix or "?" for file in files)
+    if kinds:
+        named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_NAMED))
+        get_log()(f"{folder}: {len(files)} files of other kinds are left out: {named}")
+
+
+def _report_unlisted(folder: Path, listing: Path, files: Iterable[Path]) -> None:
+    """Print the number of images and videos that are left out because no row names them."""
+    media = {path.relative_to(folder).as_posix() for path in files if is_medium(path)}
+    for row in FORMATS[listing.suffix](listing) if listing.is_file() else ():
+        for value in row.fields.values():
+            for name in value if isinstance(value, list) else [value]:
+                media.discard(os.path.normpath(name) if isinstance(name, str) else "")
+    if media:
+        get_log()(
+            f"{folder}: {len(media)} images or videos are left out, because no row of "
+            f"{listing.name} names them: {min(media)}"
+        )
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -122,6 +181,16 @@ def _expand_braces(pattern: str) -> list[str]:
         inner = found[1].split(",")
     before, after = pattern[: found.start()], pattern[found.end() :]
     return [name for middle in inner for name in _expand_braces(f"{before}{middle}{after}")]
+
+
+def _count_names(inner: str) -> int:
+    """Return the number of names that a brace with the content `inner` expands to."""
+    if not (numbers := _RANGE.match(inner)):
+        return inner.count(",") + 1
+    first, last = numbers.groups()
+    if max(len(first), len(last)) > _LONGEST_NUMBER:
+        return _MOST_FILES + 1
+    return max(int(last) - int(first) + 1, 0)
 
 
 def _match_files(name: str) -> list[str]:
@@ -156,12 +225,18 @@ def list_files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
             yield path
 
 
+def find_caption(path: Path) -> Path:
+    """Return the file with the prompt of an image or video, which may not exist."""
+    files = [path.with_suffix(suffix) for suffix in _CAPTIONS]
+    return next(filter(os.path.lexists, files), files[0])
+
+
 def read_folder(folder: Path) -> Iterator[Row]:
-    """Yield a row per image or video, sorted by name; the prompt is in NAME.txt, if it exists."""
+    """Yield a row per image or video, sorted by name; the prompt is in NAME.txt or NAME.caption."""
     for number, path in enumerate(filter(is_medium, list_files(folder)), 1):
         name = path.relative_to(folder).as_posix()
         fields = {"id": name, "path": name}
-        beside = path.with_suffix(".txt")
+        beside = find_caption(path)
         if beside.is_symlink() and not beside.exists():
             yield Row(number, folder, fields, f"({name}) has a broken link as its prompt")
             continue

@@ -2,19 +2,14 @@
 
 import codecs
 import csv
-import itertools
 import json
-import lzma
 import re
-import tarfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
-from flowalign.data.media.media import PICTURES, VIDEOS
 from flowalign.utils.files import parse_json
 from flowalign.utils.imports import import_optional
 
@@ -22,6 +17,8 @@ _CHARACTERS_AT_ONCE = 1 << 16
 _KEY, _SCALAR = r'"[^"\\]*"\s*:\s*', r'(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'
 _LIST = re.compile(rf"\s*(?:\{{\s*(?:{_KEY}{_SCALAR}\s*,\s*)*{_KEY})?\[")
 """Pattern of the beginning of the list in a JSON file of rows; single values may come before it."""
+_MEMORY = 1 << 28
+"""Bytes of the rows of a table in memory; a small file can hold much more."""
 ROWS_AT_ONCE = 64
 """Number of rows that are in memory at a time."""
 
@@ -158,9 +155,20 @@ def read_parquet(path: Path) -> Iterator[Row]:
     parquet = import_optional("pyarrow.parquet", "data")
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:  # else holds the whole file
-            yield from number_rows(path, file.iter_batches(ROWS_AT_ONCE))
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
+            yield from number_rows(path, file.iter_batches(_fit_rows(file.metadata)))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged or not a parquet file: {error}") from error
+
+
+def _fit_rows(metadata: Any) -> int:
+    """Return a number of rows that fits memory even if each holds all of the longest column.
+
+    A column of equal values is stored once, however often it is read.
+    """
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    columns = (group.column(i) for group in groups for i in range(group.num_columns))
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    return max(1, min(ROWS_AT_ONCE, _MEMORY // max(largest, 1)))
 
 
 def read_arrow(path: Path) -> Iterator[Row]:
@@ -188,9 +196,11 @@ def _convert_batch(path: Path, batch: Any) -> Iterator[Row]:
     batch = batch.select([column.name for column in batch.schema if not _is_time(column.type)])
     try:
         yield from [Row(0, path, fields) for fields in batch.to_pylist()]
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:
         if len(batch) == 1:
-            yield Row(0, path, problem=f"holds text that is not UTF-8 ({error})")
+            is_text = isinstance(error, UnicodeDecodeError)
+            problem = "holds text that is not UTF-8" if is_text else "holds an unreadable value"
+            yield Row(0, path, problem=f"{problem} ({error})")
         else:
             for start in range(len(batch)):
                 yield from _convert_batch(path, batch.slice(start, 1))
@@ -200,89 +210,3 @@ def _is_time(kind: Any) -> bool:
     from pyarrow import types
 
     return types.is_temporal(kind)
-
-
-_BLOCK = 512
-"""Bytes per block of a tar file; the file ends with blocks of zeros."""
-_COLUMNS = {"txt": "prompt", "caption": "prompt"}
-_COLUMNS |= {kind[1:]: "image" for kind in PICTURES} | {kind[1:]: "video" for kind in VIDEOS}
-"""Columns of members by extension; `a.chosen.png` has the column `chosen`."""
-_Member = tuple[str, str, bytes | None]
-
-
-def read_tar(path: Path) -> Iterator[Row]:
-    """Yield a row per sample: adjacent members with equal names up to the first dot.
-
-    An image, video or text member is a column. The entries of a `.json` member are columns unless
-    another member has the same column. Members of other types are skipped.
-
-    Raises:
-        ValueError: The file is not a tar file, or is truncated.
-    """
-    samples = itertools.groupby(_iterate_members(path), lambda member: member[0])
-    for number, (key, members) in enumerate(samples, 1):
-        try:
-            yield Row(number, path, {"id": f"{path.stem}/{key}", **_collect_fields(members)})
-        except RowProblem as problem:
-            yield Row(number, path, problem=f"({key}) {problem}")
-
-
-def _iterate_members(path: Path) -> Iterator[_Member]:
-    """Yield the sample, the extension and the content of every member; a link has no content."""
-    try:
-        with path.open("rb") as file, tarfile.open(fileobj=file) as archive:
-            for member in archive:
-                vars(archive)["members"].clear()  # tarfile keeps all headers: too many in a shard
-                place = PurePosixPath(member.name)
-                stem, dot, extension = place.name.partition(".")
-                if stem and dot and not member.isdir():
-                    content = archive.extractfile(member) if member.isfile() else None
-                    yield str(place.with_name(stem)), extension, content and content.read()
-            if archive.fileobj is file:  # the decompressor detects a truncated compressed file
-                _check_end(file, archive.offset)
-    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is truncated or not a tar file: {error}") from error
-
-
-def _check_end(file: BinaryIO, end: int) -> None:
-    """Raise ReadError for a truncated header, which tarfile accepts as the end of the file."""
-    file.seek(end)
-    if file.read(_BLOCK).strip(b"\0"):
-        raise tarfile.ReadError("unexpected end of data")
-
-
-def _collect_fields(members: Iterable[_Member]) -> dict[str, Any]:
-    fields, entries = dict[str, Any](), dict[str, Any]()
-    for _, extension, content in members:
-        name, _, kind = extension.lower().rpartition(".")
-        if kind == "json" and not name:
-            entries |= _parse_object(_require_content(extension, content))
-        elif kind == "json" or kind in _COLUMNS:
-            column = name or _COLUMNS[kind]
-            if column in fields:
-                raise RowProblem(f"has two files for the column {column}")
-            fields[column] = _parse_value(kind, _require_content(extension, content))
-    return entries | fields
-
-
-def _require_content(extension: str, content: bytes | None) -> bytes:
-    if content is None:
-        raise RowProblem(f"has a link instead of its .{extension} file")
-    return content
-
-
-def _parse_object(content: bytes) -> dict[str, Any]:
-    found = _parse_value("json", content)
-    if not isinstance(found, dict):
-        raise RowProblem("has a .json file that is not a JSON object")
-    return found
-
-
-def _parse_value(kind: str, content: bytes) -> Any:
-    """Return the text of a text file, the value of a JSON file, or the bytes of other files."""
-    try:
-        if kind == "json":
-            return parse_json(content)
-        return decode_text(content).strip() if _COLUMNS[kind] == "prompt" else content
-    except ValueError as error:
-        raise RowProblem(f"has a .{kind} file that cannot be read ({error})") from error

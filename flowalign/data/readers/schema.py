@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from PIL import Image
 from PIL.GifImagePlugin import GifImageFile
@@ -22,7 +24,7 @@ REQUEST_MASK = "request_mask"
 """Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a
 safetensors file that marks the differing region of two clips."""
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-_LONGEST_NAME = 255
+_LONGEST_NAME, _LONGEST_TEXT = 255, 1 << 20
 _PLAIN = str | int | float | bool | None
 
 
@@ -41,6 +43,8 @@ class Fields:
     def text(self, name: str) -> str:
         """Return a text; "" if absent."""
         value = self.row.fields.get(name)
+        if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+            raise RowProblem(f"{name} has {len(value)} characters; {_LONGEST_TEXT} are allowed")
         if value is None or isinstance(value, str):
             return value or ""
         raise RowProblem(f"{name} is {value!r}, not text")
@@ -95,12 +99,18 @@ class Fields:
             raise RowProblem(f"{name} is missing")
         if not isinstance(value, str | os.PathLike):
             raise RowProblem(f"{name} must be a path, bytes or a PIL image, got {value!r:.60}")
-        value = os.fspath(value)
-        if value.startswith("data:") or max(map(len, value.split("/"))) > _LONGEST_NAME:
-            raise RowProblem(f"{name} is inline data or a long text ({value:.30}...); give bytes")
-        if "://" in value:
-            raise RowProblem(f"{name} is a URL; download it first")
-        return Media(path=str(self.root / value), fps=fps)
+        return Media(path=str(self.root / _parse_path(os.fspath(value), name)), fps=fps)
+
+
+def _parse_path(value: str, name: str) -> str:
+    """Return a path, also of a `file://` URL; raise RowProblem for anything else."""
+    if value.startswith("data:") or max(map(len, value.split("/"))) > _LONGEST_NAME:
+        raise RowProblem(f"{name} is inline data or a long text ({value:.30}...); give bytes")
+    if value.startswith("file://"):
+        value = url2pathname(urlsplit(value).path)
+    if "://" in value:
+        raise RowProblem(f"{name} is a URL; download it first")
+    return value
 
 
 def _encode(image: Image.Image, name: str) -> bytes:
@@ -196,8 +206,9 @@ class Schema:
 
 
 def find_present(fields: Fields, names: Sequence[str]) -> str:
-    """Return the first of `names` that the row has, or `names[0]` if it has none."""
-    return next((name for name in names if name in fields), names[0])
+    """Return the first of `names` that the row has, also as null, or `names[0]` if it has none."""
+    null = (name for name in names if name in fields.row.fields)
+    return next((name for name in names if name in fields), next(null, names[0]))
 
 
 @dataclass(frozen=True)

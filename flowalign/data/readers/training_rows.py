@@ -42,6 +42,8 @@ def _generic(rows: Sequence[Fields], default_id: str) -> Record:
 
 def _identity(row: Fields) -> str:
     value = row.row.fields.get("id")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if value is None or isinstance(value, str | int):
         return "" if value is None else str(value)
     raise RowProblem(f"id is {value!r}, neither text nor a whole number")
@@ -52,6 +54,8 @@ def _by_dimension(row: Fields, column: str, count: int) -> dict[str, list[float]
     value = row.row.fields.get(column)
     if value is None:
         return {}
+    if isinstance(value, list) and value and all(isinstance(one, tuple) for one in value):
+        value = dict(value)  # a map of Arrow
     named = value if isinstance(value, Mapping) else {"overall": value}
     return {
         dim: parse_numbers(values, f"{column} of {dim}", count)
