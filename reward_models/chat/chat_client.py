@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import math
 import os
 import random
 from collections.abc import Coroutine, Mapping, Sequence
@@ -247,8 +248,14 @@ def _parse_completion(completion: Any) -> ChatAnswer:
     return ChatAnswer(
         text or "",
         str(choice.get("finish_reason")),
-        [
-            (str(t["token"]), {str(o["token"]): float(o["logprob"]) for o in t["top_logprobs"]})
-            for t in tokens
-        ],
+        [(str(token["token"]), _add_likeliest(token["top_logprobs"])) for token in tokens],
     )
+
+
+def _add_likeliest(tokens: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the log-probability of each text; several tokens may have the same text."""
+    found: dict[str, float] = {}
+    for text, logprob in {(str(one["token"]), float(one["logprob"])): None for one in tokens}:
+        summed = math.exp(found.get(text, -math.inf)) + math.exp(logprob)
+        found[text] = math.log(summed) if text in found and summed > 0 else logprob
+    return found

@@ -14,6 +14,10 @@ _SCORE = re.compile(rf"({NUMBER})(?:\s*/\s*({NUMBER}))?")
 _LISTED = re.compile(
     rf"scores?\W{{0,4}}[:=]\s*(\[[^\[\]]*\]|{NUMBER}(?:\s*,\s*{NUMBER})*[\s}}]*$)", re.I
 )
+_SPACE_MARKS = "\u0120\u2581"
+"""Characters that tokenizers write for a space before a word."""
+_LEAST_MASS = 0.5
+"""Smallest probability of all words together for an answer."""
 _WORD = re.compile(r"[^\w]*(\w+)[^\w]*")
 
 
@@ -97,18 +101,22 @@ def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> 
     A word that is not among the likeliest tokens counts as impossible.
 
     Raises:
-        Unparsable: None of the words is among the likeliest tokens.
+        Unparsable: Another token than the words is likelier, such as the beginning of a thought.
     """
     if not answer.tokens:
         raise Unparsable("the server sent no log-probabilities")
     mass = dict.fromkeys(words, 0.0)
     for text, logprob in answer.tokens[token][1].items():
-        found = _WORD.fullmatch(text.lower())
+        found = _WORD.fullmatch(text.lstrip(_SPACE_MARKS).lower())
         if found and found[1] in mass and not math.isnan(logprob):
             mass[found[1]] += math.exp(min(logprob, 0.0))
     total = sum(mass.values())
-    if total == 0:
-        raise Unparsable(f"none of {', '.join(words)} is among the likeliest tokens")
+    if total < _LEAST_MASS:
+        likeliest = answer.tokens[token][1]
+        first = max(likeliest, key=lambda text: likeliest[text], default="")
+        raise Unparsable(
+            f"none of {', '.join(words)} is likely: together {total:.1%}, the likeliest is {first!r}"
+        )
     return [mass[word] / total for word in words]
 
 

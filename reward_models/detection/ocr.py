@@ -150,13 +150,20 @@ class OCR(RuleReward, Loadable):
         return (self.over(scores),), {"target": target, "read": readings}
 
 
+_QUOTED = re.compile(
+    '(?:(?<![0-9])"|“)([^"“”]*)["”]|„([^„“”]*)[“”]|«([^«»]*)»|「([^「」]*)」|『([^『』]*)』|\uff02([^\uff02]*)\uff02'
+)
+"""Text between quotation marks of several languages."""
+
+
 def find_target(prompt: str, metadata: Mapping[str, Any]) -> str:
     """Return the text that an image should show; raise Unscorable if there is none.
 
-    Single quotes do not count, because most of them are apostrophes.
+    Single quotes do not count, because most of them are apostrophes, nor does the sign of inches
+    after a digit.
     """
-    quoted = re.search('["“]([^"“”]*)["”]', prompt)
-    target = metadata.get("text", quoted[1] if quoted else None)
+    quoted = _QUOTED.search(prompt.replace('\\"', '"'))
+    target = metadata.get("text", quoted[quoted.lastindex or 0] if quoted else None)
     if target is None:
         raise Unscorable("neither its prompt quotes a text nor its metadata has `text`")
     if not isinstance(target, str) or not normalise_text(target):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward_models.chat.chat_client import ChatAnswer
+from reward_models.chat.chat_client import ChatAnswer, _parse_completion
 from reward_models.chat.edit_score import DIMS, HIGHEST, parse_answers, reduce_passes
 from reward_models.chat.magic_assessor import parse_assessment
 from reward_models.chat.parsers import (
@@ -73,6 +73,39 @@ def test_thoughts_without_an_end_are_no_answer(parse, verdict):
         with pytest.raises(Unparsable, match="thoughts have no end"):
             parse(draft)
     assert strip_thoughts("<think>a</think>b</think> c") == " c"
+
+
+def first_token(**likeliest: float) -> ChatAnswer:
+    shown = {
+        text.replace("space_", "\u0120").replace("mark_", "\u2581"): math.log(p)
+        for text, p in likeliest.items()
+    }
+    return ChatAnswer("", tokens=[(next(iter(shown)), shown)])
+
+
+def test_words_without_most_of_the_probability_are_no_answer():
+    thinking = ChatAnswer("", tokens=[("<think>", {"<think>": -1e-4, "Yes": -12.0, "No": -9.0})])
+    with pytest.raises(Unparsable, match="none of yes, no is likely: together 0.0%.*'<think>'"):
+        word_probabilities(thinking, 0, ("yes", "no"))
+    with pytest.raises(Unparsable, match=r"together 49\.0%"):
+        word_probabilities(first_token(yes=0.4, no=0.09, so=0.51), 0, ("yes", "no"))
+    found = word_probabilities(first_token(yes=0.4, no=0.1, so=0.5), 0, ("yes", "no"))
+    assert found == pytest.approx([0.8, 0.2])
+
+
+def test_tokens_with_the_space_marks_of_tokenizers_are_words():
+    answer = first_token(Yes=0.3, space_Yes=0.1, mark_yes=0.2, space_No=0.25, mark_NO=0.15)
+    assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([0.6, 0.4])
+
+
+def test_probabilities_of_tokens_with_one_text_add_up():
+    """Several tokens may have one text; a server may also list the same token twice."""
+    shown = [("No", 0.3), ("No", 0.1), ("Yes", 0.6), ("Yes", 0.6)]
+    listed = [{"token": text, "logprob": math.log(p)} for text, p in shown]
+    content = [{"token": "Yes", "top_logprobs": listed}]
+    choice = {"message": {"content": "Yes"}, "logprobs": {"content": content}}
+    answer = _parse_completion({"choices": [choice]})
+    assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([0.6, 0.4])
 
 
 def in_range(scores):

@@ -163,3 +163,21 @@ def test_the_real_engine_reads_what_pil_wrote():
     prompts = ['a sign that says "Hello World"', 'a sign that says "Hello World"']
     output = model.score(MediaBatch(torch.stack([written("Hello Wrld"), written("")]), prompts))
     assert output.values[:, 0].tolist() == pytest.approx([0.9, 0])
+
+
+QUOTES = {
+    'a 12" vinyl with "HELLO"': "HELLO",
+    'a 3"x5" card, "HELLO 5" and "B"': "HELLO 5",
+    'a sign with \\"HELLO\\"': "HELLO",
+    "a sign with \u300cHELLO\u300d": "HELLO",
+    "a sign with \u300eHELLO\u300f": "HELLO",
+    "a sign with \u00abHELLO\u00bb": "HELLO",
+    "a sign with \u201eHELLO\u201c": "HELLO",
+    "a sign with \uff02HELLO\uff02": "HELLO",
+    'the "7" of "8"': "7",
+}
+
+
+@pytest.mark.parametrize(("prompt", "target"), QUOTES.items())
+def test_a_quoted_text_is_found_next_to_inches_and_in_other_quotation_marks(prompt, target):
+    assert find_target(prompt, {}) == target
