@@ -34,6 +34,8 @@ from flowalign.utils.tracking import read_metrics
 
 _COMPARISON = "../../compare.html"
 """Path from a run directory to the page of its comparison."""
+TRAINING_SAMPLES = "training_samples"
+"""Folder of samples during training, which the page shows if there are none of evaluations."""
 COMPARISON_LINK = f'href="{_COMPARISON}"'
 _HEADLINES = ("exact_match", "unseen/exact_match", "seen/exact_match", "weighted", "reward_mean")
 _CHECKS = {
@@ -89,8 +91,8 @@ def write_report(folder: Path, running: bool = False) -> Path:
         smoothed=num_smoothed(len(series.get("reward_mean", {}))),
         charts=[chart(panel) for panel in panels if not is_constant(panel)],
         sentences=[(panel, describe(panel)) for panel in panels if is_constant(panel)],
-        samples=samples(folder / "samples"),
-        strips=find_strips(folder / "samples"),
+        samples=samples(folder / "samples") or samples(folder / TRAINING_SAMPLES),
+        strips=find_strips(folder / "samples") or find_strips(folder / TRAINING_SAMPLES),
         worst=worst_prompts(folder / "samples", weights),
         credit_views=read_credit(folder / "credit"),
         calibration=calibration(folder / "calibration.json"),

@@ -1,6 +1,7 @@
-"""Check a run between steps: react to reward hacking, and warn of updates that change nothing."""
+"""Look at a run between steps: reward hacking, updates that change nothing, samples."""
 
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -8,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.data.media.pixels import to_bytes, to_images
+from flowalign.reports.run_report import TRAINING_SAMPLES, write_report
+from flowalign.rewards.composite import Rewards
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import PREFIX, list_by_step
+from flowalign.training.held_out_evaluation import EvaluationResult, evaluate, save_grid
 from flowalign.training.watch import Panel
-from flowalign.types import encode_requests
+from flowalign.types import encode_requests, prompts_of
 from flowalign.utils.costs import Costs, stage
 from flowalign.utils.run_events import notify
+from flowalign.utils.tracking import Tracker
 
 BEST = "best"
 """Folder of the best checkpoint in a run directory."""
@@ -124,3 +130,24 @@ class VelocityCheck:
             cond = encode_requests(policy, policy.text_encoder.probe_requests()[:1])
             x = policy.noise(1, torch.Generator().manual_seed(0))
             return policy.velocity(x, policy.schedule(4)[1:2], cond)
+
+
+def sample_if_due(session: Session, tracker: Tracker | None, done: int) -> None:
+    """Sample with the current weights if that is due; the time is not counted as training time."""
+    run, cfg = session.run, session.run.sampled
+    if run.samples is None or cfg is None or done % run.samples.every:
+        return
+    start, rewards = time.perf_counter(), Rewards([], {}, ranks=session.rewards.ranks)
+    with session.costs.paused():
+        result = evaluate(run.policy, rewards, cfg, session.processes, run.conditioning)
+    if tracker:
+        save_grid(session.folder, done, result, TRAINING_SAMPLES)
+        write_report(session.folder, running=True)
+        tracker.show(done - 1, TRAINING_SAMPLES, *to_pictures(result))
+    session.started += time.perf_counter() - start
+
+
+def to_pictures(result: EvaluationResult) -> tuple[list[Any], list[str]]:
+    """Return the images, or first frames, of a grid, and their prompts."""
+    clips = [to_images(to_bytes(clip[:1].cpu())) for clip in result.grid]
+    return [clip[0] for clip in clips], prompts_of(result.grid_requests)

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from flowalign.data.media.pixels import to_bytes, to_images
 from flowalign.reports.run_report import write_report
-from flowalign.runs.checks import VelocityCheck, get_state, roll_back, watch
+from flowalign.runs.checks import (
+    VelocityCheck,
+    get_state,
+    roll_back,
+    sample_if_due,
+    to_pictures,
+    watch,
+)
 from flowalign.runs.config import Run
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
@@ -31,6 +39,7 @@ from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
+from flowalign.utils.run_events import hide_in_settings
 from flowalign.utils.tracking import Tracker, read_metrics
 
 
@@ -51,7 +60,12 @@ def iterate(session: Session) -> Iterator[dict[str, float]]:
 
 def _train(session: Session) -> Iterator[dict[str, float]]:
     run, first = session.run, session.first_step
-    tracker = Tracker(session.folder, run.trackers, first) if session.processes.is_main else None
+    settings = yaml.safe_load(hide_in_settings(session.config))
+    tracker = (
+        Tracker(session.folder, run.trackers, first, settings)
+        if session.processes.is_main
+        else None
+    )
     session.started = time.perf_counter()
     if not first:
         session.before = _evaluate(session, tracker, 0)
@@ -93,6 +107,7 @@ def _steps(
             metrics |= check.after_step() | _costs_so_far(session)
             _report_step(session, tracker, progress, step, metrics)
             session.started += session.loop.draw()
+            sample_if_due(session, tracker, done)
             yield metrics
             if done == run.num_steps:
                 break
@@ -172,6 +187,7 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     if tracker and not _is_recorded(session.folder, done):
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
         write_report(session.folder, running=True)
+        tracker.show(max(done - 1, 0), "samples", *to_pictures(result))
         _show(session, done, metrics, result)
     session.started += time.perf_counter() - start
     return metrics

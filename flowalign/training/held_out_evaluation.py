@@ -249,14 +249,14 @@ def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> f
     return float(torch.cat(distances).mean())
 
 
-def save_grid(folder: Path, step: int, evaluated: EvaluationResult) -> None:
-    """Write `samples/step-NNNNNN.png` and add it to `samples/index.json`.
+def save_grid(folder: Path, step: int, evaluated: EvaluationResult, name: str = "samples") -> None:
+    """Write `step-NNNNNN.png` below the folder `name`, and add it to `index.json` there.
 
-    For videos, the image shows a film strip of each, and `samples/step-NNNNNN/` holds animations.
-    `samples/step-NNNNNN.json` holds the scores of all evaluated samples. `samples/sources/` holds
-    the source images of the samples in the grid.
+    For videos, the image shows a film strip of each, and `step-NNNNNN/` holds animations.
+    `step-NNNNNN.json` holds the scores of all evaluated samples. `sources/` holds the source images
+    of the samples in the grid.
     """
-    samples, name = folder / "samples", f"step-{step:06d}"
+    samples, name = folder / name, f"step-{step:06d}"
     index = samples / "index.json"
     steps = read_object(index).get("steps", []) if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from flowalign.utils.files import parse_json, write_text
@@ -26,14 +27,18 @@ class Tracker:
     """
 
     def __init__(
-        self, folder: Path, trackers: Sequence[TrackerName] = (), keep_until: int | None = None
+        self,
+        folder: Path,
+        trackers: Sequence[TrackerName] = (),
+        keep_until: int | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ):
         check_trackers(trackers)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = _drop_from(folder / FILE, keep_until)
         self._start = time.perf_counter() - max((row["seconds"] for row in earlier), default=0.0)
         self._file = (folder / FILE).open("a", encoding="utf-8")
-        self._sinks = [_SINKS[name](folder, keep_until) for name in trackers]
+        self._sinks = [_SINKS[name](folder, keep_until, settings) for name in trackers]
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Write one row; it is on disk before the next step begins."""
@@ -44,6 +49,11 @@ class Tracker:
         self._file.flush()
         for sink in self._sinks:
             sink.write(step, values)
+
+    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
+        """Give PIL images with their prompts to the trackers; files and report have their own."""
+        for sink in self._sinks:
+            sink.show(step, name, images, prompts)
 
     def close(self) -> None:
         """Close every file; a second call does nothing."""
@@ -77,18 +87,29 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 class _Sink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None: ...
+
     def close(self) -> None: ...
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, keep_until: int | None):
+    def __init__(self, folder: Path, keep_until: int | None, settings: Mapping[str, Any]):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=keep_until)
+        self._writer.add_text("settings", f"```json\n{json.dumps(settings, indent=2)}\n```")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
+        import numpy as np
+
+        for i, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
+            self._writer.add_image(f"{name}/{i}", np.asarray(image), step, dataformats="HWC")
+            self._writer.add_text(f"{name}/{i}/prompt", prompt, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -98,13 +119,17 @@ class _TensorBoard:
 class _WandB:
     """Sink for wandb; data leave the machine only if WANDB_MODE=online is set.
 
+    The project is that of WANDB_PROJECT, or flowalign.
+
     `wandb sync` uploads later. wandb cannot resume an offline run, so every start is a new run in a
     group named after the folder.
     """
 
-    def __init__(self, folder: Path, keep_until: int | None):
-        self._run = importlib.import_module("wandb").init(
-            project="flowalign",
+    def __init__(self, folder: Path, keep_until: int | None, settings: Mapping[str, Any]):
+        self._wandb = importlib.import_module("wandb")
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "flowalign"),
+            config=dict(settings),
             group=folder.resolve().name,
             name=f"{folder.resolve().name}-{keep_until or 0}",
             dir=str(folder),
@@ -114,6 +139,11 @@ class _WandB:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
+        pairs = zip(images, prompts, strict=True)
+        found = [self._wandb.Image(image, caption=prompt) for image, prompt in pairs]
+        self._run.log({name: found}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -121,24 +151,31 @@ class _WandB:
 class _Trackio:
     """Sink for trackio's local database, in the run's folder unless TRACKIO_DIR is set.
 
-    Logged steps cannot be removed, so every start is a new run in a project named after the folder.
+    Logged steps cannot be removed, so every start is a new run. Its project is TRACKIO_PROJECT, or
+    named after the folder.
     """
 
-    def __init__(self, folder: Path, keep_until: int | None):
+    def __init__(self, folder: Path, keep_until: int | None, settings: Mapping[str, Any]):
         # Set before the import: trackio reads the variable when it is first imported.
         os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
         self._trackio = importlib.import_module("trackio")
         name = folder.resolve().name
-        self._trackio.init(project=name, name=f"{name}-{keep_until or 0}")
+        project = os.environ.get("TRACKIO_PROJECT", name)
+        self._trackio.init(project=project, name=f"{name}-{keep_until or 0}", config=dict(settings))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackio.log(dict(metrics), step=step)
+
+    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
+        pairs = enumerate(zip(images, prompts, strict=True))
+        found = {f"{name}/{i}": self._trackio.Image(x, caption=text) for i, (x, text) in pairs}
+        self._trackio.log(found, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
 
 
-_SINKS: dict[str, Callable[[Path, int | None], _Sink]] = {
+_SINKS: dict[str, Callable[[Path, int | None, Mapping[str, Any]], _Sink]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "trackio": _Trackio,

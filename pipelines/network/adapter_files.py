@@ -11,6 +11,7 @@ flowalign itself reads the second file.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -166,7 +167,20 @@ def load_into_pipeline(pipe: Any, part: str, folder: str, name: str | None = Non
         pipe.components[part].load_lora_adapter(where, prefix=prefix, weight_name=LORA_FILE, **more)
         return
     second = {} if prefix == part else {f"load_into_{part}": True}
-    pipe.load_lora_weights(where, **second, **more)
+    with _without_advice():
+        pipe.load_lora_weights(where, **second, **more)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Silence diffusers' advice to open an issue if no adapter belongs to the text encoders."""
+    log = logging.getLogger("diffusers.loaders.lora_base")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def difference_of_copy(part: str, denoiser: Any, folder: str) -> float:

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from PIL import Image
 
 from flowalign.utils import tracking
 from flowalign.utils.tracking import Tracker, read_metrics
@@ -128,6 +129,8 @@ calls = []
 class Run:
     def log(self, metrics, step): calls.append((step, metrics))
     def finish(self): calls.append("finish")
+class Image:
+    def __init__(self, image, caption): self.told = image.size, caption
 def init(**options):
     calls.append(options)
     return Run()
@@ -145,6 +148,13 @@ def test_wandb_stays_offline_unless_told_otherwise(tmp_path, monkeypatch):
     offline, row, finish, online, _ = sys.modules["wandb"].calls
     assert (offline["mode"], online["mode"]) == ("offline", "online")
     assert (row, finish) == ((4, {"reward_mean": 0.5}), "finish")
+    assert (offline["project"], offline["config"]) == ("flowalign", {})
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    tracker = Tracker(tmp_path / "third", ["wandb"], settings={"seed": 3})
+    tracker.show(4, "samples", [Image.new("RGB", (3, 2))], ["a red fox"])
+    *_, init, (step, shown) = sys.modules["wandb"].calls
+    assert (init["project"], init["config"]) == ("mine", {"seed": 3})
+    assert (step, [one.told for one in shown["samples"]]) == (4, [((3, 2), "a red fox")])
     monkeypatch.delitem(sys.modules, "wandb")
 
 
@@ -154,6 +164,8 @@ calls = []
 def init(**options): calls.append((os.environ["TRACKIO_DIR"], options))
 def log(metrics, step): calls.append((step, metrics))
 def finish(): calls.append("finish")
+class Image:
+    def __init__(self, image, caption): self.told = image.size, caption
 """
 
 
@@ -167,12 +179,18 @@ def test_trackio_gets_every_step_and_keeps_its_database_in_the_run_s_folder(tmp_
     write(tmp_path / "first", [5], trackers=["trackio"], keep_until=5)
     folder = str(tmp_path / "first" / "trackio")
     assert sys.modules["trackio"].calls == [
-        (folder, {"project": "first", "name": "first-0"}),
+        (folder, {"project": "first", "name": "first-0", "config": {}}),
         (4, {"reward_mean": 0.5}),
         (5, {"reward_mean": 0.625}),
         "finish",
-        (folder, {"project": "first", "name": "first-5"}),
+        (folder, {"project": "first", "name": "first-5", "config": {}}),
         (5, {"reward_mean": 0.625}),
         "finish",
     ]
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    tracker = Tracker(tmp_path / "first", ["trackio"], settings={"seed": 3})
+    tracker.show(6, "samples", [Image.new("RGB", (3, 2))], ["a red fox"])
+    (_, init), (step, shown) = sys.modules["trackio"].calls[-2:]
+    assert (init["project"], init["config"], step) == ("mine", {"seed": 3}, 6)
+    assert shown["samples/0"].told == ((3, 2), "a red fox")
     monkeypatch.delitem(sys.modules, "trackio")

@@ -37,6 +37,20 @@ from flowalign.utils.costs import Costs
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingSamples:
+    """Samples of the current weights during training, with fixed seeds and without rewards."""
+
+    every: PositiveInt = 25
+    """Number of training steps between samples."""
+    num_prompts: PositiveInt = 8
+    """Number of samples, of the first prompts."""
+    prompts: str | None = None
+    """Path of the prompts. Null: the training prompts."""
+    num_steps: PositiveInt | None = None
+    """Number of denoising steps. Null: as in evaluations, or as in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Run file: a policy, a recipe that trains it, and rewards."""
 
@@ -61,6 +75,8 @@ class Run:
     """Averaged weights. Null: none, and evaluation uses the live weights."""
     evaluation: Evaluation | None = None
     """Held-out evaluation. Null: none."""
+    samples: TrainingSamples | None = None
+    """Samples during training, in the run directory, the report and the trackers. Null: none."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     """Interval of checkpoints, and number of checkpoints kept."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
@@ -114,6 +130,8 @@ class Run:
         if self.evaluation:
             weights = dict(zip(rewards.dims, rewards.weights.tolist(), strict=True))
             self.evaluation.check_watch(weights)
+        if self.samples and not self.sampled:
+            raise ValueError("samples.prompts is null, and the recipe has no prompts: name a file")
         if self.sharding.context_degree > 1:
             self.recipe.check_context()
         self._check_prompts(rewards)
@@ -128,6 +146,8 @@ class Run:
         files = [(f"recipe.{data}prompts", path) for path in self.recipe.prompt_files]
         if self.evaluation:
             files += [(f"evaluation.prompts.{a}", b) for a, b in self.evaluation.prompts.items()]
+        if self.samples and self.samples.prompts:
+            files.append(("samples.prompts", self.samples.prompts))
         for key, path in files:
             check_requests(self.policy, rewards.models, read_located_requests(path), key)
 
@@ -148,7 +168,27 @@ class Run:
     def prompt_files(self) -> list[str]:
         """Return the prompt files that the run samples, for training and for evaluation."""
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
-        return [*self.recipe.prompt_files, *held_out]
+        own = [self.samples.prompts] if self.samples and self.samples.prompts else []
+        return [*self.recipe.prompt_files, *held_out, *own]
+
+    @property
+    def sampled(self) -> Evaluation | None:
+        """Return the samples during training as an evaluation; None if there are none."""
+        if self.samples is None:
+            return None
+        own = [self.samples.prompts] if self.samples.prompts else self.recipe.prompt_files
+        steps, rows = self.recipe.sampler or (40, 8)
+        if self.evaluation:
+            steps, rows = self.evaluation.num_steps, self.evaluation.micro_batch
+        if not own:
+            return None
+        return Evaluation(
+            prompts={"training": own[0]},
+            num_prompts=self.samples.num_prompts,
+            num_steps=self.samples.num_steps or steps,
+            micro_batch=rows,
+            grid=self.samples.num_prompts,
+        )
 
     def load_policy(self, processes: Processes, costs: Costs | None = None) -> None:
         """Load the weights of the policy with the setup of this run.
