@@ -1,12 +1,13 @@
 """Show the progress of a run: a bar on a terminal, plain lines in a log file."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +63,8 @@ class Progress:
         self._bar = Bar(*columns, console=self._console, expand=True)
         self._task = self._bar.add_task("", total=total_steps, completed=first_step, left="")
         self._live: Live | None = None
-        if enabled and (self._console.is_terminal or self._console.is_jupyter):
+        self._cell = _CellLine() if enabled and self._console.is_jupyter else None
+        if enabled and self._console.is_terminal and not self._cell:
             self._live = Live(Group(self._bar, self._status), console=self._console)
 
     def __enter__(self) -> "Progress":
@@ -89,6 +91,10 @@ class Progress:
             self._live.refresh()
             return
         self._unprinted = "  ".join(filter(None, (f"step {done}/{self._total}", status, left)))
+        if self._cell:
+            self._cell.show(f"{draw_bar(done / self._total)}  {self._unprinted}")
+            self._unprinted = ""
+            return
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES or done >= self._total:
             self.note(self._unprinted)
             self._printed_at, self._unprinted = now, ""
@@ -96,6 +102,27 @@ class Progress:
     def note(self, text: "str | Text") -> None:
         """Print text above the bar, exactly as given."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _CellLine:
+    """Line below the cell of a notebook, replaced by each update; rich needs ipywidgets for one."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        content = {"text/plain": text}
+        if self._handle:
+            self._handle.update(content, raw=True)
+        else:
+            display = sys.modules["IPython"].display.display
+            self._handle = display(content, raw=True, display_id=True)
+
+
+def draw_bar(share: float, width: int = 30) -> str:
+    """Return a bar of characters for a share in [0, 1]."""
+    full = round(share * width)
+    return "\u2588" * full + "\u2591" * (width - full)
 
 
 class Messages:

@@ -11,6 +11,7 @@ from flowalign.runs.model_card import Subject
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, open_sd3, redness
 
+pytestmark = pytest.mark.slow
 ASKED = {"push_to_hub": True, "hub_model_id": "ann/red", "license": "mit"}
 
 

@@ -12,6 +12,8 @@ from flowalign.training import PolicyGradient
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_sd3, redness
 
+pytestmark = pytest.mark.slow
+
 
 def names_equal(described, resolved):
     """Compare settings; a class has several paths."""

@@ -64,17 +64,26 @@ def run_command(*words: str) -> int:
     return int(end.value.code or 0)
 
 
-def test_a_script_under_torchrun_trains_like_in_one_process(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    run_script(SCRIPT, tmp_path, *launcher, "script.py", "two")
-    (tmp_path / "model").rename(tmp_path / "first")
+LAUNCHERS = {
+    "torchrun": ("-m", "torch.distributed.run", "--nproc_per_node", "2"),
+    "accelerate": (
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    ),
+}
+
+
+def test_a_script_under_a_launcher_trains_like_in_one_process(tmp_path):
     run_script(SCRIPT, tmp_path, "script.py", "one")
-    one, two = (
-        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
-        for name in ("one", "two")
-    )
-    assert two["reward_mean"] == pytest.approx(one["reward_mean"], abs=1e-6)
-    assert two["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
+    for name, words in LAUNCHERS.items():
+        (tmp_path / "model").rename(tmp_path / f"before_{name}")
+        run_script(SCRIPT, tmp_path, *words, "script.py", name)
+        one, two = (
+            json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[0])
+            for run in ("one", name)
+        )
+        assert two["reward_mean"] == pytest.approx(one["reward_mean"], abs=1e-6)
+        assert two["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-3)
 
 
 def test_the_script_of_a_user_of_ddpo_trainer_trains(tmp_path, monkeypatch):

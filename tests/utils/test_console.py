@@ -1,6 +1,8 @@
 """Output of a run on a terminal, in a log file, and on silent ranks."""
 
 import io
+import sys
+from types import SimpleNamespace
 
 from rich.console import Console
 
@@ -113,6 +115,19 @@ def test_a_terminal_of_80_columns_gets_a_bar_and_the_metrics_below_it():
     assert "3/4 ━" in bar
     assert bar.rstrip().endswith("0:02 left")
     assert metrics.startswith(describe(METRICS))
+
+
+def test_a_notebook_gets_one_line_that_is_replaced(monkeypatch):
+    shown = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+    display = SimpleNamespace(display=lambda data, **_: handle.update(data, True) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    screen = Console(force_jupyter=True, file=io.StringIO())
+    with Progress(2, console=screen, clock=Clock()) as progress:
+        for step in range(2):
+            progress.update(step, {"reward_mean": 0.5})
+    assert [line[:30].count("█") for line in shown] == [15, 30]
+    assert shown[1].endswith("step 2/2  reward 0.500  0:00 left")
 
 
 def test_a_note_is_printed_as_it_is_with_and_without_a_bar():
