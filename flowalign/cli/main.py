@@ -129,21 +129,24 @@ def run_verb(args: argparse.Namespace) -> int:
         return complain(str(error), 2)
     except RunFailure as error:
         return complain(str(error), 1)
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:
+        if not (place := _find_full_memory(error)):
             raise
-        first = str(error).splitlines()[0]  # in a command without a plan
-        return complain(f"out of memory on the GPU: {first}\nlower micro_batch settings", 1)
+        first = (str(error).splitlines() or ["MemoryError"])[0]  # in a command without a plan
+        remedy = "lower micro_batch settings; in score --batch_size, --workers or --max_frames"
+        return complain(f"out of memory on the {place}: {first}\n{remedy}", 1)
     except OSError as error:  # such as a full disk
         return complain(_describe(error), 1)
     except KeyboardInterrupt as stop:
         return complain(_describe_stop(args), exit_code(stop))
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU ran out of memory; commands that only read files import no torch."""
+def _find_full_memory(error: Exception) -> str:
+    """Return GPU or CPU if it ran out of memory; commands that only read files import no torch."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return "GPU"
+    return "CPU" if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) else ""
 
 
 def _describe(error: OSError) -> str:
@@ -177,10 +180,10 @@ def complain(message: str, code: int) -> int:
     text = "\n".join(message.splitlines()[:MAX_LINES])
     if not leave_failure(code, f"flowalign: {text}\n"):
         from rich.console import Console
+        from rich.text import Text
 
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            "[bold red]flowalign:[/] " + text.replace("[", r"\[")
-        )
+        line = Text.assemble(("flowalign:", "bold red"), " ", text)  # no markup in the text
+        Console(stderr=True, soft_wrap=True, highlight=False).print(line)
     return code
 
 

@@ -4,6 +4,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -24,7 +25,7 @@ from flowalign.utils.files import parse_json
 
 _LONGEST_WAIT_S = 30.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
-_PIECE = 1 << 20
+_PIECE, _LARGEST_ANSWER = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,30 @@ class RewardClient:
         """
         until = time.monotonic() + self.timeout
         while True:
-            try:
-                state = self._server.get("/health").json()
-            except (httpx2.TransportError, ValueError) as error:
-                raise ValueError(
-                    f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
-                ) from error
-            mine = state["models"].get(self.model, state["status"])
+            with self._explain("/health"):
+                state = parse_json(self._server.get("/health").content)
+                mine = state["models"].get(self.model, state["status"])
+                reasons = state["reasons"] if mine == "failed" else ""
             if mine == "ready":
                 return
             if mine == "failed":
-                raise ValueError(f"{self.url} has failed: {state['reasons']}")
+                raise ValueError(f"{self.url} has failed: {str(reasons)[:200]}")
             if time.monotonic() > until:
                 raise ValueError(f"reward server {self.url} is not ready ({mine})")
             time.sleep(0.2)
+
+    @contextmanager
+    def _explain(self, path: str) -> Iterator[None]:
+        """Raise ValueError if the server cannot be reached or gives an answer of another shape."""
+        try:
+            yield
+        except httpx2.TransportError as error:
+            raise ValueError(
+                f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
+            ) from error
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            what = f"{type(error).__name__} {error}"[:200]
+            raise ValueError(f"{self.url}{path} is not that of a reward server ({what})") from error
 
     def spec(self, pixels: Pixels) -> RewardSpec:
         """Return the spec of the model; its version is the fingerprint and the pixel format.
@@ -86,16 +97,20 @@ class RewardClient:
         Raises:
             ValueError: The server has another protocol version, or does not have the model.
         """
-        reply = self._server.get("/spec")
+        with self._explain("/spec"):
+            reply = self._server.get("/spec")
         if reply.status_code != 200:
             raise ValueError(f"{self.url}/spec: status {reply.status_code} {reply.text[:200]}")
-        content = reply.json()
-        specs = {row["name"]: row for row in content["models"]}
-        if content["version"] != VERSION:
-            raise ValueError(f"{self.url} speaks version {content['version']}, not {VERSION}")
+        with self._explain("/spec"):
+            content = parse_json(reply.content)
+            specs = {row["name"]: row for row in content["models"]}
+            version = content["version"]
+        if version != VERSION:
+            raise ValueError(f"{self.url} speaks version {str(version)[:20]}, not {VERSION}")
         if self.model not in specs and not (self.model is None and len(specs) == 1):
             raise ValueError(f"{self.url} has no model {self.model!r}; it has {', '.join(specs)}")
-        return _spec_from_json(specs[self.model or next(iter(specs))], pixels)
+        with self._explain("/spec"):
+            return _spec_from_json(specs[self.model or next(iter(specs))], pixels)
 
     def pack(self, batch: MediaBatch, pixels: Pixels) -> Pieces:
         """Return a scoring request with a unique id, so a retry is not scored twice."""
@@ -112,20 +127,30 @@ class RewardClient:
         headers = {"content-type": CONTENT_TYPE, "content-length": str(size)}
         try:
             content: Iterator[Any] = _split(message)
-            reply = self._server.post("/score", content=content, headers=headers)
+            with self._server.stream("POST", "/score", content=content, headers=headers) as reply:
+                body = self._receive(reply)
         except httpx2.TransportError as error:
             broken = not isinstance(error, httpx2.TimeoutException)
             return NoAnswer(f"{type(error).__name__} {error}", disconnected=broken)
-        why = f"status {reply.status_code}: {reply.text[:200]}"
+        why = f"status {reply.status_code}: {body[:200].decode(errors='replace')}"
         if reply.status_code in _TRANSIENT:
             wait = read_retry_after(reply.headers.get("retry-after", ""))
             return NoAnswer(why, None if wait is None else min(wait, _LONGEST_WAIT_S))
         if reply.status_code != 200:
             raise ValueError(f"{self.url} refuses the request, {why}")
         try:
-            return output_from_json(parse_json(reply.content), spec, count)
+            return output_from_json(parse_json(body), spec, count)
         except ValueError as error:  # truncated, or not JSON
             return NoAnswer(f"an answer that cannot be read: {error}")
+
+    def _receive(self, reply: httpx2.Response) -> bytes:
+        """Return the body of an answer; the timeout of the client is that of each read."""
+        body, until = bytearray(), time.monotonic() + self.timeout + 2
+        for chunk in reply.iter_bytes():
+            body += chunk
+            if time.monotonic() > until or len(body) > _LARGEST_ANSWER:
+                raise httpx2.ReadTimeout(f"no complete answer within {self.timeout:g} s")
+        return bytes(body)
 
 
 def read_retry_after(header: str) -> float | None:

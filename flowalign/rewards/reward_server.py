@@ -37,6 +37,8 @@ RETRY_AFTER_S = 1
 _NEEDS_TOKEN = "a token is needed: send it as 'Authorization: Bearer TOKEN'; RemoteReward reads it "
 _NEEDS_TOKEN += "from the environment variable FLOWALIGN_REWARD_TOKEN"
 _PATH = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"(),]+/)+([^\s/'\"(),]*)")
+_MOST_CONNECTIONS = 128
+"""Number of connections above which idle ones are closed."""
 REMEMBERED = 256
 """Number of answers in the cache, for requests that are sent again with the same id."""
 
@@ -156,6 +158,9 @@ def application(service: Service, host: str = "127.0.0.1") -> FastAPI:
     async def check_host(request: Request) -> None:
         if is_foreign(request.headers.get("host"), host):
             raise Refusal(403, "the Host header names another machine, or none")
+        origin = request.headers.get("origin")
+        if origin is not None and is_foreign(origin.partition("://")[2], host):
+            raise Refusal(403, "the Origin header names a page of another site")
 
     checks = [Depends(check_host)]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=checks)
@@ -195,21 +200,36 @@ class HeadTimeout(HttpToolsProtocol):
     """HTTP connection that is closed if no complete request header arrives in time.
 
     uvicorn closes connections that are idle after an answer, but waits forever for a first request
-    and for the rest of a header.
+    and for the rest of a header. Of many connections the one that is idle for the longest time is
+    closed at once, because each is an open file.
     """
 
     def __init__(self, *args: Any, seconds: float, **settings: Any):
         super().__init__(*args, **settings)
-        self._seconds = seconds
+        self._seconds, self._used = seconds, 0.0
 
     def connection_made(self, transport: Any) -> None:
         """Start to check every `seconds` whether another request has arrived."""
         super().connection_made(transport)
+        self._used = self.loop.time()
         self.loop.call_later(self._seconds, self._check, None)
+        others = (one for one in self.connections if isinstance(one, HeadTimeout))
+        idle = [one for one in others if one.is_idle and not one.transport.is_closing()]
+        if len(self.connections) > _MOST_CONNECTIONS and idle:
+            min(idle, key=lambda one: one._used).transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the connection has no complete request header that waits for an answer."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        """Note the time of the last answer."""
+        self._used = self.loop.time()
+        super().on_response_complete()
 
     def _check(self, last: object) -> None:
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self.cycle is last:
+        if self.is_idle and self.cycle is last:
             self.transport.close()
         if not self.transport.is_closing():
             self.loop.call_later(self._seconds, self._check, self.cycle)

@@ -114,9 +114,8 @@ def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> 
     if total < _LEAST_MASS:
         likeliest = answer.tokens[token][1]
         first = max(likeliest, key=lambda text: likeliest[text], default="")
-        raise Unparsable(
-            f"none of {', '.join(words)} is likely: together {total:.1%}, the likeliest is {first!r}"
-        )
+        allowed = f"none of {', '.join(words)} is likely"
+        raise Unparsable(f"{allowed}: together {total:.1%}, the likeliest is {first!r}")
     return [mass[word] / total for word in words]
 
 

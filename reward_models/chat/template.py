@@ -103,6 +103,8 @@ def _read_text(source: str) -> str:
             package, _, name = rest.partition("/")
             return (resources.files(package) / name).read_text(encoding="utf-8")
         path = _FOLDER / f"{source}.txt" if _is_bundled(source) else Path(bundled(source))
+        if path.exists() and not path.is_file():
+            raise FileNotFoundError(path)  # reading a device would never end
         return path.read_text(encoding="utf-8")
     except (OSError, ModuleNotFoundError, UnicodeDecodeError) as error:
         names = sorted(p.stem for p in _FOLDER.glob("*.txt"))

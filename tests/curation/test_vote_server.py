@@ -286,6 +286,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     row = {"id": "q/a", "question": "q", "user_id": "a", "ratings": {}, "repeat": False}
+    row |= {"prompt": "p", "images": []}
     (out / "votes.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match="other votes than ranks"):
         run_verb_of(["vote", str(tmp_path), "--out", str(out)])

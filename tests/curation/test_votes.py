@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,21 @@ def test_the_order_of_candidates_depends_on_the_annotator_alone(tmp_path):
     orders = {name: tuple(poll.next(name).order) for name in map(str, range(30))}
     assert len(set(orders.values())) == 6
     assert tuple(poll.next("7").order) == orders["7"]
+
+
+def test_many_repeats_take_no_longer_than_many_votes(tmp_path):
+    poll = make_poll(tmp_path, 0, repeats=1.0)
+    question = make_question(tmp_path, 0)
+    for k in range(20_000):
+        poll.add(replace(question, id=f"q{k}"))
+        row = {"id": f"q{k}/a", "question": f"q{k}", "user_id": "a", "repeat": False}
+        poll.table.rows[row["id"]] = row
+    start = time.perf_counter()
+    task = poll.next("a")
+    assert task is not None
+    assert (task.question.id, task.repeat) == ("q0", True)
+    assert poll.count("a") == (20_000, 20_000)
+    assert time.perf_counter() - start < 3  # 60 s if every vote were compared with every other
 
 
 def test_repeats_come_after_ten_other_votes_or_at_the_end(tmp_path):

@@ -1,5 +1,6 @@
 """Every invalid request is rejected with a reason, costs little, and disables nothing."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ from flowalign.cli.options import Parser
 from flowalign.cli.serve import add_arguments, run
 from flowalign.rewards.batching import Limits, Refusal, Room
 from flowalign.rewards.protocol import pack_batch
+from flowalign.rewards.reward_client import NoAnswer, RewardClient
 from flowalign.rewards.reward_server import listen
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
@@ -341,3 +343,98 @@ def test_sixty_four_clients_lose_nothing_among_hostile_ones(tmp_path):
     assert [wrong for one in hostile for wrong in one.wrong] == []
     assert sum((one.sent for one in hostile), Counter()).keys() >= {"half", "poisoned", "mutated"}
     assert grown < 3 * held + 100
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://127.0.0.1:8413", 200),
+        ("http://localhost", 200),
+        ("http://evil.example", 403),
+        ("https://127.0.0.1.evil.example:8411", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_of_another_site_is_refused_by_its_origin(there, origin, status):
+    http = HTTPConnection("127.0.0.1", there.port, timeout=60)
+    http.request("GET", "/health", headers={"Origin": origin})
+    assert http.getresponse().status == status
+    http.close()
+
+
+LENGTHS = {
+    "both": b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "two": b"content-length: 2\r\ncontent-length: 3\r\n\r\n{} ",
+    "digits": b"content-length: " + b"9" * 400 + b"\r\n\r\n{}",
+    "negative": b"content-length: -2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_contradicting_lengths_are_refused(there, kind):
+    connection = socket.create_connection(("127.0.0.1", there.port), 60)
+    connection.sendall(HEAD + LENGTHS[kind])
+    answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    connection.close()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_idle_connections_do_not_take_the_place_of_requests():
+    """Idle connections are closed before they fill the table of open files."""
+    with Running(Level()) as there:
+        idle = [socket.create_connection(("127.0.0.1", there.port), 60) for _ in range(300)]
+        assert post(there.url, JSON, json_request())[0] == 200
+        assert len(there.server.server_state.connections) <= 129
+        for connection in idle:
+            connection.close()
+
+
+class Answering:
+    """A server that sends the same bytes to every request, one by one if it is slow."""
+
+    def __init__(self, body: bytes, seconds: float = 0.0):
+        self.body, self.seconds = body, seconds
+        self.socket = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self.socket.accept()
+                connection.recv(1 << 20)
+                head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self.body)
+                connection.sendall(head)
+                for i in range(len(self.body)) if self.seconds else ():
+                    time.sleep(self.seconds)
+                    connection.sendall(self.body[i : i + 1])
+                connection.sendall(b"" if self.seconds else self.body)
+                connection.close()
+
+
+READY = b'{"status": "ready", "models": {}, "reasons": {}}'
+ODD = [b"[]", b"1", b'{"models": 1}', b"[" * 100_000, b'{"models": {}, "status": ' + b"9" * 5000]
+
+
+@pytest.mark.parametrize("body", [*ODD, READY], ids=lambda body: body[:12].decode())
+def test_a_server_of_another_kind_is_refused_by_its_address(body):
+    with Answering(body) as other, pytest.raises(ValueError, match="is not that of a reward s"):
+        RemoteReward(other.url, ["level"], timeout=5.0).load()
+
+
+def test_an_answer_that_never_ends_is_given_up():
+    with Answering(b"x" * 1000, seconds=0.2) as slow:
+        client = RewardClient(slow.url, None, 0.1, None)
+        start = time.monotonic()
+        answer = client.score([b"{}"], Level().spec, 1)
+        assert isinstance(answer, NoAnswer)
+        assert "no complete answer within 0.1 s" in answer.why
+        assert time.monotonic() - start < 10

@@ -5,9 +5,9 @@ A card states what the authors of a benchmark fix. Null means that they leave it
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from flowalign.types.ranges import DenoisingSteps, PositiveInt, Seed, require_ranges
+from flowalign.types.ranges import DenoisingSteps, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.strict_yaml import read_mapping
@@ -45,7 +45,7 @@ class PromptSource:
 class Protocol:
     """Sampling settings that the authors fix; null for those that they leave open."""
 
-    images_per_prompt: PositiveInt = 1
+    images_per_prompt: Annotated[int, Range(least=1, most=10_000)] = 1
     """Number of images or videos per row of the file."""
     height: PositiveInt | None = None
     """Height in pixels."""

@@ -85,7 +85,7 @@ def first_token(**likeliest: float) -> ChatAnswer:
 
 def test_words_without_most_of_the_probability_are_no_answer():
     thinking = ChatAnswer("", tokens=[("<think>", {"<think>": -1e-4, "Yes": -12.0, "No": -9.0})])
-    with pytest.raises(Unparsable, match="none of yes, no is likely: together 0.0%.*'<think>'"):
+    with pytest.raises(Unparsable, match=r"none of yes, no is likely: together 0\.0%.*'<think>'"):
         word_probabilities(thinking, 0, ("yes", "no"))
     with pytest.raises(Unparsable, match=r"together 49\.0%"):
         word_probabilities(first_token(yes=0.4, no=0.09, so=0.51), 0, ("yes", "no"))
