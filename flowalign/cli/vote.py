@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 HELP = "Collect votes on samples in a browser, also as the reward of a training run."
 _WEEK_S = 604800
+_OWN_FOLDERS = ("sample.json", "config.yaml")
+"""Files of folders that flowalign wrote, and where votes are stored by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="share of questions asked twice, which measures consistency (default: 0)",
     )
-    add("--out", metavar="FOLDER", help="folder of votes.jsonl (default: SAMPLES/votes)")
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="folder of votes.jsonl (default: SAMPLES/votes, or runs/votes/NAME for your own data)",
+    )
     add("--schema", default="auto", help="format of a dataset (default: detected)")
     add("--root", metavar="FOLDER", help="folder where relative paths of a dataset begin")
     columns = "columns of a dataset by their names in flowalign, such as prompt=caption"
@@ -73,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         annotators=args.annotators,
         repeats=args.repeats,
     )
-    folder = source if source.is_dir() or args.online else source.parent
-    out = Path(args.out) if args.out else folder / "votes"
+    own = args.online or any((source / name).is_file() for name in _OWN_FOLDERS)
+    out = Path(args.out or (source / "votes" if own else Path("runs/votes") / source.stem))
     claim = Claim(out, get_log())
     try:
         table = VoteTable(out / VOTES)

@@ -283,8 +283,9 @@ def describe_examples(job: PairingJob, choices: Sequence[PairChoice]) -> Iterato
             }
             for title, row in (("chosen", choice.winner), ("rejected", choice.loser))
         ]
-        prompt, stage = job.table.media[choice.winner].prompt, choice.stage
-        gap = f"{choice.dimension} +{choice.gap:.4g}" + (f", stage {stage}" if job.stages else "")
+        prompt = job.table.media[choice.winner].prompt
+        stage = f", stage {choice.stage}" if job.stages else ""
+        gap = f"{choice.dimension} gap {choice.gap:.4g}{stage}"
         yield {"prompt": prompt, "gap": gap, "sides": sides}
 
 

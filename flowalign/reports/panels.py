@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -160,6 +161,38 @@ def read_weights(config: Path) -> dict[str, float] | None:
         return None
     weights = [reward.get("weight") for reward in rewards if isinstance(reward, dict)]
     return {dim: value for one in weights if isinstance(one, dict) for dim, value in one.items()}
+
+
+def describe_run(config: Path) -> str:
+    """Return model, method and rewards of a run file; "" without one."""
+    content = read_yaml(config) if config.exists() else None
+    if not isinstance(content, dict):
+        return ""
+    policy, recipe = content.get("policy") or {}, content.get("recipe") or {}
+    parts = recipe.get("init_args") or {}
+    named = [recipe, *(parts.get(name) for name in ("credit", "algorithm", "loss"))]
+    method = " + ".join(_class_name(one) for one in named if _class_name(one))
+    path = (policy.get("init_args") or {}).get("path")
+    model = _class_name(policy) + (f" ({path})" if path else "")
+    rewards = ", ".join(dim for dim, weight in (read_weights(config) or {}).items() if weight)
+    labelled = ("model", model), ("method", method), ("rewards", rewards)
+    return " · ".join(f"{name}: {text}" for name, text in labelled if text)
+
+
+def _class_name(component: Any) -> str:
+    path = component.get("class_path") if isinstance(component, Mapping) else None
+    return str(path).rpartition(".")[2] if path else ""
+
+
+def explain_loading(folder: Path) -> str:
+    """Return the line that loads the newest weights of a run directory; "" if it has none."""
+    found = sorted((folder / "checkpoints").glob("step-*"))
+    if not found:
+        return ""
+    weights = found[-1] / "ema" if (found[-1] / "ema").is_dir() else found[-1]
+    if (weights / "pytorch_lora_weights.safetensors").is_file():
+        return f'pipe.load_lora_weights("{weights}")'
+    return f"flowalign export {folder}"
 
 
 def _held_out_changes(series: Lines, weights: Mapping[str, float]) -> Lines:

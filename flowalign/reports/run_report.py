@@ -18,6 +18,8 @@ from flowalign.reports.pages import PALETTE, Chart, Line, render, score
 from flowalign.reports.panels import (
     chart,
     describe,
+    describe_run,
+    explain_loading,
     is_constant,
     num_smoothed,
     read_weights,
@@ -85,6 +87,8 @@ def write_report(folder: Path, running: bool = False) -> Path:
         running=running,
         status="running" if running else summary.get("status", ""),
         comparison=_COMPARISON if compared else "",
+        about=describe_run(config),
+        loading=explain_loading(folder),
         verdict=verdict(changes, summary, series),
         warnings=summary.get("warnings") or {},
         tiles=tiles(changes, summary),

@@ -49,7 +49,7 @@ def by_human_column(content: Content) -> dict[str, list[Content]]:
 def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
     """Return a sentence on the dimension that agrees best with the first human column."""
     column, rows = next(iter(sections.items()))
-    found = rows[0]["measures"]["accuracy_without_ties"]
+    found = rows[0]["measures"]["accuracy_score_ties_half"]
     if not found["n"]:
         return f"{column} has no pair with a human preference and two valid scores."
     lead = "" if len(rows) == 1 else f"Of {len(rows)} scored dimensions "
@@ -58,8 +58,18 @@ def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
         f"{lead}{rows[0]['score']} {verb} with {column}: the order is right in "
         f"{100 * found['value']:.1f} % of {found['n']:,} pairs with a human preference"
         + (f" (95 % interval {interval(found, 100.0, 1)})" if math.isfinite(found["low"]) else "")
+        + (f"; {ties:,} equal scores count half" if (ties := rows[0]["score_ties"]) else "")
         + "."
+        + (" This is not above chance." if found["low"] <= 0.5 or found["value"] <= 0.5 else "")
+        + _ceiling(rows[0]["annotators_agree"])
     )
+
+
+def _ceiling(share: float) -> str:
+    """Return a sentence on the agreement between annotators; "" if it is unknown."""
+    if not math.isfinite(share):
+        return ""
+    return f" Two annotators agree in {100 * share:.1f} % of the cases, which is the ceiling."
 
 
 def cautions(content: Content) -> list[str]:
@@ -80,10 +90,10 @@ def cautions(content: Content) -> list[str]:
 
 
 def list_accuracies(rows: Sequence[Content]) -> list[Content]:
-    """Return accuracy without ties and its interval in percent, one row per dimension."""
+    """Return the accuracy of the headline and its interval in percent, one row per dimension."""
     bars = []
     for row in rows:
-        measure = row["measures"]["accuracy_without_ties"]
+        measure = row["measures"]["accuracy_score_ties_half"]
         if measure["n"]:
             value = 100 * measure["value"]
             ends = [100 * measure[end] for end in ("low", "high")]
@@ -125,7 +135,7 @@ def interval(measure: Mapping[str, Any], scale: float = 1.0, digits: int = 3) ->
 
 
 def _accuracy(result: Content) -> float:
-    value = result["measures"]["accuracy_without_ties"]["value"]
+    value = result["measures"]["accuracy_score_ties_half"]["value"]
     return value if math.isfinite(value) else -1.0
 
 

@@ -512,7 +512,7 @@ def test_the_page_shows_pairs_gaps_stages_and_what_was_dropped(tmp_path):
     assert page.count("data:image/webp;base64,") == 4
     assert "a &lt;cat&gt;" in page
     assert "<cat>" not in page
-    assert "beauty +1.25, stage 0" in page
+    assert "beauty gap 1.25, stage 0" in page
     assert "no valid score" in page
     assert "model refused: too dark" in page
     assert not re.search(r'(src|href)="(?!data:)', page)

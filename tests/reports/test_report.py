@@ -14,6 +14,7 @@ from PIL import Image, ImageSequence
 
 from flowalign.data.media.pixels import LONGEST, reduce_size
 from flowalign.reports import run_report as report
+from flowalign.reports.panels import describe_run, explain_loading
 from flowalign.reports.run_report import write_report
 from flowalign.reports.samples import cut_grid, find_strips
 from flowalign.training.held_out_evaluation import EvaluationResult, save_grid
@@ -391,3 +392,25 @@ def test_the_page_of_a_running_run_reloads_itself(folder):
     refresh = '<meta http-equiv="refresh"'
     assert refresh in write_report(folder, running=True).read_text()
     assert refresh not in page_of(folder)
+
+
+def test_the_headline_names_model_method_and_rewards_and_how_to_load(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "policy: {class_path: pipelines.SD3, init_args: {path: owner/model}}\n"
+        "recipe:\n"
+        "  class_path: flowalign.training.PolicyGradient\n"
+        "  init_args: {credit: {class_path: flowalign.credit.Gain}}\n"
+        "rewards: [{class_path: x.Y, weight: {ocr: 1.0, seen: 0.0}}]\n"
+    )
+    assert describe_run(tmp_path / "config.yaml") == (
+        "model: SD3 (owner/model) · method: PolicyGradient + Gain · rewards: ocr"
+    )
+    assert explain_loading(tmp_path) == ""
+    weights = tmp_path / "checkpoints/step-000010/ema"
+    weights.mkdir(parents=True)
+    assert explain_loading(tmp_path) == f"flowalign export {tmp_path}"
+    (weights / "pytorch_lora_weights.safetensors").touch()
+    assert explain_loading(tmp_path) == f'pipe.load_lora_weights("{weights}")'
+    page = write_report(tmp_path).read_text()
+    assert "model: SD3 (owner/model)" in page
+    assert "pipe.load_lora_weights(" in page

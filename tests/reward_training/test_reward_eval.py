@@ -338,7 +338,7 @@ def test_a_dataset_is_scored_first_by_the_verb_that_does_it(tmp_path, monkeypatc
 
     monkeypatch.setattr(subprocess, "run", score)
     assert run("pairs.csv", "--rewards", "r.yaml", "--out", tmp_path, "--limit", "4") == 0
-    assert (seen[0].data, seen[0].rewards, seen[0].out) == ("pairs.csv", "r.yaml", str(tmp_path))
+    assert (seen[0].data, seen[0].rewards, seen[0].out) == ("pairs.csv", ["r.yaml"], str(tmp_path))
     assert seen[0].limit == 4
     assert (tmp_path / "eval.html").exists()
 
@@ -348,6 +348,26 @@ def test_where_scoring_fails_nothing_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda c, **tied: subprocess.CompletedProcess(c, 1))
     assert run("pairs.csv", "--rewards", "r.yaml", "--out", tmp_path) == 1
     assert not (tmp_path / "eval.json").exists()
+
+
+def verdict_of(folder):
+    page = (folder / "eval.html").read_text()
+    return re.search(r'class="verdict">([^<]*)', page)[1]
+
+
+def test_equal_scores_count_half_in_the_headline_and_chance_is_named(tmp_path):
+    rows = [
+        medium(f"r{k}", side, 1.0, votes__overall=[3, 1][side] if k % 2 else [0, 4][side])
+        for k in range(40)
+        for side in range(2)
+    ]
+    assert run(write(tmp_path, rows)) == 0
+    told = verdict_of(tmp_path)
+    assert "the order is right in 50.0 % of 40 pairs" in told
+    assert "40 equal scores count half" in told
+    assert "This is not above chance." in told
+    # Pairs of four votes: 6 of 6 agree in one half, 3 of 6 in the other.
+    assert "Two annotators agree in 75.0 % of the cases, which is the ceiling." in told
 
 
 def test_people_who_decided_on_nothing_get_a_page_too(tmp_path):

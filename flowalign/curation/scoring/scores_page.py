@@ -57,7 +57,8 @@ class Findings:
             self.columns.setdefault(dim, array("d")).append(np.nan if score is None else score)
             if score is not None:
                 best, worst = self.ends.setdefault(dim, ([], []))
-                entry = (row["record"], row["medium"], row["prompt"])
+                name = Path(row["path"]).name if row["path"] else str(row["record"])
+                entry = (row["record"], row["medium"], row["prompt"], name)
                 _keep(best, (score, self.rows, entry))
                 _keep(worst, (-score, self.rows, entry))
 
@@ -169,6 +170,7 @@ def _describe_dimension(
         "mean": f"{known.mean():.4g}" if len(known) else "-",
         "std": f"{known.std():.3g}" if len(known) else "-",
         "quantiles": quantiles,
+        "ties": len(known) - len(np.unique(known)),
         "chart": histogram(dim, "score (line: median)", "media", known) if len(known) else None,
         "ends": [
             ("best", _describe_media(best, 1, thumbnails)),
@@ -183,10 +185,10 @@ def _describe_media(heap: list, sign: int, thumbnails: Mapping[Place, str]) -> l
         {
             "score": f"{sign * score:.4g}",
             "prompt": prompt,
-            "record": record,
+            "name": name,
             "picture": thumbnails.get((record, medium), ""),
         }
-        for score, _, (record, medium, prompt) in ordered
+        for score, _, (record, medium, prompt, name) in ordered
     ]
 
 
