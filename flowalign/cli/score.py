@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any
 from flowalign.cli.options import add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.files import read_object
-from flowalign.utils.folders import (
-    check_folder_path,
-    compare_settings,
-    hold_lock,
-    record_settings,
-)
+from flowalign.utils.files import digest_file, read_object
+from flowalign.utils.folders import check_folder_path, compare_settings, record_settings
 
 if TYPE_CHECKING:
     from flowalign.curation.scoring.scoring_job import ScoringJob
@@ -185,6 +180,7 @@ def _score(
     from flowalign.curation.scoring import scoring_job as scoring
     from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
     from flowalign.curation.scoring.progress import show_progress
+    from flowalign.utils.folders import hold_lock
 
     if args.executor != "ray" and args.processes > 1:
         return _run_shards(args)
@@ -281,13 +277,16 @@ def _fail(why: str) -> int:
 def _build_settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dict[str, Any]:
     """Return the settings that determine the scores; batch size and processes do not."""
     from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.utils.local_modules import list_files
 
+    code = {str(file): digest_file(file) for file in list_files(rewards)}
     return {
         "data": str(Path(args.data).resolve()),
         "root": str(dataset.root.resolve()),
         "identity": dataset.identity(),
         "schema": dataset.schema.name,
         "rewards": rewards,
+        **({"code": code} if code else {}),
         "limit": args.limit,
         "max_frames": args.max_frames,
         "records_per_part": scoring.RECORDS_PER_PART,

@@ -23,6 +23,10 @@ Form = Literal["pil", "tensor"]
 """Form in which a function takes images."""
 
 
+class WrongScores(ValueError):
+    """Error of a function that does not return a score per sample, whatever the samples are."""
+
+
 class CallableReward(RewardModel):
     """Reward model that calls `def reward(images, prompts) -> list[float]`.
 
@@ -111,7 +115,7 @@ class CallableReward(RewardModel):
         found = scores.tolist() if hasattr(scores, "tolist") else scores
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(batch):
             shown = f"{len(found)} scores" if isinstance(found, Sequence) else repr(found)[:60]
-            raise ValueError(
+            raise WrongScores(
                 f"reward {self.spec.name} returned {shown} for {len(batch)} samples; it must "
                 "return a list with a number, or None, per sample"
             )

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from flowalign.utils.imports import import_optional
 
 _SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """Environment that disables Ray's usage statistics and the low priority of its workers."""
+_SECONDS = 10.0
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Environment of a cluster that listens on the loopback only; the variable works on any system."""
 
@@ -35,10 +37,23 @@ def join_cluster(cores: int, address: str | None = None) -> None:
     before = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address:
+        _check_address(address)
         ray.init(address=address, **quiet)
     else:
         ray.init("local", num_cpus=cores, include_dashboard=False, **quiet)
     signal.signal(signal.SIGTERM, before)
+
+
+def _check_address(address: str) -> None:
+    """Raise ValueError if nothing listens at an address; Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdecimal():
+            socket.create_connection((host, int(port)), timeout=_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--address {address} does not answer ({error}): start Ray there, or drop --address"
+        ) from error
 
 
 @contextmanager

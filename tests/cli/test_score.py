@@ -312,3 +312,26 @@ def test_a_shard_whose_model_is_wrong_says_so_in_its_last_line(tmp_path, monkeyp
     assert last.startswith(
         "flowalign: reward 'brightness' (dimensions brightness, contrast) returned"
     )
+
+
+def test_another_code_of_a_reward_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = """
+import torch
+from flowalign.types import RewardModel, RewardOutput, RewardSpec
+
+class Constant(RewardModel):
+    def __init__(self):
+        self.spec = RewardSpec("constant", ("constant",), "any", (0.0, 1.0), "none")
+
+    def score(self, batch):
+        failed = self.spec.screen(batch)
+        return RewardOutput.build(self.spec, torch.full((len(batch), 1), 0.5), failed)
+"""
+    file = tmp_path / "constant_reward.py"
+    file.write_text(code)
+    command = (dataset(tmp_path, 2), "--rewards", "constant_reward.py:Constant", "--out", "out")
+    assert score(*command) == score(*command) == 0
+    file.write_text(code.replace("0.5", "0.75"))
+    with pytest.raises(ConfigError, match="made with other settings: code differ"):
+        score(*command)

@@ -20,6 +20,7 @@ from flowalign.curation.scoring.part_files import PartFiles
 from flowalign.curation.scoring.scoring_job import BlockScorer, block_numbers
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardFailure
+from flowalign.utils.ray_cluster import join_cluster
 from tests.fixtures.ray_nodes import two_machines
 from tests.fixtures.scorers import Mortal
 from tests.fixtures.scoring_rewards import Brightness, picture
@@ -202,3 +203,9 @@ def test_a_missing_ray_is_refused_with_its_extra(tmp_path, capsys, monkeypatch):
         main(words)
     assert end.value.code == 2
     assert "pip install 'flowalign-diffusion[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:99999"])
+def test_a_cluster_that_does_not_answer_is_refused_in_seconds(address):
+    with pytest.raises(ValueError, match=rf"--address {address} does not answer"):
+        join_cluster(1, address)

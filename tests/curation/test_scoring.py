@@ -26,6 +26,7 @@ from flowalign.curation.scoring.table_rows import DecodedMedium, make_unscored_r
 from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
+from flowalign.rewards.function_reward import CallableReward
 from flowalign.types import MAY_PASS, RewardModel, RewardOutput
 from flowalign.utils.folders import hold_lock, record_settings
 from reward_models.chat.chat_client import Server
@@ -561,3 +562,9 @@ def test_a_model_that_is_wrong_ends_the_job_by_its_name(tmp_path, result, messag
 
     with pytest.raises(RewardError, match=message):
         whole(job(pairs(tmp_path, 4), tmp_path / "out", Wrong()))
+
+
+def test_a_function_with_too_few_scores_is_no_problem_of_its_samples(tmp_path):
+    reward = CallableReward(lambda images: [1.0], "one")
+    with pytest.raises(RewardError, match=r"reward one returned 1 scores for \d samples"):
+        whole(job(pairs(tmp_path, 4), tmp_path / "out", reward))

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from flowalign.curation.votes.questions import (
     read_votes,
 )
 from flowalign.data.media.media import Media
+from flowalign.data.media_record import Record
 from flowalign.data.preference.convert import read_pairs
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import open_dataset
@@ -300,3 +302,12 @@ def test_fixed_prompts_of_a_run_are_compared_between_steps(tmp_path):
     (run / "samples" / "index.json").write_text("{}")
     with pytest.raises(ValueError, match="samples of 0 evaluations"):
         find_run_questions(run, out, 3)
+
+
+def test_samples_that_cannot_be_read_are_no_candidates(tmp_path):
+    make_question(tmp_path, 0)
+    (tmp_path / "0-2.png").write_bytes((tmp_path / "0-2.png").read_bytes()[:30])
+    records = [Record(f"r{i}", "p", [Media(str(tmp_path / f"0-{i}.png"))]) for i in range(3)]
+    (question,), (problem,) = make_questions(records, 3)
+    assert [Path(one.path or "").name for one in question.candidates] == ["0-0.png", "0-1.png"]
+    assert problem.startswith("unreadable image: ")

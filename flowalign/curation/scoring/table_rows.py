@@ -23,6 +23,7 @@ from flowalign.data.readers import Dataset
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.resizing import average_on_grid
 from flowalign.rewards.checked import RewardError
+from flowalign.rewards.function_reward import WrongScores
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, Sound
 from flowalign.utils.files import atomic_write
 
@@ -193,7 +194,7 @@ def _score_batch(
         output = model.score(batch)
     except RewardError as error:
         refusal = error.__cause__
-        if not isinstance(refusal, ValueError):
+        if not isinstance(refusal, ValueError) or isinstance(refusal, WrongScores):
             raise
         if len(batch) == 1 or "groups" in model.spec.needs:
             first_line = (str(refusal).splitlines() or [""])[0]

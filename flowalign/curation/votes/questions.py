@@ -19,6 +19,7 @@ from PIL import Image
 from flowalign.data.media.media import Media
 from flowalign.data.media.pixels import spread_frames
 from flowalign.data.media_record import Record
+from flowalign.data.preference.validate import Inspection
 from flowalign.data.readers.formats import Row
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.pairing import beaten_share
@@ -55,11 +56,13 @@ def make_questions(records: Iterable[Record], most: int) -> tuple[list[Question]
     """
     groups: dict[tuple[str, ...], list[tuple[str, Media]]] = {}
     requests: dict[tuple[str, ...], Record] = {}
-    problems = []
+    problems, inspection = [], Inspection()
     for record in records:
         stored = any(m.path is None for m in (*record.media, *record.references))
-        if record.problem or stored:
-            problems.append(record.problem or f"stored in the dataset: {record.id}")
+        unusable = f"stored in the dataset: {record.id}" if stored else ""
+        unreadable = map(inspection.of_one, () if stored else record.media)
+        if problem := record.problem or unusable or next(filter(None, unreadable), ""):
+            problems.append(problem)
             continue
         key = (record.id,) if len(record.media) > 1 else _request_key(record)
         requests.setdefault(key, record)

@@ -21,6 +21,7 @@ from flowalign.data.media.media import (
     MediaProblem,
     TimedFrame,
     estimate_rate,
+    has_gif_end,
     is_cut,
     list_frame_files,
     require_file,
@@ -200,7 +201,7 @@ def _decode_video(medium: Media, choice: FrameSelection) -> Clip:
     total = _count_packets(medium) if choice.max_frames else 0
     with open_video(medium) as (container, stream):
         # FFmpeg reads a GIF that was cut short without an error.
-        if container.format.name == "gif" and not _ends_with(medium, b";"):
+        if container.format.name == "gif" and not has_gif_end(_read_bytes(medium)):
             raise MediaProblem(f"truncated or damaged video: {medium.name} has no end marker")
         stated = float(stream.average_rate) if stream.average_rate else medium.fps
         return _stack_frames(
@@ -260,10 +261,8 @@ def _count_packets(medium: Media) -> int:
         return sum(1 for packet in container.demux(stream) if packet.size)
 
 
-def _ends_with(medium: Media, trailer: bytes) -> bool:
-    """Return whether a file ends with `trailer`, ignoring the padding that some programs append."""
-    data = Path(medium.path).read_bytes() if medium.path else medium.data or b""
-    return data.rstrip(b"\0\r\n\t ").endswith(trailer)
+def _read_bytes(medium: Media) -> bytes:
+    return Path(medium.path).read_bytes() if medium.path else medium.data or b""
 
 
 @contextmanager

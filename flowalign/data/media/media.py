@@ -145,6 +145,26 @@ def _measure(head: bytes) -> int:
     return int.from_bytes(head[8:]) if length == 1 else length
 
 
+def has_gif_end(data: bytes) -> bool:
+    """Return whether the blocks of a GIF reach its end marker, which other bytes may follow."""
+    place = 13 + _measure_palette(data[10:11])
+    while place < len(data) and data[place] != ord(";"):
+        if data[place] == ord(","):  # an image
+            place += 11 + _measure_palette(data[place + 9 : place + 10])
+        elif data[place] == ord("!"):  # an extension
+            place += 2
+        else:
+            return False
+        while place < len(data) and data[place]:
+            place += data[place] + 1
+        place += 1
+    return place < len(data)
+
+
+def _measure_palette(flags: bytes) -> int:
+    return 6 << (flags[0] & 7) if flags and flags[0] & 128 else 0
+
+
 _CLOSE = 1e-6
 """Tolerance in seconds; if two frames are equally near to a requested time, take the earlier."""
 

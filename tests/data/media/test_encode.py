@@ -327,7 +327,7 @@ def test_a_whole_video_of_uneven_frames_is_none_that_breaks_off(tmp_path, ending
     assert lights(tmp_path / f"a{ending}") == [*range(len(moments))]
 
 
-@pytest.mark.parametrize("padding", [b"\0", b"\n", b"\r\n" + b"\0" * 600])
+@pytest.mark.parametrize("padding", [b"\0", b"\n", b"\r\n" + b"\0" * 600, b"XMP data; more"])
 def test_bytes_after_the_end_of_a_gif_are_no_damage(tmp_path, padding):
     path = tmp_path / "a.gif"
     write_clip(path, clip(4), 10.0)
